@@ -1,0 +1,24 @@
+"""Checkpoints: one HDF5 file a shard, and an index whose rename into place is the commit.
+
+Writing: `begin_step` (once), `write_shard` (each owner), `commit` (once, after all of them).
+Reading: `newest_whole` or `open_checkpoint`, then `Checkpoint.read_params` and `.read_slot` for
+any range, whatever the number of shards was. Nothing here knows MPI.
+"""
+
+from mpips.checkpoint.files import begin_step, list_checkpoints
+from mpips.checkpoint.index import boxes, commit
+from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
+from mpips.checkpoint.shards import ShardRecord, write_shard
+
+__all__ = [
+    "Checkpoint",
+    "ShardRecord",
+    "begin_step",
+    "boxes",
+    "commit",
+    "list_checkpoints",
+    "newest_whole",
+    "open_checkpoint",
+    "verify",
+    "write_shard",
+]

@@ -1,0 +1,189 @@
+"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
+
+import argparse
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from mpips.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    newest_whole,
+    open_checkpoint,
+    verify,
+)
+from mpips.checkpoint.files import folder_step, write_durably
+from mpips.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise UserError(f"command line: {message}", "what --help lists")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = Parser(prog="python -m mpips.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for function, text in (
+        (list_all, "one line a checkpoint: step, size, whole or what is wrong"),
+        (inspect, "layout, shards, slots and state of one checkpoint"),
+        (verify_all, "check every byte; exit code 0 if all are whole, 1 if not"),
+        (export, "write the arrays of one checkpoint to an npz file"),
+    ):
+        name = function.__name__.removesuffix("_all")
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(function=function)
+        command.add_argument(
+            "dir", metavar="DIR", help="run directory, its checkpoints folder, or one checkpoint"
+        )
+        command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        if function is export:
+            command.add_argument(
+                "-o", "--output", required=True, metavar="FILE.npz", help="file to write"
+            )
+    return parser
+
+
+def find(args: argparse.Namespace) -> list[Path]:
+    """The checkpoint folders that DIR and --step name, oldest first; at least one."""
+    found = list_checkpoints(args.dir)
+    if not found:
+        remedy = "give a run directory, its checkpoints folder, or one checkpoint"
+        raise UserError(f"no checkpoint at {args.dir}", "at least one", remedy)
+    chosen = [p for p in found if args.step is None or _step(p) == args.step]
+    if not chosen:
+        steps = ", ".join(str(_step(p)) for p in found)
+        raise UserError(f"no checkpoint of step {args.step} at {args.dir}", f"one of {steps}")
+    return chosen
+
+
+def _step(folder: Path) -> int:
+    """The step in the folder's name, or in the index where the name is another."""
+    step = folder_step(folder.resolve())
+    return open_checkpoint(folder).step if step is None else step
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """Print one line a checkpoint; the newest whole one is marked."""
+    found = [(folder, verify(folder)) for folder in find(args)]
+    newest = next((folder for folder, problems in reversed(found) if not problems), None)
+    for folder, problems in found:
+        size = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+        verdict = "; ".join(problems) or ("whole, newest" if folder == newest else "whole")
+        step = folder_step(folder.resolve())
+        name = folder.name if step is None else f"step {step}"
+        print(f"{name:<16} {readable(size):>10}  {verdict}")
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print what one checkpoint holds; numbers are not read."""
+    checkpoint = open_checkpoint(find(args)[-1])
+    owned = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
+    print(f"{checkpoint.path}: step {checkpoint.step}, {owned}, {readable(checkpoint.size_bytes)}")
+    print("arrays:")
+    for name, shape in zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True):
+        print(f"  params/{name} {shape}")
+    print(f"slots: {', '.join(checkpoint.slot_names) or 'none'}")
+    print("shards:")
+    for s in checkpoint.shards:
+        print(f"  {s.file} owner {s.owner} [{s.begin}, {s.end}) {readable(s.bytes)} {s.sha256}")
+    print("state:")
+    state = checkpoint.state if isinstance(checkpoint.state, dict) else {"": checkpoint.state}
+    for key, value in state.items():
+        print(f"  {key}: {shortened(value)}")
+    for name, array in checkpoint.arrays.items():
+        print(f"  arrays/{name} {array.shape} {array.dtype}: {shortened(array.tolist())}")
+    return 0
+
+
+def verify_all(args: argparse.Namespace) -> int:
+    """Print one line a problem of all checkpoints, or that there is none."""
+    folders = find(args)
+    problems = [problem for folder in folders for problem in verify(folder)]
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"{args.dir}: {len(folders)} checkpoint{'s' * (len(folders) > 1)}, whole")
+    return 1 if problems else 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the newest whole checkpoint, or that of --step, to an npz file."""
+    output = Path(args.output)
+    if output.exists():
+        raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
+    if args.step is None:
+        find(args)
+        checkpoint, complaints = newest_whole(args.dir)
+    else:
+        checkpoint, complaints = newest_whole(find(args)[-1])
+    for complaint in complaints:
+        print(f"not whole: {complaint}", file=sys.stderr)
+    if checkpoint is None:
+        raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
+    write_npz(checkpoint, output)
+    print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
+    return 0
+
+
+def write_npz(checkpoint: Checkpoint, output: Path) -> None:
+    """Write all arrays to an npz file; one of them is in memory at a time.
+
+    Raises:
+        UserError: If the checkpoint cannot be read or the file not written.
+    """
+
+    def write(temporary: Path) -> None:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+            for name, array in named_arrays(checkpoint):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
+
+    write_durably(output, write)
+
+
+def named_arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another."""
+    shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
+    for name, (begin, end) in checkpoint.layout.slices().items():
+        yield f"params/{name}", checkpoint.read_params(begin, end).reshape(shapes[name])
+        for slot in checkpoint.slot_names:
+            array = checkpoint.read_slot(slot, begin, end)
+            yield f"slots/{slot}/{name}", array.reshape(shapes[name])
+
+
+def readable(count: int) -> str:
+    """Bytes as a short text, such as ``12.3 MB``."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"
+
+
+def shortened(value: object, length: int = 100) -> str:
+    """A value's text, cut to `length` characters."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return the exit code: 2 after an error, which is printed once."""
+    try:
+        args = make_parser().parse_args(argv)
+        return args.function(args)
+    except UserError as error:
+        print(f"mpips.checkpoint: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Folders, names and durable files of checkpoints: what survives `kill -9` at any instant.
+
+A checkpoint is a folder ``step-000000000123`` with shard files and an index. A folder without
+an index is not a checkpoint: the index is renamed into place last, and removed first.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpips.errors import UserError
+
+if TYPE_CHECKING:
+    import h5py
+
+PathLike = str | os.PathLike[str]
+
+FORMAT = 1
+INDEX = "index.h5"
+PIECE_BYTES = 8 << 20
+"""Most bytes that one HDF5 call moves: h5py has one lock a process, and readers wait for it."""
+
+_TEMPORARY = ".tmp"
+_OLD = ".old"
+_STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
+_OWN_FILE = re.compile(r"(shard-\d{4,}|index)\.h5(\.tmp)?")
+
+
+def shard_file(owner: int) -> str:
+    """Name of the file that holds the shard of `owner`."""
+    return f"shard-{owner:04d}.h5"
+
+
+def step_folder(directory: PathLike, step: int) -> Path:
+    """Path of the checkpoint of `step` in `directory`."""
+    return Path(directory) / f"step-{step:012d}"
+
+
+def folder_step(folder: PathLike) -> int | None:
+    """The step that a folder's name stands for; None for a name of another form."""
+    found = _STEP_FOLDER.fullmatch(Path(folder).name)
+    return int(found[1]) if found else None
+
+
+def list_checkpoints(path: PathLike) -> list[Path]:
+    """List the checkpoint folders at `path`, oldest first, whole or not.
+
+    Args:
+        path: A run directory, its ``checkpoints`` folder, one checkpoint, or its index file.
+            A checkpoint that was copied to a folder of any other name is recognised by its index.
+
+    Returns:
+        The folders; empty where there are none, or no `path`.
+    """
+    path = Path(path)
+    if path.name == INDEX:
+        path = path.parent
+    if path.is_dir() and (folder_step(path.resolve()) is not None or (path / INDEX).exists()):
+        return [path]
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if not path.is_dir():
+        return []
+    found = (p for p in path.iterdir() if folder_step(p) is not None and p.is_dir())
+    return sorted(found, key=_age)
+
+
+def _age(folder: Path) -> tuple[int, bool]:
+    """Sort key of a step folder; one moved aside is older than the one in its place."""
+    return folder_step(folder) or 0, folder.suffix != _OLD
+
+
+def begin_step(directory: PathLike, step: int) -> Path:
+    """Make the empty folder into which the shards of `step` are written.
+
+    Called once, before any owner calls `write_shard`. What a killed job left of the same step
+    is removed. A committed checkpoint of the same step is moved aside to ``step-....old``, where
+    it still counts as a checkpoint, until the new one is committed.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If the folder cannot be made or emptied.
+    """
+    if step < 0:
+        raise ValueError(f"step {step}, expected 0 or more")
+    folder = step_folder(directory, step)
+    with explained("make the checkpoint folder", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if (folder / INDEX).exists():
+            aside = folder.with_name(folder.name + _OLD)
+            remove_checkpoint(aside)
+            folder.rename(aside)
+        remove_checkpoint(folder)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+    return folder
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint's own files, the index first, and its folder if that leaves it empty.
+
+    Foreign files, and with them the folder, are left alone. A missing folder is fine.
+    """
+    if not folder.is_dir():
+        return
+    if (folder / INDEX).exists():
+        (folder / INDEX).unlink()
+        # Without this a power cut could bring the index back, and not the shards.
+        sync(folder)
+    for file in [p for p in folder.iterdir() if _OWN_FILE.fullmatch(p.name)]:
+        file.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def prune(folder: Path, keep: int, is_whole: Callable[[Path], bool]) -> None:
+    """Keep `folder` and the newest ``keep - 1`` whole checkpoints before it; remove older ones.
+
+    Half-written checkpoints before `folder` go too. Those after it are left alone: a run that
+    was resumed from an earlier step has not said what is to become of them.
+    """
+    kept = {folder_step(folder)}
+    older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
+    for other in reversed(older):
+        step = folder_step(other)
+        if len(kept) < keep and step not in kept and is_whole(other):
+            kept.add(step)
+        else:
+            remove_checkpoint(other)
+    sync(folder.parent)
+
+
+def write_durably(final: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write(temporary)`` make a file, sync it and rename it to `final`.
+
+    `final` never exists half-written, whatever happens. On an error the temporary file is removed.
+
+    Raises:
+        UserError: If the file system refuses (no space, no permission, quota).
+    """
+    temporary = final.with_name(final.name + _TEMPORARY)
+    with explained("write", final):
+        try:
+            write(temporary)
+            sync(temporary)
+            temporary.rename(final)
+            sync(final.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def explained(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a UserError that says what was tried on which path."""
+    try:
+        yield
+    except OSError as error:
+        # HDF5's own text goes over several lines.
+        reason = os.strerror(error.errno) if error.errno else " ".join(str(error).split())
+        raise UserError(
+            f"cannot {action} {path}: {reason}",
+            "a writable folder with enough free space",
+            "free some space, keep fewer checkpoints, or give another folder",
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_sha256(path: Path, begin: int = 0) -> str:
+    """SHA-256 of a file from byte `begin` on, in hexadecimal; other threads run meanwhile."""
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_h5(path: Path) -> "h5py.File":
+    """Open a finished HDF5 file, without a lock: it never changes."""
+    import h5py
+
+    return h5py.File(path, "r", locking=False)
+
+
+@contextmanager
+def create_h5(path: Path, user_block_bytes: int = 0) -> Iterator["h5py.File"]:
+    """Create an HDF5 file that any HDF5 library from 1.10 on can read.
+
+    Raises:
+        OSError: If the file system refuses.
+    """
+    import h5py
+
+    block, versions = user_block_bytes or None, ("earliest", "v110")
+    try:
+        with h5py.File(path, "w", libver=versions, locking=False, userblock_size=block) as file:
+            yield file
+    except RuntimeError as error:
+        # This is how h5py fails to close a file; the write before it says why.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise OSError(str(error)) from error
+
+
+def pieces(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[begin, end)`` into ranges of at most `PIECE_BYTES`."""
+    length = PIECE_BYTES // itemsize
+    for start in range(begin, end, length):
+        yield start, min(end, start + length)

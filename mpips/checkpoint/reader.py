@@ -1,0 +1,188 @@
+"""Reading checkpoints: any range of the flat vector, over however many shard files it lies."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints
+from mpips.checkpoint.index import Contents, read_index
+from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, shard_problem, slot_dataset
+from mpips.errors import UserError, unknown
+from mpips.layout import Layout
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint. Holds no open file.
+
+    Attributes:
+        path: Its folder.
+        contents: Everything in its index.
+    """
+
+    path: Path
+    contents: Contents
+
+    @property
+    def step(self) -> int:
+        """The step at which it was taken."""
+        return self.contents.step
+
+    @property
+    def layout(self) -> Layout:
+        """Names and shapes of the parameters."""
+        return self.contents.layout
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the parameters and of the slots."""
+        return self.contents.dtype
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Names of the optimizer's slots."""
+        return self.contents.slot_names
+
+    @property
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """The shard files, in the order of their ranges."""
+        return self.contents.shards
+
+    @property
+    def config(self) -> str:
+        """The configuration, TOML text."""
+        return self.contents.config
+
+    @property
+    def state(self) -> Any:
+        """What `commit` was given; keys of objects are strings."""
+        return self.contents.state
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The small named arrays that `commit` was given."""
+        return self.contents.arrays
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(s.bytes for s in self.shards) + (self.path / INDEX).stat().st_size
+
+    def read_params(
+        self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read parameters ``[begin, end)`` of the flat vector; `end` None is the whole.
+
+        Args:
+            begin: First element.
+            end: Last element + 1.
+            out: Where to, shape (end - begin,), this checkpoint's dtype, contiguous.
+
+        Returns:
+            `out`, or a new array.
+
+        Raises:
+            ValueError: If the range is not in the vector, or `out` does not fit it.
+            UserError: If a shard file is missing or is not the one that was committed. Flipped
+                bits in the numbers are found by `verify` only.
+        """
+        return self._read(PARAMS, begin, end, out)
+
+    def read_slot(
+        self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read ``[begin, end)`` of an optimizer slot, as `read_params` does.
+
+        Raises:
+            UserError: Also for an unknown slot.
+        """
+        if name not in self.slot_names:
+            raise unknown("slot", name, self.slot_names)
+        return self._read(slot_dataset(name), begin, end, out)
+
+    def _read(
+        self, dataset: str, begin: int, end: int | None, out: np.ndarray | None
+    ) -> np.ndarray:
+        size = self.layout.size
+        end = size if end is None else end
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"range [{begin}, {end}), expected within [0, {size})")
+        if out is None:
+            out = np.empty(end - begin, self.dtype)
+        if out.shape != (end - begin,) or out.dtype != self.dtype or not out.flags.c_contiguous:
+            found = f"out of shape {out.shape} and dtype {out.dtype}"
+            raise ValueError(f"{found}, expected ({end - begin},), {self.dtype} and contiguous")
+        for shard in self.shards:
+            first, last = max(begin, shard.begin), min(end, shard.end)
+            if first < last:
+                part = out[first - begin : last - begin]
+                read_shard(self.path, shard, self.step, dataset, first, part)
+        return out
+
+
+def open_checkpoint(path: PathLike) -> Checkpoint:
+    """Open one checkpoint; its index is checked to the last bit, its shard files by their size.
+
+    Args:
+        path: Its folder or its index file. `newest_whole` finds the folder in a run directory.
+
+    Raises:
+        UserError: If it is not whole, or there is no one checkpoint at `path`.
+    """
+    folder = _only(path)
+    checkpoint = Checkpoint(folder, read_index(folder))
+    for shard in checkpoint.shards:
+        if problem := shard_problem(folder, shard, sums=False):
+            raise problem
+    return checkpoint
+
+
+def verify(path: PathLike) -> list[str]:
+    """Check every byte of one checkpoint.
+
+    Args:
+        path: Its folder or its index file.
+
+    Returns:
+        One line a problem, each with path, dataset, what was found and what was expected; empty
+        for a whole one.
+    """
+    try:
+        folder = _only(path)
+        contents = read_index(folder)
+    except UserError as error:
+        return [str(error)]
+    found = [shard_problem(folder, shard, sums=True) for shard in contents.shards]
+    problems = [str(problem) for problem in found if problem]
+    named = folder_step(folder.resolve())
+    if named not in (None, contents.step):
+        problems.append(f"{folder}: folder of step {named}, expected step {contents.step}")
+    return problems
+
+
+def _only(path: PathLike) -> Path:
+    found = list_checkpoints(path)
+    if len(found) != 1:
+        raise UserError(f"{len(found)} checkpoints at {path}", "one", "name a step-... folder")
+    return found[0]
+
+
+def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
+    """Find the newest whole checkpoint; every byte of it is checked.
+
+    Args:
+        path: A run directory, its ``checkpoints`` folder, or one checkpoint.
+
+    Returns:
+        The checkpoint, or None if there is none, and what is wrong with each newer one.
+    """
+    complaints: list[str] = []
+    for folder in reversed(list_checkpoints(path)):
+        problems = verify(folder)
+        if not problems:
+            return Checkpoint(folder, read_index(folder)), complaints
+        complaints += problems
+    return None, complaints

@@ -1,0 +1,199 @@
+"""One owner's shard in one HDF5 file: ``params`` and ``slots/<slot>`` of ``[begin, end)``."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint.files import (
+    FORMAT,
+    INDEX,
+    PathLike,
+    create_h5,
+    file_sha256,
+    open_h5,
+    pieces,
+    shard_file,
+    write_durably,
+)
+from mpips.errors import UserError
+from mpips.layout import Shard
+
+PARAMS = "params"
+
+
+def slot_dataset(slot: str) -> str:
+    """Name of a slot's dataset in a shard file, and of its group in the index."""
+    return f"slots/{slot}"
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What the index says of one shard file.
+
+    Attributes:
+        owner: Number of the owner that wrote it.
+        file: Its name, relative to the index; empty for an empty shard, which has no file.
+        begin: First element in the flat vector.
+        end: Last element + 1.
+        bytes: Size of the file.
+        sha256: Sum of the file, hexadecimal.
+    """
+
+    owner: int
+    file: str
+    begin: int
+    end: int
+    bytes: int
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a plain description, the keyword arguments of this class."""
+        return asdict(self)
+
+
+def write_shard(
+    folder: PathLike,
+    owner: int,
+    shard: Shard,
+    step: int,
+    params: np.ndarray,
+    slots: Mapping[str, np.ndarray],
+) -> ShardRecord:
+    """Write one owner's shard, durably; may run in a thread beside the training.
+
+    Args:
+        folder: What `begin_step` returned.
+        owner: Number of the owner; names the file.
+        shard: The range of the flat vector. An empty one writes no file.
+        step: The step of the checkpoint.
+        params: The shard's parameters, shape (shard.size,), dtype float32 or float64.
+        slots: The optimizer's slots by name, each with the shape and dtype of `params`.
+
+    Returns:
+        The record that `commit` needs.
+
+    Raises:
+        ValueError: If shapes or dtypes differ, or the folder holds a committed checkpoint.
+        UserError: If the file system refuses.
+
+    Blocks: until the file is on the disk. Other threads run meanwhile.
+    """
+    folder = Path(folder)
+    arrays = {PARAMS: params, **{slot_dataset(name): array for name, array in slots.items()}}
+    for name, array in arrays.items():
+        if array.shape != (shard.size,) or array.dtype != params.dtype:
+            found = f"{name} of shape {array.shape} and dtype {array.dtype}"
+            raise ValueError(f"{found}, expected ({shard.size},) and {params.dtype}")
+    if (folder / INDEX).exists():
+        raise ValueError(f"{folder} holds a committed checkpoint, expected a folder of begin_step")
+    if not shard.size:
+        return ShardRecord(owner, "", shard.begin, shard.end, 0, "")
+    attributes = {
+        "version": FORMAT,
+        "begin": shard.begin,
+        "end": shard.end,
+        "step": step,
+        "owner": owner,
+    }
+    final = folder / shard_file(owner)
+    write_durably(final, lambda path: _write_arrays(path, arrays, attributes))
+    size, sha256 = final.stat().st_size, file_sha256(final)
+    return ShardRecord(owner, final.name, shard.begin, shard.end, size, sha256)
+
+
+def _write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, int]
+) -> None:
+    """Write 1-D arrays and integer attributes to a new file, a piece at a time."""
+    with create_h5(path) as file:
+        file.attrs.update(attributes)
+        for name, array in arrays.items():
+            dataset = file.create_dataset(name, array.shape, array.dtype)
+            for begin, end in pieces(0, len(array), array.itemsize):
+                dataset[begin:end] = array[begin:end]
+
+
+def read_shard(
+    folder: Path, record: ShardRecord, step: int, dataset: str, begin: int, out: np.ndarray
+) -> None:
+    """Fill `out` with a dataset's elements from `begin` (in the flat vector) on.
+
+    Raises:
+        UserError: If the file cannot be read or is not the one that the record describes.
+    """
+    path, first = folder / record.file, begin - record.begin
+    try:
+        with open_h5(path) as file:
+            _check_identity(path, file, record, step)
+            source = file[dataset]
+            if source.shape != (record.size,) or source.dtype != out.dtype:
+                raise _damaged(
+                    f"{path}: {dataset} of shape {source.shape} and dtype {source.dtype}",
+                    f"({record.size},) and {out.dtype}",
+                )
+            for a, b in pieces(0, len(out), out.itemsize):
+                source.read_direct(out[a:b], np.s_[first + a : first + b])
+    except (OSError, KeyError) as error:
+        raise _damaged(f"{path}: cannot read {dataset}: {error}", "a whole shard file") from error
+
+
+def _check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
+    expected = {
+        "version": FORMAT,
+        "begin": record.begin,
+        "end": record.end,
+        "step": step,
+        "owner": record.owner,
+    }
+    for name, value in expected.items():
+        if file.attrs.get(name) != value:
+            raise _damaged(f"{path}: attribute {name} {file.attrs.get(name)}", str(value))
+
+
+def _damaged(got: str, expected: str) -> UserError:
+    return UserError(got, expected, "use another checkpoint")
+
+
+def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError | None:
+    """Say what is wrong with a shard file, or None; with `sums` every byte of it is read."""
+    path, content = folder / record.file, f"elements [{record.begin}, {record.end}) of all arrays"
+    try:
+        size = path.stat().st_size
+        if size != record.bytes:
+            return _damaged(f"{path}: {size} bytes for {content}", f"{record.bytes} bytes")
+        found = file_sha256(path) if sums else record.sha256
+    except FileNotFoundError:
+        return _damaged(f"{path}: missing, with {content}{_namesake(folder, record)}", "a file")
+    except OSError as error:
+        return _damaged(f"{path}: cannot be read ({error}), with {content}", "a readable file")
+    if found != record.sha256:
+        got = f"{path}: sha256 {found} of {content}{_identity(path)}"
+        return _damaged(got, record.sha256)
+    return None
+
+
+def _namesake(folder: Path, record: ShardRecord) -> str:
+    """Where a missing file is under another name."""
+    for other in sorted(folder.iterdir()) if folder.is_dir() else []:
+        same_size = other.is_file() and other.stat().st_size == record.bytes
+        if same_size and file_sha256(other) == record.sha256:
+            return f" (its content is in {other.name}: rename that to {record.file})"
+    return ""
+
+
+def _identity(path: Path) -> str:
+    """What a file that is not the expected one says of itself."""
+    try:
+        with open_h5(path) as file:
+            a = file.attrs
+            return f" (it says: owner {a['owner']}, step {a['step']}, [{a['begin']}, {a['end']}))"
+    except (OSError, KeyError, RuntimeError):
+        return " (its HDF5 header is damaged)"

@@ -1,0 +1,288 @@
+"""The ranks of a job: their nodes, roles and communicators, and how they wait.
+
+Importing this module starts MPI. What has to be set before that (yielding where ranks
+outnumber cores) is set here first, if the user has not set it.
+"""
+
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+from mpips.errors import UserError
+from mpips.roles import Roles
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on; affinity masks count."""
+    return len(os.sched_getaffinity(0))
+
+
+def _local_ranks() -> int:
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 1
+
+
+def _yield_when_crowded() -> None:
+    if _local_ranks() > cores():
+        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+_yield_when_crowded()
+
+from mpi4py import MPI  # noqa: E402  (starts MPI, with what was set above)
+
+SPIN_S = 20e-6
+YIELD_S = 200e-6
+SLEEP_S = 20e-6
+SLEEP_MAX_S = 1e-3
+IDLE_S = 1.0
+TAG_NEVER = 32000
+TAG_CONTROL, TAG_GATHER = 1, 7
+
+
+class Backoff:
+    """How a rank waits: it spins, then yields, then sleeps longer and longer.
+
+    Spinning is left out where ranks outnumber cores. A sleep gives the core away, which
+    ``sched_yield`` alone does not do under Linux's fair scheduler.
+    """
+
+    def __init__(self, crowded: bool) -> None:
+        self._spin_s = 0.0 if crowded else SPIN_S
+        self._yield_s = SPIN_S if crowded else YIELD_S
+        self._since: float | None = None
+
+    def reset(self) -> None:
+        """Start over: something was done."""
+        self._since = None
+
+    def pause(self) -> None:
+        """Wait a little; how little depends on the time since `reset`."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        idle_s = now - self._since
+        if idle_s < self._spin_s:
+            return
+        if idle_s < self._yield_s:
+            os.sched_yield()
+        else:
+            grown = SLEEP_S + (SLEEP_MAX_S - SLEEP_S) * min(1.0, idle_s / IDLE_S)
+            time.sleep(grown)
+
+
+class Cluster:
+    """The job's ranks, where they are and what they do.
+
+    Collective: yes, over `comm`, construction and `free` both.
+
+    Args:
+        comm: Communicator of the whole job; duplicated.
+        node_size: Treat this many consecutive ranks as a node; 0 for the real nodes.
+
+    Attributes:
+        comm: Duplicate of the communicator; messages of a push travel on it.
+        node: Communicator of this rank's node.
+        hosts: Host name of each rank.
+        node_of: Node number of each rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
+        self.comm = comm.Dup()
+        self._control = comm.Dup()
+        self.rank, self.world = comm.rank, comm.size
+        real = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        color = comm.rank // node_size if node_size else 0
+        self.node: MPI.Intracomm = real.Split(color, key=comm.rank)  # type: ignore[assignment]
+        real.Free()
+        leader = self.node.allgather(comm.rank)[0]
+        leaders = comm.allgather(leader)
+        order = sorted(set(leaders))
+        self.node_of = [order.index(k) for k in leaders]
+        self.hosts = comm.allgather(platform.node())
+        local = comm.allgather((platform.node(), cores()))
+        crowd = sum(host == platform.node() for host, _ in local)
+        self.crowded = crowd > cores()
+        self.ranks_on_host = crowd
+        self._sending: list[tuple[MPI.Request, bytes]] = []
+        self._later: list[tuple[int, str, Any]] = []
+        self.roles = Roles((), tuple(range(self.world)))
+
+    @cached_property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return max(self.node_of) + 1
+
+    @cached_property
+    def my_node(self) -> list[int]:
+        """Ranks of this rank's node, increasing."""
+        return [r for r in range(self.world) if self.near(r)]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank hands out data, starts checkpoints and prints."""
+        return self.rank == self.roles.chief
+
+    def near(self, rank: int) -> bool:
+        """Whether `rank` is on this rank's node, so that its memory can be read by loads."""
+        return self.node_of[rank] == self.node_of[self.rank]
+
+    def limit_threads(self, threads: int = 0) -> int:
+        """Limit BLAS threads to `threads`, or to this rank's share of its node's cores."""
+        from threadpoolctl import threadpool_limits
+
+        share = threads or max(1, cores() // self.ranks_on_host)
+        threadpool_limits(share)
+        return share
+
+    def progress(self) -> None:
+        """Enter MPI, so that far reads and messages get on. Blocks: no."""
+        self.comm.Iprobe(MPI.ANY_SOURCE, TAG_NEVER)
+
+    def wait(self, ready: Callable[[], bool]) -> float:
+        """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.
+
+        Returns:
+            The seconds waited.
+        """
+        if ready():
+            return 0.0
+        start = time.perf_counter()
+        backoff = Backoff(self.crowded)
+        while not ready():
+            self.progress()
+            backoff.pause()
+        return time.perf_counter() - start
+
+    def wait_request(self, request: MPI.Request) -> float:
+        """Wait for a non-blocking operation; returns the seconds waited."""
+        return self.wait(request.Test)
+
+    def barrier(self) -> float:
+        """Wait for every rank. Collective: yes. Returns the seconds waited."""
+        return self.wait_request(self.comm.Ibarrier())
+
+    def send(self, dest: int, kind: str, payload: Any = None) -> None:
+        """Send a control message: rare and small. Blocks: no; `poll` receives it."""
+        if dest == self.rank:
+            self._later.append((dest, kind, payload))
+        else:
+            self._isend(dest, TAG_CONTROL, (kind, payload))
+
+    def _isend(self, dest: int, tag: int, value: object) -> None:
+        self._sending = [(r, m) for r, m in self._sending if not r.Test()]
+        message = MPI.pickle.dumps(value)
+        self._sending.append((self._control.Isend(message, dest, tag), message))
+
+    def _receive(self, tag: int) -> Iterator[tuple[int, Any]]:
+        """Yield (source, value) of the messages that have come."""
+        status = MPI.Status()
+        while (found := self._control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+            body = bytearray(status.Get_count(MPI.BYTE))
+            found.Recv(body)  # already here or on its way: does not wait for anybody's step
+            yield status.Get_source(), MPI.pickle.loads(body)
+
+    def poll(self) -> list[tuple[int, str, Any]]:
+        """Return the control messages that have come, as (source, kind, payload).
+
+        Messages of one source come in the order in which they were sent. Blocks: no.
+        """
+        messages, self._later = self._later, []
+        messages += [(source, *value) for source, value in self._receive(TAG_CONTROL)]
+        return messages
+
+    def gather(self, value: object) -> list[Any] | None:
+        """Bring every rank's value to the chief; returns them by rank there, None elsewhere.
+
+        Collective: yes. Blocks: on the chief, but never inside MPI.
+        """
+        if not self.is_chief:
+            self._isend(self.roles.chief, TAG_GATHER, value)
+            return None
+        values = {self.rank: value}
+
+        def complete() -> bool:
+            values.update(self._receive(TAG_GATHER))
+            return len(values) == self.world
+
+        self.wait(complete)
+        return [values[rank] for rank in range(self.world)]
+
+    def flush(self) -> None:
+        """Wait until every control message has left; afterwards `free` is safe."""
+        for request, _ in self._sending:
+            self.wait_request(request)
+        self._sending = []
+
+    def free(self) -> None:
+        """Free the communicators; may be called twice. Collective: yes."""
+        if self.comm != MPI.COMM_NULL:
+            self.flush()
+            for comm in (self.node, self._control, self.comm):
+                comm.Free()
+
+
+def cluster_subset(cluster: Cluster, ranks: Sequence[int]) -> MPI.Intracomm:
+    """Return a communicator of `ranks`; COMM_NULL on the others. Collective: yes."""
+    color = 0 if cluster.rank in ranks else MPI.UNDEFINED
+    comm: MPI.Intracomm = cluster.comm.Split(color, key=cluster.rank)  # type: ignore[assignment]
+    return comm
+
+
+class Agreed(UserError):
+    """An error that every rank raises, each with the same message."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+
+
+def together(comm: MPI.Comm, error: Exception | None) -> None:
+    """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
+    found = [e for e in comm.allgather(error and str(error)) if e]
+    if found:
+        raise Agreed(found[0])
+
+
+def check_world(comm: MPI.Comm) -> None:
+    """Refuse a world of one rank inside a larger SLURM step.
+
+    A wrong ``srun --mpi`` silently starts N worlds of one rank each.
+
+    Raises:
+        UserError: If SLURM started more tasks than the one rank that MPI sees.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if comm.size == 1 and tasks.isdigit() and int(tasks) > 1:
+        right = "pmix" if "Open MPI" in MPI.Get_library_version() else "pmi2"
+        raise UserError(
+            f"a world of 1 rank in a SLURM step of {tasks} tasks",
+            f"a world of {tasks}",
+            f"use srun --mpi={right}",
+        )
+
+
+def mpi_name() -> str:
+    """Return the MPI library and version in a few words."""
+    words = MPI.Get_library_version().replace("\x00", " ").split("\n")[0].replace("\t", " ")
+    return " ".join(words.split(",")[0].split()[:4])
+
+
+def abort(message: str, code: int) -> NoReturn:
+    """Print `message` and end the whole job at once with `code`."""
+    print(message, file=sys.stderr, flush=True)
+    MPI.COMM_WORLD.Abort(code)
+    raise SystemExit(code)
+
+
+def abort_with_traceback() -> NoReturn:
+    """End the whole job because of the exception being handled; names the rank."""
+    lines = traceback.format_exc()
+    abort(f"rank {MPI.COMM_WORLD.rank}: {lines}", 1)

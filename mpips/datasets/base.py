@@ -1,0 +1,227 @@
+"""What training needs of a dataset: samples, batches of them, and what they look like.
+
+A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs scaled to the
+run's dtype and finite, targets either class numbers or real values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.datasets.table import ArrayInfo, Table
+from mpips.errors import UserError
+
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass
+class Batch:
+    """Samples on which one gradient or one evaluation is computed.
+
+    Attributes:
+        x: Inputs, shape (n, *x_shape), of the run's dtype.
+        y: Class numbers, shape (n,), int64; or targets, shape (n, *y_shape), of the run's dtype.
+        ids: Numbers of the samples in their source, 0 to ``source.n - 1``, shape (n,), int64.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What a problem needs to know of its data.
+
+    Attributes:
+        name: Short name for people.
+        n_train: Number of training samples.
+        n_test: Number of held-out samples; 0 if there are none.
+        x_shape: Shape of one input.
+        y_shape: Shape of one target; ``()`` for class numbers.
+        classes: Number of classes, or None if the targets are real values.
+        source: Name or path that was opened.
+    """
+
+    name: str
+    n_train: int
+    n_test: int
+    x_shape: tuple[int, ...]
+    y_shape: tuple[int, ...]
+    classes: int | None
+    source: str
+
+
+class Source:
+    """Samples to train or to test on, numbered from 0.
+
+    Args:
+        table: The file.
+        info: What the dataset is.
+        rows: The table's rows that belong to this source, in the order of their numbers.
+        scale: Factor of the inputs, on top of the table's own.
+
+    Inputs and targets as stored come from `read` and `read_block`; `convert` gives them their
+    meaning; `load` does both and checks what it read.
+    """
+
+    def __init__(
+        self, table: Table, info: DataInfo, rows: range | np.ndarray, scale: float = 1.0
+    ) -> None:
+        self.table = table
+        self.info = info
+        self.n = len(rows)
+        self.in_memory = table.in_memory
+        self._rows = rows
+        self._scale = table.scale * scale
+
+    def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored (x, y) of the samples `ids`, shape (n,), int64: quick only in memory."""
+        if isinstance(self._rows, range):
+            return self.table.gather(ids + self._rows.start)
+        return self.table.gather(self._rows[ids])
+
+    def read_block(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored (x, y) of the samples ``[begin, end)``; not to be written to."""
+        if not isinstance(self._rows, range):
+            return self.table.gather(self._rows[begin:end])
+        rows = self._rows[begin:end]
+        return self.table.read_x(rows.start, rows.stop), self.table.read_y(rows.start, rows.stop)
+
+    def convert(
+        self, x: np.ndarray, y: np.ndarray, dtype: np.dtype
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Give stored arrays the shapes and dtypes of a batch."""
+        return self._inputs(x, dtype), self._targets(y, dtype)
+
+    def load(self, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return (x, y) of the samples ``[begin, end)`` as a batch has them.
+
+        Raises:
+            UserError: If an input or a target is not finite, or a label is outside the classes;
+                names the file, the array and the row. Data in memory was checked when opened.
+        """
+        raw_x, raw_y = self.read_block(begin, end)
+        x, y = self.convert(raw_x, raw_y, dtype)
+        if not self.in_memory:
+            self._check(x, self.table.x, begin)
+            self._check_targets(raw_y, y, begin)
+        return x, y
+
+    def check(self, dtype: np.dtype) -> None:
+        """Check every sample of a whole table in memory, block by block; raises as `load`."""
+        step = self.samples_per_block()
+        for begin in range(0, self.n, step):
+            end = min(begin + step, self.n)
+            rows = self._row(begin), self._row(end - 1) + 1
+            if not self.table.checks_inputs:
+                self._check(self._inputs(self.table.read_x(*rows), dtype), self.table.x, begin)
+            raw_y = self.table.read_y(*rows)
+            self._check_targets(raw_y, self._targets(raw_y, dtype), begin)
+
+    def samples_per_block(self) -> int:
+        """Return the number of samples that make about 4 MB in single precision."""
+        itemsize = max(4, self.table.x.dtype.itemsize)
+        return max(1, BLOCK_BYTES // (itemsize * int(np.prod(self.table.x_shape))))
+
+    def block(self, batch_size: int) -> int:
+        """Return how many samples to read at once: a multiple of `batch_size`; 0 in memory.
+
+        A block is about 4 MB, and whole chunks of the file where that is possible.
+        """
+        if self.in_memory:
+            return 0
+        target = self.samples_per_block()
+        together = int(np.lcm(batch_size, self.table.chunk))
+        unit = together if together <= 2 * target else batch_size
+        return max(1, target // unit) * unit
+
+    def close(self) -> None:
+        """Close the file, which the other source of the dataset may share."""
+        self.table.close()
+
+    def _row(self, sample: int) -> int:
+        return int(self._rows[sample])
+
+    def _inputs(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        x = x.reshape(len(x), *self.info.x_shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._scale == 1.0:
+                return x.astype(dtype, copy=False)
+            return np.multiply(x, self._scale, dtype=dtype, casting="unsafe")
+
+    def _targets(self, y: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.info.classes is None:
+                return y.astype(dtype, copy=False)
+            return y.reshape(len(y)).astype(np.int64, copy=False)
+
+    def _check(self, values: np.ndarray, array: ArrayInfo, begin: int) -> None:
+        finite = np.isfinite(values)
+        if not finite.all():
+            sample, *where = np.argwhere(~finite)[0].tolist()
+            raise UserError(
+                f"{self.table.path}: array {array.name!r}, sample {self._row(begin + sample)}, "
+                f"element {tuple(where)} is {values[(sample, *where)]} in {values.dtype}",
+                "finite numbers",
+                "remove or replace the sample",
+            )
+
+    def _check_targets(self, raw: np.ndarray, y: np.ndarray, begin: int) -> None:
+        if self.info.classes is None:
+            self._check(y, self.table.y, begin)
+            return
+        bad = (y < 0) | (y >= self.info.classes) | (raw.reshape(len(y)) != y)
+        if bad.any():
+            sample = int(np.argmax(bad))
+            raise UserError(
+                f"{self.table.path}: array {self.table.y.name!r}, sample "
+                f"{self._row(begin + sample)} has label {raw.reshape(len(y))[sample]}",
+                f"whole numbers from 0 to {self.info.classes - 1}",
+                "give the right number of --classes or mend the labels",
+            )
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An open dataset: training samples and held-out ones, which may share a file.
+
+    Attributes:
+        info: What the data is.
+        train: Training samples.
+        test: Held-out samples, or None.
+    """
+
+    info: DataInfo
+    train: Source
+    test: Source | None
+
+    def close(self) -> None:
+        """Close the files; may be called again."""
+        self.train.close()
+        if self.test is not None:
+            self.test.close()
+
+    def __enter__(self) -> "Dataset":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def iterate(
+    source: Source, begin: int, end: int, batch: int, dtype: np.dtype | str
+) -> Iterator[Batch]:
+    """Read the samples ``[begin, end)`` in order, `batch` at a time; the last may be smaller.
+
+    Raises:
+        UserError: As `Source.load`.
+    """
+    dtype = np.dtype(dtype)
+    for first in range(begin, end, batch):
+        last = min(first + batch, end)
+        yield Batch(*source.load(first, last, dtype), np.arange(first, last, dtype=np.int64))

@@ -1,0 +1,111 @@
+"""The order in which an epoch's samples are visited: a function of (seed, epoch) only.
+
+Data in memory is permuted as a whole. Data read in blocks is shuffled in two levels: the blocks
+are permuted, then the samples within each, so that reads are contiguous and nothing of the size
+of the dataset is ever held.
+
+The permutations sort random bits of Philox instead of calling `Generator.permutation`: NumPy
+promises that the bits stay the same from release to release, and a resumed run needs that.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+WHOLE, BLOCKS, WITHIN, SPLIT = range(4)
+CACHED_BLOCKS = 8
+CACHED_EPOCHS = 2
+
+
+def shuffled(n: int, *key: int) -> np.ndarray:
+    """Return a permutation of 0 to n-1, shape (n,), int64, that depends on `key` only.
+
+    Args:
+        n: Length.
+        key: Non-negative numbers below 2**64; each tuple names another permutation.
+    """
+    words = [half for number in (len(key), *key) for half in (number & 0xFFFFFFFF, number >> 32)]
+    keys = np.random.Philox(np.random.SeedSequence(words)).random_raw(n)
+    # Random bits above, the index below: all keys differ, so that every sort gives one order.
+    bits = np.uint64(max(n - 1, 0).bit_length())
+    keys <<= bits
+    keys |= np.arange(n, dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << bits) - np.uint64(1)
+    return keys.view(np.int64)
+
+
+class Order:
+    """Which sample stands at each position of each epoch.
+
+    Args:
+        n: Number of samples.
+        batch_size: Samples of a batch; a block holds whole batches.
+        block: Samples read at once, a multiple of `batch_size`; 0 for data in memory.
+        seed: Of the shuffling.
+        shuffle: False leaves the samples in the order of the source, in every epoch.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    def __init__(
+        self, n: int, batch_size: int, block: int, seed: int, *, shuffle: bool = True
+    ) -> None:
+        if n < 0 or batch_size < 1 or block < 0 or block % batch_size or seed < 0:
+            raise ValueError(f"no order of {n=}, {batch_size=}, {block=}, {seed=}")
+        self.n = n
+        self.block = block
+        self.seed = seed
+        self.shuffle = shuffle
+        self._within = lru_cache(CACHED_BLOCKS)(self._permute_block)
+        self._blocks = lru_cache(CACHED_EPOCHS)(self._permute_blocks)
+        self._all = lru_cache(CACHED_EPOCHS)(self._permute_all)
+
+    def sample_ids(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        """Return the samples at positions ``[begin, end)`` of `epoch`, shape (end - begin,), int64.
+
+        Raises:
+            ValueError: If the range is not within ``[0, n]`` or the epoch is negative.
+        """
+        if not 0 <= begin <= end <= self.n or epoch < 0:
+            raise ValueError(f"no positions [{begin}, {end}) in epoch {epoch} of {self.n} samples")
+        if not self.shuffle:
+            return np.arange(begin, end, dtype=np.int64)
+        if not self.block:
+            return self._all(epoch)[begin:end].copy()
+        return self._from_blocks(epoch, begin, end)
+
+    def _from_blocks(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        out = np.empty(end - begin, np.int64)
+        position = begin
+        while position < end:
+            number, first = self._block_at(epoch, position)
+            inner = self._within(epoch, number)[position - first : end - first]
+            done = position - begin
+            np.add(inner, number * self.block, out=out[done : done + len(inner)])
+            position += len(inner)
+        return out
+
+    def _block_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return the block that covers `position` and the position at which it begins."""
+        blocks, short_at = self._blocks(epoch)
+        missing = -self.n % self.block
+        if position < (short_at + 1) * self.block - missing:
+            place = position // self.block
+            return int(blocks[place]), place * self.block
+        # Past the short block every block begins that much earlier.
+        place = (position + missing) // self.block
+        return int(blocks[place]), place * self.block - missing
+
+    def _permute_all(self, epoch: int) -> np.ndarray:
+        return shuffled(self.n, WHOLE, self.seed, epoch)
+
+    def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, int]:
+        """Return the order of the blocks, and the place in it of the last, maybe short, one."""
+        blocks = shuffled(-(-self.n // self.block), BLOCKS, self.seed, epoch)
+        return blocks, int(np.argmax(blocks))
+
+    def _permute_block(self, epoch: int, number: int) -> np.ndarray:
+        size = min(self.block, self.n - number * self.block)
+        return shuffled(size, WITHIN, self.seed, epoch, number)

@@ -1,0 +1,178 @@
+"""Tables: a dataset's files as they are.
+
+A format's reader makes a `Table`: two arrays, inputs `x` and targets `y`, whose rows are read on
+demand, without any meaning yet.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from mpips.errors import UserError, nearest
+
+UINT8_SCALE = 1 / 255
+MAX_NAMES_COMPARED = 1000
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """An array of a file: its name in messages, its whole shape and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Table(ABC):
+    """A file's inputs and targets as they are stored.
+
+    Args:
+        path: The file, for messages.
+        x: The inputs; shape (n, ...).
+        y: The targets; shape (n, ...).
+        scale: Factor of the inputs; None means 1/255 for uint8 and 1 for other types.
+
+    Raises:
+        UserError: If the lengths differ, an array is empty, or one does not hold numbers.
+    """
+
+    in_memory: ClassVar[bool] = True
+    checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
+
+    def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
+        check_arrays(path, x, y)
+        self.path = path
+        self.x = x
+        self.y = y
+        self.n = x.shape[0]
+        natural = UINT8_SCALE if x.dtype == np.uint8 else 1.0
+        self.scale = natural if scale is None else scale
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """Shape of one input; a plain number counts as a vector of length 1."""
+        return self.x.shape[1:] or (1,)
+
+    @property
+    def chunk(self) -> int:
+        """Number of samples that the file stores together; 1 if it does not matter."""
+        return 1
+
+    @abstractmethod
+    def read_x(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored inputs of rows ``[begin, end)``; not to be written to."""
+
+    @abstractmethod
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored targets of rows ``[begin, end)``; not to be written to."""
+
+    @abstractmethod
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored inputs and targets of `rows`, shape (n,), int64, in that order."""
+
+    def match(self, other: "Table") -> None:
+        """Make sure that `other` holds samples of the same shape, or raise UserError."""
+        for mine, theirs in ((self.x, other.x), (self.y, other.y)):
+            if mine.shape[1:] != theirs.shape[1:]:
+                raise UserError(
+                    f"{other.path}: array {theirs.name!r} has samples of shape {theirs.shape[1:]}",
+                    f"{mine.shape[1:]} as in {self.path}",
+                    "give training and test files of the same kind",
+                )
+
+    def close(self) -> None:  # noqa: B027 - memory has nothing to give back
+        """Give the file back; may be called again."""
+
+
+class MemoryTable(Table):
+    """A table whose arrays are in memory."""
+
+    def __init__(
+        self,
+        path: str,
+        x: np.ndarray,
+        y: np.ndarray,
+        *,
+        names: tuple[str, str] = ("x", "y"),
+        scale: float | None = None,
+    ) -> None:
+        x_info = ArrayInfo(names[0], x.shape, x.dtype)
+        super().__init__(path, x_info, ArrayInfo(names[1], y.shape, y.dtype), scale)
+        self._x, self._y = np.ascontiguousarray(x), np.ascontiguousarray(y)
+        # Batches may be views of the file's arrays, so a problem must not be able to change them.
+        self._x.setflags(write=False)
+        self._y.setflags(write=False)
+
+    def read_x(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored inputs of rows ``[begin, end)``, as a view."""
+        return self._x[begin:end]
+
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored targets of rows ``[begin, end)``, as a view."""
+        return self._y[begin:end]
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored inputs and targets of `rows`, as copies."""
+        return self._x.take(rows, axis=0), self._y.take(rows, axis=0)
+
+
+def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
+    """Raise UserError unless `x` and `y` are non-empty arrays of numbers of one length."""
+    for array in (x, y):
+        if array.dtype.kind not in "buif":
+            raise UserError(
+                f"{path}: array {array.name!r} holds {array.dtype}", "real numbers or integers"
+            )
+        if not array.shape or 0 in array.shape:
+            raise UserError(
+                f"{path}: array {array.name!r} has shape {array.shape}",
+                "at least one sample, and no empty dimension",
+            )
+    if x.shape[0] != y.shape[0]:
+        raise UserError(
+            f"{path}: array {x.name!r} has {x.shape[0]} samples and {y.name!r} has {y.shape[0]}",
+            "the same number",
+            "name the arrays that belong together",
+        )
+
+
+def check_file(path: str) -> None:
+    """Raise UserError unless `path` is a readable file with something in it."""
+    if not os.path.exists(path):
+        parent = Path(path).parent
+        there = sorted(os.listdir(parent))[:MAX_NAMES_COMPARED] if parent.is_dir() else []
+        hint = nearest(Path(path).name, there) or "check the path"
+        raise UserError(f"data file {path} does not exist", "an existing file", hint)
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a file", "a data file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"data file {path} cannot be read", "a readable file", "check its mode")
+    if os.path.getsize(path) == 0:
+        raise UserError(f"data file {path} is empty (0 bytes)", "a file with samples")
+
+
+@contextmanager
+def reading(path: str, format_name: str) -> Iterator[None]:
+    """Turn whatever `format_name`'s reader raises on a damaged file into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the readers' lists of exceptions are open: even TokenError
+        raise damaged(path, format_name, error) from None
+
+
+def damaged(path: str, format_name: str, error: Exception) -> UserError:
+    """Make the error for a file that `format_name`'s reader refuses."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return UserError(
+        f"{path} cannot be read ({text})",
+        f"a whole {format_name} file",
+        "it may be truncated or of another format; make or copy it again",
+    )

@@ -1,0 +1,32 @@
+"""Errors that are meant for a person: what was given, what is allowed, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that the user can mend.
+
+    The message has the form ``<what> <got>, expected <constraint>; <remedy>``.
+
+    Args:
+        got: What was given, named.
+        expected: The constraint that it breaks.
+        remedy: What to do about it; may be empty.
+    """
+
+    def __init__(self, got: str, expected: str, remedy: str = "") -> None:
+        message = f"{got}, expected {expected}"
+        super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+def unknown(kind: str, name: str, legal: Iterable[str]) -> UserError:
+    """Make the error for a name outside a closed set, with the nearest legal name as remedy."""
+    names = sorted(legal)
+    return UserError(f"unknown {kind} {name!r}", f"one of {', '.join(names)}", nearest(name, names))
+
+
+def nearest(name: str, legal: Iterable[str]) -> str:
+    """Return ``did you mean 'x'?`` for the legal name closest to `name`, or an empty string."""
+    close = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else ""

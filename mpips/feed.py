@@ -1,0 +1,111 @@
+"""How batches reach the workers: the hand-out's half on the chief and each worker's half.
+
+On the chief's node a worker publishes how many batches it has taken and the chief publishes
+grants in a ring of shared memory, two ahead; every word has one writer. From another node a
+worker asks by message, two ahead as well, and the chief answers each request by a message.
+"""
+
+from collections import deque
+
+from mpips.cluster import Cluster
+from mpips.kernels import observe, publish
+from mpips.ledger import EXHAUSTED, HandOut, Range
+from mpips.window import Field, Window
+
+AHEAD = 2
+RING = 4  # more than AHEAD, so that an entry is read before it is written again
+COUNT = 0  # word of a worker's ring: grants given
+TAKEN = 0  # word of a worker's segment: grants taken
+
+
+def chief_fields(workers: int) -> tuple[Field, ...]:
+    """Return the fields of the chief's segment: a line of words a worker."""
+    return (Field("grants", "i8", (workers, 8 + 8 * RING)),)
+
+
+def worker_fields() -> tuple[Field, ...]:
+    """Return the fields of a worker's segment."""
+    return (Field("taken", "i8", (8,)),)
+
+
+class Granter:
+    """The chief's half: gives batches to workers. Collective: no."""
+
+    def __init__(self, cluster: Cluster, window: Window, handout: HandOut) -> None:
+        self._cluster, self._handout = cluster, handout
+        self._grants = window.view(cluster.rank, "grants")
+        workers = list(enumerate(cluster.roles.workers))
+        self._near = [(w, window.view(r, "taken")) for w, r in workers if cluster.near(r)]
+        self._given = [0] * len(workers)
+        self._open = [True] * len(workers)
+
+    def serve(self) -> None:
+        """Top up the rings of near workers. Blocks: no."""
+        for worker, taken in self._near:
+            if not self._open[worker]:
+                continue
+            while self._open[worker] and self._given[worker] < observe(taken, TAKEN) + AHEAD:
+                self._put(worker, self._next(worker))
+
+    def _next(self, worker: int) -> Range:
+        batch = self._handout.next(worker)
+        self._open[worker] = batch is not None
+        return EXHAUSTED if batch is None else batch
+
+    def _put(self, worker: int, batch: Range) -> None:
+        ring = self._grants[worker]
+        at = 8 + 8 * (self._given[worker] % RING)
+        ring[at : at + 3] = batch
+        self._given[worker] += 1
+        publish(ring, COUNT, self._given[worker])
+
+    def answer(self, rank: int) -> None:
+        """Answer a far worker's request for a batch."""
+        worker = self._cluster.roles.workers.index(rank)
+        self._cluster.send(rank, "grant", self._next(worker))
+
+
+class Feed:
+    """A worker's half: the batches granted to it, oldest first. Collective: no.
+
+    Attributes:
+        exhausted: Whether no grant will follow those that have come.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, worker_id: int) -> None:
+        self._cluster, self._chief = cluster, cluster.roles.chief
+        self._taken = window.view(cluster.rank, "taken")
+        near = cluster.near(self._chief)
+        self._ring = window.view(self._chief, "grants")[worker_id] if near else None
+        self._come: deque[Range] = deque()
+        self._seen = self._used = 0
+        self.exhausted = False
+        if not near:
+            for _ in range(AHEAD):
+                cluster.send(self._chief, "more")
+
+    def granted(self, batch: Range) -> None:
+        """Note a grant that came by message."""
+        self._come.append(batch)
+
+    def news(self) -> list[Range]:
+        """Return the batches granted since the last call. Blocks: no."""
+        if self._ring is not None:
+            given = observe(self._ring, COUNT)
+            for k in range(self._seen, given):
+                at = 8 + 8 * (k % RING)
+                epoch, begin, end = self._ring[at : at + 3].tolist()
+                self._come.append((epoch, begin, end))
+            self._seen = given
+        batches = [b for b in self._come if b != EXHAUSTED]
+        self.exhausted |= len(batches) < len(self._come)
+        self._come.clear()
+        return batches
+
+    def take(self) -> None:
+        """Say that work on the oldest batch begins, so that another may be granted."""
+        self._used += 1
+        if self._ring is not None:
+            publish(self._taken, TAKEN, self._used)
+        elif not self.exhausted:
+            self._cluster.send(self._chief, "more")

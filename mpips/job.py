@@ -1,0 +1,220 @@
+"""What every rank of a run knows before the first step: the job, resolved and checked."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.cluster import Cluster, mpi_name
+from mpips.config import Config
+from mpips.datasets import DataInfo, Dataset
+from mpips.errors import UserError
+from mpips.layout import Layout, Shard, cut
+from mpips.ledger import HandOut
+from mpips.optim import Rule, make_rule, schedule
+from mpips.problems import Problem
+
+
+@dataclass
+class Job:
+    """A run, as each rank holds it.
+
+    Attributes:
+        config: The resolved configuration.
+        cluster: The job's ranks, with their roles.
+        info: What the data is.
+        dataset: The open dataset; None on servers.
+        problem: The model.
+        out: The run's folder.
+        block: Samples that are read at once; 0 for data in memory.
+        checkpoint: The checkpoint that the run continues or takes its parameters from, or None.
+        resumed: Whether it continues it.
+        started: `time.perf_counter` when the process started.
+    """
+
+    config: Config
+    cluster: Cluster
+    info: DataInfo
+    dataset: Dataset | None
+    problem: Problem
+    out: Path
+    block: int
+    checkpoint: Checkpoint | None = None
+    resumed: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.layout: Layout = self.problem.layout
+        self.dtype = np.dtype(c.dtype)
+        self.shards = cut(self.layout.size, len(self.cluster.roles.owners), self.dtype.itemsize)
+        self.rule: Rule = make_rule(
+            c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
+            weight_decay=c.weight_decay, decay=c.decay,
+        )  # fmt: skip
+        saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
+        self.base_step = int(saved.get("step", 0))
+        self.base_samples = int(saved.get("samples", 0))
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's shard; only on owners."""
+        return self.shards[self.cluster.roles.owners.index(self.cluster.rank)]
+
+    @property
+    def worker_id(self) -> int | None:
+        """This rank's number among the workers, or None on servers."""
+        workers = self.cluster.roles.workers
+        return workers.index(self.cluster.rank) if self.cluster.rank in workers else None
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates that one epoch makes."""
+        workers = len(self.cluster.roles.workers)
+        together = self.config.batch_size * (workers if self.config.mode == "sync" else 1)
+        return -(-self.info.n_train // together)
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole run, resumed parts included."""
+        workers = 1 if self.config.mode == "sync" else len(self.cluster.roles.workers)
+        steps = self.config.steps
+        return steps * workers if steps else self.config.epochs * self.updates_per_epoch
+
+    def rate(self) -> Callable[[int], float]:
+        """Return the learning rate as a function of the update's number."""
+        c = self.config
+        return schedule(
+            c.schedule, c.learning_rate, total_steps=max(1, self.total_steps),
+            warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
+        )  # fmt: skip
+
+    def handout(self) -> HandOut:
+        """Return the batches of the run, from where the resumed one was.
+
+        A synchronous run has one taker, the round, whose batch all workers share.
+        """
+        c, sync = self.config, self.config.mode == "sync"
+        workers = len(self.cluster.roles.workers)
+        size = c.batch_size * (workers if sync else 1)
+        out = HandOut(
+            samples=self.info.n_train,
+            batch_size=size,
+            workers=1 if sync else workers,
+            epochs=None if c.steps else c.epochs,
+            quota=c.steps or None,
+            chunk=1 if sync else max(1, self.block // size),
+        )
+        if self.checkpoint is not None and self.resumed:
+            state = dict(self.checkpoint.state["handout"])
+            if sync:  # rounds are steps of each worker
+                state["clocks"] = [max(state["clocks"])]
+            out.restore(state)
+        return out
+
+    def state(self, step: int, handout: dict[str, Any], samples: int) -> dict[str, Any]:
+        """Return what goes into a checkpoint beside the arrays."""
+        return {
+            "step": step,
+            "samples": samples,
+            "handout": handout,
+            "block": self.block,
+            "mode": self.config.mode,
+            "world": self.world(),
+        }
+
+    def world(self) -> dict[str, Any]:
+        """Return what a synchronous run's bits depend on (see `differences`)."""
+        cluster = self.cluster
+        return {
+            "ranks": cluster.world,
+            "servers": list(cluster.roles.servers),
+            "node_of": list(cluster.node_of),
+            "reduce": self.config.reduce,
+            "mpi": mpi_name(),
+            "cpu": cpu_name(),
+        }
+
+    def differences(self) -> list[str]:
+        """Return in which ways this world differs from the one that saved the checkpoint."""
+        if self.checkpoint is None:
+            return []
+        saved, now = self.checkpoint.state.get("world", {}), self.world()
+        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in now if saved.get(k) != now[k]]
+
+    def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
+        """Fill the parameters and slots of a shard: from the checkpoint, or anew.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        if self.checkpoint is None:
+            np.copyto(
+                params, initial_vector(self.problem, self.config.seed, self.dtype)[shard.range]
+            )
+        else:
+            self.checkpoint.read_params(shard.begin, shard.end, out=params)
+        if self.checkpoint is not None and self.resumed:
+            for name, slot in zip(self.rule.slots, slots, strict=True):
+                self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
+        else:
+            self.rule.init(params, slots)
+
+
+def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
+    """Return the problem's initial parameters as one flat vector, shape (size,).
+
+    Raises:
+        UserError: If the names or shapes are not those of the problem's layout.
+    """
+    vector = np.empty(problem.layout.size, dtype)
+    views = problem.layout.views(vector)
+    arrays = problem.init(np.random.default_rng(seed))
+    found = {name: np.shape(array) for name, array in arrays.items()}
+    expected = {name: view.shape for name, view in views.items()}
+    if found != expected:
+        raise UserError(f"init() of the problem gave {found}", f"{expected}, as in its layout")
+    for name, view in views.items():
+        view[...] = arrays[name]
+    return vector
+
+
+def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None:
+    """Check that a checkpoint's arrays are those of the model.
+
+    Raises:
+        UserError: If a name, a shape or the dtype differs.
+    """
+    saved = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
+    wanted = dict(zip(layout.names, layout.shapes, strict=True))
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise UserError(
+                f"checkpoint {checkpoint.path}: params/{name} of shape {saved.get(name)}",
+                f"{wanted.get(name)}, as in the model",
+                "give the options of the run that saved it",
+            )
+    if np.dtype(checkpoint.dtype) != np.dtype(dtype):
+        raise UserError(
+            f"checkpoint {checkpoint.path} of dtype {np.dtype(checkpoint.dtype)}",
+            f"dtype {dtype}",
+            f"use --dtype {np.dtype(checkpoint.dtype)}",
+        )
+
+
+def cpu_name() -> str:
+    """Return the model name of the processor, or of its architecture."""
+    import platform
+
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.machine()

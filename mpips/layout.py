@@ -1,0 +1,94 @@
+"""Named arrays as one flat vector, and the vector cut into shards.
+
+All dense parameters of a model are one flat vector. A `Layout` says where each named array
+lies in it; `cut` divides it into one contiguous shard an owner, wherever the cut falls.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The contiguous range ``[begin, end)`` of the flat vector that one owner holds."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 0 for an empty shard."""
+        return self.end - self.begin
+
+    @property
+    def range(self) -> slice:
+        """The shard as an index into the flat vector."""
+        return slice(self.begin, self.end)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named array lies in the flat vector.
+
+    Attributes:
+        names: Array names, in the order in which they lie in the vector.
+        shapes: Shape of each, in the same order.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Iterable[int]]) -> "Layout":
+        """Build a layout from ``{name: shape}``; the order of the mapping is kept."""
+        return cls(tuple(shapes), tuple(tuple(int(k) for k in s) for s in shapes.values()))
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the flat vector."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def slices(self) -> dict[str, tuple[int, int]]:
+        """Return ``{name: (begin, end)}``, the range of each array in the flat vector."""
+        out, begin = {}, 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            out[name] = (begin, begin + math.prod(shape))
+            begin = out[name][1]
+        return out
+
+    def views(self, vector: np.ndarray) -> dict[str, np.ndarray]:
+        """Return ``{name: array}``, each a view of `vector`, shape (size,), without a copy."""
+        if vector.shape != (self.size,):
+            raise ValueError(f"vector of shape {vector.shape}, expected ({self.size},)")
+        shapes = dict(zip(self.names, self.shapes, strict=True))
+        return {k: vector[b:e].reshape(shapes[k]) for k, (b, e) in self.slices().items()}
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return a plain description that `from_json` reads back."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        return [{"name": n, "shape": list(s)} for n, s in pairs]
+
+    @classmethod
+    def from_json(cls, items: Iterable[Mapping[str, Any]]) -> "Layout":
+        """Build a layout from what `to_json` returned."""
+        return cls.of({item["name"]: item["shape"] for item in items})
+
+
+def cut(n: int, parts: int, itemsize: int = 4) -> list[Shard]:
+    """Cut ``[0, n)`` into `parts` contiguous shards, equal to within a cache line.
+
+    Shards begin on cache lines of a 64-byte aligned vector. Where there are more parts than
+    cache lines, the last ones are empty, so that part 0 is empty only if n is 0.
+    """
+    line = CACHE_LINE_BYTES // itemsize
+    lines = -(-n // line)
+    whole, extra = divmod(lines, parts)
+    edges = [min(n, line * (k * whole + min(k, extra))) for k in range(parts + 1)]
+    return [Shard(b, e) for b, e in pairwise(edges)]

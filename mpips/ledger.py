@@ -1,0 +1,140 @@
+"""Which batches were handed out, and which were applied.
+
+A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``: it names
+its samples whatever the number of workers, so a run can be resumed on another number. Every
+range is handed out once; what was handed out and not applied when a checkpoint is cut is handed
+out again by the run that resumes it.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+Range = tuple[int, int, int]
+EXHAUSTED: Range = (-1, 0, 0)
+
+
+@dataclass
+class HandOut:
+    """The batches of a run, in the order in which they are handed out.
+
+    Args:
+        samples: Training samples in an epoch.
+        batch_size: Samples in a batch; the last of an epoch may have fewer.
+        epochs: Epochs in all, resumed ones included; None for no end.
+        quota: Steps in all of each worker; None for no quota.
+        workers: Number of workers.
+        chunk: Batches that one worker takes in a row, so that it reads a block of a file once.
+        cursor: ``(epoch, position)`` of the first sample that was never handed out.
+        pending: Ranges to be handed out first.
+        clocks: Steps that each worker has done before.
+    """
+
+    samples: int
+    batch_size: int
+    workers: int
+    epochs: int | None = None
+    quota: int | None = None
+    chunk: int = 1
+    cursor: tuple[int, int] = (0, 0)
+    pending: deque[Range] = field(default_factory=deque)
+    clocks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pending = deque((int(e), int(b), int(n)) for e, b, n in self.pending)
+        self.clocks = list(self.clocks) or [0] * self.workers
+        self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
+        self._open: list[deque[Range]] = [deque() for _ in range(self.workers)]
+        self.stopped = False
+
+    def next(self, worker: int) -> Range | None:
+        """Hand out a batch to `worker`; None if there is none left for it."""
+        issued = self.clocks[worker] + len(self._open[worker])
+        if self.stopped or (self.quota is not None and issued >= self.quota):
+            return None
+        batch = self._take(worker)
+        if batch is not None:
+            self._open[worker].append(batch)
+        return batch
+
+    def _take(self, worker: int) -> Range | None:
+        if self.pending:
+            return self.pending.popleft()
+        own = self._chunks[worker]
+        if not own:
+            fresh = (self._fresh() for _ in range(self.chunk))
+            own.extend(b for b in fresh if b is not None)
+        if own:
+            return own.popleft()
+        fullest = max(self._chunks, key=len)  # no batch is left but those set aside
+        return fullest.pop() if fullest else None
+
+    def _fresh(self) -> Range | None:
+        epoch, begin = self.cursor
+        if self.epochs is not None and epoch >= self.epochs:
+            return None
+        end = min(begin + self.batch_size, self.samples)
+        self.cursor = (epoch, end) if end < self.samples else (epoch + 1, 0)
+        return (epoch, begin, end)
+
+    def applied(self, worker: int, batch: Range) -> None:
+        """Note that the oldest open batch of `worker`, which must be `batch`, was applied."""
+        oldest = self._open[worker].popleft()
+        assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
+        self.clocks[worker] += 1
+
+    def finished(self) -> bool:
+        """Whether nothing is left to hand out and everything handed out was applied."""
+        epoch, _ = self.cursor
+        return (
+            self.epochs is not None
+            and epoch >= self.epochs
+            and not self.pending
+            and not any(self._open)
+            and not any(self._chunks)
+        )
+
+    def unfinished(self) -> list[Range]:
+        """Return the ranges that were cut off the data and not applied, in order."""
+        parts: Iterable[Iterable[Range]] = (self.pending, *self._chunks, *self._open)
+        return sorted(batch for part in parts for batch in part)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as plain data (see `restore`)."""
+        return {
+            "cursor": list(self.cursor),
+            "pending": [list(b) for b in self.unfinished()],
+            "clocks": list(self.clocks),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned, perhaps with another number of workers."""
+        epoch, position = state["cursor"]
+        self.cursor = (int(epoch), int(position))
+        self.pending = deque((int(e), int(b), int(n)) for e, b, n in state["pending"])
+        self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs applied so far, whole and part."""
+        epoch, position = self.cursor
+        open_samples = sum(end - begin for _, begin, end in self.unfinished())
+        return epoch + (position - open_samples) / self.samples
+
+
+def share_clocks(clocks: list[int], workers: int) -> list[int]:
+    """Divide the steps done among another number of workers; the sum stays what it was."""
+    if len(clocks) == workers:
+        return clocks
+    whole, extra = divmod(sum(clocks), workers)
+    return [whole + (w < extra) for w in range(workers)]
+
+
+def split(batch: Range, workers: int) -> list[Range]:
+    """Cut a synchronous batch into one part a worker, equal to within one sample."""
+    epoch, begin, end = batch
+    n = end - begin
+    edges = [begin + w * n // workers for w in range(workers + 1)]
+    return [(epoch, b, e) for b, e in pairwise(edges)]

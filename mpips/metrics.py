@@ -1,0 +1,206 @@
+"""What the user sees while a run goes on, and what it leaves: lines, JSONL and the summary.
+
+One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
+(``start``, ``train``, ``eval``, ``checkpoint``, ``stop``, ``end``), ``time_s`` since the start,
+``step`` (updates applied), and the fields of its kind.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LINE_MAX_S = 30.0
+LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
+
+
+def peak_memory_mb() -> float:
+    """Return this process's largest resident size so far, in MB, shared memory included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class Log:
+    """Progress lines and ``metrics.jsonl``; only the chief's writes anything.
+
+    Args:
+        path: The file to append to, or None on other ranks.
+        start: `time.perf_counter` at the start of the process.
+        total_steps: Updates in the whole run, for the bar; None if unknown.
+        interval_s: Least seconds between progress lines; they grow rarer in a long run.
+        quiet: Whether to print nothing.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        start: float,
+        total_steps: int | None = None,
+        interval_s: float = 1.0,
+        quiet: bool = False,
+    ) -> None:
+        self._file = open(path, "a", buffering=1) if path else None  # noqa: SIM115  (closed by close)
+        self._start, self._interval_s, self._quiet = start, interval_s, quiet
+        self._total = total_steps
+        self._bar: Any = None
+        self._last = (time.perf_counter(), 0)
+        self._loss_sum, self._loss_samples = 0.0, 0
+        self.last_loss = math.nan
+        self.last_eval: dict[str, float] = {}
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and the bar; may be called twice."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def start_at(self, samples: int) -> None:
+        """Begin to count speed, from `samples` that were done before."""
+        self._last = (time.perf_counter(), samples)
+
+    def count(self, loss: float, samples: int) -> None:
+        """Add a batch's mean loss to the next progress line."""
+        self._loss_sum += loss * samples
+        self._loss_samples += samples
+
+    def event(self, kind: str, step: int | None, **fields: Any) -> None:
+        """Write a line to ``metrics.jsonl``."""
+        if self._file is not None:
+            row = {
+                "kind": kind,
+                "time_s": round(time.perf_counter() - self._start, 3),
+                "step": step,
+            }
+            self._file.write(json.dumps(finite({**row, **fields})) + "\n")
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Note an evaluation: ``step``, ``epoch``, ``loss`` and, where defined, ``accuracy``."""
+        values = dict(metrics)
+        self.last_eval = {k: v for k, v in values.items() if k not in ("step", "epoch")}
+        self.event("eval", int(values.pop("step")), **values)
+
+    def due(self) -> bool:
+        """Whether it is time for a progress line."""
+        now = time.perf_counter()
+        gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
+        return self._file is not None and now - self._last[0] >= gap
+
+    def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
+        """Show where the run is, if it is time; `force` shows it in any case."""
+        if self._file is None or not (force or self.due()):
+            return
+        then, before = self._last
+        now = time.perf_counter()
+        self._last = (now, samples)
+        if self._loss_samples:
+            self.last_loss = self._loss_sum / self._loss_samples
+        self._loss_sum, self._loss_samples = 0.0, 0
+        rate = (samples - before) / max(now - then, 1e-9)
+        self.event(
+            "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,
+            samples_per_s=round(rate, 1),
+        )  # fmt: skip
+        if not self._quiet:
+            self._show(step, epoch, rate)
+
+    def _show(self, step: int, epoch: float, rate: float) -> None:
+        accuracy = self.last_eval.get("accuracy")
+        held_out = "" if accuracy is None else f"  accuracy {accuracy:.4f}"
+        text = f"epoch {epoch:6.2f}  loss {self.last_loss:.4f}{held_out}  {rate:,.0f} samples/s"
+        if sys.stderr.isatty():
+            self._show_bar(step, text)
+        else:
+            gone = time.perf_counter() - self._start
+            print(f"[{gone:7.1f} s] step {step:>8d}  {text}", flush=True)
+
+    def _show_bar(self, step: int, text: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, unit="step", dynamic_ncols=True)
+        self._bar.n = step
+        self._bar.set_postfix_str(text)
+
+    def say(self, text: str) -> None:
+        """Print `text`, unless quiet or not the chief."""
+        if self._file is not None and not self._quiet:
+            print(text, flush=True)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities as text: JSON has no words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, np.generic):
+        return finite(value.item())
+    return value
+
+
+def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:
+    """Summarise staleness counts.
+
+    Args:
+        histogram: Updates with staleness 0, 1, ...; the last bin holds everything above.
+        total: Sum of the staleness of all updates.
+        largest: The largest.
+
+    Returns:
+        ``mean``, ``p50``, ``p99``, ``max`` and ``histogram`` (trailing zeroes left out).
+    """
+    counts = np.asarray(histogram, np.int64)
+    n = int(counts.sum())
+    reach = np.cumsum(counts)
+    used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
+    return {
+        "mean": total / n if n else 0.0,
+        "p50": int(np.searchsorted(reach, 0.50 * n)) if n else 0,
+        "p99": int(np.searchsorted(reach, 0.99 * n)) if n else 0,
+        "max": largest,
+        "histogram": counts[:used].tolist(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(finite(value), indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def role_table(
+    hosts: Sequence[str], node_of: Sequence[int], names: Sequence[str], owned: Sequence[int]
+) -> str:
+    """Return the table of rank, node, host, role and bytes owned, one line a rank."""
+    lines = ["rank  node  host              role        owned"]
+    for rank, (host, node, name, size) in enumerate(zip(hosts, node_of, names, owned, strict=True)):
+        shown = human_bytes(size) if size else "-"
+        lines.append(f"{rank:4d}  {node:4d}  {host[:16]:16s}  {name:10s}  {shown}")
+    return "\n".join(lines)
+
+
+def human_bytes(size: float) -> str:
+    """Return a size in words: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,134 @@
+"""Problems: a registry of model families, and the loading of a user's own.
+
+A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
+`mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
+``path/to/file.py:Class``.
+"""
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mpips.errors import UserError, nearest, unknown
+from mpips.layout import Layout
+from mpips.problems.base import Problem
+from mpips.problems.linear import Linear
+from mpips.problems.mlp import MLP
+from mpips.problems.softmax import Softmax
+
+if TYPE_CHECKING:
+    from mpips.config import Config
+    from mpips.datasets.base import DataInfo
+
+__all__ = ["PROBLEMS", "Problem", "load_problem"]
+
+PROBLEMS: dict[str, type[Problem]] = {"linear": Linear, "mlp": MLP, "softmax": Softmax}
+
+_METHODS = ("init", "loss_and_grad", "evaluate")
+
+
+def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
+    """Make the problem called `name`.
+
+    Args:
+        name: A key of `PROBLEMS`, or ``path/to/file.py:Class``. The file runs as a module, its
+            directory is added at the end of `sys.path`, and the class need not subclass
+            `Problem`.
+        data: What the dataset looks like.
+        config: The run's configuration.
+
+    Raises:
+        UserError: If there is no such name, file or class, if the file or the class raises, if
+            something of a problem is missing, or if the data does not fit. Where the user's
+            code raised, its exception is the ``__cause__``.
+    """
+    if name in PROBLEMS:
+        return PROBLEMS[name](data, config)
+    path, colon, class_name = name.rpartition(":")
+    if colon:
+        return _user_problem(Path(os.path.expanduser(path)), class_name, data, config)
+    if name.endswith(".py") or "/" in name:
+        remedy = "name the class too, as in my/file.py:MyClass"
+        raise UserError(f"problem {name!r} without a class", "FILE.py:CLASS", remedy)
+    raise unknown("problem", name, PROBLEMS)
+
+
+def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config") -> Problem:
+    path = path.resolve()
+    cls = _find_class(_run_file(path), class_name, path)
+    where = f"{path}:{class_name}"
+    try:
+        problem = cls(data, config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _raised(
+            f"problem {where}", error, path, "a class made by CLASS(data, config)"
+        ) from error
+    layout = getattr(problem, "layout", None)
+    if not isinstance(layout, Layout) or layout.size == 0:
+        got = f"no parameters in {layout}" if isinstance(layout, Layout) else f"layout={layout!r}"
+        remedy = 'set self.layout = Layout.of({"w": (inputs, outputs)}) in __init__'
+        raise UserError(f"problem {where} with {got}", "a non-empty mpips.layout.Layout", remedy)
+    return problem
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Run a user's file as a module and return it."""
+    if path.suffix != ".py":
+        raise UserError(
+            f"problem file '{path}'", "a Python file ending in .py", "use FILE.py:CLASS"
+        )
+    if not path.is_file():
+        raise UserError(f"no problem file '{path}'", "an existing file", "check the path")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"mpips_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look their module up by its name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _raised(f"problem file '{path}'", error, path, "a file that imports") from error
+    return module
+
+
+def _find_class(module: ModuleType, class_name: str, path: Path) -> type[Any]:
+    """Return the class of that name in a user's module, with all its methods there."""
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        made_there = (v for v in vars(module).values() if isinstance(v, type))
+        classes = sorted(v.__name__ for v in made_there if v.__module__ == module.__name__)
+        legal = f"one of {', '.join(classes)}" if classes else "a class"
+        raise UserError(f"no class {class_name!r} in {path}", legal, nearest(class_name, classes))
+    missing = [k for k in _METHODS if not _defines(found, k)]
+    if missing:
+        got = f"problem {path}:{class_name} without {', '.join(missing)}"
+        raise UserError(got, f"the methods {', '.join(_METHODS)}", "see mpips/problems/base.py")
+    return found
+
+
+def _defines(cls: type, method: str) -> bool:
+    found = getattr(cls, method, None)
+    return callable(found) and not getattr(found, "__isabstractmethod__", False)
+
+
+def _raised(what: str, error: BaseException, path: Path, expected: str) -> UserError:
+    """Make the error for an exception of the user's code, with its message and its line."""
+    message = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
+    lines = [
+        f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path
+    ]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+    place = f"see line {lines[-1]} of the file" if lines else ""
+    return UserError(f"{what} raised {message}", expected, place)

@@ -1,0 +1,110 @@
+"""What a problem is: parameters, a loss, its gradient, and how a result is judged."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.layout import Layout
+
+if TYPE_CHECKING:
+    from mpips.config import Config
+    from mpips.datasets.base import Batch, DataInfo
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Problem(ABC):
+    """A model and its loss, over batches of one dataset.
+
+    A problem keeps no parameters: it is given them, and writes gradients where it is told.
+    It is used by one thread at a time.
+
+    Attributes:
+        layout: Names and shapes of the parameters; set by the subclass's ``__init__``.
+
+    Args:
+        data: What the dataset looks like.
+        config: The run's configuration.
+
+    Raises:
+        UserError: If the data does not fit the problem (in subclasses).
+    """
+
+    layout: Layout
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        self.data = data
+        self.config = config
+
+    @abstractmethod
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return fresh parameters, one array a name of `layout`, dtype `config.dtype`.
+
+        Everything random comes from `rng`, so that every rank can make the same ones.
+        """
+
+    @abstractmethod
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, and write its gradient.
+
+        Args:
+            params: Parameters, with the layout's names and shapes; not written.
+            batch: At least one sample; not written.
+            out: Arrays shaped as `params`; every element is overwritten with the gradient of
+                the mean loss.
+
+        Returns:
+            The mean loss; NaN or infinite, without an exception or a warning, where the
+            parameters or the inputs are.
+        """
+
+    @abstractmethod
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] where defined."""
+
+
+class Workspace:
+    """Scratch arrays kept between calls, so that a step allocates next to nothing.
+
+    An array is as large as the largest that was asked for under its name: a smaller last
+    batch uses a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of undefined content; the next call with `name` may return it again."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            flat = self._flat[name] = np.empty(size, dtype)
+        return flat[:size].reshape(shape)
+
+
+def flat_inputs(x: np.ndarray) -> np.ndarray:
+    """Return samples of any shape as rows: (n, *x_shape) becomes (n, prod(x_shape))."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def affine(x: np.ndarray, w: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Write ``x w + b`` to `out`, shape (n, outputs), and return it."""
+    np.matmul(x, w, out=out)
+    out += b
+    return out
+
+
+def affine_grad(x: np.ndarray, delta: np.ndarray, w: np.ndarray, b: np.ndarray) -> None:
+    """Overwrite `w` and `b` with the gradients of an affine layer.
+
+    Args:
+        x: The layer's inputs, shape (n, inputs).
+        delta: Gradient of the loss by the layer's outputs, shape (n, outputs).
+        w: Gets ``x^T delta``, shape (inputs, outputs).
+        b: Gets the sum of the rows of `delta`, shape (outputs,).
+    """
+    np.matmul(x.T, delta, out=w)
+    np.sum(delta, axis=0, out=b)

@@ -1,0 +1,197 @@
+"""Checkpoints of a running job: the owners' half and the chief's, side by side.
+
+At a cut that all owners share, each owner copies its shard (or holds training) and goes on. The
+chief makes the folder and tells the owners; a thread of each writes the copy and the owner sends
+the chief its record; with the last record the chief commits. An owner is idle, or has copied and
+waits for the folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder
+without an index is no checkpoint.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips import checkpoint
+from mpips.checkpoint import ShardRecord
+from mpips.cluster import Cluster
+from mpips.config import to_toml
+from mpips.job import Job
+from mpips.kernels import all_finite
+from mpips.layout import Layout, Shard
+
+
+class Saver:
+    """Saves one owner's shard.
+
+    Collective: no, but every owner must call `snapshot` at the same cut.
+
+    Args:
+        cluster: The job's ranks.
+        shard: This owner's range.
+        params: Its parameters, shape (shard.size,).
+        slots: Its slots by name.
+        stall: Write from the live arrays and hold training meanwhile, instead of copying.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        shard: Shard,
+        params: np.ndarray,
+        slots: Mapping[str, np.ndarray],
+        stall: bool,
+    ) -> None:
+        self._cluster, self._shard, self._stall = cluster, shard, stall
+        self._owner = cluster.roles.owners.index(cluster.rank)
+        self._params, self._slots = params, dict(slots)
+        self._copies: list[np.ndarray] = []
+        self._step: int | None = None
+        self._folder: str | None = None
+        self._writing: Future[ShardRecord] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way here."""
+        return self._step is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the shard must not change now, because the live arrays are being written."""
+        return self._stall and self.busy
+
+    def snapshot(self, step: int) -> None:
+        """Keep the shard as it is now, for the checkpoint of `step`. Blocks: for a copy."""
+        assert not self.busy, "a checkpoint is under way"
+        live = [self._params, *self._slots.values()]
+        if self._stall:
+            self._copies = live
+        else:
+            self._copies = self._copies or [np.empty_like(a) for a in live]
+            for copy, array in zip(self._copies, live, strict=True):
+                np.copyto(copy, array)
+        self._step = step
+
+    def write_into(self, folder: str) -> None:
+        """Learn the folder from the chief, perhaps before the snapshot."""
+        self._folder = folder
+
+    def poll(self) -> None:
+        """Get on with what is under way. Blocks: no.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
+        if self._writing is not None:
+            if self._writing.done():
+                self._report(self._writing.result())
+        elif self._step is not None and self._folder is not None:
+            self._write(self._step, self._folder)
+
+    def _write(self, step: int, folder: str) -> None:
+        params, *slots = self._copies
+        if not all_finite(params):
+            self._report(None)
+            return
+        named = dict(zip(self._slots, slots, strict=True))
+        self._writing = self._thread.submit(
+            checkpoint.write_shard, folder, self._owner, self._shard, step, params, named
+        )
+
+    def _report(self, record: ShardRecord | None) -> None:
+        self._step = self._folder = self._writing = None
+        self._cluster.send(self._cluster.roles.chief, "shard", record)
+
+
+@dataclass
+class Contents:
+    """What goes into every index, whatever the cut."""
+
+    layout: Layout
+    dtype: str
+    slots: tuple[str, ...]
+    config: str
+    keep: int
+
+    @classmethod
+    def of(cls, job: Job) -> "Contents":
+        """Return the contents for a run."""
+        c = job.config
+        return cls(job.layout, c.dtype, job.rule.slots, to_toml(c), c.keep)
+
+
+class Committer:
+    """The chief's half: makes the folder, collects the records, commits.
+
+    Attributes:
+        saved_step: Step of the newest checkpoint committed, or None.
+        refused: Whether an owner refused to save parameters that are not finite.
+    """
+
+    def __init__(self, cluster: Cluster, directory: Path, contents: Contents) -> None:
+        self._cluster, self._directory, self._contents = cluster, directory, contents
+        self._step: int | None = None
+        self._folder = directory
+        self._state: dict[str, Any] = {}
+        self._records: list[ShardRecord | None] = []
+        self._committing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self.saved_step: int | None = None
+        self.refused = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way anywhere."""
+        return self._step is not None
+
+    def open(self, step: int, state: dict[str, Any]) -> None:
+        """Make the folder for `step` and tell the owners.
+
+        Args:
+            step: Updates applied at the cut.
+            state: Clocks, ledger and hand-out at the cut; what JSON can say.
+
+        Raises:
+            UserError: If the folder cannot be made.
+        """
+        self._step, self._state, self._records = step, state, []
+        self._folder = checkpoint.begin_step(self._directory, step)
+        for rank in self._cluster.roles.owners:
+            self._cluster.send(rank, "write", str(self._folder))
+
+    def collect(self, record: ShardRecord | None) -> None:
+        """Take an owner's record; None if it refused."""
+        self._records.append(record)
+
+    def poll(self) -> bool:
+        """Get on; returns whether a checkpoint was committed just now. Blocks: no.
+
+        Raises:
+            UserError: If the index cannot be written.
+        """
+        if self._committing is None:
+            complete = len(self._records) == len(self._cluster.roles.owners)
+            if self._step is not None and complete:
+                self._all_here(self._step)
+            return False
+        if not self._committing.done():
+            return False
+        self._committing.result()
+        self.saved_step, self._step, self._committing = self._step, None, None
+        return True
+
+    def _all_here(self, step: int) -> None:
+        records = [r for r in self._records if r is not None]
+        if len(records) < len(self._records):
+            self.refused, self._step = True, None
+            return
+        c = self._contents
+        self._committing = self._thread.submit(
+            checkpoint.commit, self._folder, step=step, layout=c.layout, dtype=c.dtype,
+            shards=records, slots=c.slots, config=c.config, state=self._state, arrays={},
+            keep=c.keep,
+        )  # fmt: skip

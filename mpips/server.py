@@ -1,0 +1,292 @@
+"""The loop of an asynchronous server, and the chief's second duty.
+
+A server takes pushes and applies them, until every worker has said how many it sent and all of
+them are applied. Server 0, the chief, also hands out data, starts checkpoints and ends the run.
+
+A checkpoint's cut: the chief says "cut"; each server finishes the far pushes that it has begun to
+receive and takes no others; an Allreduce finds the elementwise maximum of the servers'
+``applied``; each applies exactly up to it (every push in it was sent to every server), copies its
+shard and goes on. So all shards of a checkpoint have seen the same pushes.
+"""
+
+import time
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips import signals
+from mpips.channel import Push, Receiver
+from mpips.cluster import Backoff
+from mpips.feed import Granter
+from mpips.job import Job
+from mpips.kernels import observe
+from mpips.ledger import HandOut
+from mpips.metrics import Log
+from mpips.saver import Committer, Saver
+from mpips.store import Server
+
+
+class Phase(Enum):
+    """Where a server is in a cut."""
+
+    FREE = auto()  # no cut: takes any push
+    DRAIN = auto()  # takes the far pushes that it has begun to receive
+    AGREE = auto()  # takes none, until the servers' maximum is known
+    REACH = auto()  # takes pushes up to the maximum
+    HOLD = auto()  # takes none, until the live shard is written (snapshot = "stall")
+
+
+class Cut:
+    """One server's part in agreeing on what a checkpoint holds. Collective: over the servers."""
+
+    def __init__(self, servers: MPI.Intracomm, applied: np.ndarray, empty: bool) -> None:
+        self._servers, self._applied, self._empty = servers, applied, empty
+        self._mine = np.zeros(applied.size, "i8")
+        self.target = np.zeros(applied.size, "i8")
+        self._agreeing = MPI.REQUEST_NULL
+        self.phase = Phase.FREE
+
+    def begin(self) -> None:
+        """Start, when the chief says so."""
+        assert self.phase is Phase.FREE, "a cut is under way"
+        self.phase = Phase.DRAIN
+
+    def advance(self, bodies: int) -> bool:
+        """Get on; returns whether the cut is reached just now. Blocks: no.
+
+        Args:
+            bodies: Far pushes received or being received.
+        """
+        if self.phase is Phase.DRAIN and bodies == 0:
+            for worker in range(self._applied.size):
+                self._mine[worker] = observe(self._applied, worker)
+            self._agreeing = self._servers.Iallreduce(self._mine, self.target, MPI.MAX)
+            self.phase = Phase.AGREE
+        if self.phase is Phase.AGREE and self._agreeing.Test():
+            self.phase = Phase.REACH
+        return self.phase is Phase.REACH and self._reached()
+
+    def _reached(self) -> bool:
+        workers = range(self._applied.size)
+        return self._empty or all(observe(self._applied, w) == self.target[w] for w in workers)
+
+
+class AsyncServer:
+    """Serves one shard until the chief ends the run.
+
+    Attributes:
+        reason: Why the run ended, once `serve` has returned.
+    """
+
+    def __init__(
+        self, job: Job, servers: MPI.Intracomm, store: Server, receiver: Receiver, saver: Saver
+    ) -> None:
+        self._job, self._cluster, self.store = job, job.cluster, store
+        self._receiver, self._saver = receiver, saver
+        self._servers = servers
+        self.cut = Cut(self._servers, store.applied, store.shard.size == 0)
+        self._final: dict[int, int] = {}
+        self._told_done = self._told_signal = False
+        self.reason: str | None = None
+        self.chief: Chief | None = None
+
+    def start(self) -> None:
+        """Save the state before the first step, in a run that is not resumed."""
+        if self._job.resumed:
+            return
+        self._saver.snapshot(0)
+        self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
+        if self.chief:
+            self.chief.cut_reached(0)
+
+    def serve(self) -> str:
+        """Apply pushes until the chief ends the run; returns why it ended."""
+        backoff = Backoff(self._cluster.crowded)
+        while self.reason is None:
+            if self._turn():
+                backoff.reset()
+            else:
+                backoff.pause()
+        self._servers.Free()
+        return self.reason
+
+    def _turn(self) -> bool:
+        push = self._take()
+        if push is not None:
+            self.store.apply(push)
+            if self.chief:
+                self.chief.applied(push)
+        self.store.serve_reads()
+        messages = self._cluster.poll()
+        for source, kind, payload in messages:
+            self._handle(source, kind, payload)
+        self._advance()
+        return push is not None or bool(messages)
+
+    def _take(self) -> Push | None:
+        phase = self.cut.phase
+        if phase is Phase.FREE:
+            return self._receiver.take()
+        if phase is Phase.DRAIN:
+            return self._receiver.take(fetch=False)
+        return self._receiver.take(limit=self.cut.target) if phase is Phase.REACH else None
+
+    def _handle(self, source: int, kind: str, payload: Any) -> None:
+        if kind == "fin":
+            self._final[source] = payload
+        elif kind == "read":
+            self.store.want_read(source)
+        elif kind == "cut":
+            self.cut.begin()
+        elif kind == "write":
+            self._saver.write_into(payload)
+        elif kind == "end":
+            self.reason = payload
+        else:
+            assert self.chief is not None, f"{kind} sent to a server that is not the chief"
+            self.chief.handle(source, kind, payload)
+
+    def _advance(self) -> None:
+        if self.cut.advance(self._receiver.bodies):
+            self._saver.snapshot(self._job.base_step + int(self.cut.target.sum()))
+            self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
+            if self.chief:
+                self.chief.cut_reached(self._job.base_step + int(self.cut.target.sum()))
+        self._saver.poll()
+        if self.cut.phase is Phase.HOLD and not self._saver.holds:
+            self.cut.phase = Phase.FREE
+        if not self._told_signal and (name := signals.received()):
+            self._told_signal = True
+            self._cluster.send(self._cluster.roles.chief, "stop", name)
+        if not self._told_done and self._done():
+            self._told_done = True
+            self._cluster.send(self._cluster.roles.chief, "done")
+        if self.chief:
+            self.chief.advance()
+
+    def _done(self) -> bool:
+        """Whether every push was applied that any worker sent."""
+        workers = self._cluster.roles.workers
+        if len(self._final) < len(workers):
+            return False
+        return self.store.shard.size == 0 or all(
+            observe(self.store.applied, w) == self._final[r] for w, r in enumerate(workers)
+        )
+
+
+class Chief:
+    """Server 0's second duty: data, checkpoints, the end. Attached to an `AsyncServer`."""
+
+    def __init__(
+        self,
+        job: Job,
+        server: AsyncServer,
+        granter: Granter,
+        handout: HandOut,
+        committer: Committer,
+        log: Log,
+    ) -> None:
+        self._job, self._cluster, self._server = job, job.cluster, server
+        self._granter, self._handout, self._committer, self._log = granter, handout, committer, log
+        self._done: set[int] = set()
+        self._last_s, self._last_step = time.perf_counter(), job.base_step
+        self._cutting = False
+        self._stop: str | None = None
+        self._ended = False
+        committer.saved_step = job.base_step if job.resumed else None
+        self.samples = job.base_samples
+        self.diverged: str | None = None
+
+    @property
+    def step(self) -> int:
+        """Updates applied, in resumed runs too."""
+        return self._server.store.version
+
+    def applied(self, push: Push) -> None:
+        """Note a push that was applied here: its batch is done."""
+        self._handout.applied(push.worker, push.batch)
+        self.samples += push.samples
+        self._log.count(push.loss, push.samples)
+
+    def handle(self, source: int, kind: str, payload: Any) -> None:
+        """Act on a message to the chief."""
+        if kind == "more":
+            self._granter.answer(source)
+        elif kind == "stop":
+            self.stop(payload)
+        elif kind == "done":
+            self._done.add(source)
+        elif kind == "shard":
+            self._committer.collect(payload)
+        elif kind == "eval":
+            self._evaluated(payload)
+        elif kind == "diverged":
+            self.diverged = self.diverged or payload
+            self.stop("diverged")
+        else:
+            raise AssertionError(f"unknown message {kind!r} from rank {source}")
+
+    def stop(self, reason: str) -> None:
+        """Hand out nothing more and have the workers finish their steps."""
+        if self._stop is None:
+            self._stop, self._handout.stopped = reason, True
+            self._log.event("stop", self.step, reason=reason)
+            for rank in self._cluster.roles.workers:
+                self._cluster.send(rank, "stop")
+
+    def _evaluated(self, metrics: dict[str, float]) -> None:
+        self._log.evaluation(metrics)
+        target = self._job.config.target_accuracy
+        if target and metrics.get("accuracy", 0.0) >= target:
+            self.stop("target")
+
+    def advance(self) -> None:
+        """Get on with everything. Blocks: no."""
+        self._granter.serve()
+        if self._committer.poll():
+            self._log.event("checkpoint", self._committer.saved_step)
+        if self._committer.refused:
+            self._refuse()
+        self._log.progress(self.step, self._handout.epochs_done, self.samples)
+        if self._cutting or self._committer.busy or self._ended:
+            return
+        if len(self._done) == len(self._cluster.roles.servers):
+            self._end()
+        elif not self._stop and self._due():
+            self._begin_cut()
+
+    def _refuse(self) -> None:
+        self._committer.refused = False
+        step = self.step
+        self.diverged = self.diverged or f"parameters are not finite at step {step}"
+        self.stop("diverged")
+
+    def _due(self) -> bool:
+        seconds, steps = self._job.config.checkpoint_period
+        if seconds is not None and time.perf_counter() - self._last_s >= seconds:
+            return self.step > self._last_step
+        return steps is not None and self.step - self._last_step >= steps
+
+    def _begin_cut(self) -> None:
+        self._cutting = True
+        self._last_s, self._last_step = time.perf_counter(), self.step
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "cut")
+
+    def cut_reached(self, step: int) -> None:
+        """Open the checkpoint of `step`: this server has just reached the cut."""
+        self._cutting = False
+        self._last_step = step
+        self._committer.open(step, self._job.state(step, self._handout.state(), self.samples))
+
+    def _end(self) -> None:
+        """Save the final state if that is not done, then end the run."""
+        if self.diverged is None and self._committer.saved_step != self.step:
+            self._begin_cut()
+            return
+        self._ended = True
+        default = "steps" if self._job.config.steps else "epochs"
+        for rank in range(self._cluster.world):
+            self._cluster.send(rank, "end", self._stop or default)

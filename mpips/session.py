@@ -1,0 +1,325 @@
+"""One job from its command line to its summary, on every rank."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+
+from mpips import __version__, cluster, metrics, signals
+from mpips import config as jobs
+from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint
+from mpips.cluster import Cluster
+from mpips.config import CommandLine, Config
+from mpips.datasets import DataInfo, Dataset, open_dataset
+from mpips.errors import UserError
+from mpips.evaluation import evaluate, share
+from mpips.job import Job, check_checkpoint
+from mpips.metrics import Log
+from mpips.optim import warm
+from mpips.problems import load_problem
+from mpips.roles import assign
+from mpips.strategies import Outcome, strategy
+from mpips.summary import mean_evaluation, summarise, summary_text
+
+T = TypeVar("T")
+DONE = "DONE"
+
+
+@dataclass
+class Run:
+    """Where a run lives, and what it continues.
+
+    Attributes:
+        config: The resolved configuration.
+        out: The run's folder.
+        checkpoint: Path of the checkpoint to start from, or None.
+        resumed: Whether the run continues that checkpoint's run.
+        notes: What to tell the user about it.
+    """
+
+    config: Config
+    out: Path
+    checkpoint: Path | None
+    resumed: bool
+    notes: list[str]
+
+
+def run(line: CommandLine, started: float) -> int:
+    """Run a job; returns the exit code. Collective: yes, over the world.
+
+    Raises:
+        Agreed: If the job is refused, on every rank.
+        UserError: If something fails on this rank alone; the caller ends the job.
+    """
+    comm = MPI.COMM_WORLD
+    found = on_root(comm, lambda: find_run(line, comm))
+    if "print_config" in line.flags:
+        if comm.rank == 0:
+            print(jobs.to_toml(found.config), end="")
+        return 0
+    config = found.config
+    ranks = Cluster(comm, 1 if config.window == "private" else config.node_size)
+    ranks.roles = everywhere(
+        comm,
+        lambda: assign(
+            config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
+            config.server_hosts,
+        ),
+    )  # fmt: skip
+    ranks.limit_threads(config.threads)
+    job = make_job(found, ranks, started)
+    code = _evaluate_only(job) if config.eval_only else _train(job, found)
+    ranks.free()
+    return code
+
+
+def everywhere(comm: MPI.Comm, make: Callable[[], T]) -> T:
+    """Call `make` on every rank; an error on any is raised on all. Collective: yes."""
+    error, value = None, None
+    try:
+        value = make()
+    except UserError as problem:
+        error = problem
+    try:
+        cluster.together(comm, error)
+    except cluster.Agreed as agreed:
+        raise agreed from (error.__cause__ if error else None)
+    assert value is not None
+    return value
+
+
+def on_root(comm: MPI.Comm, make: Callable[[], T]) -> T:
+    """Call `make` on rank 0 and share its value or its error. Collective: yes."""
+    value: T | None = None
+    error: UserError | None = None
+    if comm.rank == 0:
+        try:
+            value = make()
+        except UserError as problem:
+            error = problem
+    cluster.together(comm, error)
+    shared: T = comm.bcast(value)
+    return shared
+
+
+def find_run(line: CommandLine, comm: MPI.Comm) -> Run:
+    """Find the run that is asked for: a new one, or one to continue. On rank 0.
+
+    Raises:
+        UserError: If there is nothing to continue, a run would be overwritten, or a checkpoint is
+            not there.
+    """
+    cluster.check_world(comm)
+    given = jobs.read_toml(line.job) if line.job else None
+    config = jobs.resolve(line.options, given)
+    out = _run_folder(config)
+    if config.resume and (out / "config.toml").is_file():
+        saved = jobs.read_toml(out / "config.toml")
+        config = jobs.resolve(line.options, given, saved)
+        jobs.check_resume(jobs.resolve(saved), config)
+        return _continue(config, out)
+    if config.resume == "yes":
+        raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
+    start = _start_checkpoint(config)
+    if not config.eval_only:
+        _check_new(out)
+    return Run(config, out, start, False, [])
+
+
+def _run_folder(config: Config) -> Path:
+    name = config.problem.rpartition(":")[2]
+    if config.out:
+        return Path(config.out)
+    if config.resume:
+        older = sorted(Path("runs").glob(f"{name}-{config.mode}-*"))
+        if older:
+            return older[-1]
+    return Path("runs") / f"{name}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _check_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        remedy = "choose another --out, or continue the run with --resume"
+        raise UserError(f"--out {out} is in use", "a new or empty folder", remedy)
+    try:
+        (out / "checkpoints").mkdir(parents=True)
+        (out / "config.toml.tmp").write_text("")
+        (out / "config.toml.tmp").unlink()
+    except OSError as problem:
+        raise UserError(
+            f"--out {out}: {problem.strerror}", "a folder that can be written"
+        ) from None
+
+
+def _continue(config: Config, out: Path) -> Run:
+    found, complaints = newest_whole(out)
+    if found is None:
+        what = "; ".join(complaints) or "none was saved"
+        remedy = "remove the folder and start again"
+        raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
+    notes = [f"damaged, not used: {text}" for text in complaints]
+    return Run(config, out, found.path, True, notes)
+
+
+def _start_checkpoint(config: Config) -> Path | None:
+    if not config.init_from:
+        return None
+    found, complaints = newest_whole(config.init_from)
+    if found is None:
+        what = "; ".join(complaints) or "there is none"
+        raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint")
+    return found.path
+
+
+def make_job(found: Run, ranks: Cluster, started: float) -> Job:
+    """Open the data, build the problem, read the checkpoint's index. Collective: yes.
+
+    Raises:
+        Agreed: If anything about them is wrong, on every rank.
+    """
+    config, comm = found.config, ranks.comm
+    works = ranks.rank in ranks.roles.workers
+    opened = everywhere(comm, lambda: (open_dataset(config) if works else None,))
+    dataset: Dataset | None = opened[0]
+    block = dataset.train.block(config.batch_size) if dataset else 0
+    info: DataInfo
+    info, block = comm.bcast((dataset.info if dataset else None, block), ranks.roles.workers[0])
+    _compile(ranks, config)
+
+    def build() -> Job:
+        problem = load_problem(config.problem, info, config)
+        saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
+        if saved is not None:
+            check_checkpoint(saved, problem.layout, config.dtype)
+        kept = int(saved.state["block"]) if saved is not None and found.resumed else block
+        job = Job(
+            config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
+        )
+        job.rate()  # checks the schedule
+        return job
+
+    return everywhere(comm, build)
+
+
+def _compile(ranks: Cluster, config: Config) -> None:
+    """Compile the loops once a host, by one rank, and let the others load them. Collective."""
+    from mpips.optim import make_rule
+
+    rule = make_rule(config.optimizer)
+    first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
+    if first:
+        warm(rule, config.dtype)
+    ranks.barrier()
+    if not first:
+        warm(rule, config.dtype)
+
+
+def _train(job: Job, found: Run) -> int:
+    chief = job.cluster.is_chief
+    if chief:
+        (job.out / DONE).unlink(missing_ok=True)
+        (job.out / "config.toml").write_text(jobs.to_toml(job.config))
+    path = job.out / "metrics.jsonl" if chief else None
+    c = job.config
+    with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
+        _say_start(job, found, log)
+        begun = time.perf_counter()
+        log.start_at(job.base_samples)
+        outcome = strategy(c.mode)(job, log)
+        train_s = time.perf_counter() - begun
+        evaluation = _final_evaluation(job, outcome)
+        summary = _gather(job, outcome, evaluation, train_s)
+        if summary is not None:
+            _leave(job, outcome, summary, log)
+    outcome.release()
+    job.cluster.barrier()
+    return exit_code(outcome.reason)
+
+
+def exit_code(reason: str) -> int:
+    """Return 0 for a finished run, 85 for one that was saved at a signal, 1 for a failed one."""
+    if reason.startswith("SIG"):
+        return signals.EXIT_SAVED
+    return 1 if reason == "diverged" else 0
+
+
+def _say_start(job: Job, found: Run, log: Log) -> None:
+    if not job.cluster.is_chief:
+        return
+    ranks, c = job.cluster, job.config
+    item = job.dtype.itemsize * (1 + len(job.rule.slots))
+    owned = dict(zip(ranks.roles.owners, (s.size * item for s in job.shards), strict=True))
+    sizes = [owned.get(r, 0) for r in range(ranks.world)]
+    names = [ranks.roles.name(r) for r in range(ranks.world)]
+    log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
+    log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
+    log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
+    for note in found.notes:
+        log.say(note)
+    if job.resumed:
+        _say_resumed(job, log)
+    log.event("start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed)
+
+
+def _say_resumed(job: Job, log: Log) -> None:
+    assert job.checkpoint is not None
+    log.say(f"resumed at step {job.base_step} from {job.checkpoint.path}")
+    if job.config.mode == "sync":
+        changed = "; ".join(job.differences())
+        held = f"does not hold ({changed})" if changed else "holds"
+        log.say(f"bitwise equality with an uninterrupted run {held}")
+
+
+def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
+    """Return this worker's part of the sums over the held-out samples; None on servers."""
+    if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
+        return None
+    part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
+    return evaluate(job, job.layout.views(outcome.params), *part)
+
+
+def _gather(
+    job: Job, outcome: Outcome, evaluation: dict[str, float] | None, train_s: float
+) -> dict[str, Any] | None:
+    """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
+    part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
+    parts = job.cluster.gather(part)
+    return None if parts is None else summarise(job, outcome, parts, train_s)
+
+
+def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log) -> None:
+    """Write what the run leaves, on the chief, and say how it ended."""
+    log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
+    summary["loss"] = log.last_loss
+    metrics.write_json(job.out / "summary.json", summary)
+    log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
+    if exit_code(outcome.reason) == 0:
+        (job.out / DONE).write_text(f"{outcome.reason}\n")
+    if outcome.reason == "diverged":
+        sys.stdout.flush()
+        print(
+            f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
+            f"{job.out / 'checkpoints'} are from before it; use a smaller --lr or --clip",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    log.say(summary_text(job, summary))
+
+
+def _evaluate_only(job: Job) -> int:
+    """Evaluate the checkpoint that was named, and print the result. Collective: yes."""
+    assert job.checkpoint is not None, "config checks that one is named"
+    parts = None
+    if job.worker_id is not None and job.info.n_test:
+        params = job.layout.views(job.checkpoint.read_params())
+        part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
+        parts = evaluate(job, params, *part)
+    gathered = job.cluster.comm.gather(parts)
+    if gathered is not None and not job.config.quiet:
+        means = mean_evaluation(job, gathered)
+        text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
+        print(f"{job.checkpoint.path} on {job.info.n_test} held-out samples: {text}", flush=True)
+    return 0

@@ -1,0 +1,269 @@
+"""Pull and push: the worker's half and the server's half, side by side.
+
+A server's segment is ``header | params | slots | applied``. Around every update it publishes
+two words: the version begun before the first store, the version committed after the last. A
+worker observes the committed version, copies, and then observes the version begun: if an update
+had begun that was not yet committed when the copy started, the read may be torn (a seqlock
+without the retry; Boehm, MSPC 2012). It is counted, and used: as in Hogwild, a torn read is one
+more kind of noise. With ``read="consistent"`` the worker asks first, and the server holds
+between two updates until it has read.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.channel import Push
+from mpips.cluster import Cluster
+from mpips.kernels import observe, publish
+from mpips.layout import Shard
+from mpips.optim import Rule
+from mpips.window import Field, Window, transfer_pieces
+
+BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
+TAG_SNAPSHOT = 4
+BLOCK_BYTES = 1 << 20  # a server enters MPI between two blocks of an update
+STALENESS_BINS = 256  # the last bin holds everything above
+
+
+def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for a shard of `size` elements."""
+    return (
+        Field("header", "i8", (8,)),
+        Field("params", dtype, (size,)),
+        *(Field(f"slots/{name}", dtype, (size,)) for name in slots),
+        Field("applied", "i8", (workers,)),
+        Field("granted_reads", "i8", (workers,)),
+    )
+
+
+def reader_fields(servers: int) -> tuple[Field, ...]:
+    """Return the fields of a worker's segment that carry its consistent reads."""
+    return (Field("wants", "i8", (servers,)), Field("reads", "i8", (servers,)))
+
+
+class Puller:
+    """A worker's half of the store. Collective: no.
+
+    Args:
+        consistent: Whether each shard is read between two updates of its server.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        worker_id: int,
+        shards: Sequence[Shard],
+        consistent: bool = False,
+    ) -> None:
+        self._cluster, self._window, self._worker = cluster, window, worker_id
+        owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
+        self._near = [
+            (k, shard, window.view(r, "header"), window.view(r, "params"))
+            for k, r, shard in owners
+            if cluster.near(r)
+        ]
+        self._far = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
+        self._far_headers = np.zeros((2, len(shards), 8), "i8")
+        self.versions = np.zeros(len(shards), "i8")
+        self._granted = {
+            k: window.view(r, "granted_reads") for k, r, _ in owners if cluster.near(r)
+        }
+        self._wants = window.view(cluster.rank, "wants")
+        self._reads = window.view(cluster.rank, "reads")
+        self._count, self._consistent = 0, consistent
+        self.torn = 0
+        self.bytes = 0
+
+    def pull(self, out: np.ndarray) -> np.ndarray:
+        """Read every shard into `out`.
+
+        Args:
+            out: The replica, shape (n_params,), of the layout's dtype.
+
+        Returns:
+            Version read of each shard, shape (servers,), dtype int64: every update up to it is
+            in `out`. Valid until the next call.
+
+        Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
+        updates unless reads are consistent.
+        References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
+        """
+        self._count += 1
+        self.bytes += out.nbytes
+        if self._consistent:
+            self._ask_far(out)
+        requests = [] if self._consistent else self._far_header(0)
+        for k, shard, header, params in self._near:
+            if self._consistent:
+                publish(self._wants, k, self._count)
+                self._cluster.wait(lambda k=k: self._is_granted(k))  # type: ignore[misc]
+            self._pull_near(k, out[shard.range], header, params)
+            if self._consistent:
+                publish(self._reads, k, self._count)
+        self._pull_far(out, requests)
+        return self.versions
+
+    def _is_granted(self, server: int) -> bool:
+        return observe(self._granted[server], self._worker) == self._count
+
+    def _pull_near(
+        self, server: int, out: np.ndarray, header: np.ndarray, params: np.ndarray
+    ) -> None:
+        committed = observe(header, COMMITTED)
+        np.copyto(out, params)
+        self.torn += observe(header, BEGUN) > committed
+        self.versions[server] = committed
+
+    def _far_header(self, when: int) -> list[MPI.Request]:
+        return [
+            request
+            for k, rank, _ in self._far
+            for request in self._window.get(rank, "header", self._far_headers[when, k])
+        ]
+
+    def _pull_far(self, out: np.ndarray, requests: list[MPI.Request]) -> None:
+        """Header, parameters, header: each must be here before the next is asked for."""
+        if not self._far or self._consistent:
+            self._finish_snapshots()
+            return
+        self._wait(requests)
+        parts = [self._window.get(rank, "params", out[shard.range]) for _, rank, shard in self._far]
+        self._wait([request for part in parts for request in part])
+        self._wait(self._far_header(1))
+        for k, _, _ in self._far:
+            self.versions[k] = self._far_headers[0, k, COMMITTED]
+            self.torn += bool(self._far_headers[1, k, BEGUN] > self.versions[k])
+
+    def _ask_far(self, out: np.ndarray) -> None:
+        comm = self._cluster.comm
+        self._snapshots: list[MPI.Request] = []
+        for k, rank, shard in self._far:
+            self._snapshots.append(comm.Irecv(self.versions[k : k + 1], rank, TAG_SNAPSHOT))
+            parts = transfer_pieces(out[shard.range])
+            self._snapshots += [comm.Irecv(part, rank, TAG_SNAPSHOT) for part in parts]
+            self._cluster.send(rank, "read")
+
+    def _finish_snapshots(self) -> None:
+        if self._consistent:
+            self._wait(self._snapshots)
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        self._cluster.wait(lambda: MPI.Request.Testall(requests))
+
+
+class Server:
+    """A server's half of the store: it applies pushes to its shard. Collective: no.
+
+    Args:
+        rule: Update rule.
+        rate: Learning rate as a function of the update's number.
+        version: Updates that the shard has seen before, in the run that is resumed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        server_id: int,
+        shard: Shard,
+        rule: Rule,
+        rate: Callable[[int], float],
+    ) -> None:
+        self._cluster, self._server, self._rule, self._rate = cluster, server_id, rule, rate
+        self.shard = shard
+        view = lambda name: window.view(cluster.rank, name)  # noqa: E731
+        self._header, self.params = view("header"), view("params")
+        self.slots = tuple(view(f"slots/{name}") for name in rule.slots)
+        self.applied = view("applied")
+        self._granted = view("granted_reads")
+        workers = enumerate(cluster.roles.workers)
+        self._readers = [
+            (w, window.view(r, "wants"), window.view(r, "reads"))
+            for w, r in workers
+            if cluster.near(r)
+        ]
+        self._far_readers: list[int] = []
+        self._snapshot = np.zeros(0, self.params.dtype)
+        self._snapshot_version = np.zeros(1, "i8")
+        self._sending: list[MPI.Request] = []
+        self._block = BLOCK_BYTES // self.params.itemsize
+        self.staleness = np.zeros(STALENESS_BINS, "i8")
+        self.staleness_max = self.staleness_sum = 0
+        self.busy_s = 0.0
+
+    @property
+    def version(self) -> int:
+        """Updates applied to the shard, in resumed runs too."""
+        return observe(self._header, COMMITTED)
+
+    def start_from(self, version: int) -> None:
+        """Set the version of a shard whose parameters and slots were just filled."""
+        publish(self._header, BEGUN, version)
+        publish(self._header, COMMITTED, version)
+
+    def apply(self, push: Push) -> int:
+        """Apply a push, the next of its worker, and record it in the ledger.
+
+        Returns:
+            The shard's version after it.
+
+        Blocks: no; enters MPI between blocks. Reference: Li et al., OSDI 2014, section 3.
+        """
+        start = time.perf_counter()
+        version = self.version + 1
+        assert push.seq == observe(self.applied, push.worker) + 1, "pushes out of order"
+        self._count_staleness(version - 1 - push.version)
+        publish(self._header, BEGUN, version)
+        lr = self._rate(version)
+        for block in self._blocks():
+            slots = tuple(slot[block] for slot in self.slots)
+            self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
+        publish(self.applied, push.worker, push.seq)
+        publish(self._header, COMMITTED, version)
+        self.busy_s += time.perf_counter() - start
+        return version
+
+    def _blocks(self) -> Iterator[slice]:
+        for begin in range(0, self.shard.size, self._block):
+            if begin:
+                self._cluster.progress()
+            yield slice(begin, begin + self._block)
+
+    def _count_staleness(self, staleness: int) -> None:
+        self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
+        self.staleness_max = max(self.staleness_max, staleness)
+        self.staleness_sum += staleness
+
+    def want_read(self, rank: int) -> None:
+        """Note that a far worker asked for a consistent read."""
+        self._far_readers.append(rank)
+
+    def serve_reads(self) -> None:
+        """Let those who asked read the shard now, between two updates.
+
+        Blocks: until near readers have copied the shard; far ones get a snapshot.
+        """
+        held = []
+        for worker, wants, reads in self._readers:
+            want = observe(wants, self._server)
+            if want > observe(self._granted, worker):
+                publish(self._granted, worker, want)
+                held.append((reads, want))
+        for reads, want in held:
+            self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
+        if self._far_readers and MPI.Request.Testall(self._sending):
+            self._send_snapshot()
+
+    def _send_snapshot(self) -> None:
+        """Send one copy to all who asked; the next waits until this one has left."""
+        self._snapshot = self.params.copy()
+        self._snapshot_version[0] = self.version
+        comm, self._sending = self._cluster.comm, []
+        for rank in self._far_readers:
+            for part in (self._snapshot_version, *transfer_pieces(self._snapshot)):
+                self._sending.append(comm.Isend(part, rank, TAG_SNAPSHOT))
+        self._far_readers = []

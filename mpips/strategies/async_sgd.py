@@ -1,0 +1,121 @@
+"""Asynchronous SGD: w <- w - lr * g(w_old), applied as the gradients come.
+
+No worker waits for another. A gradient is computed from the version that the worker pulled and
+applied to the version that the server has by then; the difference is its staleness. Each worker
+has at most two pushes open, so that over a run of W workers the mean staleness of a shard is at
+most 2 W - 1.
+
+References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
+OSDI 2014 (parameter server).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from mpips import channel, feed, store
+from mpips.channel import Receiver, Sender
+from mpips.cluster import MPI, cluster_subset
+from mpips.feed import Feed, Granter
+from mpips.job import Job
+from mpips.metrics import Log
+from mpips.saver import Committer, Contents, Saver
+from mpips.server import AsyncServer, Chief
+from mpips.store import Puller, Server
+from mpips.strategies import Outcome
+from mpips.window import Plan, Window
+from mpips.worker import AsyncWorker
+
+
+def plan(job: Job, rank: int) -> Plan:
+    """Return what a rank's segment holds."""
+    roles, dtype = job.cluster.roles, job.config.dtype
+    workers, servers = len(roles.workers), len(roles.servers)
+    if rank in roles.servers:
+        size = job.shards[roles.servers.index(rank)].size
+        fields = store.server_fields(size, job.rule.slots, dtype, workers)
+        return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
+    return Plan(
+        channel.worker_fields(job.layout.size, servers, dtype)
+        + store.reader_fields(servers)
+        + feed.worker_fields()
+    )
+
+
+def run(job: Job, log: Log) -> Outcome:
+    """Train asynchronously. Collective: yes.
+
+    Raises:
+        UserError: If shared memory is too small, or a file cannot be read or written.
+    """
+    cluster = job.cluster
+    plans = [plan(job, rank) for rank in range(cluster.world)]
+    window = Window(cluster, plans, job.config.window == "shared")
+    servers = cluster_subset(cluster, cluster.roles.servers)
+    if job.worker_id is None:
+        return _serve(job, window, servers, log)
+    return _work(job, window, job.worker_id)
+
+
+def _serve(job: Job, window: Window, servers: MPI.Intracomm, log: Log) -> Outcome:
+    cluster, shard = job.cluster, job.shard
+    server_id = cluster.roles.servers.index(cluster.rank)
+    server = Server(cluster, window, server_id, shard, job.rule, job.rate())
+    job.fill(server.params, server.slots, shard)
+    server.start_from(job.base_step)
+    receiver = Receiver(cluster, window, server_id, shard, job.config.dtype, server.applied)
+    slots = dict(zip(job.rule.slots, server.slots, strict=True))
+    saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
+    loop = AsyncServer(job, servers, server, receiver, saver)
+    handout = job.handout()
+    if cluster.is_chief:
+        committer = Committer(cluster, job.out / "checkpoints", Contents.of(job))
+        granter = Granter(cluster, window, handout)
+        loop.chief = Chief(job, loop, granter, handout, committer, log)
+    loop.start()
+    cluster.barrier()  # the parameters are there before the first pull
+    reason = loop.serve()
+    outcome = Outcome(reason, server.version, release=_release(window, loop))
+    if loop.chief:
+        outcome.samples, outcome.detail = loop.chief.samples, loop.chief.diverged or ""
+        outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
+    outcome.stats = {
+        "bytes": server.params.nbytes * (1 + len(slots)),
+        "applied": server.version - job.base_step,
+        "busy_s": server.busy_s,
+        "staleness": server.staleness.tolist(),
+        "staleness_sum": server.staleness_sum,
+        "staleness_max": server.staleness_max,
+    }
+    return outcome
+
+
+def _work(job: Job, window: Window, worker_id: int) -> Outcome:
+    cluster = job.cluster
+    puller = Puller(cluster, window, worker_id, job.shards, job.config.read == "consistent")
+    sender = Sender(cluster, window, worker_id, job.shards)
+    cluster.barrier()
+    worker = AsyncWorker(job, puller, sender, Feed(cluster, window, worker_id))
+    reason = worker.work()
+    stats = {
+        **dataclasses.asdict(worker.times),
+        "pushes_sent": sender.seq,
+        "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
+        "bytes_pulled": puller.bytes,
+        "torn_reads": puller.torn,
+    }
+    if reason != "diverged":
+        puller.pull(worker.replica)
+    return Outcome(
+        reason, params=worker.replica, stats=stats, release=_release(window, puller, sender, worker)
+    )
+
+
+def _release(window: Window, *users: object) -> Callable[[], None]:
+    """Return what frees the window; the views that `users` hold go first."""
+
+    def release() -> None:
+        for user in users:
+            vars(user).clear()
+        window.free()
+
+    return release

@@ -1,0 +1,257 @@
+"""Synchronous SGD: w <- w - lr * sum_w (n_w / n) g_w(w), one update a round.
+
+Equal to SGD with the large batch of n = sum n_w samples that the workers' batches make together
+(Chen et al., ICLR 2016 workshop, section 2). All ranks take part in every round; a worker without
+samples contributes zero. Flags travel with the round and take effect at its end, on every rank.
+"""
+
+import dataclasses
+import math
+import time
+from collections import deque
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips import signals
+from mpips.cluster import cluster_subset
+from mpips.datasets.loader import Loader
+from mpips.evaluation import evaluate, share
+from mpips.job import Job
+from mpips.ledger import Range, split
+from mpips.metrics import Log
+from mpips.rounds import Report, Round, make_round
+from mpips.saver import Committer, Contents, Saver
+from mpips.strategies import Outcome
+from mpips.worker import Times, make_loader
+
+AHEAD = 2  # batches that a worker reads before their round
+
+
+def run(job: Job, log: Log) -> Outcome:
+    """Train in rounds. Collective: yes.
+
+    Raises:
+        UserError: If shared memory is too small, or a file cannot be read or written.
+    """
+    rounds = make_round(job)
+    if job.cluster.rank in job.cluster.roles.owners:
+        job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    return SyncLoop(job, rounds, log).run()
+
+
+class SyncLoop:
+    """The rounds of a run; every rank has one, and all do the same."""
+
+    def __init__(self, job: Job, rounds: Round, log: Log) -> None:
+        self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
+        self._handout = job.handout()
+        self._ahead: deque[Range] = deque()
+        self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
+        self._saver: Saver | None = None
+        self._committer: Committer | None = None
+        self._loader: Loader | None = None
+        if self._cluster.rank in self._cluster.roles.owners:
+            slots = dict(zip(job.rule.slots, rounds.slots, strict=True))
+            stall = job.config.snapshot == "stall"
+            self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
+        if self._cluster.is_chief:
+            self._committer = Committer(self._cluster, job.out / "checkpoints", Contents.of(job))
+        if job.worker_id is not None:
+            self._loader = make_loader(job)
+            self._grad = job.layout.views(rounds.grad)
+        self._params = job.layout.views(rounds.replica) if self._loader else {}
+        self.step, self.samples = job.base_step, job.base_samples
+        self._saved_step = job.base_step if job.resumed else -1
+        self._last_save = (time.perf_counter(), job.base_step)
+        self._next_eval = self._handout.epochs_done + job.config.eval_every
+        self._target_reached = self._ended = False
+        self._told_signals: set[str] = set()
+        self._detail = ""
+        self.times = Times()
+        self._update_s = 0.0
+
+    def run(self) -> Outcome:
+        """Go through the rounds, until there is no data or a flag says stop."""
+        if not self._job.resumed:
+            self._save()
+        self._log.start_at(self.samples)
+        reason = ""
+        while not reason:
+            batch = self._next_batch()
+            if batch is None:
+                reason = "steps" if self._job.config.steps else "epochs"
+                break
+            reason = self._round(batch)
+        if reason != "diverged":
+            if self._saved_step != self.step:
+                self._save()
+            self._cluster.wait(lambda: not self._attend())
+        if self._loader:
+            self._loader.close()
+        return self._outcome(reason)
+
+    def _next_batch(self) -> Range | None:
+        while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
+            self._ahead.append(batch)
+            if self._loader:
+                part = self._part(batch)
+                if part[2] > part[1]:
+                    self._loader.submit(*part)
+        return self._ahead.popleft() if self._ahead else None
+
+    def _part(self, batch: Range) -> Range:
+        assert self._job.worker_id is not None, "servers have no part of a batch"
+        return split(batch, len(self._cluster.roles.workers))[self._job.worker_id]
+
+    def _round(self, batch: Range) -> str:
+        """Run one round; returns why the run ends with it, or an empty text."""
+        report = self._compute(batch) if self._loader else Report()
+        self._add_flags(report)
+        n = batch[2] - batch[1]
+        weights = [(e - b) / n for _, b, e in split(batch, len(self._cluster.roles.workers))]
+        start, waited = time.perf_counter(), self._rounds.waited_s
+        agreed = self._rounds.exchange(self.step + 1, weights, report)
+        waited = self._rounds.waited_s - waited
+        self.times.wait_s += waited
+        self.times.push_s += time.perf_counter() - start - waited
+        self.step += 1
+        self.samples += n
+        self._handout.applied(0, batch)
+        self._log.count(agreed.loss_sum / n, n)
+        return self._end_of_round(agreed)
+
+    def _compute(self, batch: Range) -> Report:
+        _, begin, end = self._part(batch)
+        if end == begin:
+            return Report()
+        assert self._loader is not None
+        data = self._loader.take()
+        start = time.perf_counter()
+        loss = float(self._job.problem.loss_and_grad(self._params, data, self._grad))
+        self.times.compute_s += time.perf_counter() - start
+        self.times.steps += 1
+        self.times.samples += len(data)
+        return Report(loss * len(data), len(data), diverged=not math.isfinite(loss))
+
+    def _add_flags(self, report: Report) -> None:
+        name = signals.received()
+        if name:
+            setattr(report, name.lower(), 1.0)
+        report.target = float(self._target_reached)
+        if self._committer and not self._committer.busy:
+            seconds, steps = self._job.config.checkpoint_period
+            then, saved = self._last_save
+            due = seconds is not None and time.perf_counter() - then >= seconds
+            due = due or (steps is not None and self.step + 1 - saved >= steps)
+            report.checkpoint = float(due)
+
+    def _end_of_round(self, agreed: Report) -> str:
+        self._log.progress(self.step, self._handout.epochs_done, self.samples)
+        if agreed.diverged:
+            self._detail = f"loss {agreed.loss_sum / agreed.samples} at step {self.step}"
+            return "diverged"
+        if agreed.checkpoint:
+            self._save()
+        self._attend()
+        self._evaluate_when_due()
+        for name in ("sigusr1", "sigterm", "sigint"):
+            if getattr(agreed, name):
+                return name.upper()
+        return "target" if agreed.target else ""
+
+    def _save(self) -> None:
+        """Begin a checkpoint of this round's end. Collective over the owners; blocks for a copy."""
+        self._saved_step, self._last_save = self.step, (time.perf_counter(), self.step)
+        if self._saver is None:
+            return
+        saver = self._saver
+        self._cluster.wait(lambda: not self._attend())
+        saver.snapshot(self.step)
+        if self._committer:
+            handout = self._handout.state()
+            handout["clocks"] *= len(self._cluster.roles.workers)
+            state = self._job.state(self.step, handout, self.samples)
+            self._committer.open(self.step, state)
+        if saver.holds:
+            self._cluster.wait(lambda: not self._attend() or not saver.holds)
+
+    def _attend(self) -> bool:
+        """Act on messages, get on with a checkpoint; returns whether one is under way here."""
+        for _, kind, payload in self._cluster.poll():
+            self._handle(kind, payload)
+        busy = False
+        if self._saver:
+            self._saver.poll()
+            busy = self._saver.busy
+        if self._committer:
+            if self._committer.poll():
+                self._log.event("checkpoint", self._committer.saved_step)
+            busy = busy or self._committer.busy
+        return busy
+
+    def _handle(self, kind: str, payload: object) -> None:
+        if kind == "write":
+            assert self._saver is not None
+            assert isinstance(payload, str)
+            self._saver.write_into(payload)
+        elif kind == "shard":
+            assert self._committer is not None
+            self._committer.collect(payload)  # type: ignore[arg-type]
+        elif kind == "eval":
+            self._log.evaluation(payload)  # type: ignore[arg-type]
+        else:
+            raise AssertionError(f"unknown message {kind!r} in a synchronous run")
+
+    def _evaluate_when_due(self) -> None:
+        """Evaluate in parts on all workers, which then all know the result."""
+        config, info = self._job.config, self._job.info
+        if not config.eval_every or not info.n_test or self._handout.epochs_done < self._next_eval:
+            return
+        self._next_eval += config.eval_every
+        worker = self._job.worker_id
+        if worker is None:
+            return
+        begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
+        part = evaluate(self._job, self._params, begin, end)
+        sums = np.array([part[name] for name in sorted(part)])
+        self._cluster.wait_request(self._workers.Iallreduce(MPI.IN_PLACE, sums))
+        means = dict(zip(sorted(part), (sums / info.n_test).tolist(), strict=True))
+        target = config.target_accuracy
+        self._target_reached = bool(target) and means.get("accuracy", 0.0) >= target
+        if worker == 0:
+            epoch = round(self._handout.epochs_done, 4)
+            payload = {"step": self.step, "epoch": epoch, **means}
+            self._cluster.send(self._cluster.roles.chief, "eval", payload)
+
+    def _outcome(self, reason: str) -> Outcome:
+        job = self._job
+        clocks = self._handout.clocks * len(self._cluster.roles.workers)
+        outcome = Outcome(
+            reason, self.step, self.samples, self._handout.epochs_done, self._detail, clocks,
+            release=self._release,
+        )  # fmt: skip
+        rounds = self.step - job.base_step
+        if job.worker_id is not None:
+            outcome.params = self._rounds.replica
+            moved = rounds * job.layout.size * job.dtype.itemsize
+            outcome.stats = {
+                **dataclasses.asdict(self.times),
+                "pushes_sent": self.times.steps, "bytes_pushed": moved, "bytes_pulled": moved,
+                "torn_reads": 0,
+            }  # fmt: skip
+        if self._saver:
+            outcome.stats |= {
+                "bytes": self._rounds.params.nbytes * (1 + len(self._rounds.slots)),
+                "applied": rounds,
+                "busy_s": self._rounds.busy_s,
+            }
+        return outcome
+
+    def _release(self) -> None:
+        self._params, self._grad = {}, {}
+        self._saver = None
+        self._rounds.free()
+        if self._workers != MPI.COMM_NULL:
+            self._workers.Free()

@@ -1,0 +1,104 @@
+"""The summary of a run: ``summary.json``, and the few lines that end the output."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpips import __version__, metrics
+from mpips.cluster import Cluster, mpi_name
+from mpips.job import Job
+from mpips.strategies import Outcome
+
+
+def summarise(
+    job: Job, outcome: Outcome, parts: list[dict[str, Any]], train_s: float
+) -> dict[str, Any]:
+    """Return ``summary.json`` from every rank's part, by rank."""
+    c, ranks = job.config, job.cluster
+    workers = [parts[r] for r in ranks.roles.workers]
+    owners = [parts[r] for r in ranks.roles.owners]
+    held_out = mean_evaluation(job, [w["eval"] for w in workers])
+    done = outcome.samples - job.base_samples
+    return {
+        "mode": c.mode, "world": ranks.world, "servers": len(ranks.roles.servers),
+        "workers": len(workers), "nodes": _nodes(ranks), "parameters": job.layout.size,
+        "optimizer": c.optimizer, "seed": c.seed, "command": command(),
+        "global_step": outcome.step, "steps": outcome.clocks, "epochs": round(outcome.epochs, 6),
+        "samples": outcome.samples, "wall_s": round(time.perf_counter() - job.started, 3),
+        "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
+        "loss": None, "eval_loss": held_out.get("loss"), "accuracy": held_out.get("accuracy"),
+        "pushes_sent": sum(w["pushes_sent"] for w in workers),
+        "pushes_applied": max(o["applied"] for o in owners) if c.mode == "async"
+        else sum(w["pushes_sent"] for w in workers),
+        "staleness": _staleness(owners, c.mode),
+        "torn_reads": sum(w["torn_reads"] for w in workers),
+        "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
+        "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
+        "per_worker": [
+            {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
+            for w in workers
+        ],
+        "per_server": [{k: o[k] for k in ("bytes", "applied", "busy_s")} for o in owners],
+        "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
+        "stop_reason": outcome.reason,
+        "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
+        "mpi": mpi_name(), "version": __version__,
+    }  # fmt: skip
+
+
+def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"host": "", "ranks": []} for _ in range(ranks.nodes)]
+    for rank, node in enumerate(ranks.node_of):
+        found[node]["host"] = ranks.hosts[rank]
+        found[node]["ranks"].append(rank)
+    return found
+
+
+def mean_evaluation(job: Job, parts: Sequence[dict[str, float] | None]) -> dict[str, float]:
+    """Return the mean of each metric over the held-out samples, from the workers' sums."""
+    known = [p for p in parts if p]
+    names = sorted({name for p in known for name in p})
+    return {name: sum(p.get(name, 0.0) for p in known) / job.info.n_test for name in names}
+
+
+def _staleness(owners: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+    """Summarise over all shards; a synchronous update is never stale."""
+    if mode == "sync":
+        applied = sum(o["applied"] for o in owners)
+        return metrics.staleness_summary([applied], 0, 0)
+    bins = [sum(column) for column in zip(*(o["staleness"] for o in owners), strict=True)]
+    total = sum(o["staleness_sum"] for o in owners)
+    return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
+
+
+def command() -> str:
+    """Return the command line that started this rank."""
+    return shlex.join(["python", "-m", "mpips.train", *sys.argv[1:]])
+
+
+def summary_text(job: Job, summary: dict[str, Any]) -> str:
+    """Return the summary in a few lines."""
+    s = summary
+    accuracy = "" if s["accuracy"] is None else f", accuracy {100 * s['accuracy']:.2f} %"
+    loss = "" if s["eval_loss"] is None else f"held-out loss {s['eval_loss']:.4f}{accuracy}; "
+    stale = s["staleness"]
+    times = {
+        k: sum(w[k] for w in s["per_worker"]) for k in ("compute_s", "pull_s", "push_s", "wait_s")
+    }
+    whole = sum(times.values()) or 1.0
+    where = ", ".join(f"{k[:-2]} {100 * v / whole:.0f} %" for k, v in times.items())
+    moved = metrics.human_bytes(s["bytes_pulled"]), metrics.human_bytes(s["bytes_pushed"])
+    load = ", ".join(f"{o['busy_s']:.1f}" for o in s["per_server"])
+    spent = f"{s['train_s']:.1f} s of {s['wall_s']:.1f} s"
+    return "\n".join(
+        [
+            f"ended: {s['stop_reason']} at step {s['global_step']}, epoch {s['epochs']:.2f}",
+            f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
+            f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
+            f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
+            f"workers' time: {where}; owners busy for {load} s",
+            f"saved in {job.out}",
+        ]
+    )

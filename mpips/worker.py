@@ -1,0 +1,160 @@
+"""The loop of an asynchronous worker: take a batch, pull, compute, push."""
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpips import signals
+from mpips.channel import Sender
+from mpips.datasets import Batch
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
+from mpips.evaluation import evaluate
+from mpips.feed import Feed
+from mpips.job import Job
+from mpips.kernels import scale, sum_squares
+from mpips.ledger import Range
+from mpips.optim import clip_factor
+from mpips.store import Puller
+
+
+@dataclass
+class Times:
+    """Where a worker's time went, in seconds, and what it did."""
+
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    pull_s: float = 0.0
+    push_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class AsyncWorker:
+    """Computes gradients until the data is exhausted or the chief says stop."""
+
+    def __init__(self, job: Job, puller: Puller, sender: Sender, feed: Feed) -> None:
+        self._job, self._cluster = job, job.cluster
+        self._puller, self._sender, self._feed = puller, sender, feed
+        assert job.worker_id is not None, "a server does not work"
+        self._worker: int = job.worker_id
+        self.replica = np.zeros(job.layout.size, job.dtype)
+        self._params = job.layout.views(self.replica)
+        self._grads = [job.layout.views(sender.buffer(k)) for k in range(2)]
+        self._queue: deque[Range] = deque()
+        self._told_signal = self._stopping = self._failed = False
+        self._evaluated_epoch = 0.0
+        self.times = Times()
+        self.reason: str | None = None
+
+    def work(self) -> str:
+        """Step until there is nothing to do; returns why the run ended.
+
+        Raises:
+            UserError: If a batch cannot be read.
+        """
+        with make_loader(self._job) as loader:
+            while self._has_batch(loader):
+                batch = self._queue.popleft()
+                self._feed.take()
+                self._step(batch, loader.take())
+                if self._worker == 0:
+                    self._evaluate_when_due(batch)
+        self._finish()
+        return self.reason or "end"
+
+    def _attend(self) -> None:
+        """Act on what has come: messages, signals."""
+        for _, kind, payload in self._cluster.poll():
+            self._handle(kind, payload)
+        if not self._told_signal and (name := signals.received()):
+            self._told_signal = True
+            self._cluster.send(self._cluster.roles.chief, "stop", name)
+
+    def _handle(self, kind: str, payload: Any) -> None:
+        if kind == "grant":
+            self._feed.granted(payload)
+        elif kind == "stop":
+            self._stopping = True
+        elif kind == "end":
+            self.reason = payload
+        else:
+            raise AssertionError(f"unknown message {kind!r} to a worker")
+
+    def _has_batch(self, loader: Loader) -> bool:
+        """Wait until a batch is here (True) or none will come (False)."""
+
+        def ready() -> bool:
+            self._attend()
+            for batch in self._feed.news():
+                loader.submit(*batch)
+                self._queue.append(batch)
+            return bool(self._queue) or self._feed.exhausted or self._stopping or self._failed
+
+        self.times.wait_s += self._cluster.wait(ready)
+        return bool(self._queue) and not self._stopping and not self._failed
+
+    def _step(self, batch: Range, data: Batch) -> None:
+        times, seq = self.times, self._sender.seq + 1
+        times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq))
+        start = time.perf_counter()
+        versions = self._puller.pull(self.replica)
+        pulled = time.perf_counter()
+        grad = self._sender.buffer(seq)
+        loss = self._job.problem.loss_and_grad(self._params, data, self._grads[seq % 2])
+        if self._job.config.clip:
+            scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))
+        computed = time.perf_counter()
+        if not math.isfinite(loss):
+            self._fail(loss, versions)
+            return
+        self._sender.push(batch, len(data), float(loss), versions)
+        times.push_s += time.perf_counter() - computed
+        times.compute_s += computed - pulled
+        times.pull_s += pulled - start
+        times.steps += 1
+        times.samples += len(data)
+
+    def _fail(self, loss: float, versions: np.ndarray) -> None:
+        """Report a loss that is not finite; its gradient is not pushed."""
+        self._failed = True
+        where = f"worker {self._worker}, its step {self._sender.seq + 1}"
+        text = f"loss {loss} at step {int(versions[0])} ({where})"
+        self._cluster.send(self._cluster.roles.chief, "diverged", text)
+
+    def _evaluate_when_due(self, batch: Range) -> None:
+        """Evaluate the last replica pulled, each time that `eval_every` epochs have gone by."""
+        every, info = self._job.config.eval_every, self._job.info
+        epoch = batch[0] + batch[2] / info.n_train
+        if not every or not info.n_test or epoch < self._evaluated_epoch + every:
+            return
+        self._evaluated_epoch = epoch
+        sums = evaluate(self._job, self._params, 0, info.n_test)
+        means = {name: value / info.n_test for name, value in sums.items()}
+        step = int(self._puller.versions[0])
+        payload = {"step": step, "epoch": round(epoch, 4), **means}
+        self._cluster.send(self._cluster.roles.chief, "eval", payload)
+
+    def _finish(self) -> None:
+        """Say how many pushes were sent, and wait until all are applied and the run is saved."""
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "fin", self._sender.seq)
+
+        def ended() -> bool:
+            self._attend()
+            return self.reason is not None and self._sender.sent()
+
+        self.times.wait_s += self._cluster.wait(ended)
+
+
+def make_loader(job: Job) -> Loader:
+    """Return the reader of a worker's batches, in the run's order."""
+    assert job.dataset is not None, "servers read no data"
+    c, source = job.config, job.dataset.train
+    size = 1 if job.block else c.batch_size
+    order = Order(source.n, size, job.block, c.seed, shuffle=c.shuffle)
+    return Loader(source, order, job.dtype)

@@ -1,0 +1,695 @@
+"""Checkpoints: every cut, every damage, and `kill -9` at any moment."""
+
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.checkpoint import (
+    Checkpoint,
+    ShardRecord,
+    begin_step,
+    boxes,
+    commit,
+    list_checkpoints,
+    newest_whole,
+    open_checkpoint,
+    verify,
+    write_shard,
+)
+from mpips.checkpoint.__main__ import main
+from mpips.checkpoint.files import PIECE_BYTES, pieces, remove_checkpoint, write_durably
+from mpips.checkpoint.index import check_cover, check_names
+from mpips.errors import UserError
+from mpips.layout import Layout, Shard, cut
+
+LAYOUT = Layout.of({"w1": (7, 5, 3), "b1": (5,), "deep/w2": (11, 4), "t": (), "none": (0, 3)})
+STATE = {"clocks": [3, 2**60], "ledger": {"0": [1, 2]}, "text": "ü", "x": 0.1, "long": "y" * 99999}
+
+
+def vector(size: int, step: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(step).standard_normal(size).astype(dtype)
+
+
+def save(
+    directory: Path,
+    step: int = 3,
+    parts: int = 3,
+    layout: Layout = LAYOUT,
+    dtype: str = "float32",
+    slots: tuple[str, ...] = ("m", "v"),
+    **changes: Any,
+) -> Path:
+    """Write a checkpoint whose content follows from its step, and return its folder."""
+    shards = changes.pop("shards", cut(layout.size, parts, np.dtype(dtype).itemsize))
+    whole = [vector(layout.size, 10 * step + k, dtype) for k in range(1 + len(slots))]
+    folder = begin_step(directory, step)
+    records = []
+    for owner, s in enumerate(shards):
+        held = {name: whole[1 + k][s.range] for k, name in enumerate(slots)}
+        records.append(write_shard(folder, owner, s, step, whole[0][s.range], held))
+    arguments: dict[str, Any] = {
+        "step": step,
+        "layout": layout,
+        "dtype": dtype,
+        "shards": records[::-1],
+        "slots": slots,
+        "config": "seed = 1\n",
+        "state": STATE,
+        "arrays": {"applied": np.arange(4), "mean": np.array([0.5, np.nan])},
+        "keep": 3,
+    }
+    commit(folder, **(arguments | changes))
+    return folder
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Fail unless the content is what `save` wrote for that step."""
+    for k, read in enumerate(
+        [checkpoint.read_params, *((lambda s=s: checkpoint.read_slot(s)) for s in ("m", "v"))]
+    ):
+        expected = vector(checkpoint.layout.size, 10 * checkpoint.step + k, str(checkpoint.dtype))
+        assert read().tobytes() == expected.tobytes()
+
+
+# --- boxes -------------------------------------------------------------------------------------
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+@settings(max_examples=300, deadline=None)
+def test_boxes_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    flat = np.arange(size).reshape(shape)
+    found = list(boxes(shape, begin, end))
+    joined = np.concatenate([np.ravel(flat[box]) for box in found] or [np.arange(0)])
+    assert joined.tolist() == list(range(begin, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(flat[box].size for box in found)
+    assert all(len(box) == len(shape) for box in found)
+
+
+def test_boxes_of_a_whole_array_are_one() -> None:
+    assert list(boxes((4, 3, 2), 0, 24)) == [(slice(0, 4), slice(0, 3), slice(0, 2))]
+    assert list(boxes((), 0, 1)) == [()]
+    assert list(boxes((), 1, 1)) == list(boxes((3, 0), 0, 0)) == []
+
+
+# --- what is saved is what is read --------------------------------------------------------------
+
+
+@st.composite
+def cut_layouts(draw: st.DrawFn) -> tuple[Layout, list[Shard]]:
+    shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=4))
+    layout = Layout.of({f"a{k}": shape for k, shape in enumerate(shapes)})
+    edges = draw(st.lists(st.integers(0, layout.size), max_size=5))
+    edges = [0, *sorted(edges), layout.size]
+    return layout, [Shard(b, e) for b, e in itertools.pairwise(edges)]
+
+
+@given(cut_layouts(), st.sampled_from(["float32", "float64"]))
+@settings(max_examples=40, deadline=None)
+def test_any_cut_of_any_shapes(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[Layout, list[Shard]], dtype: str
+) -> None:
+    layout, shards = case
+    folder = save(tmp_path_factory.mktemp("c"), layout=layout, dtype=dtype, shards=shards)
+    assert verify(folder) == []
+    check(open_checkpoint(folder))
+    with h5py.File(folder / "index.h5") as file:
+        for k, source in enumerate(["params", "slots/m", "slots/v"]):
+            for name, view in layout.views(vector(layout.size, 30 + k, dtype)).items():
+                mapped = file[source][name]
+                assert mapped.shape == view.shape
+                assert mapped.dtype == view.dtype
+                assert mapped[()].tobytes() == view.tobytes()
+                if view.ndim > 1 and view.size:
+                    assert np.array_equal(mapped[-1, ..., -1], view[-1, ..., -1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_three_shards_read_in_any_number_of_cuts(tmp_path: Path, dtype: str) -> None:
+    checkpoint = open_checkpoint(save(tmp_path, dtype=dtype))
+    size = LAYOUT.size
+    assert len(checkpoint.shards) == 3
+    for parts in (1, 5, 7, 160):
+        shards = cut(size, parts, 4)
+        params = np.concatenate([checkpoint.read_params(s.begin, s.end) for s in shards])
+        slot = np.concatenate([checkpoint.read_slot("v", s.begin, s.end) for s in shards])
+        assert params.tobytes() == vector(size, 30, dtype).tobytes()
+        assert slot.tobytes() == vector(size, 32, dtype).tobytes()
+    out = np.zeros(size + 2, dtype)
+    assert checkpoint.read_params(5, 100, out=out[6:101]).base is out
+    assert np.array_equal(out[6:101], vector(size, 30, dtype)[5:100])
+    assert not out[:6].any()
+    assert not out[101:].any()
+
+
+def test_everything_else_comes_back(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path))
+    assert (checkpoint.step, checkpoint.layout, checkpoint.state) == (3, LAYOUT, STATE)
+    assert (checkpoint.config, checkpoint.slot_names) == ("seed = 1\n", ("m", "v"))
+    assert checkpoint.arrays["applied"].tolist() == [0, 1, 2, 3]
+    assert checkpoint.arrays["applied"].dtype == np.int64
+    assert np.array_equal(checkpoint.arrays["mean"], [0.5, np.nan], equal_nan=True)
+    folder_bytes = sum(p.stat().st_size for p in checkpoint.path.iterdir())
+    assert checkpoint.size_bytes == folder_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bits_of_nans_and_zeros_are_kept(tmp_path: Path, dtype: str) -> None:
+    words = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    top = 2 ** (8 * words.itemsize) - 1
+    # Quiet NaNs of both signs, a signalling NaN with a payload, denormal, 0 and -0.
+    signalling = int(np.array(np.inf, dtype).view(words)) + 0x1234
+    bits = np.array([top, top >> 1, signalling, 1, 0, (top >> 1) + 1], words)
+    layout = Layout.of({"w": (3, 2)})
+    folder = begin_step(tmp_path, 0)
+    records = [
+        write_shard(folder, k, s, 0, bits.view(dtype)[s.range], {})
+        for k, s in enumerate([Shard(0, 1), Shard(1, 6)])
+    ]
+    commit(
+        folder, step=0, layout=layout, dtype=dtype, shards=records, slots=(), config="", state=None,
+        arrays={}, keep=1,
+    )  # fmt: skip
+    assert open_checkpoint(folder).read_params().view(words).tolist() == bits.tolist()
+    with h5py.File(folder / "index.h5") as file:
+        assert file["params/w"][:].view(words).ravel().tolist() == bits.tolist()
+
+
+def test_empty_shards_have_no_file_and_an_empty_model_no_shard(tmp_path: Path) -> None:
+    folder = save(tmp_path / "a", layout=Layout.of({"w": (3,)}), parts=4)
+    assert sorted(p.name for p in folder.iterdir()) == ["index.h5", "shard-0000.h5"]
+    assert verify(folder) == []
+    folder = save(tmp_path / "b", layout=Layout.of({"w": (0,)}), parts=2)
+    assert [p.name for p in folder.iterdir()] == ["index.h5"]
+    assert verify(folder) == []
+    assert open_checkpoint(folder).read_params().shape == (0,)
+
+
+def test_the_folder_can_be_moved_and_renamed(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = save(tmp_path / "run")
+    moved = tmp_path / "elsewhere" / "best"
+    moved.parent.mkdir()
+    folder.rename(moved)
+    monkeypatch.chdir(moved)
+    assert verify(".") == verify(moved) == verify(moved / "index.h5") == []
+    check(open_checkpoint(moved))
+    with h5py.File("index.h5") as file:
+        assert np.array_equal(file["params/b1"][:], vector(LAYOUT.size, 30)[105:110])
+
+
+def test_a_missing_shard_reads_as_nan_outside(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / "shard-0001.h5").unlink()
+    with h5py.File(folder / "index.h5") as file:
+        assert np.isnan(file["params/w1"][:]).any()
+
+
+def test_pieces_are_small() -> None:
+    assert list(pieces(5, 5, 4)) == []
+    cuts = list(pieces(3, 5_000_000, 4))
+    assert cuts[0][0] == 3
+    assert cuts[-1][1] == 5_000_000
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
+    assert max(b - a for a, b in cuts) * 4 <= PIECE_BYTES == 8 << 20
+
+
+def test_a_shard_of_several_pieces(tmp_path: Path) -> None:
+    size = (PIECE_BYTES // 8) * 2 + 17
+    layout = Layout.of({"w": (size,)})
+    folder = save(tmp_path, layout=layout, parts=1, dtype="float64", slots=())
+    assert np.array_equal(open_checkpoint(folder).read_params(), vector(size, 30, "float64"))
+
+
+# --- wrong calls --------------------------------------------------------------------------------
+
+
+def test_wrong_shapes_and_ranges_are_refused(tmp_path: Path) -> None:
+    folder = begin_step(tmp_path, 1)
+    x = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match=r"params of shape \(4,\)"):
+        write_shard(folder, 0, Shard(0, 5), 1, x, {})
+    with pytest.raises(ValueError, match=r"slots/m .* float64"):
+        write_shard(folder, 0, Shard(0, 4), 1, x, {"m": np.zeros(4)})
+    with pytest.raises(ValueError, match="step -1"):
+        begin_step(tmp_path, -1)
+    checkpoint = open_checkpoint(save(tmp_path))
+    for begin, end in ((-1, 3), (4, 3), (0, LAYOUT.size + 1)):
+        with pytest.raises(ValueError, match="expected within"):
+            checkpoint.read_params(begin, end)
+    for out in (np.zeros(2, np.float32), np.zeros(3), np.zeros(6, np.float32)[::2]):
+        with pytest.raises(ValueError, match="contiguous"):
+            checkpoint.read_params(0, 3, out=out)
+    with pytest.raises(UserError, match="did you mean 'm'"):
+        checkpoint.read_slot("mm")
+    with pytest.raises(ValueError, match="committed"):
+        write_shard(checkpoint.path, 0, Shard(0, 4), 3, x, {})
+
+
+def test_shards_must_cover_the_vector() -> None:
+    def records(*ranges: tuple[int, int]) -> list[ShardRecord]:
+        return [ShardRecord(k, f"f{k}", b, e, 1, "") for k, (b, e) in enumerate(ranges)]
+
+    check_cover(records((0, 3), (3, 5)), 5)
+    check_cover([], 0)
+    for bad in ([(0, 3)], [(0, 3), (4, 5)], [(0, 4), (3, 5)], [(1, 5)], [(0, 6)], []):
+        with pytest.raises(ValueError, match="cover"):
+            check_cover(records(*bad), 5)
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a/b", "a"], ["a", "a/b/c"], [""], ["a//b"], ["."]])
+def test_names_that_hdf5_cannot_hold(names: list[str]) -> None:
+    with pytest.raises(UserError, match="array name"):
+        check_names(names)
+    check_names(["a", "ab", "b/a", "b/c", "%b", "x y", "ü"])
+
+
+def test_commit_needs_the_files_and_keep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep 0"):
+        save(tmp_path, keep=0)
+    folder = begin_step(tmp_path, 5)
+    record = write_shard(folder, 0, Shard(0, 4), 5, np.zeros(4, np.float32), {})
+    (folder / record.file).unlink()
+    with pytest.raises(UserError, match=r"shard-0000\.h5: missing"):
+        commit(
+            folder, step=5, layout=Layout.of({"w": (4,)}), dtype="float32", shards=[record],
+            slots=(), config="", state=None, arrays={}, keep=1,
+        )  # fmt: skip
+    assert not (folder / "index.h5").exists()
+
+
+def test_state_that_json_cannot_say_leaves_no_index(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        save(tmp_path, state={"x": object()})
+    assert not [p for p in (tmp_path / "step-000000000003").iterdir() if "index" in p.name]
+    assert newest_whole(tmp_path)[0] is None
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_every_flipped_byte_of_an_index_is_seen(tmp_path: Path) -> None:
+    index = save(tmp_path, layout=Layout.of({"w": (3, 2)}), slots=(), state={}) / "index.h5"
+    good = index.read_bytes()
+    for at in [*range(0, 520, 7), *random.Random(1).sample(range(len(good)), 60), len(good) - 1]:
+        flip(index, at)
+        problems = verify(index)
+        assert problems
+        assert str(index) in problems[0]
+        index.write_bytes(good)
+    for length in (0, 100, 512, 4000, len(good) - 1):
+        index.write_bytes(good[:length])
+        assert verify(index)
+        with pytest.raises(UserError):
+            open_checkpoint(index)
+    index.write_bytes(good + b"\0")
+    assert verify(index)
+
+
+def test_every_flipped_byte_of_a_shard_is_seen(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    shard = folder / "shard-0001.h5"
+    good = shard.read_bytes()
+    for at in [0, 9, len(good) - 1, *random.Random(2).sample(range(len(good)), 40)]:
+        flip(shard, at)
+        (problem,) = verify(folder)
+        assert str(shard) in problem
+        assert "sha256" in problem
+        assert "[64, 112)" in problem
+        shard.write_bytes(good)
+    shard.write_bytes(good[:-1])
+    (problem,) = verify(folder)
+    assert f"{shard}: {len(good) - 1} bytes" in problem
+    assert f"expected {len(good)} bytes" in problem
+    with pytest.raises(UserError, match="bytes"):
+        open_checkpoint(folder)
+    shard.unlink()
+    (problem,) = verify(folder)
+    assert f"{shard}: missing" in problem
+    with pytest.raises(UserError, match="missing"):
+        open_checkpoint(folder)
+
+
+def test_renamed_and_swapped_shards(tmp_path: Path) -> None:
+    folder = save(tmp_path, shards=[Shard(0, 60), Shard(60, 100), Shard(100, 155)])
+    one, two = folder / "shard-0000.h5", folder / "shard-0001.h5"
+    opened = open_checkpoint(folder)
+    one.rename(folder / "x")
+    (problem,) = verify(folder)
+    assert "rename that to shard-0000.h5" in problem
+    with pytest.raises(UserError, match="cannot read params"):
+        opened.read_params(0, 3)
+    two.rename(one)
+    (folder / "x").rename(two)
+    problems = verify(folder)
+    assert len(problems) == 2
+    two.rename(folder / "x")
+    shutil.copy(one, two)
+    with pytest.raises(UserError, match="attribute begin 60, expected 0"):
+        opened.read_params(0, 3)
+    one.write_bytes(b"")
+    with pytest.raises(UserError, match="cannot read params"):
+        opened.read_params(0, 3)
+
+
+def test_same_sized_shard_of_another_step_is_named(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copy(first / "shard-0002.h5", second)
+    (problem,) = verify(second)
+    assert "owner 2, step 1" in problem
+    with pytest.raises(UserError, match="attribute step 1, expected 2"):
+        open_checkpoint(second).read_params()
+
+
+def test_a_folder_under_the_name_of_another_step(tmp_path: Path) -> None:
+    save(tmp_path, 7).rename(tmp_path / "step-000000000009")
+    (problem,) = verify(tmp_path)
+    assert "folder of step 9, expected step 7" in problem
+
+
+def test_the_one_before_a_damaged_one_is_used(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step, keep=9) for step in (1, 2, 3, 4)]
+    begin_step(tmp_path, 5)
+    (folders[3] / "index.h5").unlink()
+    flip(folders[2] / "shard-0000.h5", 3000)
+    checkpoint, complaints = newest_whole(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    check(checkpoint)
+    assert len(complaints) == 3
+    assert "000005" in complaints[0]
+    assert "000004: no index.h5" in complaints[1]
+    assert "000003/shard-0000.h5: sha256" in complaints[2]
+    for folder in folders[:2]:
+        remove_checkpoint(folder)
+    nothing, complaints = newest_whole(tmp_path)
+    assert nothing is None
+    assert len(complaints) == 3
+    assert newest_whole(tmp_path / "absent") == (None, [])
+
+
+# --- keeping, rewriting, failing ----------------------------------------------------------------
+
+
+def test_the_last_whole_ones_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    for step in (0, 5, 10):
+        save(directory, step, keep=2)
+    steps = [p.name for p in list_checkpoints(tmp_path)]
+    assert steps == ["step-000000000005", "step-000000000010"]
+    # A half-written and a truncated one do not count, and go; a newer one stays.
+    begin_step(directory, 7)
+    later = begin_step(directory, 99)
+    os.truncate(directory / "step-000000000010" / "shard-0002.h5", 100)
+    (directory / "notes").mkdir()
+    save(directory, 12, keep=2)
+    assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (5, 12, 99)]
+    assert later.exists()
+    save(directory, 13, keep=1)
+    assert list_checkpoints(directory) == [directory / f"step-{k:012d}" for k in (13, 99)]
+    assert (directory / "notes").exists()
+
+
+def test_one_moved_aside_does_not_count_twice(tmp_path: Path) -> None:
+    folders = [save(tmp_path, step) for step in (1, 2)]
+    shutil.copytree(folders[1], tmp_path / "step-000000000002.old")
+    folders.append(save(tmp_path, 3, keep=3))
+    assert list_checkpoints(tmp_path) == folders
+
+
+def test_foreign_files_are_not_removed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "notes.txt").write_text("mine")
+    save(tmp_path, 2, keep=1)
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+
+
+def test_the_same_step_again_never_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 4, keep=1, config="one")
+    folder = begin_step(tmp_path, 4)
+    for _ in range(2):
+        checkpoint, complaints = newest_whole(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.config == "one"
+        assert len(complaints) == 1
+        check(checkpoint)
+        write_shard(folder, 0, Shard(0, 4), 4, np.zeros(4, np.float32), {})
+        folder = begin_step(tmp_path, 4)
+        assert not list(folder.iterdir())
+    save(tmp_path, 4, keep=1, config="two")
+    assert list_checkpoints(tmp_path) == [folder]
+    assert open_checkpoint(folder).config == "two"
+
+
+def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
+    final = tmp_path / "f"
+    final.write_text("old")
+
+    def fail(path: Path) -> None:
+        path.write_text("new")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"cannot write .*/f: .*No space left"):
+        write_durably(final, fail)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert final.read_text() == "old"
+    with pytest.raises(UserError, match="cannot make the checkpoint folder"):
+        begin_step(final, 1)
+
+
+ROOT = Path(__file__).parent.parent
+PROGRAM_HEAD = """
+    import sys
+    sys.path[:0] = [{root!r}, {tests!r}]
+    from test_checkpoint import *
+    directory = Path({directory!r})
+"""
+
+
+def program(directory: Path, body: str) -> list[str]:
+    head = PROGRAM_HEAD.format(root=str(ROOT), tests=str(ROOT / "tests"), directory=str(directory))
+    return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)]
+
+
+def test_a_file_system_that_refuses(tmp_path: Path) -> None:
+    body = """
+    import resource
+    save(directory, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        save(directory, 2, layout=Layout.of({"w": (500_000,)}))
+    except UserError as error:
+        print(error)
+    opened = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    held = [os.stat(p).st_size for p in opened if os.path.lexists(p) and "shard" in os.readlink(p)]
+    print([p.name for p in (directory / "step-000000000002").iterdir()], sum(held))
+    """
+    done = subprocess.run(
+        program(tmp_path, body), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot write" in done.stdout
+    assert "shard-0000.h5" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[] 0"
+    checkpoint, _ = newest_whole(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    body = """
+    for k in itertools.count(int(sys.argv[1])):
+        # Each step twice, so that committed ones are also rewritten.
+        save(directory, k // 2, keep=1 + k % 2)
+        print(k, flush=True)
+    """
+    start, chance, interrupted = 0, random.Random(5), 0
+    for _ in range(10):
+        job = subprocess.Popen([*program(tmp_path, body), str(start)], stdout=subprocess.PIPE)
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"%d\n" % start
+        time.sleep(chance.uniform(0, 0.15))
+        job.send_signal(signal.SIGKILL)
+        committed = [start, *map(int, job.communicate(timeout=30)[0].split())][-1] // 2
+        checkpoint, complaints = newest_whole(tmp_path)
+        assert checkpoint is not None, complaints
+        assert checkpoint.step >= committed
+        check(checkpoint)
+        start = 2 * checkpoint.step + 1
+        interrupted += any(verify(p) for p in list_checkpoints(tmp_path))
+    assert interrupted >= 2
+    save(tmp_path, start, keep=1)
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+def test_every_system_call_may_be_the_last(tmp_path: Path, monkeypatch: Any) -> None:
+    """Stop before the n-th call that changes a folder, for each n, instead of at random."""
+
+    class KilledError(Exception):
+        pass
+
+    changing = [(os, "fsync"), (Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (Path, "mkdir")]
+    for step in (1, 2, 3):
+        save(tmp_path / "before", step, keep=3)
+    (tmp_path / "before" / "step-000000000002" / "index.h5").unlink()
+    run = tmp_path / "run"
+    for n in range(1, 200):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(tmp_path / "before", run)
+        left = n
+        with monkeypatch.context() as patch:
+
+            def wrap(call: Any) -> Any:
+                def counted(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal left
+                    left -= 1
+                    if left <= 0:
+                        raise KilledError
+                    return call(*args, **kwargs)
+
+                return counted
+
+            for owner, name in changing:
+                patch.setattr(owner, name, wrap(getattr(owner, name)))
+            try:
+                save(run, 3, keep=1)
+                finished = True
+            except KilledError:
+                finished = False
+        checkpoint, _ = newest_whole(run)
+        assert checkpoint is not None
+        assert checkpoint.step == 3
+        check(checkpoint)
+        if finished:
+            break
+    assert finished
+    assert n > 20
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        save(tmp_path / "run" / "checkpoints", step)
+    flip(tmp_path / "run" / "checkpoints" / "step-000000000030" / "shard-0002.h5", 2500)
+    return tmp_path / "run"
+
+
+def test_list(run_directory: Path, capsys: Any) -> None:
+    for path in (run_directory, run_directory / "checkpoints"):
+        assert main(["list", str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[:2] for line in lines] == [["step", str(k)] for k in (10, 20, 30)]
+        assert lines[0].endswith(" whole")
+        assert lines[1].endswith(" whole, newest")
+        assert "shard-0002.h5: sha256" in lines[2]
+
+
+def test_inspect(run_directory: Path, capsys: Any) -> None:
+    assert main(["inspect", str(run_directory), "--step", "10"]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "params/w1 (7, 5, 3)",
+        "slots: m, v",
+        "shard-0002.h5",
+        "clocks: [3,",
+        "applied",
+    ):
+        assert expected in out
+    assert max(map(len, out.splitlines())) < 200
+
+
+def test_verify(run_directory: Path, capsys: Any) -> None:
+    assert main(["verify", str(run_directory)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "step-000000000030/shard-0002.h5" in line
+    assert main(["verify", str(run_directory), "--step", "20"]) == 0
+    assert main(["verify", str(run_directory / "checkpoints" / "step-000000000010")]) == 0
+
+
+def test_export(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "out.npz"
+    assert main(["export", str(run_directory), "-o", str(output)]) == 0
+    assert "not whole: " in capsys.readouterr().err
+    with np.load(output) as arrays:
+        assert len(arrays.files) == 15
+        for k, source in enumerate(["params", "slots/m", "slots/v"]):
+            for name, view in LAYOUT.views(vector(LAYOUT.size, 200 + k)).items():
+                found = arrays[f"{source}/{name}"]
+                assert found.dtype == np.float32
+                assert found.shape == view.shape
+                assert found.tobytes() == view.tobytes()
+    before = output.read_bytes()
+    assert main(["export", str(run_directory), "-o", str(output), "--step", "10"]) == 2
+    assert "exists, expected a new file" in capsys.readouterr().err
+    assert output.read_bytes() == before
+    assert main(["export", str(run_directory), "-o", str(tmp_path / "o"), "--step", "30"]) == 2
+    assert main(["export", str(run_directory), "-o", str(tmp_path / "no" / "o")]) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.npz", "run"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "{0}/absent"], "no checkpoint at"),
+        (["verify", "{0}"], "no checkpoint at"),
+        (["inspect", "{0}/run", "--step", "11"], "expected one of 10, 20, 30"),
+        (["export", "{0}/run"], "-o"),
+        (["frobnicate"], "frobnicate"),
+        ([], "COMMAND"),
+        (["list", "{0}/run", "--step", "x"], "invalid int"),
+        (["inspect", "{0}/run/checkpoints/step-000000000020/shard-0000.h5"], "no checkpoint at"),
+    ],
+)
+def test_errors_are_printed_once(
+    run_directory: Path, capsys: Any, arguments: list[str], message: str
+) -> None:
+    assert main([a.format(run_directory.parent) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert message in line
+    assert ", expected " in line
+
+
+def test_as_a_module(run_directory: Path) -> None:
+    command = [sys.executable, "-m", "mpips.checkpoint", "list", str(run_directory)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "whole, newest" in done.stdout
+
+
+def test_the_index_says_its_sum_in_text(tmp_path: Path) -> None:
+    head = (save(tmp_path) / "index.h5").read_bytes()[:512].rstrip(b"\0").decode().splitlines()
+    assert head[0] == "mpips checkpoint 1"
+    assert len(head[1].removeprefix("sha256 ")) == 64
+    with h5py.File(tmp_path / "step-000000000003" / "index.h5") as file:
+        assert len(json.loads(file["meta/shards"].asstr()[()])) == 3

@@ -1,0 +1,720 @@
+"""The command line, the job file and what they make: `mpips.config`."""
+
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips import __version__, config
+from mpips.config import (
+    BOUNDS,
+    LAYOUT_FIELDS,
+    LEARNING_RATES,
+    OPTIONS,
+    SESSION_FIELDS,
+    CommandLine,
+    Config,
+    Option,
+    check_resume,
+    from_toml,
+    help_text,
+    load,
+    parse_command_line,
+    read_toml,
+    resolve,
+    to_toml,
+    validate,
+)
+from mpips.errors import UserError
+
+NAMES = sorted(OPTIONS)
+# Busy machines break deadlines; what runs once a field needs fewer examples.
+PATIENT = settings(deadline=None)
+FEW = settings(deadline=None, max_examples=25)
+
+
+def job_file(folder: Path, text: str, name: str = "job.toml") -> str:
+    """Write a job file and return its path."""
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def message_of(argv: list[str]) -> str:
+    """Return the message of the error that a command line ends in."""
+    with pytest.raises(UserError) as caught:
+        load(argv)
+    return str(caught.value)
+
+
+# The table of options.
+
+
+def test_the_fixed_names_are_there() -> None:
+    fixed = (
+        "mode servers optimizer lr epochs steps batch-size problem dataset out resume seed "
+        "checkpoint-every threads quiet dtype hidden schedule clip weight-decay momentum "
+        "eval-every log-every target-accuracy init-from eval-only reduce read node-size window "
+        "server-ranks server-hosts"
+    )
+    assert {f"--{name}" for name in fixed.split()} <= {o.flag for o in OPTIONS.values()}
+
+
+def test_the_defaults_are_valid() -> None:
+    validate(Config())
+    assert load([]) == Config() == resolve({})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_has_help_a_group_and_a_legal_default(name: str) -> None:
+    option = OPTIONS[name]
+    assert option.help
+    assert option.group
+    assert option.check(option.default) == option.default
+    assert not option.bound or option.bound in BOUNDS
+
+
+def test_sets_of_fields_name_fields() -> None:
+    assert set(LAYOUT_FIELDS) < set(OPTIONS)
+    assert set(SESSION_FIELDS) < set(OPTIONS)
+    assert not set(LAYOUT_FIELDS) & set(SESSION_FIELDS)
+
+
+def test_optimizers_are_those_of_optim() -> None:
+    optim = pytest.importorskip("mpips.optim")
+    assert set(config.OPTIMIZERS) == set(optim.RULES)
+
+
+def test_problems_are_those_of_the_registry() -> None:
+    problems = pytest.importorskip("mpips.problems")
+    registry = getattr(problems, "PROBLEMS", None)
+    if registry is None:
+        pytest.skip("mpips.problems has no registry here")
+    assert set(config.PROBLEMS) == set(registry)
+
+
+def test_config_is_frozen_and_hashable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().seed = 1  # type: ignore[misc]
+    assert hash(Config()) == hash(Config())
+
+
+def test_import_needs_no_mpi_and_nothing_heavy() -> None:
+    code = (
+        "import sys, mpips.config\n"
+        "print([m for m in ('mpi4py', 'numba', 'h5py', 'numpy', 'tomli_w') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# Command lines.
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--servers", "2"], "servers", 2),
+        (["--servers=2"], "servers", 2),
+        (["--seed", "+7"], "seed", 7),
+        (["--seed", "007"], "seed", 7),
+        (["--lr", "1e-3"], "lr", 1e-3),
+        (["--lr", ".5"], "lr", 0.5),
+        (["--lr", "5."], "lr", 5.0),
+        (["--lr", "1"], "lr", 1.0),
+        (["--hidden", "512,256"], "hidden", (512, 256)),
+        (["--hidden", "8"], "hidden", (8,)),
+        (["--hidden="], "hidden", ()),
+        (["--hidden", ""], "hidden", ()),
+        (["--server-ranks", "0,4"], "server_ranks", (0, 4)),
+        (["--quiet"], "quiet", True),
+        (["--no-quiet"], "quiet", False),
+        (["--no-shuffle"], "shuffle", False),
+        (["--shuffle", "--no-shuffle"], "shuffle", False),
+        (["--resume"], "resume", "yes"),
+        (["--resume", "auto"], "resume", "auto"),
+        (["--resume=auto"], "resume", "auto"),
+        (["--resume", "yes"], "resume", "yes"),
+        (["--resume", "auto", "--resume="], "resume", ""),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+        (["--out=--odd=name"], "out", "--odd=name"),
+        (["--out", "-"], "out", "-"),
+        (["--out", "a b/c#d"], "out", "a b/c#d"),
+        (["--dataset", "big.h5::x,y"], "dataset", "big.h5::x,y"),
+        (["--problem", "lib/net.py:Net"], "problem", "lib/net.py:Net"),
+        (["--checkpoint-every", "500steps"], "checkpoint_every", "500steps"),
+    ],
+)
+def test_command_line_values(argv: list[str], name: str, value: Any) -> None:
+    line = parse_command_line(argv)
+    assert line == CommandLine(None, {name: value}, frozenset())
+    assert type(line.options[name]) is type(value)
+
+
+def test_an_empty_command_line_says_nothing() -> None:
+    assert parse_command_line([]) == CommandLine(None, {}, frozenset())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["a.toml", "--resume", "--seed", "3"],
+        ["--resume", "a.toml", "--seed", "3"],
+        ["--seed=3", "--resume", "a.toml"],
+        ["--seed", "3", "a.toml", "--resume"],
+    ],
+)
+def test_the_job_file_may_stand_anywhere(argv: list[str]) -> None:
+    job, options, _ = parse_command_line(argv)
+    assert job == Path("a.toml")
+    assert options == {"seed": 3, "resume": "yes"}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if OPTIONS[n].kind is not bool])
+def test_an_option_at_the_end_without_a_value(name: str) -> None:
+    option = OPTIONS[name]
+    if option.bare is not None:
+        assert parse_command_line([option.flag]).options == {name: option.bare}
+        return
+    for argv in ([option.flag], [option.flag, "--seed", "3"]):
+        message = message_of(argv)
+        assert message.startswith(f"option {option.flag} without a value, expected ")
+        assert f"write {option.flag} " in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--sevrers", "2"], ["unknown option --sevrers, expected", "did you mean '--servers'?"]),
+        (["--sevrers=2"], ["unknown option --sevrers,", "'--servers'"]),
+        (["--batch_size", "2"], ["unknown option --batch_size", "'--batch-size'"]),
+        (["--no-shufle"], ["unknown option --no-shufle", "'--no-shuffle'"]),
+        (["--no-seed"], ["unknown option --no-seed"]),
+        (["-q"], ["unknown option -q"]),
+        (["--"], ["unknown option --"]),
+        (["-5"], ["unknown option -5"]),
+        (["--=3"], ["unknown option --"]),
+        (["--quiet=yes"], ["option --quiet=yes, expected no value; write --quiet"]),
+        (["--no-quiet="], ["option --no-quiet=, expected no value"]),
+        (["--servers", "two"], ["servers 'two', expected an integer >= 0; see --servers"]),
+        (["--servers", "2.0"], ["servers '2.0', expected an integer >= 0"]),
+        (["--servers", "-1"], ["servers -1, expected an integer >= 0"]),
+        (["--servers", ""], ["servers '', expected an integer >= 0"]),
+        (["--servers", "1_0"], ["servers '1_0', expected an integer"]),
+        (["--servers", "٣"], ["servers '٣', expected an integer"]),
+        (["--servers", " 3"], ["servers ' 3', expected an integer"]),
+        (["--seed", "9" * 30], ["expected an integer below 2**63"]),
+        (["--seed", "9" * 9999], ["expected an integer"]),
+        (["--lr", "fast"], ["lr 'fast', expected a number > 0"]),
+        (["--lr", "0"], ["lr 0.0, expected a number > 0"]),
+        (["--lr", "-0.1"], ["lr -0.1, expected a number > 0"]),
+        (["--lr", "nan"], ["lr 'nan', expected a number > 0"]),
+        (["--lr", "inf"], ["lr 'inf', expected a number > 0"]),
+        (["--lr", "1e999"], ["lr inf, expected a number > 0"]),
+        (["--lr", "1e-999"], ["lr 0.0, expected a number > 0"]),
+        (["--lr", "0x1"], ["lr '0x1', expected a number"]),
+        (["--epochs", "-1"], ["epochs -1, expected an integer >= 0"]),
+        (["--batch-size", "0"], ["batch_size 0, expected an integer >= 1"]),
+        (["--test-fraction", "1"], ["test_fraction 1.0, expected a number in (0, 1)"]),
+        (["--test-fraction", "0"], ["test_fraction 0.0, expected a number in (0, 1)"]),
+        (["--target-accuracy", "96"], ["target_accuracy 96.0, expected a number in [0, 1]"]),
+        (["--momentum", "1"], ["momentum 1.0, expected a number in [0, 1)"]),
+        (["--hidden", "64,"], ["hidden '64,', expected a list of integers >= 1"]),
+        (["--hidden", "64 32"], ["hidden '64 32', expected a list of integers >= 1"]),
+        (["--hidden", "64,0"], ["hidden [64, 0], expected a list of integers >= 1"]),
+        (["--server-ranks", "0,-1"], ["server_ranks [0, -1], expected a list of integers >= 0"]),
+        (["--mode", "asnc"], ["unknown mode 'asnc', expected one of async, sync", "'async'?"]),
+        (["--mode", "ASYNC"], ["unknown mode 'ASYNC', expected one of async, sync"]),
+        (["--mode", ""], ["unknown mode '', expected one of async, sync"]),
+        (["--mode", "#"], ["unknown mode '#'", "see --mode in --help"]),
+        (["--optimizer", "adm"], ["unknown optimizer 'adm'", "adagrad", "did you mean 'adam'?"]),
+        (["--problem", "mpl"], ["unknown problem 'mpl'", "path/file.py:Class", "'mlp'?"]),
+        (["--problem", "net.py"], ["unknown problem 'net.py'", "path/file.py:Class"]),
+        (["--problem", "net.py:"], ["unknown problem 'net.py:'"]),
+        (["--problem", "net.py:3"], ["unknown problem 'net.py:3'"]),
+        (["--problem", ".py:Net"], ["unknown problem '.py:Net'"]),
+        (["--resume=maybe"], ["unknown resume 'maybe', expected one of yes, auto"]),
+        (["--checkpoint-every", "5m"], ["checkpoint_every '5m', expected SECONDS"]),
+        (["--checkpoint-every", "-5"], ["checkpoint_every '-5', expected SECONDS"]),
+        (["--checkpoint-every", "5.5steps"], ["checkpoint_every '5.5steps'"]),
+        (["--checkpoint-every", "steps"], ["checkpoint_every 'steps'"]),
+        (["--checkpoint-every", "60\n"], ["checkpoint_every '60\\n'"]),
+        (["--checkpoint-every", "9" * 400], ["checkpoint_every"]),
+        (["--out", "\udcff"], ["out '\\udcff', expected text"]),
+        (["async"], ["job file 'async', expected a path that ends in .toml", "--help"]),
+        (["a.toml", "b.toml"], ["a second job file 'b.toml', expected only one"]),
+        ([""], ["expected a path that ends in .toml"]),
+    ],
+)
+def test_command_line_errors(argv: list[str], parts: list[str]) -> None:
+    message = message_of(argv)
+    for part in parts:
+        assert part in message
+    assert message.isprintable()
+
+
+@PATIENT
+@given(st.lists(st.text(max_size=12) | st.sampled_from([o.flag for o in OPTIONS.values()])))
+def test_any_command_line_gives_a_config_or_a_user_error(argv: list[str]) -> None:
+    try:
+        line = parse_command_line(argv)
+        made = resolve(line.options)
+    except UserError:
+        return
+    assert from_toml(to_toml(made)) == made
+
+
+# Flags.
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--nonsense", "--help"], ["--seed", "-h"]])
+def test_help_is_shown_whatever_else_is_said(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(argv)
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == help_text()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"mpips {__version__}\n"
+
+
+def test_print_config_prints_the_resolved_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_file(tmp_path, "seed = 3\nlr = 1\n")
+    with pytest.raises(SystemExit) as caught:
+        load([job, "--print-config", "--hidden", "5,4"])
+    assert caught.value.code == 0
+    assert from_toml(capsys.readouterr().out) == Config(seed=3, lr=1.0, hidden=(5, 4))
+
+
+def test_print_config_of_a_bad_job_is_an_error() -> None:
+    assert "epochs" in message_of(["--print-config", "--epochs", "0"])
+
+
+def test_requested_text_is_none_to_go_on() -> None:
+    assert config.requested_text(parse_command_line([]), Config()) is None
+    assert config.requested_text(parse_command_line(["--print-config"]), None) is None
+
+
+def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
+    text = " ".join(help_text().split())
+    for option in OPTIONS.values():
+        assert f"{option.flag} " in text or f"{option.flag}, --no-" in text
+        assert option.help in text
+        assert all(legal in text for legal in option.legal)
+    assert all(flag in text for flag in config.FLAGS)
+    assert "seed of the initial parameters and of the order [>= 0; default: 0]" in text
+    assert "[one of linear, softmax, mlp, path/file.py:Class; default: mlp]" in text
+    assert "--mode {async,sync}" in text
+
+
+def test_help_is_narrow_and_grouped() -> None:
+    lines = help_text().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(line == line.rstrip() for line in lines)
+    heads = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    groups = [*dict.fromkeys(o.group for o in OPTIONS.values())]
+    assert heads == [*groups, "other"]
+
+
+def test_fields_of_a_group_stand_together() -> None:
+    groups = [o.group for o in OPTIONS.values()]
+    changes = sum(a != b for a, b in itertools.pairwise(groups))
+    assert changes == len(set(groups)) - 1
+
+
+# Job files.
+
+
+def test_job_file_values_are_typed(tmp_path: Path) -> None:
+    path = job_file(tmp_path, 'hidden = [5, 4]\nlr = 1\nquiet = true\nmode = "sync"\nservers = 0')
+    values = read_toml(path)
+    assert values == {
+        "hidden": (5, 4), "lr": 1.0, "quiet": True, "mode": "sync", "servers": 0,
+    }  # fmt: skip
+    assert type(values["lr"]) is float
+
+
+@pytest.mark.parametrize(("text", "value"), [("60", "60"), ("0.5", "0.5"), ('"9steps"', "9steps")])
+def test_a_period_may_be_a_number(tmp_path: Path, text: str, value: str) -> None:
+    path = job_file(tmp_path, f"checkpoint_every = {text}")
+    assert read_toml(path) == {"checkpoint_every": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('servers = "2"', ["servers '2', expected an integer >= 0;", "without quotes"]),
+        ("servers = 2.0", ["servers 2.0, expected an integer >= 0"]),
+        ("servers = true", ["servers true, expected an integer >= 0"]),
+        ("servers = -1", ["servers -1, expected an integer >= 0"]),
+        ("servers = [2]", ["servers [2], expected an integer >= 0"]),
+        ("seed = 99999999999999999999", ["expected an integer below 2**63"]),
+        ("lr = true", ["lr true, expected a number > 0"]),
+        ('lr = "0.1"', ["lr '0.1', expected a number > 0;"]),
+        ("lr = inf", ["lr inf, expected a number > 0"]),
+        ("lr = nan", ["lr nan, expected a number > 0"]),
+        (f"lr = 1{'0' * 400}", ["lr 1000", "expected a number"]),
+        ("quiet = 1", ["quiet 1, expected true or false"]),
+        ('quiet = "yes"', ["quiet 'yes', expected true or false;"]),
+        ("mode = 1", ["mode 1, expected one of async, sync"]),
+        ('mode = "snyc"', ["unknown mode 'snyc'", "did you mean 'sync'?"]),
+        ("resume = true", ["resume true, expected one of yes, auto"]),
+        ('hidden = "64"', ["hidden '64', expected a list of integers >= 1;"]),
+        ("hidden = 64", ["hidden 64, expected a list of integers >= 1"]),
+        ("hidden = [64, true]", ["hidden [64, True], expected a list"]),
+        ("hidden = [64, 2.0]", ["hidden [64, 2.0], expected a list"]),
+        ("hidden = [[64]]", ["hidden [[64]], expected a list"]),
+        (f"hidden = [0x{'f' * 9000}]", ["expected a list of integers >= 1"]),
+        (f"checkpoint_every = 0x{'f' * 9000}", ["expected SECONDS"]),
+        ("checkpoint_every = nan", ["checkpoint_every nan, expected SECONDS"]),
+        ("checkpoint_every = -1", ["checkpoint_every '-1', expected SECONDS"]),
+        ("checkpoint_every = true", ["checkpoint_every true, expected SECONDS"]),
+        ("out = 1979-05-27", ["out datetime.date(1979, 5, 27), expected text"]),
+        ('out = "a\\u0000b"', ["out 'a\\x00b', expected text"]),
+        ("sevrers = 2", ["unknown key 'sevrers'", "did you mean 'servers'?"]),
+        ("batch-size = 2", ["unknown key 'batch-size'", "did you mean 'batch_size'?"]),
+        ('"" = 2', ["unknown key ''"]),
+        ("[cluster]\nservers = 2", ["table [cluster], expected keys without tables"]),
+        ("[servers]\nn = 2", ["servers {'n': 2}, expected an integer"]),
+        ("seed = 1\nmode = sync", ["line 2", "expected TOML", "quotes"]),
+        ("seed = 1\nseed = 2\nkeep = 2", ["line 2", "expected TOML"]),
+        ("seed", ["expected TOML"]),
+        (f"hidden = {'[' * 5000}", ["expected TOML"]),
+        (f"seed = {'9' * 9999}", ["expected TOML"]),
+    ],
+)
+def test_job_file_errors_name_the_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = job_file(tmp_path, text)
+    message = message_of([path])
+    for part in [path, *parts]:
+        assert part in message
+
+
+def test_an_empty_job_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load([job_file(tmp_path, "")]) == Config()
+
+
+def test_a_missing_job_file_names_a_near_one(tmp_path: Path) -> None:
+    job_file(tmp_path, "", "digits.toml")
+    message = message_of([str(tmp_path / "digit.toml")])
+    assert "not found, expected an existing file; did you mean 'digits.toml'?" in message
+
+
+def test_a_missing_folder() -> None:
+    assert "not found" in message_of(["no/such/folder/job.toml"])
+
+
+def test_a_folder_as_job_file(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").mkdir()
+    assert "expected a readable file" in message_of([str(tmp_path / "job.toml")])
+
+
+def test_a_job_file_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "job file" in message_of([str(tmp_path / "file" / "job.toml")])
+
+
+def test_a_job_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xff\xfe\x00")
+    assert "expected text in UTF-8" in message_of([str(tmp_path / "job.toml")])
+
+
+@PATIENT
+@given(text=st.text(max_size=40))
+def test_any_text_gives_a_config_or_a_user_error(text: str) -> None:
+    try:
+        made = from_toml(text)
+    except UserError as error:
+        message = str(error)
+    else:
+        message = "job file" * (from_toml(to_toml(made)) == made)
+    assert "job file" in message
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FEW
+@given(value=st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+       | st.lists(st.integers() | st.booleans() | st.text(max_size=3), max_size=3)
+       | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))  # fmt: skip
+def test_a_check_gives_a_value_of_the_right_type_or_a_user_error(name: str, value: Any) -> None:
+    option = OPTIONS[name]
+    try:
+        checked = option.check(value)
+    except UserError as error:
+        message = str(error)
+    else:
+        assert type(checked) is option.kind or (checked is None and option.optional)
+        message = f"{name}, expected" * (option.check(checked) == checked)
+    assert name in message
+    assert "expected" in message
+
+
+# Precedence.
+
+
+def test_precedence(tmp_path: Path) -> None:
+    job = job_file(tmp_path, "seed = 2\nkeep = 2\nservers = 2\n")
+    saved = {"seed": 2, "keep": 1, "servers": 1, "log_every": 9.0}
+    got = load([job, "--servers", "3"], saved)
+    assert got == Config(seed=2, keep=2, servers=3, log_every=9.0)
+
+
+def test_defaults_do_not_override(tmp_path: Path) -> None:
+    assert load(["--seed", "0"], {"seed": 0, "steps": 7}).steps == 7
+    assert load([job_file(tmp_path, "steps = 0")], {"steps": 7}).steps == 0
+
+
+def test_the_saved_session_is_not_taken_over() -> None:
+    saved = Config(out="old", resume="auto", quiet=True, eval_only=True, init_from="x", keep=9)
+    assert resolve({}, None, dataclasses.asdict(saved)) == Config(keep=9)
+    assert resolve({}, {"out": "new"}, dataclasses.asdict(saved)).out == "new"
+
+
+def test_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name.upper(), "3")
+        monkeypatch.setenv(f"MPIPS_{name.upper()}", "3")
+    assert load([]) == Config()
+
+
+def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
+    first = load(["--hidden", "8", "--servers", "3", "--lr", "0.25", "--out", str(tmp_path)])
+    saved = read_toml(job_file(tmp_path, to_toml(first), "config.toml"))
+    again = load(["--out", str(tmp_path), "--resume", "--servers", "2"], saved)
+    assert again == dataclasses.replace(first, resume="yes", servers=2)
+
+
+# Fields against each other.
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ("--servers 0", "servers 0 in mode async, expected servers >= 1"),
+        ("--server-ranks 1,2,1", "server_ranks [1, 2, 1], expected distinct ranks"),
+        ("--server-ranks 1,2 --servers 3", "servers 3 with 2 server_ranks, expected servers 2"),
+        ("--server-ranks 1 --server-hosts a*", "expected one of the two"),
+        ("--server-hosts a* --servers 0 --mode sync", "server_hosts with servers 0"),
+        ("--epochs 0", "epochs 0 and steps 0, expected epochs >= 1 or steps >= 1"),
+        ("--schedule step", "schedule 'step' with step_every 0, expected step_every >= 1"),
+        ("--schedule warmup", "schedule 'warmup' with warmup_steps 0, expected warmup_steps >= 1"),
+        ("--mode sync --steps 9 --warmup-steps 9", "warmup_steps 9 with steps 9, expected warmup_"),
+        ("--classes 1", "classes 1, expected 0 (inferred) or at least 2"),
+        ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
+        ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
+        ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
+        ("--dataset=", "dataset '', expected a name or the path of a file"),
+    ],
+)
+def test_fields_that_contradict_each_other(argv: str, part: str) -> None:
+    assert part in message_of(argv.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--servers 0 --mode sync",
+        "--server-ranks 1,2 --servers 2",
+        "--server-ranks 1,2",
+        "--server-ranks 0,1 --mode sync",
+        "--server-hosts a* --servers 2",
+        "--epochs 0 --steps 1",
+        "--epochs 0 --eval-only --resume",
+        "--eval-only --init-from x",
+        "--schedule step --step-every 9",
+        "--schedule warmup --warmup-steps 9",
+        "--steps 9 --warmup-steps 30",
+        "--mode sync --steps 9 --warmup-steps 8",
+        "--target-accuracy 1",
+        "--resume --init-from x",
+    ],
+)
+def test_fields_that_go_together(argv: str) -> None:
+    load(argv.split())
+
+
+def test_validate_checks_what_code_made() -> None:
+    for bad in ({"lr": -1.0}, {"servers": "2"}, {"mode": "x"}, {"hidden": (0,)}, {"seed": True}):
+        with pytest.raises(UserError):
+            validate(Config(**bad))
+
+
+# Derived values.
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [
+        ("60", (60.0, None)),
+        ("60s", (60.0, None)),
+        ("0.25", (0.25, None)),
+        ("500steps", (None, 500)),
+        ("0", (None, None)),
+        ("0s", (None, None)),
+        ("0.0", (None, None)),
+        ("0steps", (None, None)),
+    ],
+)
+def test_checkpoint_period(text: str, period: tuple[float | None, int | None]) -> None:
+    assert load(["--checkpoint-every", text]).checkpoint_period == period
+
+
+def test_checkpoint_period_of_nonsense_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="checkpoint_every 'x', expected SECONDS"):
+        _ = Config(checkpoint_every="x").checkpoint_period
+
+
+@pytest.mark.parametrize("name", config.OPTIMIZERS)
+def test_learning_rate(name: str) -> None:
+    assert Config(optimizer=name).learning_rate == LEARNING_RATES[name]
+    assert Config(optimizer=name, lr=0.125).learning_rate == 0.125
+
+
+# Resume.
+
+OTHER_VALUES: dict[str, Any] = {
+    "problem": "softmax", "hidden": (64, 64), "activation": "tanh", "dtype": "float64",
+    "optimizer": "sgd", "dataset": "big.h5", "test_dataset": "t.h5", "test_fraction": 0.25,
+    "classes": 3, "batch_size": 16, "shuffle": False, "seed": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUT_FIELDS)
+def test_resume_refuses_another_layout(name: str) -> None:
+    value = OTHER_VALUES[name]
+    with pytest.raises(UserError) as caught:
+        check_resume(Config(), dataclasses.replace(Config(), **{name: value}))
+    message = str(caught.value)
+    assert message.startswith(f"{name} ")
+    assert "as in the saved run" in message
+    assert OPTIONS[name].flag in message
+    for shown in (value, getattr(Config(), name)):
+        assert config._shown(shown) in message
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(LAYOUT_FIELDS)))
+def test_resume_lets_the_rest_change(name: str) -> None:
+    changed: Any = {name: "changed"}
+    check_resume(Config(), dataclasses.replace(Config(), **changed))
+
+
+def test_load_checks_the_saved_layout() -> None:
+    with pytest.raises(UserError, match=r"hidden \[8\] on resume"):
+        load(["--hidden", "8"], {"hidden": (64,)})
+    assert load(["--hidden", "8"], {"hidden": (8,)}).hidden == (8,)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("data/a.h5", "/scratch/a.h5", True),
+        ("data/a.h5::x,y", "a.h5::x,y", True),
+        ("d/x.npy,d/y.npy", "x.npy,y.npy", True),
+        ("a.h5", "b.h5", False),
+        ("a.h5::g/x,g/y", "a.h5::h/x,h/y", False),
+        ("a.h5::x,y", "a.h5", False),
+    ],
+)
+def test_moved_files_are_the_same_data(old: str, new: str, same: bool) -> None:
+    if same:
+        check_resume(Config(dataset=old), Config(dataset=new))
+        return
+    with pytest.raises(UserError, match="dataset"):
+        check_resume(Config(dataset=old), Config(dataset=new))
+
+
+# Round trip.
+
+
+def values_of(option: Option) -> st.SearchStrategy[Any]:
+    """Every legal value of an option."""
+    letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+    if option.name == "checkpoint_every":
+        return st.from_regex(option.pattern or "", fullmatch=True)
+    if option.name == "problem":
+        stems = st.text(st.characters(categories=["L", "N", "S", "Z"]), min_size=1)
+        return st.sampled_from(option.legal) | stems.map(lambda stem: f"lib/{stem}.py:Net")
+    if option.legal:
+        return st.sampled_from(option.legal)
+    integers = st.integers(1 if option.bound == ">= 1" else 0, 2**63 - 1)
+    return {
+        bool: st.booleans(),
+        int: integers,
+        float: floats_of(option.bound),
+        str: st.text(letters),
+        tuple: st.lists(integers, max_size=4).map(tuple),
+    }[option.kind]
+
+
+def floats_of(bound: str) -> st.SearchStrategy[float]:
+    """Every number within a bound."""
+    top = 1.0 if bound.startswith("in") else sys.float_info.max
+    strict_low, strict_high = "(0" in bound or bound == "> 0", "1)" in bound
+    return st.floats(0.0, top, exclude_min=strict_low, exclude_max=strict_high)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip_of_each_field(name: str) -> None:
+    option = OPTIONS[name]
+
+    @FEW
+    @given(values_of(option))
+    def round_trip(value: Any) -> None:
+        written = to_toml(dataclasses.replace(Config(), **{name: value}))
+        read = config._read_values(written, "job file")
+        assert read[name] == value
+        assert type(read[name]) is option.kind
+        if option.kind is float:
+            assert math.copysign(1, read[name]) == math.copysign(1, value)
+
+    round_trip()
+
+
+def mended(values: dict[str, Any]) -> Config:
+    """Make fields that contradict each other agree."""
+    values["server_ranks"] = tuple(dict.fromkeys(values["server_ranks"]))
+    values["servers"] = len(values["server_ranks"]) or values["servers"] or None
+    values["server_hosts"] = "" if values["server_ranks"] else values["server_hosts"]
+    values["target_accuracy"] = 0.0
+    values |= {"step_every": 1, "epochs": 1, "steps": 0, "classes": 0, "dataset": "digits"}
+    values["warmup_steps"] = max(1, values["warmup_steps"])
+    values["eval_only"] = values["eval_only"] and bool(values["resume"])
+    return Config(**values)
+
+
+@PATIENT
+@given(st.fixed_dictionaries({name: values_of(option) for name, option in OPTIONS.items()}))
+def test_round_trip(values: dict[str, Any]) -> None:
+    made = mended(values)
+    text = to_toml(made)
+    assert from_toml(text) == made
+    assert to_toml(from_toml(text)) == text
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if OPTIONS[n].optional])
+def test_what_is_unset_is_left_out(name: str) -> None:
+    assert name not in tomllib.loads(to_toml(Config()))
+    assert getattr(from_toml(to_toml(Config())), name) is None
+
+
+def test_a_written_job_file_is_whole_and_grouped() -> None:
+    text = to_toml(Config(servers=2, lr=0.1, hidden=(512, 256)))
+    assert list(tomllib.loads(text)) == list(OPTIONS)
+    assert "hidden = [512, 256]\n" in text
+    heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]
+    assert heads == [*dict.fromkeys(o.group for o in OPTIONS.values())]

@@ -1,0 +1,760 @@
+import gzip
+import random
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from mpips.datasets import Dataset, iterate, open_dataset
+from mpips.datasets.libsvm import LibsvmTable
+from mpips.datasets.order import Order
+from mpips.errors import UserError
+
+IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+
+
+def config(dataset: Any, **fields: Any) -> Any:
+    defaults = {
+        "test_dataset": "",
+        "test_fraction": 0.2,
+        "classes": 0,
+        "scale": 1.0,
+        "dtype": "float32",
+        "batch_size": 1,
+    }
+    return SimpleNamespace(**{**defaults, "dataset": str(dataset), **fields})
+
+
+def opened(dataset: Any, **fields: Any) -> Dataset:
+    return open_dataset(config(dataset, **fields))
+
+
+def refused(dataset: Any, **fields: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        opened(dataset, **fields)
+    assert ", expected " in str(caught.value)
+    return str(caught.value)
+
+
+def everything(source: Any, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    batches = list(iterate(source, 0, source.n, 7, dtype))
+    return np.concatenate([b.x for b in batches]), np.concatenate([b.y for b in batches])
+
+
+def write_h5(path: Path, x: Any, y: Any, scale: Any = None, **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=x, **options)
+        file.create_dataset("y", data=y)
+        if scale is not None:
+            file["x"].attrs["scale"] = scale
+    return path
+
+
+def write_npz(path: Path, x: Any, y: Any) -> Path:
+    np.savez(path, x=x, y=y)
+    return path
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    code = IDX_CODES[array.dtype.str[1:]]
+    header = struct.pack(f">HBB{array.ndim}I", 0, code, array.ndim, *array.shape)
+    return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
+
+
+def write_idx(path: Path, array: np.ndarray) -> Path:
+    data = idx_bytes(array)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def images(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, 4, 3), dtype=np.uint8)
+
+
+# The bundled digits
+
+
+def test_digits() -> None:
+    data = opened("digits", classes=10, batch_size=32)
+    info = data.info
+    assert (info.name, info.source) == ("digits", "digits")
+    assert (info.n_train, info.n_test, info.x_shape, info.y_shape) == (1438, 359, (8, 8), ())
+    assert info.classes == 10
+    assert data.train.in_memory
+    x, y = everything(data.train)
+    assert x.dtype == np.float32
+    assert (x.min(), x.max()) == (0, 1)
+    assert y.dtype == np.int64
+    assert set(y) == set(range(10))
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    pytest.importorskip("sklearn")
+    from sklearn.datasets import load_digits
+
+    data = opened("digits", dtype="float64")
+    assert data.test is not None
+    parts = [everything(data.train, "float64"), everything(data.test, "float64")]
+    x, y = (np.concatenate(pair) for pair in zip(*parts, strict=True))
+    truth = load_digits()
+    mine = sorted(zip(x.reshape(-1, 64).tolist(), y.tolist(), strict=True))
+    theirs = sorted(zip((truth.data / 16).tolist(), truth.target.tolist(), strict=True))
+    assert mine == theirs
+
+
+def test_digits_file_is_small_and_says_where_it_is_from() -> None:
+    from mpips.datasets.digits import PATH
+
+    assert PATH.stat().st_size <= 100_000
+    with h5py.File(PATH) as file:
+        assert "UCI" in file.attrs["source"]
+        assert "CC BY 4.0" in file.attrs["licence"]
+
+
+def test_digits_can_be_made_again(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from mpips.datasets import digits, make_digits
+
+    make_digits.make(tmp_path / "again.h5")
+    with h5py.File(tmp_path / "again.h5") as new, h5py.File(digits.PATH) as old:
+        for name in ("x", "y"):
+            assert np.array_equal(new[name][:], old[name][:])
+
+
+def test_importing_costs_neither_h5py_nor_mpi() -> None:
+    code = (
+        "import sys, mpips.datasets; import mpips.datasets.loader; "
+        "assert not {'h5py', 'mpi4py', 'numba'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Splitting
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.99])
+def test_split_in_memory_is_random_disjoint_and_complete(tmp_path: Path, fraction: float) -> None:
+    x = np.arange(50.0).reshape(50, 1)
+    path = write_npz(tmp_path / "a.npz", x, np.arange(50.0))
+    data = opened(path, test_fraction=fraction)
+    assert data.test is not None
+    train, test = everything(data.train)[1], everything(data.test)[1]
+    assert sorted([*train, *test]) == list(range(50))
+    assert len(test) == data.info.n_test == min(49, max(1, round(50 * fraction)))
+    if fraction == 0.5:
+        assert sorted(test) != list(range(25, 50))
+    again = opened(path, test_fraction=fraction)
+    assert again.test is not None
+    assert np.array_equal(everything(again.test)[1], test)
+
+
+def test_split_of_hdf5_is_the_tail(tmp_path: Path) -> None:
+    y = np.arange(50.0)
+    data = opened(write_h5(tmp_path / "a.h5", y, y), test_fraction=0.3)
+    assert data.test is not None
+    assert everything(data.train)[1].tolist() == list(range(35))
+    assert everything(data.test)[1].tolist() == list(range(35, 50))
+    assert data.info.x_shape == (1,)
+    data.close()
+    data.close()
+
+
+def test_ids_count_from_zero_in_each_source(tmp_path: Path) -> None:
+    for path in (write_h5(tmp_path / "a.h5", np.ones((20, 2)), np.ones(20)), "digits"):
+        data = opened(path)
+        for source in (data.train, data.test):
+            assert source is not None
+            ids = np.concatenate([b.ids for b in iterate(source, 0, source.n, 6, "float32")])
+            assert np.array_equal(ids, np.arange(source.n))
+
+
+def test_iterate_over_a_part() -> None:
+    data = opened("digits")
+    sizes = [len(b) for b in iterate(data.train, 10, 31, 8, "float64")]
+    assert sizes == [8, 8, 5]
+    assert list(iterate(data.train, 5, 5, 8, "float32")) == []
+
+
+def test_own_test_dataset(tmp_path: Path) -> None:
+    train = write_npz(tmp_path / "a.npz", np.ones((9, 2)), np.arange(9) % 3)
+    test = write_h5(tmp_path / "b.h5", np.ones((4, 2)), [0, 4, 1, 1])
+    data = opened(train, test_dataset=str(test))
+    assert (data.info.n_train, data.info.n_test, data.info.classes) == (9, 4, 5)
+    assert data.test is not None
+    assert everything(data.test)[1].tolist() == [0, 4, 1, 1]
+    text = refused(test, test_dataset="digits")
+    assert "(8, 8)" in text
+    assert "(2,)" in text
+
+
+def test_too_few_samples(tmp_path: Path) -> None:
+    one = write_npz(tmp_path / "one.npz", np.ones((1, 2)), [0])
+    assert "at least 2" in refused(one)
+    two = write_npz(tmp_path / "two.npz", np.ones((2, 2)), [0, 1])
+    assert opened(two, test_fraction=0.99).info.n_train == 1
+    assert opened(one, test_dataset=str(two)).info.n_test == 2
+
+
+def test_batch_larger_than_the_data(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.ones((10, 2)), np.zeros(10, int))
+    assert opened(path, batch_size=8).info.n_train == 8
+    text = refused(path, batch_size=9)
+    assert "batch_size=9" in text
+    assert "at most 8" in text
+
+
+# Scaling and types
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+def test_uint8_is_divided_by_255(tmp_path: Path, kind: str) -> None:
+    x, y = images(10), np.zeros(10)
+    write = write_h5 if kind == "h5" else write_npz
+    data = opened(write(tmp_path / f"a.{kind}", x, y), test_fraction=0, scale=3.0)
+    assert data.test is None
+    assert data.info.n_test == 0
+    assert np.allclose(everything(data.train)[0], x / 255 * 3, rtol=1e-6)
+
+
+def test_scale_attribute_overrides(tmp_path: Path) -> None:
+    x, y = images(10), np.zeros(10)
+    path = write_h5(tmp_path / "a.h5", x, y, scale=0.5)
+    data = opened(path, scale=4.0, test_fraction=0)
+    assert np.array_equal(everything(data.train)[0], x * np.float32(2))
+
+
+@pytest.mark.parametrize("scale", ["half", [1.0, 2.0], np.nan])
+def test_bad_scale_attribute(tmp_path: Path, scale: Any) -> None:
+    path = write_h5(tmp_path / "a.h5", images(9), np.zeros(9), scale=scale)
+    assert "'scale'" in refused(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("stored", ["<f4", ">f4", "<f8", ">f8", "f2", "?", "u2", ">i8"])
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+def test_every_stored_type(tmp_path: Path, kind: str, stored: str, dtype: str) -> None:
+    x = (np.arange(24).reshape(8, 3) % 5).astype(stored)
+    write = write_h5 if kind == "h5" else write_npz
+    path = write(tmp_path / f"a.{kind}", x, x[:, :2].astype("f4"))
+    data = opened(path, dtype=dtype, test_fraction=0)
+    got_x, got_y = everything(data.train, dtype)
+    assert got_x.dtype == got_y.dtype == np.dtype(dtype)
+    assert got_x.dtype.isnative
+    assert np.array_equal(got_x, x.astype("f8"))
+    assert data.info.y_shape == (2,)
+    assert data.info.classes is None
+
+
+def test_fortran_order(tmp_path: Path) -> None:
+    x = np.asfortranarray(np.arange(24.0).reshape(8, 3))
+    data = opened(write_npz(tmp_path / "a.npz", x, np.zeros(8)), test_fraction=0)
+    batch = next(iterate(data.train, 0, 8, 8, "float64"))
+    assert np.array_equal(batch.x, x)
+    assert batch.x.flags.c_contiguous
+
+
+def test_a_problem_cannot_change_the_data(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.ones((8, 3), "f4"), np.zeros(8, "f4"))
+    data = opened(path, test_fraction=0)
+    batch = next(iterate(data.train, 0, 8, 8, "float32"))
+    with pytest.raises(ValueError, match="read-only"):
+        batch.x[0] = 5
+
+
+# Labels
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+@pytest.mark.parametrize(
+    "y", [np.array([0, 3, 1, 2, 0], "u1"), np.array([[0], [3], [1], [2], [0]], "i8")]
+)
+def test_classes_are_inferred(tmp_path: Path, kind: str, y: np.ndarray) -> None:
+    write = write_h5 if kind == "h5" else write_npz
+    data = opened(write(tmp_path / f"a.{kind}", np.ones((5, 2)), y), test_fraction=0)
+    assert data.info.classes == 4
+    assert data.info.y_shape == ()
+    got = everything(data.train)[1]
+    assert got.dtype == np.int64
+    assert got.tolist() == [0, 3, 1, 2, 0]
+
+
+def test_classes_count_the_whole_file(tmp_path: Path) -> None:
+    path = write_h5(tmp_path / "a.h5", np.ones((10, 2)), [0] * 9 + [6])
+    assert opened(path).info.classes == 7
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+@pytest.mark.parametrize("label", [-1, 4, 5, 2**40])
+def test_labels_outside_the_given_classes(tmp_path: Path, kind: str, label: int) -> None:
+    y = np.arange(40) % 4
+    y[33] = label
+    write = write_h5 if kind == "h5" else write_npz
+    path = write(tmp_path / f"a.{kind}", np.ones((40, 2)), y)
+
+    def read_all() -> None:
+        data = opened(path, classes=4)
+        for source in (data.train, data.test):  # HDF5 is checked as it is read
+            everything(source)
+
+    with pytest.raises(UserError) as caught:
+        read_all()
+    for part in (str(path), "'y'", "sample 33", f"label {label}", "0 to 3", "--classes"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["h5", "npz"])
+def test_negative_labels(tmp_path: Path, kind: str) -> None:
+    write = write_h5 if kind == "h5" else write_npz
+    path = write(tmp_path / f"a.{kind}", np.ones((9, 2)), [0, 1, 0, 1, -1, 0, -7, 0, 0])
+    text = refused(path)
+    assert "sample 4 has label -1" in text
+    assert "floats" in text
+
+
+def test_whole_floats_are_labels_if_classes_are_given(tmp_path: Path) -> None:
+    x = np.ones((4, 2))
+    data = opened(write_npz(tmp_path / "a.npz", x, [0.0, 1, 2, 1]), classes=3, test_fraction=0)
+    assert everything(data.train)[1].tolist() == [0, 1, 2, 1]
+    for odd in (1.5, np.nan, np.inf):
+        path = write_npz(tmp_path / "b.npz", x, [0.0, 1, odd, 1])
+        assert f"sample 2 has label {odd}" in refused(path, classes=3)
+
+
+def test_class_labels_in_several_columns(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.ones((4, 2)), np.eye(4, dtype=int))
+    assert "(4, 4)" in refused(path)
+    path = write_npz(tmp_path / "b.npz", np.ones((4, 2)), np.eye(4))
+    assert "(4, 4)" in refused(path, classes=4)
+    assert opened(path).info.y_shape == (4,)
+
+
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("array", ["x", "y"])
+@pytest.mark.parametrize("row", [0, 17, 39])
+def test_not_finite_in_memory(tmp_path: Path, array: str, row: int, value: float) -> None:
+    arrays = {"x": np.ones((40, 2)), "y": np.ones(40)}
+    arrays[array][row] = value
+    text = refused(write_npz(tmp_path / "a.npz", **arrays))
+    assert f"array {array!r}, sample {row}" in text
+    assert str(value) in text
+
+
+@pytest.mark.parametrize("array", ["x", "y"])
+@pytest.mark.parametrize("row", [0, 17, 39])
+def test_not_finite_in_hdf5(tmp_path: Path, array: str, row: int) -> None:
+    arrays = {"x": np.ones((40, 2)), "y": np.ones((40, 2))}
+    arrays[array][row, 1] = np.nan
+    data = opened(write_h5(tmp_path / "a.h5", **arrays))
+    source = data.train if row < data.info.n_train else data.test
+    with pytest.raises(UserError, match=f"array {array!r}, sample {row}, element .1,. is nan"):
+        everything(source)
+
+
+def test_too_large_for_the_dtype(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.full((4, 2), 1e39), np.zeros(4))
+    assert "inf in float32" in refused(path)
+    assert opened(path, dtype="float64").info.n_train == 3
+
+
+# Files that are not what they should be
+
+
+def test_unknown_names() -> None:
+    text = refused("digit")
+    assert "unknown dataset 'digit'" in text
+    assert "did you mean 'digits'?" in text
+    assert ".npz" in refused("nothing-like-it")
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".npz", ".svm", ".txt", "", ".gz"])
+def test_missing_files_and_their_nearest(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"training{suffix}").write_bytes(b"x")
+    text = refused(tmp_path / f"trainin{suffix}")
+    assert "does not exist" in text
+    assert f"did you mean 'training{suffix}'?" in text
+    assert "does not exist" in refused("digits", test_dataset=f"{tmp_path}/no/such{suffix}")
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a.npz", "a.npy,b.npy", "a.svm", "train-images", "a.gz"])
+@pytest.mark.parametrize("content", [b"", b"hello, this is text\n" * 40, b"\x00\x01\x02\x03" * 9])
+def test_files_of_another_format(tmp_path: Path, name: str, content: bytes) -> None:
+    paths = [tmp_path / part for part in name.split(",")]
+    for path in paths:
+        path.write_bytes(content)
+    text = refused(",".join(map(str, paths)))
+    assert str(paths[0]) in text
+    if not content:
+        assert "is empty" in text
+
+
+def test_folders(tmp_path: Path) -> None:
+    assert "no MNIST files" in refused(tmp_path)
+    (tmp_path / "a.h5").mkdir()
+    assert str(tmp_path / "a.h5") in refused(tmp_path / "a.h5")
+
+
+def test_a_folder_named_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert opened("digits").info.n_train == 1438
+
+
+def valid_files(folder: Path) -> dict[str, Path]:
+    folder.mkdir()
+    x, y = images(30), (np.arange(30) % 3).astype(np.uint8)
+    write_idx(folder / "l-labels-idx1", y)
+    lines = [f"{k % 2} 1:{k} 3:0.5\n" for k in range(30)]
+    with gzip.open(folder / "t.svm.gz", "wb") as file:
+        file.writelines(line.encode() for line in lines)
+    np.save(folder / "y.npy", y)
+    np.save(folder / "x.npy", x)
+    return {
+        "h5": write_h5(folder / "a.h5", x, y),
+        "gzipped h5": write_h5(folder / "b.h5", x, y, compression="gzip", chunks=(8, 4, 3)),
+        "npz": write_npz(folder / "a.npz", x, y),
+        "npy": folder / "x.npy",
+        "idx": write_idx(folder / "l-images-idx3", x),
+        "idx.gz": write_idx(folder / "l-images-idx3.gz", x),
+        "svm.gz": folder / "t.svm.gz",
+    }
+
+
+KINDS = ["h5", "gzipped h5", "npz", "npy", "idx", "idx.gz", "svm.gz"]
+
+
+def spec_of(path: Path) -> str:
+    return f"{path},{path.with_name('y.npy')}" if path.name == "x.npy" else str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncated_files(tmp_path: Path, kind: str) -> None:
+    path = valid_files(tmp_path / "f")[kind]
+    assert opened(spec_of(path)).info.n_train == 24
+    whole = path.read_bytes()
+    for size in sorted({1, 3, 7, 20, len(whole) // 2, len(whole) - 1}):
+        path.write_bytes(whole[:size])
+        text = refused(spec_of(path))
+        assert str(path) in text, (kind, size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_raise_nothing_but_user_errors(tmp_path: Path, kind: str) -> None:
+    path = valid_files(tmp_path / "f")[kind]
+    whole = path.read_bytes()
+    chance = random.Random(kind)
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 8)):
+            data[chance.randrange(min(len(data), 400))] = chance.randrange(256)
+        path.write_bytes(data)
+        try:
+            with opened(spec_of(path), classes=250) as dataset:
+                everything(dataset.train)
+        except UserError:
+            continue
+
+
+# HDF5
+
+
+def test_named_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "a.hdf5"
+    with h5py.File(path, "w") as file:
+        file["train/inputs"] = np.ones((6, 2))
+        file["targets"] = np.arange(6)
+        file["words"] = ["a"] * 6
+    assert opened(f"{path}::train/inputs,targets").info.classes == 6
+    text = refused(path)
+    assert "array 'x' is missing" in text
+    assert "train/inputs" in text
+    assert "did you mean 'targets'?" in refused(f"{path}::train/inputs,target")
+    assert "is missing" in refused(f"{path}::train,targets")
+    assert "real numbers" in refused(f"{path}::words,targets")
+    for names in ("x", "x,", "a,b,c"):
+        assert "two, separated by a comma" in refused(f"{path}::{names}")
+
+
+@pytest.mark.parametrize("write", [write_h5, write_npz])
+def test_mismatched_and_empty_arrays(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / ("a.h5" if write is write_h5 else "a.npz")
+    text = refused(write(path, np.ones((5, 2)), np.ones(6)))
+    assert "5 samples" in text
+    assert "has 6" in text
+    assert "(0, 2)" in refused(write(path, np.ones((0, 2)), np.ones(0)))
+    assert "(5, 0)" in refused(write(path, np.ones((5, 0)), np.ones(5)))
+    assert "shape ()" in refused(write(path, 3.0, np.ones(5)))
+    assert "complex" in refused(write(path, np.ones((5, 2)) * 1j, np.ones(5)))
+
+
+def test_opening_scans_labels_only_if_it_must(tmp_path: Path) -> None:
+    path = tmp_path / "big.h5"
+    with h5py.File(path, "w") as file:  # 4 GB on paper: nothing of x is ever allocated
+        file.create_dataset("x", shape=(1_000_000, 1024), dtype="f4", chunks=(1024, 1024))
+        y = file.create_dataset("y", shape=(1_000_000,), dtype="i8", chunks=(1 << 16,))
+        y[999_999] = 9
+    begin = time.perf_counter()
+    with opened(path) as data:
+        assert data.info.classes == 10
+        assert data.train.block(32) == 1024
+    assert time.perf_counter() - begin < 3
+
+
+def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
+    x = np.zeros((100, 1024), "f4")  # 4 KB a sample, so a block is about 1024 samples
+    data = opened(write_h5(tmp_path / "a.h5", x, x[:, 0], chunks=(100, 1024)))
+    assert data.train.block(30) == 900
+    assert data.train.block(7) == 700
+    assert data.train.block(1009) == 1009
+    assert data.train.block(5000) == 5000
+    assert opened("digits").train.block(32) == 0
+    for batch in range(1, 64):
+        assert data.train.block(batch) % batch == 0
+
+
+def test_scattered_reads_of_a_file(tmp_path: Path) -> None:
+    x = np.arange(40.0).reshape(20, 2)
+    data = opened(write_h5(tmp_path / "a.h5", x, x[:, 0]))
+    ids = np.array([7, 0, 7, 15])
+    got_x, got_y = data.train.read(ids)
+    assert np.array_equal(got_x, x[ids])
+    assert np.array_equal(got_y, x[ids, 0])
+    assert data.test is not None
+    assert np.array_equal(data.test.read(np.array([3, 0]))[0], x[[19, 16]])
+
+
+def test_damage_found_while_reading(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(64, 32))
+    path = write_h5(tmp_path / "a.h5", x, x[:, 0], chunks=(64, 32), compression="gzip")
+    with h5py.File(path) as file:
+        info = file["x"].id.get_chunk_info(0)
+    data = bytearray(path.read_bytes())
+    middle = info.byte_offset + info.size // 2
+    data[middle : middle + 64] = bytes(64)
+    path.write_bytes(data)
+    source = opened(path).train
+    with pytest.raises(UserError, match=r"a\.h5 cannot be read"):
+        everything(source)
+
+
+# NumPy files
+
+
+def test_npy_pair(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", images(10))
+    np.save(tmp_path / "y.npy", np.arange(10))
+    data = opened(f"{tmp_path}/x.npy,{tmp_path}/y.npy")
+    assert (data.info.classes, data.info.n_train, data.info.x_shape) == (10, 8, (4, 3))
+    assert "x.npy,y.npy" in refused(tmp_path / "x.npy")
+    assert "does not exist" in refused(f"{tmp_path}/x.npy,{tmp_path}/z.npy")
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(tmp_path / "y.npy", np.arange(2))
+    assert "x.npy cannot be read" in refused(f"{tmp_path}/x.npy,{tmp_path}/y.npy")
+    np.savez(tmp_path / "a.npz", x=np.array([{}, {}]), y=np.arange(2))
+    assert "a.npz cannot be read" in refused(tmp_path / "a.npz")
+
+
+def test_npz_names(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", inputs=images(10), targets=np.arange(10))
+    assert opened(f"{tmp_path}/a.npz::inputs,targets").info.classes == 10
+    text = refused(tmp_path / "a.npz")
+    assert "'x' is missing" in text
+    assert "inputs, targets" in text
+    assert "did you mean 'inputs'?" in refused(f"{tmp_path}/a.npz::input,targets")
+
+
+# IDX
+
+
+@pytest.mark.parametrize("suffixes", [("", ""), (".gz", ".gz"), ("", ".gz"), (".gz", "")])
+def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str]) -> None:
+    x, y = images(12), (np.arange(12) % 3).astype(np.uint8)
+    path = write_idx(tmp_path / f"train-images-idx3-ubyte{suffixes[0]}", x)
+    write_idx(tmp_path / f"train-labels-idx1-ubyte{suffixes[1]}", y)
+    data = opened(path, test_fraction=0)
+    assert data.info.classes == 3
+    got_x, got_y = everything(data.train)
+    assert np.allclose(got_x, x / 255)
+    assert np.array_equal(got_y, y)
+
+
+def test_idx_folder(tmp_path: Path) -> None:
+    for part, n in (("train", 12), ("t10k", 5)):
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images(n))
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.zeros(n, np.uint8))
+    data = opened(tmp_path)
+    assert (data.info.n_train, data.info.n_test) == (12, 5)
+    with_own = opened(tmp_path, test_dataset=str(tmp_path / "train-images-idx3-ubyte.gz"))
+    assert with_own.info.n_test == 12
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
+    assert "no labels beside" in refused(tmp_path)
+
+
+def test_idx_with_named_labels(tmp_path: Path) -> None:
+    write_idx(tmp_path / "a", images(12))
+    write_idx(tmp_path / "b", np.zeros(12, np.uint8))
+    assert opened(f"{tmp_path}/a,{tmp_path}/b").info.classes == 1
+    assert "images,labels" in refused(tmp_path / "a")
+    assert "one array" in refused(f"{tmp_path}/a::x,y")
+
+
+@pytest.mark.parametrize("dtype", sorted(IDX_CODES))
+def test_idx_types(tmp_path: Path, dtype: str) -> None:
+    x = np.arange(24).reshape(6, 4).astype(dtype)
+    write_idx(tmp_path / "images", x)
+    write_idx(tmp_path / "labels", np.zeros(6, np.uint8))
+    got = everything(opened(tmp_path / "images", test_fraction=0).train)[0]
+    assert np.allclose(got, x / 255 if dtype == "u1" else x)
+
+
+def test_idx_that_lies(tmp_path: Path) -> None:
+    write_idx(tmp_path / "labels", np.zeros(6, np.uint8))
+    good = idx_bytes(images(6))
+    path = tmp_path / "images"
+    path.write_bytes(good + b"\0")
+    assert "says 88" in refused(path)
+    path.write_bytes(good[:4] + b"\xff" * 12 + good[16:])  # a shape larger than any memory
+    assert "cannot be read" in refused(path)
+    path.write_bytes(b"\0\0\x07\x03" + good[4:])
+    assert "no known format" in refused(path)
+    write_idx(path, images(7))
+    assert "7 samples" in refused(path)
+
+
+# libsvm
+
+
+def write_svm(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_libsvm(tmp_path: Path) -> None:
+    text = "# a comment\n0 1:0.5 3:-2e1\n\n2 qid:7 2:1 # more\n  \n1\n0 4:4 \r\n"
+    data = opened(write_svm(tmp_path / "a.svm", text), test_fraction=0)
+    assert (data.info.n_train, data.info.x_shape, data.info.classes) == (4, (4,), 3)
+    x, y = everything(data.train)
+    assert x.tolist() == [[0.5, 0, -20, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 4]]
+    assert y.tolist() == [0, 2, 1, 0]
+
+
+def test_libsvm_equals_scikit_learn(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from sklearn.datasets import dump_svmlight_file
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 9)) * (rng.random((40, 9)) < 0.3)
+    for zero_based in (False, True):
+        path = tmp_path / f"{zero_based}.libsvm"
+        dump_svmlight_file(x, rng.integers(0, 4, 40), str(path), zero_based=zero_based)
+        data = opened(path, test_fraction=0, dtype="float64")
+        # scikit-learn writes 16 digits, one too few to be exact
+        assert np.allclose(everything(data.train, "float64")[0], x, rtol=1e-15, atol=0)
+
+
+def test_libsvm_batches_are_gathered(tmp_path: Path) -> None:
+    text = "".join(f"{k % 2} {k + 1}:{k + 1}\n" for k in range(9))
+    table = LibsvmTable(str(write_svm(tmp_path / "a.txt", text)))
+    x, y = table.gather(np.array([4, 4, 0, 8]))
+    assert np.array_equal(x, np.diag(np.arange(1.0, 10))[[4, 4, 0, 8]])
+    assert y.tolist() == [0, 0, 0, 0]
+    assert table.gather(np.zeros(0, np.int64))[0].shape == (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "classes"),
+    [
+        ("-1 +1 +1", [0, 1, 1], 2),
+        ("-1 1 -1", [0, 1, 0], 2),
+        ("-1 -1", [0, 0], 1),
+        ("1 2 1", [1, 2, 1], 3),
+        ("2 4", [2, 4], 5),
+        ("0 1", [0, 1], 2),
+        ("1 1", [1, 1], 2),
+        ("1 2.5 3", [1, 2.5, 3], None),
+        ("1.0 2.0", [1, 2], None),
+        ("1e0 -3", [1, -3], None),
+    ],
+)
+def test_libsvm_labels(
+    tmp_path: Path, labels: str, expected: list[float], classes: int | None
+) -> None:
+    path = write_svm(tmp_path / "a.svm", "".join(f"{label} 1:1\n" for label in labels.split()))
+    data = opened(path, test_fraction=0)
+    assert data.info.classes == classes
+    assert everything(data.train)[1].tolist() == expected
+
+
+def test_libsvm_labels_outside(tmp_path: Path) -> None:
+    path = write_svm(tmp_path / "a.svm", "0 1:1\n-1 1:1\n1 1:1\n")
+    assert "sample 1 has label -1" in refused(path)
+    path = write_svm(tmp_path / "a.svm", "0 1:1\n2 1:1\n1 1:1\n")
+    assert "sample 1 has label 2" in refused(path, classes=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("one 1:1", "label 'one'"),
+        ("nan 1:1", "label 'nan'"),
+        ("1 1:1 2", "feature '2'"),
+        ("1 1:1 x:2", "feature 'x:2'"),
+        ("1 1:1 2:", "feature '2:'"),
+        ("1 1:1 2:3:4", "feature '2:3:4'"),
+        ("1 1:nan", "feature '1:nan'"),
+        ("1 1:inf", "feature '1:inf'"),
+        ("1 1:1e39", "feature '1:1e39'"),
+        ("1 1:1_0", "feature '1:1_0'"),
+        ("1 1_0:1", "feature '1_0:1'"),
+        ("1 -1:1", "feature '-1:1'"),
+        ("1 99999999999:1", "feature '99999999999:1'"),
+        ("1 2:1 2:1", "index 2 after 2"),
+        ("1 3:1 2:1", "index 2 after 3"),
+        ("1:1 2:1", "label '1:1'"),
+    ],
+)
+def test_libsvm_bad_lines_are_named(tmp_path: Path, line: str, part: str) -> None:
+    path = write_svm(tmp_path / "a.svm", f"0 1:1\n\n# comment\n{line}\n0 1:1\n")
+    text = refused(path)
+    assert "a.svm, line 4:" in text
+    assert part in text
+
+
+def test_libsvm_without_samples(tmp_path: Path) -> None:
+    assert "no samples" in refused(write_svm(tmp_path / "a.svm", "\n# nothing\n"))
+
+
+def test_libsvm_widths_of_two_files_are_made_equal(tmp_path: Path) -> None:
+    a = write_svm(tmp_path / "a.svm", "0 1:1\n1 2:1\n")
+    b = write_svm(tmp_path / "b.svm", "0 5:1\n")
+    zero = write_svm(tmp_path / "zero.svm", "0 0:1 3:1\n")
+    for train, test, width in ((a, b, 5), (b, a, 5), (a, zero, 4), (zero, a, 4)):
+        data = opened(train, test_dataset=str(test))
+        assert data.info.x_shape == (width,)
+        assert data.test is not None
+        assert everything(data.train)[0].shape[1] == width
+        assert everything(data.test)[0].shape[1] == width
+    # Counted from 0 because the other file is: "1:1" is the second column.
+    assert everything(opened(a, test_dataset=str(zero)).train)[0][0].tolist() == [0, 1, 0, 0]
+
+
+def test_order_suits_the_source() -> None:
+    source = opened("digits").train
+    ids = Order(source.n, 32, source.block(32), 0).sample_ids(0, 0, 32)
+    x, y = source.convert(*source.read(ids), np.dtype("float32"))
+    assert x.shape == (32, 8, 8)
+    whole_x, whole_y = everything(source)
+    assert np.array_equal(x, whole_x[ids])
+    assert np.array_equal(y, whole_y[ids])

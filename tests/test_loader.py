@@ -1,0 +1,295 @@
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from mpips.datasets import Dataset, open_dataset
+from mpips.datasets.base import Source
+from mpips.datasets.loader import CACHE_BYTES, CACHED_BLOCKS, Blocks, Loader
+from mpips.datasets.order import Order
+from mpips.errors import UserError
+
+N = 103
+BLOCK = 20
+
+
+@pytest.fixture
+def file_data(tmp_path: Path) -> Dataset:
+    """Sample k is [k, -k], its label k % 10."""
+    k = np.arange(N)
+    return write(tmp_path / "a.h5", np.stack([k, -k], axis=1).astype("f8"), k % 10)
+
+
+def write(path: Path, x: Any, y: Any, **fields: Any) -> Dataset:
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = x, y
+    return opened(path, **fields)
+
+
+def opened(path: Path | str, **fields: Any) -> Dataset:
+    config: dict[str, Any] = {"dataset": str(path), "test_dataset": "", "test_fraction": 0}
+    config |= {"classes": 0, "scale": 1.0, "dtype": "float32", "batch_size": 1}
+    return open_dataset(SimpleNamespace(**config | fields))  # type: ignore[arg-type]
+
+
+def loader_of(source: Source, block: int = BLOCK, batch: int = 5, **options: Any) -> Loader:
+    order = Order(source.n, batch, 0 if source.in_memory else block, seed=1)
+    return Loader(source, order, "float32", **options)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+class Slow:
+    """Makes every read of a source wait until it is let go."""
+
+    def __init__(self, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.go = threading.Event(), threading.Event()
+        load = source.load
+
+        def wait_and_load(*args: Any) -> Any:
+            self.started.set()
+            assert self.go.wait(30)
+            return load(*args)
+
+        monkeypatch.setattr(source, "load", wait_and_load)
+
+
+def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
+    order = Order(N, 5, BLOCK, seed=1)
+    with Loader(file_data.train, order, "float32") as loader:
+        for epoch in range(3):
+            for begin in range(0, N, 5):
+                loader.submit(epoch, begin, min(begin + 5, N))
+        for epoch in range(3):
+            for begin in range(0, N, 5):
+                batch = loader.take()
+                ids = order.sample_ids(epoch, begin, min(begin + 5, N))
+                assert np.array_equal(batch.ids, ids)
+                assert np.array_equal(batch.x, np.stack([ids, -ids], axis=1))
+                assert np.array_equal(batch.y, ids % 10)
+                assert (batch.x.dtype, batch.y.dtype) == (np.float32, np.int64)
+        assert loader.pending == 0
+
+
+def test_batches_across_many_blocks(file_data: Dataset) -> None:
+    with loader_of(file_data.train) as loader:
+        loader.submit(0, 0, N)
+        loader.submit(1, 33, 77)
+        loader.submit(0, 50, 50)
+        assert np.array_equal(np.sort(loader.take().ids), np.arange(N))
+        batch = loader.take()
+        assert np.array_equal(batch.x[:, 0], batch.ids)
+        empty = loader.take()
+        assert (len(empty), empty.x.shape, empty.y.shape) == (0, (0, 2), (0,))
+
+
+def test_real_valued_targets(tmp_path: Path) -> None:
+    x = np.arange(40.0).reshape(20, 2)
+    data = write(tmp_path / "a.h5", x, x[:, ::-1])
+    with loader_of(data.train) as loader:
+        loader.submit(0, 3, 9)
+        batch = loader.take()
+        assert batch.y.dtype == np.float32
+        assert np.array_equal(batch.y, x[batch.ids][:, ::-1])
+
+
+def test_memory_needs_no_thread() -> None:
+    data = opened("digits", test_fraction=0.2)
+    before = threading.active_count()
+    with loader_of(data.train) as loader:
+        assert threading.active_count() == before
+        assert loader.blocks is None
+        for begin in range(0, data.train.n, 100):
+            loader.submit(0, begin, min(begin + 100, data.train.n))
+        batches = [loader.take() for _ in range(loader.pending)]
+    assert [len(batch) for batch in batches] == [100] * 14 + [38]
+    ids = np.concatenate([batch.ids for batch in batches])
+    assert np.array_equal(np.sort(ids), np.arange(data.train.n))
+    assert batches[0].x.shape == (100, 8, 8)
+    batches[0].x[:] = 7  # a gathered batch is the caller's own
+
+
+def test_the_cache_is_bounded(tmp_path: Path) -> None:
+    x = np.zeros((1000, 100), "f4")
+    data = write(tmp_path / "a.h5", x, x[:, 0])
+    blocks = Blocks(data.train, 10, np.dtype("float32"))
+    blocks.gather(np.arange(0, 1000, 3))
+    assert len(blocks) == CACHED_BLOCKS
+    assert blocks.nbytes == CACHED_BLOCKS * 10 * 101 * 4
+
+
+def test_large_blocks_are_kept_one_at_a_time(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", shape=(40, 1 << 20), dtype="u1", chunks=(1, 1 << 20))
+        file["y"] = np.zeros(40)
+    data = opened(tmp_path / "a.h5")
+    assert data.train.block(5) == 5  # 20 MB in float32
+    blocks = Blocks(data.train, 5, np.dtype("float32"))
+    for begin in range(0, 20, 5):
+        blocks.gather(np.arange(begin, begin + 1))
+        assert blocks.nbytes <= CACHE_BYTES
+        assert len(blocks) == 1
+
+
+def test_each_block_is_read_once_an_epoch(
+    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[tuple[int, int]] = []
+    load = file_data.train.load
+    monkeypatch.setattr(
+        file_data.train, "load", lambda b, e, d: reads.append((b, e)) or load(b, e, d)
+    )
+    with loader_of(file_data.train) as loader:
+        for begin in range(0, N, 5):
+            loader.submit(4, begin, min(begin + 5, N))
+        for _ in range(loader.pending):
+            loader.take()
+    assert sorted(reads) == [(b, min(b + BLOCK, N)) for b in range(0, N, BLOCK)]
+
+
+def test_the_thread_stays_no_more_than_depth_ahead(file_data: Dataset) -> None:
+    with loader_of(file_data.train, depth=3) as loader:
+        for begin in range(0, 100, 5):
+            loader.submit(0, begin, begin + 5)
+        deadline = time.monotonic() + 10
+        while len(loader._made) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(loader._made) == 3
+        assert loader.pending == 20
+        loader.take()
+        assert loader.pending == 19
+
+
+def test_errors_come_out_of_take_in_their_place(tmp_path: Path) -> None:
+    x = np.ones((40, 2))
+    x[13, 1] = np.nan
+    data = write(tmp_path / "a.h5", x, np.zeros(40))
+    order = Order(40, 5, 10, seed=0, shuffle=False)
+    with Loader(data.train, order, "float32") as loader:
+        for begin in range(0, 40, 5):
+            loader.submit(0, begin, begin + 5)
+        good = [len(loader.take()), len(loader.take())]
+        for _ in range(2):  # both batches of the bad block
+            with pytest.raises(UserError, match=r"sample 13, element .1,. is nan"):
+                loader.take()
+        good += [len(loader.take()) for _ in range(loader.pending)]
+        assert good == [5] * 6
+
+
+def test_label_errors_come_out_of_take(tmp_path: Path) -> None:
+    y = np.zeros(40, int)
+    y[31] = 5
+    data = write(tmp_path / "a.h5", np.ones((40, 2)), y, classes=5)
+    with loader_of(data.train) as loader:
+        loader.submit(0, 0, 40)
+        with pytest.raises(UserError, match=r"sample 31 has label 5, expected .* 0 to 4"):
+            loader.take()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_positions_outside_come_out_of_take(file_data: Dataset, kind: str) -> None:
+    source = file_data.train if kind == "file" else opened("digits").train
+    with loader_of(source) as loader:
+        loader.submit(0, 0, source.n + 1)
+        loader.submit(0, 0, 5)
+        with pytest.raises(ValueError, match="no positions"):
+            loader.take()
+        assert len(loader.take()) == 5
+
+
+def test_nothing_submitted(file_data: Dataset) -> None:
+    for source in (file_data.train, opened("digits").train):
+        with loader_of(source) as loader, pytest.raises(RuntimeError, match="without a submit"):
+            loader.take()
+
+
+def test_close_ends_the_thread_and_may_be_repeated(file_data: Dataset) -> None:
+    for source in (file_data.train, opened("digits").train):
+        loader = loader_of(source)
+        for begin in range(0, 100, 5):
+            loader.submit(0, begin, begin + 5)
+        loader.close()
+        loader.close()
+        assert not loader_threads()
+        for use in (loader.take, lambda closed=loader: closed.submit(0, 0, 5)):
+            with pytest.raises(RuntimeError, match="closed"):
+                use()
+
+
+def test_close_while_a_read_is_under_way(
+    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(file_data.train, monkeypatch)
+    loader = loader_of(file_data.train)
+    loader.submit(0, 0, 5)
+    assert slow.started.wait(10)
+    threading.Timer(0.2, slow.go.set).start()
+    begin = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin < 5
+    assert not loader_threads()
+    file_data.close()  # the read has ended, so the file may go
+
+
+def test_a_signal_interrupts_take(file_data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(file_data.train, monkeypatch)
+
+    def stop(*_: object) -> None:
+        raise InterruptedError("asked to stop")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with loader_of(file_data.train) as loader:
+            loader.submit(0, 0, 5)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            begin = time.monotonic()
+            with pytest.raises(InterruptedError):
+                loader.take()
+            assert time.monotonic() - begin < 5
+            slow.go.set()
+            assert len(loader.take()) == 5  # nothing was lost
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_take_without_waiting_is_quick(file_data: Dataset) -> None:
+    with loader_of(file_data.train) as loader:
+        begin = time.monotonic()
+        for k in range(400):
+            position = 5 * (k % 20)
+            loader.submit(0, position, position + 5)
+            loader.take()
+        assert time.monotonic() - begin < 5  # a wait that missed its wake-up would cost 20 s
+
+
+def test_two_loaders_of_one_file(file_data: Dataset) -> None:
+    with loader_of(file_data.train) as one, loader_of(file_data.train) as two:
+        for loader in (one, two):
+            for begin in range(0, 100, 5):
+                loader.submit(0, begin, begin + 5)
+        for _ in range(20):
+            assert np.array_equal(one.take().ids, two.take().ids)
+
+
+def test_an_order_of_another_source_is_refused(file_data: Dataset) -> None:
+    digits = opened("digits").train
+    for source, order in [
+        (file_data.train, Order(N + 1, 5, 20, 0)),
+        (file_data.train, Order(N, 5, 0, 0)),
+        (digits, Order(digits.n, 5, 20, 0)),
+    ]:
+        with pytest.raises(ValueError, match="order of"):
+            Loader(source, order, "float32")
+    with pytest.raises(ValueError, match="depth=0"):
+        loader_of(digits, depth=0)
+    assert not loader_threads()

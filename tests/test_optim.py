@@ -1,0 +1,407 @@
+"""Update rules against the papers' equations; schedules and clipping."""
+
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mpips import optim
+from mpips.errors import UserError
+from mpips.optim import RULES, make_rule, schedule
+
+DTYPES = [np.float32, np.float64]
+# Of the accumulated change, in the 2-norm, after some fifty steps.
+TOLERANCE = {np.float32: 2e-5, np.float64: 1e-13}
+
+HYPER = {
+    "sgd": [{}],
+    "momentum": [{"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.5}],
+    "nesterov": [{"momentum": 0.9}, {"momentum": 0.0}, {"momentum": 0.99}],
+    "adagrad": [{"eps": 1e-8}, {"eps": 0.1}],
+    "rmsprop": [{"decay": 0.9}, {"decay": 0.99, "eps": 1e-3}, {"decay": 0.0}],
+    "adam": [{}, {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3}, {"beta1": 0.0}, {"beta2": 0.9999}],
+    "adamw": [{}, {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3}],
+}
+CASES = [
+    pytest.param(name, {**hyper, "weight_decay": decay}, id=f"{name}-{k}-{decay}")
+    for name, choices in HYPER.items()
+    for k, hyper in enumerate(choices)
+    for decay in (0.0, 0.01)
+]
+
+
+# The papers' equations, serial, in float64. Each takes the gradient without decay. -------------
+
+
+def paper_sgd(w, g, s, t, lr, weight_decay):
+    return w - lr * (g + weight_decay * w if weight_decay else g)
+
+
+def paper_momentum(w, g, s, t, lr, weight_decay, momentum=0.9):
+    g = g + weight_decay * w if weight_decay else g
+    s["velocity"] = momentum * s["velocity"] + g
+    return w - lr * s["velocity"]
+
+
+def paper_nesterov(w, g, s, t, lr, weight_decay, momentum=0.9):
+    g = g + weight_decay * w if weight_decay else g
+    s["velocity"] = momentum * s["velocity"] + g
+    return w - lr * (g + momentum * s["velocity"])
+
+
+def paper_adagrad(w, g, s, t, lr, weight_decay, eps=1e-8):
+    g = g + weight_decay * w if weight_decay else g
+    s["sum"] = s["sum"] + g**2
+    return w - lr * g / (np.sqrt(s["sum"]) + eps)
+
+
+def paper_rmsprop(w, g, s, t, lr, weight_decay, decay=0.9, eps=1e-8):
+    g = g + weight_decay * w if weight_decay else g
+    s["square"] = decay * s["square"] + (1 - decay) * g**2
+    return w - lr * g / (np.sqrt(s["square"]) + eps)
+
+
+def paper_adam(w, g, s, t, lr, weight_decay, beta1=0.9, beta2=0.999, eps=1e-8):
+    g = g + weight_decay * w if weight_decay else g
+    s["m"] = beta1 * s["m"] + (1 - beta1) * g
+    s["v"] = beta2 * s["v"] + (1 - beta2) * g**2
+    m_hat = s["m"] / (1 - beta1**t)
+    v_hat = s["v"] / (1 - beta2**t)
+    return w - lr * m_hat / (np.sqrt(v_hat) + eps)
+
+
+def paper_adamw(w, g, s, t, lr, weight_decay, beta1=0.9, beta2=0.999, eps=1e-8):
+    s["m"] = beta1 * s["m"] + (1 - beta1) * g
+    s["v"] = beta2 * s["v"] + (1 - beta2) * g**2
+    m_hat = s["m"] / (1 - beta1**t)
+    v_hat = s["v"] / (1 - beta2**t)
+    change = lr * m_hat / (np.sqrt(v_hat) + eps)
+    return w - (change + lr * weight_decay * w if weight_decay else change)
+
+
+PAPER = {name.removeprefix("paper_"): f for name, f in globals().items() if "paper_" in name}
+
+
+def gradients(n, steps, dtype, seed=0):
+    """Gradients of very unequal sizes, some exactly 0, and one element that never has any."""
+    rng = np.random.default_rng(seed)
+    out = rng.standard_normal((steps, n)) * 10.0 ** rng.integers(-3, 2, n)
+    out[rng.random((steps, n)) < 0.1] = 0
+    out[:, n // 2] = 0
+    return out.astype(dtype)
+
+
+def start(rule, n, dtype, seed=1):
+    params = np.random.default_rng(seed).standard_normal(n).astype(dtype)
+    slots = tuple(np.full(n, np.nan, dtype) for _ in rule.slots)
+    rule.init(params, slots)
+    return params, slots
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "hyper"), CASES)
+def test_rule_is_the_paper_s_equation(name, hyper, dtype):
+    n, steps = 131, 60
+    rule = make_rule(name, **hyper)
+    params, slots = start(rule, n, dtype)
+    before = params.copy()
+    w = before.astype(np.float64)
+    state = {slot: np.zeros(n) for slot in rule.slots}
+    rate = schedule("cosine", 0.01, total_steps=2 * steps, warmup_steps=5)
+    for t, g in enumerate(gradients(n, steps, dtype), 1):
+        keep = g.copy()
+        rule.apply(params, g, slots, t, rate(t))
+        assert g.tobytes() == keep.tobytes()
+        w = PAPER[name](w, g.astype(np.float64), state, t, rate(t), **hyper)
+    assert np.linalg.norm(params - w) <= TOLERANCE[dtype] * np.linalg.norm(w - before)
+    for slot, key in zip(slots, rule.slots, strict=True):
+        assert np.linalg.norm(slot - state[key]) <= TOLERANCE[dtype] * np.linalg.norm(state[key])
+
+
+def test_sutskever_s_two_step_form_of_nesterov():
+    """Equations 3 and 4 on a quadratic: v' = mu v - lr f'(theta + mu v), theta' = theta + v'."""
+    curvature, lr, mu = np.array([1.0, 10.0, 0.1]), 0.05, 0.9
+    theta, v = np.ones(3), np.zeros(3)
+    rule = make_rule("nesterov", momentum=mu)
+    w, slots = theta.copy(), (np.zeros(3),)
+    for t in range(1, 80):
+        rule.apply(w, curvature * w, slots, t, lr)
+        v = mu * v - lr * curvature * (theta + mu * v)
+        theta = theta + v
+        np.testing.assert_allclose(w, theta + mu * v, rtol=1e-12, atol=1e-15)
+
+
+def test_first_step_of_adam_is_lr_in_the_direction_of_the_sign():
+    params, slots = start(make_rule("adam"), 4, np.float64)
+    before, grad = params.copy(), np.array([1e-4, -3.0, 1e6, 0.0])
+    make_rule("adam").apply(params, grad, slots, 1, 0.01)
+    np.testing.assert_allclose(before - params, [0.01, -0.01, 0.01, 0.0], rtol=1e-3, atol=0)
+
+
+def test_adagrad_s_history_accumulates():
+    rule = make_rule("adagrad")
+    w, slots = np.zeros(1), (np.zeros(1),)
+    for t in range(1, 101):
+        rule.apply(w, np.full(1, 3.0), slots, t, 1.0)
+    assert slots[0][0] == 900
+    assert w[0] == pytest.approx(-sum(1 / math.sqrt(t) for t in range(1, 101)), rel=1e-7)
+
+
+def test_adamw_s_decay_stays_out_of_the_moments():
+    grad = np.zeros(3)
+    for name, moved in (("adam", True), ("adamw", False)):
+        rule = make_rule(name, weight_decay=0.1)
+        params, slots = np.ones(3), (np.zeros(3), np.zeros(3))
+        rule.apply(params, grad, slots, 1, 0.01)
+        assert slots[0].any() == moved
+    np.testing.assert_allclose(params, 1 - 0.01 * 0.1)
+
+
+def test_adam_survives_very_many_steps():
+    params, slots = start(make_rule("adam"), 5, np.float32)
+    make_rule("adam").apply(params, np.ones(5, np.float32), slots, 10**9, 1e-3)
+    assert np.isfinite(params).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_blocks_give_the_same_bits_as_the_whole(name, dtype):
+    n, steps = 3001, 6
+    rule = make_rule(name, weight_decay=0.01)
+    whole, whole_slots = start(rule, n, dtype)
+    # Beginning one element behind, so that blocks lie at other alignments as well.
+    room = [np.zeros(n + 1, dtype) for _ in range(1 + len(rule.slots))]
+    parts, *part_slots = (v[1:] for v in room)
+    parts[:] = whole
+    rule.init(parts, tuple(part_slots))
+    rng = np.random.default_rng(7)
+    for t, g in enumerate(gradients(n, steps, dtype), 1):
+        rule.apply(whole, g, whole_slots, t, 0.01)
+        cuts = np.sort(rng.integers(0, n, rng.integers(0, 40)))
+        blocks = list(itertools.pairwise([0, *cuts.tolist(), n]))
+        for k in rng.permutation(len(blocks)):
+            at = slice(*blocks[k])
+            rule.apply(parts[at], g[at], tuple(s[at] for s in part_slots), t, 0.01)
+        for one, other in zip((whole, *whole_slots), (parts, *part_slots), strict=True):
+            assert one.tobytes() == other.tobytes()
+    assert all(v[0] == 0 for v in room)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("name", RULES)
+def test_specials_propagate_as_in_the_equation_and_stay_in_their_place(name, weight_decay, dtype):
+    n, rule = 67, make_rule(name, weight_decay=weight_decay)
+    rng = np.random.default_rng(3)
+    vectors = [rng.random(n).astype(dtype) for _ in range(2 + len(rule.slots))]
+    clean = [v.copy() for v in vectors]
+    rule.apply(clean[0], clean[1], tuple(clean[2:]), 3, 0.01)
+    specials = itertools.product(range(len(vectors)), [np.nan, np.inf, -np.inf])
+    touched = []
+    # Singly in every vector and at every kind of place, then in two vectors at once.
+    edges = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 66)
+    for i, (k, special) in zip(edges, specials, strict=False):
+        vectors[k][i] = special
+        touched.append(i)
+    vectors[0][40], vectors[1][40] = np.inf, np.inf
+    vectors[0][41], vectors[1][41] = np.inf, -np.inf
+    touched += [40, 41]
+
+    w, g, *slots = (v.astype(np.float64) for v in vectors)
+    state = dict(zip(rule.slots, slots, strict=True))
+    with np.errstate(invalid="ignore"):
+        w = PAPER[name](w, g, state, 3, 0.01, weight_decay=weight_decay)
+    rule.apply(vectors[0], vectors[1], tuple(vectors[2:]), 3, 0.01)
+
+    for got, want in zip((vectors[0], *vectors[2:]), (w, *state.values()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)  # NaN and infinities must be the same
+    rest = np.setdiff1d(np.arange(n), touched)
+    for got, want in zip((vectors[0], *vectors[2:]), (clean[0], *clean[2:]), strict=True):
+        assert got[rest].tobytes() == want[rest].tobytes()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_empty_block(name):
+    rule = make_rule(name)
+    empty = np.empty(0, np.float32)
+    rule.init(empty, (empty,) * len(rule.slots))
+    rule.apply(empty, empty, (empty,) * len(rule.slots), 1, 0.1)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_wrong_lengths_and_missing_slots_are_refused(name):
+    rule, x = make_rule(name), np.ones(4)
+    slots = tuple(np.zeros(4) for _ in rule.slots)
+    with pytest.raises(ValueError, match="one length"):
+        rule.apply(x, np.ones(5), slots, 1, 0.1)
+    with pytest.raises(TypeError):
+        rule.apply(x, np.ones(4), (*slots, np.zeros(4)), 1, 0.1)
+    assert (x == 1).all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_gradient_may_be_read_only(name):
+    rule = make_rule(name)
+    params, slots = start(rule, 9, np.float64)
+    grad = np.ones(9)
+    grad.flags.writeable = False
+    rule.apply(params, grad, slots, 1, 0.1)
+    assert np.isfinite(params).all()
+
+
+def test_rules_are_frozen_named_and_complete():
+    assert list(RULES) == list(PAPER)
+    for name, rule in RULES.items():
+        assert rule.name == name
+        assert rule() == rule()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            rule().weight_decay = 1
+
+
+# Making rules -----------------------------------------------------------------------------
+
+
+def test_make_rule_passes_on_what_the_rule_has():
+    rule = make_rule("rmsprop", momentum=0.3, eps=1e-3, weight_decay=0.2, decay=0.8)
+    assert rule == RULES["rmsprop"](weight_decay=0.2, decay=0.8, eps=1e-3)
+    assert make_rule("sgd", beta1=7.0, momentum=-1.0) == RULES["sgd"]()
+
+
+def test_unknown_rule_names_the_nearest():
+    with pytest.raises(UserError, match=r"unknown optimizer 'adm', expected one of adagrad, .*'ad"):
+        make_rule("adm")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("momentum", "momentum", 1.0),
+        ("nesterov", "momentum", -0.1),
+        ("adam", "beta1", 1.5),
+        ("adamw", "beta2", 1.0),
+        ("adam", "beta2", math.nan),
+        ("adam", "eps", -1e-8),
+        ("sgd", "weight_decay", -0.1),
+        ("sgd", "weight_decay", math.inf),
+        ("adagrad", "eps", math.nan),
+        ("rmsprop", "decay", 1.0),
+    ],
+)
+def test_hyperparameter_out_of_range(name, option, value):
+    with pytest.raises(UserError, match=f"^{option}=.*, expected .*{option}"):
+        make_rule(name, **{option: value})
+
+
+# Schedules --------------------------------------------------------------------------------
+
+
+def rates(name, steps, **options):
+    rate = schedule(name, 2.0, total_steps=steps, **options)
+    return [rate(t) for t in range(1, steps + 1)]
+
+
+def test_constant():
+    assert rates("constant", 5) == [2.0] * 5
+
+
+@pytest.mark.parametrize("name", ["constant", "warmup"])
+def test_warm_up_is_linear_and_then_constant(name):
+    assert rates(name, 7, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_cosine_is_the_paper_s():
+    want = [2.0 * (1 + math.cos(math.pi * t / 10)) / 2 for t in range(10)]
+    assert rates("cosine", 10) == pytest.approx(want, rel=1e-15)
+    assert schedule("cosine", 2.0, total_steps=10)(11) == 0
+    assert schedule("cosine", 2.0, total_steps=10)(500) == 0
+
+
+def test_cosine_after_a_warm_up():
+    got = rates("cosine", 14, warmup_steps=4)
+    assert got[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert got[4:] == pytest.approx(rates("cosine", 10), rel=1e-15)
+
+
+@pytest.mark.parametrize("total_steps", [0, 1, 4])
+def test_cosine_of_a_run_no_longer_than_its_warm_up(total_steps):
+    rate = schedule("cosine", 1.0, total_steps=total_steps, warmup_steps=4)
+    assert [rate(t) for t in range(1, 6)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rate(6) == 0
+
+
+def test_steps():
+    assert rates("step", 7, step_every=3, step_factor=0.5) == [2, 2, 2, 1, 1, 1, 0.5]
+    got = rates("step", 5, step_every=3, step_factor=0.5, warmup_steps=2)
+    assert got == [1, 2, 2, 1, 1]
+
+
+def test_schedule_errors():
+    with pytest.raises(UserError, match=r"unknown schedule 'cosin', .*did you mean 'cosine'"):
+        schedule("cosin", 1.0, total_steps=1)
+    with pytest.raises(UserError, match=r"step_every=0, expected step_every >= 1 .*--step-every N"):
+        schedule("step", 1.0, total_steps=1)
+    with pytest.raises(UserError, match="warmup_steps=0, expected warmup_steps >= 1"):
+        schedule("warmup", 1.0, total_steps=1)
+    with pytest.raises(UserError, match="warmup_steps=-1, expected warmup_steps >= 0"):
+        schedule("constant", 1.0, total_steps=1, warmup_steps=-1)
+
+
+# Clipping ---------------------------------------------------------------------------------
+
+
+def test_clip_factor():
+    assert optim.clip_factor(25.0, 5.0) == 1.0
+    assert optim.clip_factor(24.0, 5.0) == 1.0
+    assert optim.clip_factor(0.0, 5.0) == 1.0
+    assert optim.clip_factor(100.0, 5.0) == 0.5
+    assert optim.clip_factor(100.0, 0.0) == 1.0
+    assert optim.clip_factor(math.inf, 5.0) == 0.0
+    assert math.isnan(optim.clip_factor(math.nan, 5.0))
+
+
+def test_clipped_gradient_has_the_norm_and_the_direction():
+    grad = np.random.default_rng(0).standard_normal(1000)
+    clipped = grad * optim.clip_factor(float(grad @ grad), 0.25)
+    assert np.linalg.norm(clipped) == pytest.approx(0.25)
+    assert clipped @ grad == pytest.approx(0.25 * np.linalg.norm(grad))
+
+
+WARM_CHECK = """
+import numpy as np
+from mpips import kernels, optim
+rule = optim.make_rule("adam")
+optim.warm(rule, "float32")
+loops = {k: v for k, v in vars(kernels).items() if hasattr(v, "signatures")}
+before = {k: len(v.signatures) for k, v in loops.items()}
+memory = np.frombuffer(bytearray(4096), np.uint8)
+words, w, g, m, v = memory[:256].view("i8"), *memory[256:2304].view("f4").reshape(4, 128)
+kernels.publish(words, 3, np.int64(4))
+kernels.observe(words, np.int64(3))
+kernels.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
+kernels.scale(g[3:70], optim.clip_factor(kernels.sum_squares(w), 1.0))
+kernels.copy_finite(w[:5], g[5:10]) and kernels.all_finite(v)
+rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
+assert before == {k: len(v.signatures) for k, v in loops.items()}
+print(sorted(k for k, v in before.items() if v))
+"""
+
+
+def test_a_warm_run_compiles_nothing_more():
+    command = [sys.executable, "-c", WARM_CHECK]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    checks = ["all_finite", "copy_finite", "scale", "sum_rows", "sum_squares"]
+    assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", *checks]))
+
+
+def test_names_and_schedules_need_no_compiler():
+    code = """
+import sys
+from mpips import optim
+optim.schedule("cosine", 0.1, total_steps=9)(3), optim.make_rule("adam"), optim.clip_factor(4, 1)
+assert "numba" not in sys.modules and "mpi4py" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

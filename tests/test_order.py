@@ -1,0 +1,141 @@
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.datasets.order import Order, shuffled
+
+
+def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
+    edges = range(0, order.n, step)
+    parts = [order.sample_ids(epoch, b, min(b + step, order.n)) for b in edges]
+    return np.concatenate(parts)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    n=st.integers(1, 400),
+    batch=st.integers(1, 30),
+    batches=st.integers(0, 6),
+    step=st.integers(1, 60),
+    epoch=st.integers(0, 5),
+)
+def test_every_sample_exactly_once(n: int, batch: int, batches: int, step: int, epoch: int) -> None:
+    order = Order(n, batch, batch * batches, seed=3)
+    ids = epoch_of(order, epoch, step)
+    assert ids.dtype == np.int64
+    assert np.array_equal(np.sort(ids), np.arange(n))
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 300), block=st.integers(0, 40), data=st.data())
+def test_any_range_is_a_slice_of_the_epoch(n: int, block: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, n))
+    end = data.draw(st.integers(begin, n))
+    whole = Order(n, 1, block, seed=1).sample_ids(2, 0, n)
+    assert np.array_equal(Order(n, 1, block, seed=1).sample_ids(2, begin, end), whole[begin:end])
+
+
+@pytest.mark.parametrize("block", [0, 8, 10, 1000])
+def test_depends_on_seed_and_epoch_only(block: int) -> None:
+    order = Order(103, 2, block, seed=5)
+    first = order.sample_ids(0, 0, 103)
+    second = order.sample_ids(1, 0, 103)
+    for _ in range(3):  # through the caches, and from another object
+        order.sample_ids(7, 0, 103)
+        assert np.array_equal(order.sample_ids(0, 0, 103), first)
+    assert np.array_equal(Order(103, 2, block, seed=5).sample_ids(1, 0, 103), second)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(Order(103, 2, block, seed=6).sample_ids(0, 0, 103), first)
+    assert not np.array_equal(first, np.arange(103))
+
+
+def test_the_same_on_every_machine() -> None:
+    # Numbers written down once: a resumed run relies on them under another NumPy.
+    assert shuffled(8, 0, 1, 2).tolist() == [5, 1, 4, 6, 3, 2, 0, 7]
+    assert Order(10, 2, 4, seed=1).sample_ids(0, 0, 10).tolist() == [8, 9, 0, 2, 3, 1, 4, 6, 5, 7]
+
+
+def test_result_may_be_written_to() -> None:
+    for block in (0, 4):
+        order = Order(20, 2, block, seed=0)
+        before = order.sample_ids(0, 0, 20).copy()
+        order.sample_ids(0, 0, 20)[:] = -1
+        assert np.array_equal(order.sample_ids(0, 0, 20), before)
+
+
+def test_blocks_are_read_one_after_another() -> None:
+    order = Order(103, 5, 10, seed=0)
+    for epoch in range(20):
+        numbers = order.sample_ids(epoch, 0, 103) // 10
+        changes = int(np.count_nonzero(np.diff(numbers)))
+        assert changes == 10  # eleven blocks, the last one of 3 samples
+
+
+def test_the_short_block_is_not_always_last() -> None:
+    order = Order(103, 5, 10, seed=0)
+    lasts = {int(order.sample_ids(epoch, 102, 103)[0]) // 10 for epoch in range(30)}
+    assert len(lasts) > 5
+
+
+def test_samples_within_a_block_are_shuffled_anew_each_epoch() -> None:
+    order = Order(40, 4, 40, seed=0)
+    epochs = {tuple(order.sample_ids(epoch, 0, 40)) for epoch in range(20)}
+    assert len(epochs) == 20
+
+
+def test_shuffled_is_even() -> None:
+    counts = np.zeros((4, 4), int)
+    for key in range(4000):
+        counts[np.arange(4), shuffled(4, key)] += 1
+    assert np.all(np.abs(counts - 1000) < 140)  # five standard deviations
+
+
+def test_large_keys_are_told_apart() -> None:
+    orders = [shuffled(50, *key) for key in [(1,), (1, 0), (2**32,), (2**32 + 1,), (0, 1)]]
+    assert len({tuple(order) for order in orders}) == 5
+
+
+@pytest.mark.parametrize("block", [0, 6])
+def test_unshuffled_is_the_order_of_the_source(block: int) -> None:
+    order = Order(20, 3, block, seed=9, shuffle=False)
+    assert np.array_equal(order.sample_ids(4, 5, 17), np.arange(5, 17))
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_empty_ranges_and_one_sample(block: int) -> None:
+    order = Order(9, 4, block, seed=0)
+    for position in (0, 4, 9):
+        assert order.sample_ids(0, position, position).shape == (0,)
+    assert Order(1, 4, block, seed=0).sample_ids(3, 0, 1).tolist() == [0]
+    assert Order(0, 4, block, seed=0).sample_ids(3, 0, 0).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [(0, -1, 3), (0, 3, 2), (0, 0, 11), (-1, 0, 1)])
+def test_positions_outside_are_refused(bad: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="positions"):
+        Order(10, 2, 4, seed=0).sample_ids(*bad)
+
+
+@pytest.mark.parametrize(
+    "bad", [(-1, 1, 0, 0), (5, 0, 0, 0), (5, 2, 3, 0), (5, 2, -2, 0), (5, 1, 0, -1)]
+)
+def test_nonsense_is_refused(bad: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no order"):
+        Order(*bad)
+
+
+def test_ten_million_samples_in_blocks_cost_nothing() -> None:
+    tracemalloc.start()
+    begin = time.perf_counter()
+    order = Order(10_000_000, 32, 1280, seed=0)
+    for position in range(0, 10_000_000, 500_000):
+        order.sample_ids(1, position, position + 32)
+    spent = time.perf_counter() - begin
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
+    assert spent < 2

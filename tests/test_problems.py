@@ -1,0 +1,543 @@
+"""Problems: gradients, stability, bad input, learning, and the loading of a user's file."""
+
+import math
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips.datasets.base import Batch, DataInfo
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.problems import PROBLEMS, Problem, load_problem
+from mpips.problems.base import Workspace
+from mpips.problems.linear import squared_error
+from mpips.problems.softmax import accuracy, cross_entropy
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("linear", {}, {}),
+    "linear-columns": ("linear", {"y_shape": (3,)}, {}),
+    "linear-scalar-input": ("linear", {"x_shape": ()}, {}),
+    "linear-image": ("linear", {"x_shape": (3, 2), "y_shape": (2, 2)}, {}),
+    "softmax": ("softmax", {"classes": 4}, {}),
+    "softmax-image": ("softmax", {"classes": 3, "x_shape": (2, 3, 2)}, {}),
+    "mlp-0": ("mlp", {"classes": 4}, {"hidden": ()}),
+    "mlp-1-relu": ("mlp", {"classes": 4}, {"hidden": (7,)}),
+    "mlp-1-tanh": ("mlp", {"classes": 4}, {"hidden": (7,), "activation": "tanh"}),
+    "mlp-3-relu": ("mlp", {"classes": 3, "x_shape": (2, 3)}, {"hidden": (8, 1, 6)}),
+    "mlp-3-tanh": ("mlp", {"classes": 3}, {"hidden": (8, 5, 6), "activation": "tanh"}),
+    "mlp-regression": ("mlp", {}, {"hidden": (6,), "activation": "tanh"}),
+    "mlp-regression-columns": ("mlp", {"y_shape": (2,)}, {"hidden": (6, 4)}),
+    "mlp-regression-0": ("mlp", {"y_shape": (2,)}, {"hidden": ()}),
+}
+
+
+def make_data(**fields: Any) -> DataInfo:
+    base = {"name": "made", "n_train": 64, "n_test": 16, "x_shape": (5,), "y_shape": ()}
+    return DataInfo(**{**base, "classes": None, "source": "made.npz", **fields})
+
+
+def make_config(**fields: Any) -> Any:
+    base = {"problem": "mlp", "hidden": (8,), "activation": "relu", "dtype": "float64"}
+    return SimpleNamespace(**{**base, **fields})
+
+
+def make_batch(data: DataInfo, n: int, rng: np.random.Generator, dtype: Any = "f8") -> Batch:
+    x = rng.normal(size=(n, *data.x_shape)).astype(dtype)
+    if data.classes is None:
+        y = rng.normal(size=(n, *data.y_shape)).astype(dtype)
+    else:
+        y = rng.integers(0, data.classes, n)
+    return Batch(x, y, np.arange(n))
+
+
+def make_case(case: str, **fields: Any) -> tuple[Problem, DataInfo]:
+    name, data_fields, config_fields = CASES[case]
+    data = make_data(**data_fields)
+    return load_problem(name, data, make_config(**config_fields, **fields)), data
+
+
+def random_vector(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    """A point at which no parameter is zero, biases included."""
+    vector = np.empty(problem.layout.size)
+    for name, view in problem.layout.views(vector).items():
+        view[...] = (
+            rng.normal(0, 0.7, view.shape) if name[0] == "w" else rng.normal(size=view.shape)
+        )
+    return vector
+
+
+def gradient(problem: Problem, vector: np.ndarray, batch: Batch) -> tuple[float, np.ndarray]:
+    views = problem.layout.views
+    out = np.full_like(vector, np.nan)
+    return problem.loss_and_grad(views(vector), batch, views(out)), out
+
+
+def numeric_gradient(problem: Problem, vector: np.ndarray, batch: Batch) -> np.ndarray:
+    grad, eps = np.empty_like(vector), 1e-6
+    for i in range(vector.size):
+        sides = []
+        for shift in (eps, -eps):
+            moved = vector.copy()
+            moved[i] += shift
+            sides.append(problem.evaluate(problem.layout.views(moved), batch)["loss"])
+        grad[i] = (sides[0] - sides[1]) / (2 * eps)
+    return grad
+
+
+@pytest.mark.parametrize("n", [1, 9])
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_is_the_derivative_of_the_loss(case: str, n: int) -> None:
+    rng = np.random.default_rng(5)
+    problem, data = make_case(case)
+    batch, vector = make_batch(data, n, rng), random_vector(problem, rng)
+    loss, grad = gradient(problem, vector, batch)
+    assert loss == pytest.approx(problem.evaluate(problem.layout.views(vector), batch)["loss"])
+    np.testing.assert_allclose(grad, numeric_gradient(problem, vector, batch), atol=2e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_do_not_depend_on_each_other(case: str) -> None:
+    """Batches of other sizes between, and an evaluation, change nothing; inputs are not written."""
+    rng = np.random.default_rng(6)
+    problem, data = make_case(case)
+    vector = random_vector(problem, rng)
+    batches = [make_batch(data, n, rng) for n in (8, 3, 1, 20)]
+    fresh = [gradient(make_case(case)[0], vector, batch) for batch in batches]
+    kept = [(vector.copy(), *(a.copy() for b in batches for a in (b.x, b.y)))]
+    for k in (0, 1, 0, 3, 2, 0, 3, 1):
+        loss, grad = gradient(problem, vector, batches[k])
+        problem.evaluate(problem.layout.views(vector), batches[(k + 1) % 4])
+        assert loss == fresh[k][0]
+        np.testing.assert_array_equal(grad, fresh[k][1])
+    after = (vector, *(a for b in batches for a in (b.x, b.y)))
+    for a, b in zip(after, kept[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_mean_is_the_mean_of_its_samples(case: str) -> None:
+    rng = np.random.default_rng(7)
+    problem, data = make_case(case)
+    vector, batch = random_vector(problem, rng), make_batch(data, 7, rng)
+    loss, grad = gradient(problem, vector, batch)
+    singles = [
+        Batch(batch.x[i : i + 1], batch.y[i : i + 1], batch.ids[i : i + 1]) for i in range(7)
+    ]
+    results = [gradient(problem, vector, one) for one in singles]
+    assert loss == pytest.approx(np.mean([r[0] for r in results]))
+    np.testing.assert_allclose(grad, np.mean([r[1] for r in results], axis=0), atol=1e-13)
+    params = problem.layout.views(vector)
+    means = [problem.evaluate(params, one) for one in singles]
+    for key, value in problem.evaluate(params, batch).items():
+        assert value == pytest.approx(np.mean([m[key] for m in means]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_agrees_with_float64(case: str) -> None:
+    rng = np.random.default_rng(8)
+    problem, data = make_case(case)
+    vector, batch = random_vector(problem, rng), make_batch(data, 33, rng)
+    low = Batch(batch.x.astype("f4"), batch.y, batch.ids)
+    if data.classes is None:
+        low.y = batch.y.astype("f4")
+    loss, grad = gradient(problem, vector, batch)
+    loss32, grad32 = gradient(problem, vector.astype("f4"), low)
+    assert grad32.dtype == np.float32
+    assert type(loss32) is float
+    assert loss32 == pytest.approx(loss, rel=1e-5)
+    assert np.linalg.norm(grad32 - grad) < 1e-5 * np.linalg.norm(grad)
+    again, grad64 = gradient(problem, vector, batch)
+    assert again == loss
+    assert np.array_equal(grad64, grad)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.longdouble])
+@pytest.mark.parametrize("case", ["linear-columns", "softmax", "mlp-3-relu", "mlp-1-tanh"])
+def test_other_float_dtypes(case: str, dtype: Any) -> None:
+    rng = np.random.default_rng(9)
+    problem, data = make_case(case)
+    vector, batch = random_vector(problem, rng), make_batch(data, 6, rng)
+    loss, grad = gradient(problem, vector, batch)
+    batch.x = batch.x.astype(dtype)
+    other_loss, other = gradient(problem, vector.astype(dtype), batch)
+    assert other.dtype == dtype
+    assert other_loss == pytest.approx(loss, rel=0.02)
+    np.testing.assert_allclose(other.astype(float), grad, atol=0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arrays_in_the_middle_of_a_vector(case: str) -> None:
+    """Parameters and gradients are views at any offset; what lies around is not touched."""
+    rng = np.random.default_rng(10)
+    problem, data = make_case(case)
+    vector, batch, n = random_vector(problem, rng), make_batch(data, 4, rng), problem.layout.size
+    wide, out = np.full(n + 6, 7.0), np.full(n + 6, 7.0)
+    wide[3 : n + 3] = vector
+    views = problem.layout.views
+    problem.loss_and_grad(views(wide[3 : n + 3]), batch, views(out[3 : n + 3]))
+    np.testing.assert_array_equal(out[3 : n + 3], gradient(problem, vector, batch)[1])
+    assert set(out[:3]) | set(out[n + 3 :]) == {7.0}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_init(case: str, dtype: str) -> None:
+    problem, _ = make_case(case, dtype=dtype)
+    first, second = (problem.init(np.random.default_rng(3)) for _ in range(2))
+    assert tuple(first) == problem.layout.names
+    assert tuple(a.shape for a in first.values()) == problem.layout.shapes
+    for name, array in first.items():
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(array, second[name])
+        if name.startswith("b"):
+            assert not array.any()
+
+
+@pytest.mark.parametrize(("activation", "variance"), [("relu", 2 / 400), ("tanh", 2 / 1000)])
+def test_init_variance(activation: str, variance: float) -> None:
+    config = make_config(hidden=(600,), activation=activation)
+    problem = load_problem("mlp", make_data(x_shape=(20, 20), classes=10), config)
+    params = problem.init(np.random.default_rng(1))
+    assert params["w1"].var() == pytest.approx(variance, rel=0.02)
+    assert params["w2"].var() == pytest.approx(2 / 610, rel=0.08)
+    config.dtype = "float32"
+    low = load_problem("mlp", problem.data, config).init(np.random.default_rng(1))
+    np.testing.assert_array_equal(low["w1"], params["w1"].astype("f4"))
+
+
+def test_layouts() -> None:
+    mlp = load_problem("mlp", make_data(x_shape=(8, 8), classes=10), make_config(hidden=(32, 16)))
+    assert mlp.layout == Layout.of(
+        {"w1": (64, 32), "b1": (32,), "w2": (32, 16), "b2": (16,), "w3": (16, 10), "b3": (10,)}
+    )
+    shapes = {"w": (6, 4), "b": (4,)}
+    linear = load_problem("linear", make_data(x_shape=(3, 2), y_shape=(4,)), make_config())
+    softmax = load_problem("softmax", make_data(x_shape=(6,), classes=4), make_config())
+    assert linear.layout == softmax.layout == Layout.of(shapes)
+
+
+def test_mlp_without_hidden_layers_is_softmax_and_linear() -> None:
+    rng = np.random.default_rng(11)
+    for name, fields in (("softmax", {"classes": 4}), ("linear", {"y_shape": (4,)})):
+        data = make_data(**fields)
+        flat = load_problem("mlp", data, make_config(hidden=()))
+        plain = load_problem(name, data, make_config())
+        vector, batch = random_vector(plain, rng), make_batch(data, 6, rng)
+        loss, grad = gradient(plain, vector, batch)
+        assert gradient(flat, vector, batch)[0] == loss
+        np.testing.assert_array_equal(gradient(flat, vector, batch)[1], grad)
+
+
+def test_values_by_hand() -> None:
+    z = np.array([[1.0, 2.0], [0.0, -3.0]])
+    assert squared_error(z, np.array([[0.0, 0.0], [1.0, -1.0]])) == (5 / 2 + 5 / 2) / 2
+    np.testing.assert_array_equal(z, [[0.5, 1.0], [-0.5, -1.0]])
+    z = np.zeros((2, 4))
+    assert cross_entropy(z, np.array([3, 0])) == pytest.approx(math.log(4))
+    np.testing.assert_array_equal(z[0], [0.125, 0.125, 0.125, -0.375])
+    z = np.array([[0.0, 2.0], [1.0, 0.0], [np.nan, 0.0], [3.0, 4.0]])
+    assert accuracy(z, np.array([1, 0, 0, 0])) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_huge_logits(dtype: Any) -> None:
+    big = np.finfo(dtype).max / 4
+    z = np.array([[big, -big, 0], [1e4, 1e4, -1e4], [-big, -big, -big]], dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = cross_entropy(z, np.array([0, 1, 2]))
+    assert loss == pytest.approx((0 + math.log(2) + math.log(3)) / 3)
+    wanted = np.array([[0, 0, 0], [0.5, -0.5, 0], [1 / 3, 1 / 3, -2 / 3]])
+    np.testing.assert_allclose(z * 3, wanted, atol=1e-6)
+
+
+def test_a_confident_mistake_costs_its_margin() -> None:
+    z = np.array([[1e4, 0.0]], np.float32)
+    assert cross_entropy(z, np.array([1])) == 1e4
+    np.testing.assert_array_equal(z, [[1, -1]])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "params", "both"])
+@pytest.mark.parametrize("case", CASES)
+def test_non_finite_input_gives_a_non_finite_loss(case: str, where: str, bad: float) -> None:
+    rng = np.random.default_rng(12)
+    problem, data = make_case(case)
+    vector, batch = random_vector(problem, rng), make_batch(data, 5, rng)
+    if where != "params":
+        batch.x[...] = bad
+    if where != "x":
+        vector[...] = bad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, _ = gradient(problem, vector, batch)
+        judged = problem.evaluate(problem.layout.views(vector), batch)
+    # Infinite inputs saturate a tanh, and a relu that lets nothing through gives zeros.
+    hidden = problem.config.hidden if "mlp" in case else ()
+    if math.isnan(bad) or not hidden:
+        assert not math.isfinite(loss)
+        assert not math.isfinite(judged["loss"])
+        assert judged.get("accuracy", 0) == 0
+
+
+def test_one_nan_sample_makes_the_loss_nan() -> None:
+    rng = np.random.default_rng(13)
+    for case in CASES:
+        problem, data = make_case(case)
+        vector, batch = random_vector(problem, rng), make_batch(data, 5, rng)
+        batch.x.reshape(5, -1)[2, 0] = np.nan
+        loss, grad = gradient(problem, vector, batch)
+        assert math.isnan(loss)
+        assert np.isnan(grad).any()
+
+
+def test_overflowing_parameters_do_not_warn() -> None:
+    problem, data = make_case("mlp-3-relu")
+    vector = np.full(problem.layout.size, 1e200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, _ = gradient(problem, vector, make_batch(data, 3, np.random.default_rng(0)))
+    assert not math.isfinite(loss)
+
+
+def test_large_float32_residuals_have_a_finite_loss() -> None:
+    z = np.full((2, 1), 1e25, np.float32)
+    assert squared_error(z, np.zeros(2, np.float32)) == pytest.approx(0.5e50, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_descent_learns(case: str, dtype: str) -> None:
+    rng = np.random.default_rng(14)
+    problem, data = make_case(case, dtype=dtype)
+    batch = make_batch(data, 64, rng, dtype)
+    flat = batch.x.reshape(64, -1)
+    truth = rng.normal(size=(flat.shape[1], data.classes or math.prod(data.y_shape)))
+    scores = flat @ truth
+    if data.classes is None:
+        batch.y = scores.reshape(batch.y.shape).astype(dtype)
+    else:
+        batch.y = scores.argmax(axis=1)
+    vector = np.empty(problem.layout.size, dtype)
+    for name, view in problem.layout.views(vector).items():
+        view[...] = problem.init(np.random.default_rng(2))[name]
+    params, before = (
+        problem.layout.views(vector),
+        problem.evaluate(problem.layout.views(vector), batch),
+    )
+    for _ in range(60):
+        vector -= vector.dtype.type(0.1) * gradient(problem, vector, batch)[1]
+    after = problem.evaluate(params, batch)
+    assert after["loss"] < 0.8 * before["loss"]
+    assert set(after) == ({"loss"} if data.classes is None else {"loss", "accuracy"})
+    assert after.get("accuracy", 1.0) > 0.5
+
+
+def test_workspace_reuses_its_memory() -> None:
+    work, dtype = Workspace(), np.dtype("f4")
+    first = work.array("a", (6, 4), dtype)
+    assert np.shares_memory(first, work.array("a", (6, 4), dtype))
+    assert np.shares_memory(first, work.array("a", (2, 4), dtype))
+    assert not np.shares_memory(first, work.array("b", (6, 4), dtype))
+    assert work.array("a", (7, 4), dtype).shape == (7, 4)
+    assert work.array("a", (2, 2), np.dtype("f8")).dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "config", "words"),
+    [
+        ("linear", {"classes": 10}, {}, ["'linear'", "10 class", "'made'", "real-valued"]),
+        ("softmax", {}, {}, ["'softmax'", "'made'", "expected class labels", "linear"]),
+        ("mlp", {}, {"activation": "tan"}, ["activation 'tan'", "relu, tanh", "mean 'tanh'"]),
+        ("mlp", {}, {"hidden": (4, 0)}, ["hidden=4,0", "at least 1"]),
+        ("mpl", {}, {}, ["unknown problem 'mpl'", "linear, mlp, softmax", "did you mean 'mlp'?"]),
+        ("", {}, {}, ["unknown problem ''", "linear, mlp, softmax"]),
+        ("Softmax", {}, {}, ["did you mean 'softmax'?"]),
+        ("my/file.py", {}, {}, ["'my/file.py' without a class", "FILE.py:CLASS"]),
+        ("my/file", {}, {}, ["'my/file' without a class", "FILE.py:CLASS"]),
+        ("mlp:MLP", {}, {}, ["mlp'", "ending in .py"]),
+        (":MLP", {}, {}, ["ending in .py"]),
+        ("~nobody_here/file.py:Mine", {}, {}, ["no problem file", "an existing file"]),
+        (
+            "no/such/file.py:Mine",
+            {},
+            {},
+            ["no problem file", "no/such/file.py", "an existing file"],
+        ),
+    ],
+)
+def test_bad_names_and_data(name: str, data: Any, config: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_problem(name, make_data(**data), make_config(**config))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_registry() -> None:
+    for name, cls in PROBLEMS.items():
+        fields = {"classes": 3} if name == "softmax" else {}
+        assert type(load_problem(name, make_data(**fields), make_config())) is cls
+
+
+USER_FILE = """
+from dataclasses import dataclass
+import numpy as np
+from mpips.layout import Layout
+from mpips.problems import Problem
+
+@dataclass
+class Helper:
+    scale: float = 2.0
+
+class Mean:
+    '''Learns the mean of the inputs; no subclass of Problem.'''
+    def __init__(self, data, config):
+        self.layout = Layout.of({"m": data.x_shape})
+    def init(self, rng):
+        return {"m": np.zeros(self.layout.shapes[0])}
+    def loss_and_grad(self, params, batch, out):
+        r = params["m"] - batch.x
+        out["m"][...] = r.mean(axis=0)
+        return float(0.5 * (r * r).sum() / len(r))
+    def evaluate(self, params, batch):
+        return {"loss": float(0.5 * ((params["m"] - batch.x) ** 2).sum() / len(batch.x))}
+
+class Derived(Mean, Problem):
+    pass
+
+class Abstract(Problem):
+    def init(self, rng):
+        return {}
+
+class Lacking:
+    evaluate = 3
+    def __init__(self, data, config): pass
+    def init(self, rng): pass
+
+class NoArguments(Mean):
+    def __init__(self): pass
+
+class Failing(Mean):
+    def __init__(self, data, config):
+        raise KeyError("lost")
+
+class NoLayout(Mean):
+    def __init__(self, data, config): pass
+
+class DictLayout(Mean):
+    def __init__(self, data, config):
+        self.layout = {"m": (3,)}
+
+class EmptyLayout(Mean):
+    def __init__(self, data, config):
+        self.layout = Layout.of({})
+
+class Choosy(Mean):
+    def __init__(self, data, config):
+        from mpips.errors import UserError
+        raise UserError("x=1", "x=2")
+
+def function(data, config):
+    return Mean(data, config)
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", ["Mean", "Derived"])
+def test_user_class(user_file: Path, name: str) -> None:
+    data = make_data()
+    problem = load_problem(f"{user_file}:{name}", data, make_config())
+    batch = make_batch(data, 6, np.random.default_rng(0))
+    _, grad = gradient(problem, np.zeros(5), batch)
+    np.testing.assert_allclose(grad, -batch.x.mean(axis=0))
+
+
+def test_user_file_by_relative_path(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user_file.parent)
+    assert load_problem("mine.py:Mean", make_data(), make_config()).layout.size == 5
+    monkeypatch.setenv("HOME", str(user_file.parent))
+    assert load_problem("~/mine.py:Mean", make_data(), make_config()).layout.size == 5
+
+
+def test_user_file_imports_its_neighbour(user_file: Path) -> None:
+    (user_file.parent / "neighbour_of_mine.py").write_text("SIZE = 4\n")
+    user_file.write_text("from neighbour_of_mine import SIZE\n" + USER_FILE)
+    assert load_problem(f"{user_file}:Mean", make_data(), make_config()).layout.size == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Men", ["no class 'Men'", "mine.py", "Mean", "did you mean 'Mean'?"]),
+        ("", ["no class ''", "Mean"]),
+        ("function", ["no class 'function'", "Mean"]),
+        ("np", ["no class 'np'"]),
+        ("Abstract", ["mine.py:Abstract without loss_and_grad, evaluate", "init, loss_and_grad"]),
+        ("Lacking", ["mine.py:Lacking without loss_and_grad, evaluate"]),
+        ("NoArguments", ["mine.py:NoArguments raised TypeError", "CLASS(data, config)"]),
+        ("Failing", ["mine.py:Failing raised KeyError: 'lost'", "see line 41 of the file"]),
+        ("NoLayout", ["mine.py:NoLayout with layout=None", "Layout"]),
+        ("DictLayout", ["mine.py:DictLayout with layout={'m': (3,)}", "Layout.of"]),
+        ("EmptyLayout", ["mine.py:EmptyLayout with no parameters", "non-empty"]),
+        ("Choosy", ["x=1, expected x=2"]),
+    ],
+)
+def test_bad_user_class(user_file: Path, name: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_problem(f"{user_file}:{name}", make_data(), make_config())
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "words"),
+    [
+        (
+            "x = 1\ny = x / 0\n",
+            ZeroDivisionError,
+            ["ZeroDivisionError: division by zero", "line 2"],
+        ),
+        ("import no_such_module_xyz\n", ModuleNotFoundError, ["No module named", "line 1"]),
+        ("x = 1\n\ndef f(:\n", SyntaxError, ["SyntaxError: ", "line 3 of the file"]),
+        ("raise SystemExit(3)\n", SystemExit, ["SystemExit: 3"]),
+        ("raise ValueError\n", ValueError, ["raised ValueError, expected"]),
+        ("raise ValueError('one\\ntwo')\n", ValueError, ["raised ValueError: one, expected"]),
+        ("\0", (SyntaxError, ValueError), ["null bytes"]),
+    ],
+)
+def test_user_file_that_raises(user_file: Path, text: str, cause: Any, words: list[str]) -> None:
+    user_file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_problem(f"{user_file}:Mean", make_data(), make_config())
+    assert isinstance(caught.value.__cause__, cause)
+    assert caught.value.__cause__.__traceback__ is not None
+    assert "mpips_user_mine" not in sys.modules
+    for word in ["mine.py", *words]:
+        assert word in str(caught.value)
+
+
+def test_user_path_that_is_no_python_file(user_file: Path) -> None:
+    folder = user_file.parent / "folder.py"
+    folder.mkdir()
+    empty = user_file.parent / "empty.py"
+    empty.write_text("")
+    for name, words in {
+        f"{folder}:Mean": "no problem file",
+        f"{user_file.parent}:Mean": "ending in .py",
+        f"{empty}:Mean": "no class 'Mean' in",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            load_problem(name, make_data(), make_config())
