@@ -27,7 +27,7 @@ LEARNING_RATES = {
     "nesterov": 0.05,
     "adagrad": 0.02,
     "rmsprop": 0.001,
-    "adam": 0.001,
+    "adam": 0.002,
     "adamw": 0.001,
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
@@ -39,7 +39,7 @@ LAYOUT_FIELDS = (
     *("dataset", "test_dataset", "test_fraction", "classes", "batch_size", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
-SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "init_from")
+SESSION_FIELDS = ("out", "resume", "quiet", "eval_only")
 FLAGS = {
     "--help": "show this text, and end",
     "--version": "show the version, and end",
@@ -128,7 +128,7 @@ class Config:
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
         pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
-    hidden: tuple[int, ...] = _option("model", (64,), "widths of the hidden layers of mlp", ">= 1")
+    hidden: tuple[int, ...] = _option("model", (128,), "widths of the hidden layers of mlp", ">= 1")
     activation: str = _option("model", "relu", "activation of mlp", legal=("relu", "tanh"))
     dtype: str = _option(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
@@ -170,14 +170,14 @@ class Config:
     warmup_steps: int = _option("optimisation", 0, "updates of linear warm-up", ">= 0")
     step_every: int = _option("optimisation", 0, "updates between steps of schedule step", ">= 0")
     step_factor: float = _option("optimisation", 0.1, "factor of each step of the schedule", "> 0")
-    epochs: int = _option("optimisation", 20, "passes over the data, resumed ones included", ">= 0")
+    epochs: int = _option("optimisation", 30, "passes over the data, resumed ones included", ">= 0")
     steps: int = _option("optimisation", 0, "steps of each worker; 0: as --epochs says", ">= 0")
     target_accuracy: float = _option(
         "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
     )
 
     eval_every: float = _option("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
-    log_every: float = _option("output", 1.0, "seconds between progress lines", ">= 0")
+    log_every: float = _option("output", 0.25, "seconds between progress lines", ">= 0")
 
     checkpoint_every: str = _option(
         "checkpoints", "60", "period of the checkpoints; 0: the first and the last only",

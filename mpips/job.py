@@ -1,7 +1,7 @@
 """What every rank of a run knows before the first step: the job, resolved and checked."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mpips.cluster import Cluster, mpi_name
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
+from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
 from mpips.optim import Rule, make_rule, schedule
@@ -123,6 +124,7 @@ class Job:
             "samples": samples,
             "handout": handout,
             "block": self.block,
+            "n_train": self.info.n_train,
             "mode": self.config.mode,
             "world": self.world(),
         }
@@ -174,13 +176,32 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
     vector = np.empty(problem.layout.size, dtype)
     views = problem.layout.views(vector)
     arrays = problem.init(np.random.default_rng(seed))
-    found = {name: np.shape(array) for name, array in arrays.items()}
     expected = {name: view.shape for name, view in views.items()}
+    found: object = type(arrays).__name__
+    if isinstance(arrays, Mapping):
+        found = {name: np.shape(array) for name, array in arrays.items()}
     if found != expected:
         raise UserError(f"init() of the problem gave {found}", f"{expected}, as in its layout")
     for name, view in views.items():
         view[...] = arrays[name]
+        if not all_finite(view.reshape(-1)):
+            got = f"init() of the problem gave NaN or infinity in {name}"
+            raise UserError(got, "finite parameters")
     return vector
+
+
+def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
+    """Check that a run that is resumed finds as many samples as it had.
+
+    Raises:
+        UserError: If not: positions in the order of the samples would name others.
+    """
+    saved = checkpoint.state.get("n_train", n_train)
+    if saved != n_train:
+        remedy = "give the data of that run, or begin a new run with --init-from"
+        raise UserError(
+            f"{n_train} training samples on resume", f"{saved} as in the saved run", remedy
+        )
 
 
 def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None:

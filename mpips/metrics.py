@@ -49,7 +49,7 @@ class Log:
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
         self._total = total_steps
         self._bar: Any = None
-        self._last = (time.perf_counter(), 0)
+        self._last = self._begin = (time.perf_counter(), 0)
         self._loss_sum, self._loss_samples = 0.0, 0
         self.last_loss = math.nan
         self.last_eval: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Log:
 
     def start_at(self, samples: int) -> None:
         """Begin to count speed, from `samples` that were done before."""
-        self._last = (time.perf_counter(), samples)
+        self._last = self._begin = (time.perf_counter(), samples)
 
     def count(self, loss: float, samples: int) -> None:
         """Add a batch's mean loss to the next progress line."""
@@ -101,10 +101,13 @@ class Log:
         return self._file is not None and now - self._last[0] >= gap
 
     def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
-        """Show where the run is, if it is time; `force` shows it in any case."""
-        if self._file is None or not (force or self.due()):
+        """Show where the run is, if it is time.
+
+        With `force` in any case, and with the speed of the whole run: the last line.
+        """
+        if self._file is None or not (force or (self._loss_samples and self.due())):
             return
-        then, before = self._last
+        then, before = self._begin if force else self._last
         now = time.perf_counter()
         self._last = (now, samples)
         if self._loss_samples:

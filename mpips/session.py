@@ -2,50 +2,29 @@
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from mpips import __version__, cluster, metrics, signals
-from mpips import config as jobs
-from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint
+from mpips import __version__, cluster, folder, metrics, signals
+from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
 from mpips.config import CommandLine, Config
 from mpips.datasets import DataInfo, Dataset, open_dataset
 from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
-from mpips.job import Job, check_checkpoint
+from mpips.folder import Run
+from mpips.job import Job, check_checkpoint, check_samples
 from mpips.metrics import Log
 from mpips.optim import warm
 from mpips.problems import load_problem
-from mpips.roles import assign
+from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
 from mpips.summary import mean_evaluation, summarise, summary_text
 
 T = TypeVar("T")
-DONE = "DONE"
-
-
-@dataclass
-class Run:
-    """Where a run lives, and what it continues.
-
-    Attributes:
-        config: The resolved configuration.
-        out: The run's folder.
-        checkpoint: Path of the checkpoint to start from, or None.
-        resumed: Whether the run continues that checkpoint's run.
-        notes: What to tell the user about it.
-    """
-
-    config: Config
-    out: Path
-    checkpoint: Path | None
-    resumed: bool
-    notes: list[str]
 
 
 def run(line: CommandLine, started: float) -> int:
@@ -56,39 +35,54 @@ def run(line: CommandLine, started: float) -> int:
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     comm = MPI.COMM_WORLD
-    found = on_root(comm, lambda: find_run(line, comm))
-    if "print_config" in line.flags:
-        if comm.rank == 0:
-            print(jobs.to_toml(found.config), end="")
-        return 0
+    found = on_root(comm, lambda: _find(line, comm))
+    try:
+        return _run(found, comm, started)
+    except cluster.Agreed:
+        if comm.rank == 0 and not found.resumed and not found.config.eval_only:
+            folder.forget(found.out)
+        raise
+
+
+def _find(line: CommandLine, comm: MPI.Comm) -> Run:
+    cluster.check_world(comm)
+    return folder.find_run(line)
+
+
+def _run(found: Run, comm: MPI.Intracomm, started: float) -> int:
     config = found.config
     ranks = Cluster(comm, 1 if config.window == "private" else config.node_size)
-    ranks.roles = everywhere(
-        comm,
-        lambda: assign(
-            config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
-            config.server_hosts,
-        ),
-    )  # fmt: skip
+    ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
     ranks.limit_threads(config.threads)
     job = make_job(found, ranks, started)
-    code = _evaluate_only(job) if config.eval_only else _train(job, found)
+    code = _evaluate_only(job, found) if config.eval_only else _train(job, found)
     ranks.free()
     return code
 
 
+def _roles(config: Config, ranks: Cluster) -> Roles:
+    if config.eval_only:  # needs no server: every rank evaluates a part
+        return Roles((), tuple(range(ranks.world)))
+    return assign(
+        config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
+        config.server_hosts,
+    )  # fmt: skip
+
+
 def everywhere(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Call `make` on every rank; an error on any is raised on all. Collective: yes."""
-    error, value = None, None
+    """Call `make` on every rank; an error on any is raised on all. Collective: yes.
+
+    The traceback of an error in the user's code goes with the message.
+    """
+    error: UserError | None = None
     try:
         value = make()
     except UserError as problem:
         error = problem
-    try:
-        cluster.together(comm, error)
-    except cluster.Agreed as agreed:
-        raise agreed from (error.__cause__ if error else None)
-    assert value is not None
+        if problem.__cause__ is not None:
+            trace = "".join(traceback.format_exception(problem.__cause__))
+            error = cluster.Agreed(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
+    cluster.together(comm, error)
     return value
 
 
@@ -104,75 +98,6 @@ def on_root(comm: MPI.Comm, make: Callable[[], T]) -> T:
     cluster.together(comm, error)
     shared: T = comm.bcast(value)
     return shared
-
-
-def find_run(line: CommandLine, comm: MPI.Comm) -> Run:
-    """Find the run that is asked for: a new one, or one to continue. On rank 0.
-
-    Raises:
-        UserError: If there is nothing to continue, a run would be overwritten, or a checkpoint is
-            not there.
-    """
-    cluster.check_world(comm)
-    given = jobs.read_toml(line.job) if line.job else None
-    config = jobs.resolve(line.options, given)
-    out = _run_folder(config)
-    if config.resume and (out / "config.toml").is_file():
-        saved = jobs.read_toml(out / "config.toml")
-        config = jobs.resolve(line.options, given, saved)
-        jobs.check_resume(jobs.resolve(saved), config)
-        return _continue(config, out)
-    if config.resume == "yes":
-        raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
-    start = _start_checkpoint(config)
-    if not config.eval_only:
-        _check_new(out)
-    return Run(config, out, start, False, [])
-
-
-def _run_folder(config: Config) -> Path:
-    name = config.problem.rpartition(":")[2]
-    if config.out:
-        return Path(config.out)
-    if config.resume:
-        older = sorted(Path("runs").glob(f"{name}-{config.mode}-*"))
-        if older:
-            return older[-1]
-    return Path("runs") / f"{name}-{config.mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _check_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        remedy = "choose another --out, or continue the run with --resume"
-        raise UserError(f"--out {out} is in use", "a new or empty folder", remedy)
-    try:
-        (out / "checkpoints").mkdir(parents=True)
-        (out / "config.toml.tmp").write_text("")
-        (out / "config.toml.tmp").unlink()
-    except OSError as problem:
-        raise UserError(
-            f"--out {out}: {problem.strerror}", "a folder that can be written"
-        ) from None
-
-
-def _continue(config: Config, out: Path) -> Run:
-    found, complaints = newest_whole(out)
-    if found is None:
-        what = "; ".join(complaints) or "none was saved"
-        remedy = "remove the folder and start again"
-        raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
-    notes = [f"damaged, not used: {text}" for text in complaints]
-    return Run(config, out, found.path, True, notes)
-
-
-def _start_checkpoint(config: Config) -> Path | None:
-    if not config.init_from:
-        return None
-    found, complaints = newest_whole(config.init_from)
-    if found is None:
-        what = "; ".join(complaints) or "there is none"
-        raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint")
-    return found.path
 
 
 def make_job(found: Run, ranks: Cluster, started: float) -> Job:
@@ -195,6 +120,8 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
         saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
         if saved is not None:
             check_checkpoint(saved, problem.layout, config.dtype)
+            if found.resumed:
+                check_samples(saved, info.n_train)
         kept = int(saved.state["block"]) if saved is not None and found.resumed else block
         job = Job(
             config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
@@ -221,9 +148,9 @@ def _compile(ranks: Cluster, config: Config) -> None:
 def _train(job: Job, found: Run) -> int:
     chief = job.cluster.is_chief
     if chief:
-        (job.out / DONE).unlink(missing_ok=True)
-        (job.out / "config.toml").write_text(jobs.to_toml(job.config))
-    path = job.out / "metrics.jsonl" if chief else None
+        (job.out / folder.DONE).unlink(missing_ok=True)
+        folder.save_config(job.out, job.config)
+    path = job.out / folder.METRICS if chief else None
     c = job.config
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
         _say_start(job, found, log)
@@ -235,8 +162,8 @@ def _train(job: Job, found: Run) -> int:
         summary = _gather(job, outcome, evaluation, train_s)
         if summary is not None:
             _leave(job, outcome, summary, log)
+    job.cluster.barrier()  # polled: to free a window waits inside MPI for everybody
     outcome.release()
-    job.cluster.barrier()
     return exit_code(outcome.reason)
 
 
@@ -294,22 +221,23 @@ def _gather(
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log) -> None:
     """Write what the run leaves, on the chief, and say how it ended."""
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
-    summary["loss"] = log.last_loss
-    metrics.write_json(job.out / "summary.json", summary)
+    if outcome.samples > job.base_samples:
+        summary["loss"] = log.last_loss
+    metrics.write_json(job.out / folder.SUMMARY, summary)
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     if exit_code(outcome.reason) == 0:
-        (job.out / DONE).write_text(f"{outcome.reason}\n")
+        (job.out / folder.DONE).write_text(f"{outcome.reason}\n")
     if outcome.reason == "diverged":
         sys.stdout.flush()
         print(
             f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
-            f"{job.out / 'checkpoints'} are from before it; use a smaller --lr or --clip",
+            f"{job.out / folder.CHECKPOINTS} are from before it; use a smaller --lr or --clip",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     log.say(summary_text(job, summary))
 
 
-def _evaluate_only(job: Job) -> int:
+def _evaluate_only(job: Job, found: Run) -> int:
     """Evaluate the checkpoint that was named, and print the result. Collective: yes."""
     assert job.checkpoint is not None, "config checks that one is named"
     parts = None
@@ -320,6 +248,8 @@ def _evaluate_only(job: Job) -> int:
     gathered = job.cluster.comm.gather(parts)
     if gathered is not None and not job.config.quiet:
         means = mean_evaluation(job, gathered)
+        for note in found.notes:
+            print(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
         print(f"{job.checkpoint.path} on {job.info.n_test} held-out samples: {text}", flush=True)
     return 0

@@ -78,6 +78,11 @@ class Puller:
         self.torn = 0
         self.bytes = 0
 
+    def pull_final(self, out: np.ndarray) -> None:
+        """Read every shard into `out` once the servers apply nothing more and serve no reads."""
+        self._consistent = False
+        self.pull(out)
+
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`.
 

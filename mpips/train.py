@@ -13,43 +13,54 @@ import os  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
+from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 from mpips import config as jobs  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpips.config import CommandLine, Config
+    from mpips.config import CommandLine
 
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+TURN_S, TURN_MAX_S = 0.2, 2.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one job on all ranks of the world; returns the exit code.
 
-    Without a launcher, what needs no MPI (help, a mistake on the command line) starts none.
+    What needs no MPI (help, the resolved job) starts none. Without a launcher, neither does a
+    mistake on the command line.
     """
     rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
     try:
         line = jobs.parse_command_line(argv)
-        text = jobs.requested_text(line, None)
-        config = None if text else _first_config(line)
-        text = text or (jobs.requested_text(line, config) if not _resumes(config) else None)
     except UserError as error:
         return _refuse(error, rank)
-    if text is not None:
-        if rank in (None, "0"):
-            print(text, end="")
+    text = jobs.requested_text(line, None)
+    if text is None and rank is not None and "print_config" not in line.flags:
+        return _start(line)  # one rank reads the job file: the others might not find it
+    if rank not in (None, "0"):
         return 0
-    return _start(line)
+    try:
+        if text is None:
+            text = _first_look(line)
+    except UserError as error:
+        return _refuse(error, None)
+    if text is None:
+        return _start(line)
+    print(text, end="")
+    return 0
 
 
-def _first_config(line: "CommandLine") -> "Config":
-    return jobs.resolve(line.options, jobs.read_toml(line.job) if line.job else None)
+def _first_look(line: "CommandLine") -> str | None:
+    """Resolve the job; returns the text that is asked for, or None to go on.
 
+    Raises:
+        UserError: If the command line, the job file or the run to be continued is wrong.
+    """
+    from mpips import folder
 
-def _resumes(config: "Config | None") -> bool:
-    return config is not None and bool(config.resume)
+    return jobs.requested_text(line, folder.find_config(line)[0])
 
 
 def _refuse(error: UserError, rank: str | None) -> int:
@@ -61,8 +72,6 @@ def _refuse(error: UserError, rank: str | None) -> int:
         MPI.COMM_WORLD.Barrier()  # a launcher may kill the others when the first one leaves
     if rank in (None, "0"):
         print(f"mpips: {error}", file=sys.stderr, flush=True)
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
     if rank is not None:
         MPI.COMM_WORLD.Barrier()
     return 2
@@ -75,10 +84,34 @@ def _start(line: "CommandLine") -> int:
         return session.run(line, STARTED)
     except cluster.Agreed as error:
         return _refuse(error, "")
-    except UserError as error:  # on this rank alone
-        cluster.abort(f"mpips: {error}", 2)
-    except BaseException:
-        cluster.abort_with_traceback()
+    except UserError as error:
+        _abort(str(error), 2)
+    except BaseException as error:
+        _abort(_with_traceback(error), 1)
+
+
+def _abort(message: str, code: int) -> NoReturn:
+    """End the whole job because of this rank alone.
+
+    Where several ranks fail at once the lowest speaks, and ends the others while they wait.
+    """
+    from mpips.cluster import MPI, abort
+
+    time.sleep(min(TURN_S * MPI.COMM_WORLD.rank, TURN_MAX_S))
+    if signals.received() == "SIGTERM":  # the job is being ended already
+        sys.exit(code)
+    abort(f"mpips: {message}", code)
+
+
+def _with_traceback(error: BaseException) -> str:
+    """Say which rank raised what, with the traceback; a mistake in a problem looks like this."""
+    from mpips.cluster import MPI
+
+    lines = "".join(traceback.format_exception(error)).rstrip()
+    what = traceback.format_exception_only(error)[-1].strip()
+    got = f"rank {MPI.COMM_WORLD.rank} raised {what}"
+    remedy = f"its traceback says where:\n{lines}"
+    return str(UserError(got, "no exception", remedy))
 
 
 if __name__ == "__main__":

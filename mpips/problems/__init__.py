@@ -65,7 +65,7 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
         problem = cls(data, config)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _raised(
             f"problem {where}", error, path, "a class made by CLASS(data, config)"
         ) from error

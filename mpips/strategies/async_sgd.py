@@ -104,7 +104,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
         "torn_reads": puller.torn,
     }
     if reason != "diverged":
-        puller.pull(worker.replica)
+        puller.pull_final(worker.replica)
     return Outcome(
         reason, params=worker.replica, stats=stats, release=_release(window, puller, sender, worker)
     )

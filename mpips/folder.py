@@ -1,0 +1,213 @@
+"""The folder of a run: where it is, what it continues, what is left in it at the start.
+
+Nothing here knows MPI: rank 0 looks at the files and tells the others.
+"""
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpips import config as jobs
+from mpips.checkpoint import list_checkpoints, newest_whole
+from mpips.checkpoint.files import INDEX
+from mpips.config import OPTIONS, CommandLine, Config
+from mpips.errors import UserError
+
+CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
+    *("config.toml", "metrics.jsonl", "checkpoints"),
+    *("summary.json", "DONE"),
+)
+RUNS = "runs"
+DEFAULT_NAME = re.compile(
+    r"(?P<problem>.+)-(?P<mode>async|sync)-(?P<time>\d{8}-\d{6})(-(?P<number>\d+))?"
+)
+
+
+@dataclass
+class Run:
+    """Where a run lives, and what it continues.
+
+    Attributes:
+        config: The resolved configuration.
+        out: The run's folder.
+        checkpoint: Path of the checkpoint to start from, or None.
+        resumed: Whether the run continues that checkpoint's run.
+        notes: What to tell the user about it.
+    """
+
+    config: Config
+    out: Path
+    checkpoint: Path | None
+    resumed: bool
+    notes: list[str]
+
+
+def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
+    """Resolve a command line: with its job file and, on resume, with the saved run.
+
+    Returns:
+        The configuration, the run's folder, and whether there is a run in it to be continued.
+
+    Raises:
+        UserError: If a file or a value is wrong, or the run to be continued is another one.
+    """
+    given = jobs.read_toml(line.job) if line.job else {}
+    wanted = {**given, **line.options}
+    out = _run_folder(wanted)
+    if not wanted.get("resume") or not _is_file(out / CONFIG):
+        return jobs.resolve(line.options, given), out, False
+    saved = jobs.read_toml(out / CONFIG)
+    config = jobs.resolve(line.options, given, saved)
+    jobs.check_resume(jobs.resolve(saved), config)
+    return config, out, True
+
+
+def find_run(line: CommandLine) -> Run:
+    """Find the run that is asked for, a new one or one to continue; make a new one's folder.
+
+    Raises:
+        UserError: If there is nothing to continue, a run would be overwritten, the folder cannot
+            be written, or a checkpoint is not there.
+    """
+    config, out, exists = find_config(line)
+    if exists and (config.resume != "auto" or _was_saved(out)):
+        return _continue(config, out)
+    if config.resume == "yes":
+        raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
+    checkpoint, notes = _start_checkpoint(config)
+    if config.eval_only and checkpoint is None:
+        raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
+    if not config.eval_only:
+        out = _make(out, named=bool(config.out), used=exists)
+    return Run(config, out, checkpoint, False, notes)
+
+
+def save_config(out: Path, config: Config) -> None:
+    """Write the job file that makes this run again, whole or not at all.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
+    text = jobs.to_toml(dataclasses.replace(config, **defaults))
+    temporary = out / f"{CONFIG}.tmp"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, out / CONFIG)
+    except OSError as problem:
+        raise _unwritable(out, problem) from None
+
+
+def forget(out: Path) -> None:
+    """Remove what a job has made that was refused before it saved anything."""
+    if _was_saved(out):
+        return
+    for name in (CONFIG, METRICS):
+        (out / name).unlink(missing_ok=True)
+    for folder in (out / CHECKPOINTS, out):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _run_folder(wanted: Mapping[str, Any]) -> Path:
+    """Return the folder that `wanted` names; on resume without a name, the newest that fits."""
+    if wanted.get("out"):
+        return Path(wanted["out"])
+    name = str(wanted.get("problem", OPTIONS["problem"].default)).rpartition(":")[2]
+    mode = wanted.get("mode", OPTIONS["mode"].default)
+    newest = _newest({k: wanted.get(k) for k in ("problem", "mode")}, name)
+    if wanted.get("resume") and newest is not None:
+        return newest
+    return Path(RUNS) / f"{name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _newest(asked: Mapping[str, Any], name: str) -> Path | None:
+    """Return the newest run under ``runs/``, of the mode and problem that were asked for."""
+    found: list[tuple[str, int, Path]] = []
+    for path in Path(RUNS).glob(f"*/{CONFIG}"):
+        match = DEFAULT_NAME.fullmatch(path.parent.name)
+        if match is None or (asked["problem"] and match["problem"] != name):
+            continue
+        if not asked["mode"] or match["mode"] == asked["mode"]:
+            found.append((match["time"], int(match["number"] or 1), path.parent))
+    return max(found)[2] if found else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as problem:  # such as a name that is too long
+        raise _unwritable(path.parent, problem) from None
+
+
+def _unwritable(out: Path, problem: OSError) -> UserError:
+    remedy = "give another --out, or free some space"
+    return UserError(f"--out {out}: {problem.strerror}", "a folder that can be written", remedy)
+
+
+def _make(out: Path, named: bool, used: bool) -> Path:
+    """Make an empty folder for a new run and try it; one without a given name may be renumbered.
+
+    Args:
+        out: The folder.
+        named: Whether the user named it.
+        used: Whether a run that never saved anything may be there.
+    """
+    try:
+        if not named:
+            out = _fresh(out)
+        if out.exists() and not used and (not out.is_dir() or any(out.iterdir())):
+            remedy = "choose another --out, or continue the run with --resume"
+            raise UserError(f"--out {out} is in use", "a new or empty folder", remedy)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{CONFIG}.tmp").write_text("")
+        (out / f"{CONFIG}.tmp").unlink()
+    except OSError as problem:
+        raise _unwritable(out, problem) from None
+    return out
+
+
+def _fresh(out: Path) -> Path:
+    """Make the folder, or one with a number behind its name: jobs may start in the same second."""
+    out.parent.mkdir(exist_ok=True)
+    for number in range(1, 10_000):
+        free = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        try:
+            free.mkdir()
+        except FileExistsError:
+            continue
+        return free
+    raise UserError(f"{out} and 9999 like it are in use", "a new folder", "give --out")
+
+
+def _was_saved(out: Path) -> bool:
+    return any((folder / INDEX).exists() for folder in list_checkpoints(out))
+
+
+def _continue(config: Config, out: Path) -> Run:
+    found, complaints = newest_whole(out)
+    if found is None:
+        what = "; ".join(complaints) or "none was saved"
+        remedy = "remove the folder and start again"
+        raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
+    return Run(config, out, found.path, True, _notes(complaints))
+
+
+def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
+    if not config.init_from:
+        return None, []
+    found, complaints = newest_whole(config.init_from)
+    if found is None:
+        what = "; ".join(complaints) or "there is none"
+        remedy = "give a run's folder or a step-... folder in its checkpoints"
+        raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint", remedy)
+    return found.path, _notes(complaints)
+
+
+def _notes(complaints: list[str]) -> list[str]:
+    return [f"damaged, not used: {text}" for text in complaints]

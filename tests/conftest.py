@@ -1,0 +1,23 @@
+"""Options of all tests, and which of them this process runs.
+
+Without ``--with-mpi`` the multi-rank tests in ``mpi/`` are left to ``test_worlds.py``, which runs
+them by mpirun. With it, this process is a rank of such a run and runs them alone.
+"""
+
+from pathlib import Path
+
+import pytest
+
+MULTI_RANK = Path(__file__).parent / "mpi"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("worlds", "multi-rank tests")
+    group.addoption("--node-size", type=int, default=0, help="ranks of a node; 0: the real nodes")
+    group.addoption("--ran", type=Path, help="file to which the names of tests that ran are added")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    multi_rank = collection_path.is_relative_to(MULTI_RANK)
+    left_out = collection_path.is_file() and multi_rank != config.getoption("--with-mpi")
+    return True if left_out else None

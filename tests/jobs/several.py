@@ -1,0 +1,59 @@
+"""Runs many jobs in one world, to save their start: ``several.py JOBS.json``.
+
+The file holds a list of ``[ranks, command line]``. Each job runs on the first ranks of the world
+as if they were all of it, while the others wait. Its exit code goes to ``codes.json`` beside the
+file. The first job that fails in another way than with an exit code ends them all.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from mpi4py import MPI
+
+from mpips import cluster, session, signals
+from mpips.cluster import Agreed
+from mpips.config import parse_command_line
+
+
+def wait_for_all(comm: MPI.Comm) -> None:
+    """A barrier that leaves the cores to those who still work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.002)
+
+
+def run(comm: MPI.Intracomm, argv: list[str]) -> int:
+    """Run one job on `comm`; returns its exit code."""
+    names = {name: getattr(MPI, name) for name in dir(MPI)}
+    session.MPI = SimpleNamespace(**{**names, "COMM_WORLD": comm})  # type: ignore[assignment]
+    try:
+        signals._received.clear()
+        return session.run(parse_command_line(argv), time.perf_counter())
+    except Agreed as error:
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def main(path: Path) -> None:
+    """Run the jobs one after the other."""
+    world, codes = MPI.COMM_WORLD, []
+    for ranks, argv in json.loads(path.read_text()):
+        takes_part = world.rank < ranks
+        comm = world.Split(0 if takes_part else MPI.UNDEFINED, world.rank)
+        if takes_part:
+            codes.append(run(comm, argv))
+            comm.Free()
+        wait_for_all(world)
+    if world.rank == 0:
+        path.with_name("codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    signals.install()
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException:
+        cluster.abort_with_traceback()

@@ -1,0 +1,140 @@
+"""How a world of ranks runs tests together: one verdict for all, and never a hang.
+
+Every rank runs the same tests in the same order. After each test the ranks exchange verdicts: a
+failure on one is a failure on all, shown by rank 0, which alone prints. A rank that failed while
+others wait for it inside the test, or a test that outlasts its limit, ends the whole world.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn, TextIO
+
+import pytest
+
+pytest.importorskip("mpi4py")
+
+from mpi4py import MPI  # noqa: E402
+from verdict import together  # noqa: E402
+
+from mpips.cluster import Cluster  # noqa: E402
+from mpips.optim import make_rule, warm  # noqa: E402
+
+LIMIT_S = 90.0  # a test, fixtures included
+GRACE_S = 15.0  # in which the others must end a test in which this rank has failed
+RULES = ("sgd", "momentum", "adam")
+
+
+class World:
+    """This process's part in running the tests of a world."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.rank = self.comm.rank
+        self._ran = config.getoption("--ran") if self.rank == 0 else None
+        self._stderr: TextIO = os.fdopen(os.dup(2), "w")  # not the one that pytest captures
+
+    def note(self, what: str, names: list[str]) -> None:
+        """Add lines to the report of this run, on rank 0."""
+        if self._ran is not None:
+            with open(self._ran, "a") as file:
+                file.writelines(f"{what} {name}\n" for name in names)
+
+    def end(self, text: str) -> NoReturn:
+        """Print `text` and where every thread is, then end the world."""
+        print(f"\nrank {self.rank}: {text}", file=self._stderr, flush=True)
+        faulthandler.dump_traceback(self._stderr)
+        MPI.COMM_WORLD.Abort(1)
+        os._exit(1)
+
+    def watch(self, name: str) -> threading.Timer:
+        """Start the time limit of a test; cancel what is returned at its end."""
+        timer = threading.Timer(LIMIT_S, self.end, [f"{name} is not over after {LIMIT_S} s"])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def agree(self, name: str, failure: str | None) -> None:
+        """Exchange verdicts at the end of a test; fail on all ranks if it failed on any."""
+        arrived = self.comm.Ibarrier()
+        deadline = time.monotonic() + GRACE_S
+        while not arrived.Test():
+            time.sleep(0.001)
+            if failure is not None and time.monotonic() > deadline:
+                self.end(f"{name} failed here, and the others wait:\n{failure}")
+        together(self.comm, failure)
+
+
+WORLD = pytest.StashKey[World]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    world = config.stash[WORLD] = World(config)
+    if world.rank:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "mpi" not in item.keywords:
+            raise pytest.UsageError(f"{item.nodeid} in tests/mpi lacks the marker mpi")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[WORLD].note("collected", [item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    timer = item.config.stash[WORLD].watch(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        timer.cancel()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    world = pyfuncitem.config.stash[WORLD]
+    failure: str | None = None
+    try:
+        result = yield
+    except pytest.skip.Exception:
+        raise  # the same on every rank, as what it depends on is
+    except Exception:
+        failure = traceback.format_exc(limit=-8)
+    world.agree(pyfuncitem.nodeid, failure)
+    world.note("ran", [pyfuncitem.nodeid])
+    return result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Compile the loops on one rank; the others load them from the cache on disk."""
+    for turn in range(2):
+        if (MPI.COMM_WORLD.rank > 0) == turn:
+            for name in RULES:
+                for dtype in ("float32", "float64"):
+                    warm(make_rule(name), dtype)
+        MPI.COMM_WORLD.Barrier()
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The world's ranks, with nodes of ``--node-size``; freed after the test."""
+    needs = request.node.get_closest_marker("world")
+    kwargs = needs.kwargs if needs else {}
+    world = MPI.COMM_WORLD.size
+    if world > kwargs.get("max_size", world):
+        pytest.skip(f"says nothing more in a world of {world}")
+    made = Cluster(MPI.COMM_WORLD, request.config.getoption("--node-size"))
+    if made.nodes < kwargs.get("min_nodes", 1):
+        made.free()
+        pytest.skip("needs several nodes")
+    yield made
+    made.barrier()
+    made.free()

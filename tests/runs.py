@@ -1,0 +1,116 @@
+"""What a run leaves, judged from outside: its checkpoints, its summary, its marker."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from launch import Running, run
+
+from mpips.checkpoint import Checkpoint, newest_whole
+from mpips.config import from_toml
+from mpips.datasets.order import Order
+
+HERE = Path(__file__).parent
+COUNTING = f"{HERE / 'problems' / 'counting.py'}"
+MODELS = f"{HERE / 'problems' / 'models.py'}"
+SAVED = 85
+COUNT = ("--dtype", "float64", "--optimizer", "sgd", "--lr", "1")
+
+
+def samples_file(path: Path, n: int, features: int = 1) -> str:
+    """Write `n` training samples and 4 held-out ones; returns the options that name them."""
+    rng = np.random.default_rng(n)
+    for name, size in (("train", n), ("test", 4)):
+        x = rng.normal(size=(size, features)).astype("f4")
+        np.savez(path / f"{name}-{n}.npz", x=x, y=rng.normal(size=size).astype("f4"))
+    return str(path / f"train-{n}.npz")
+
+
+def counting(data: str, *, kind: str = "Counting") -> list[str]:
+    """Return the options of a counting job over the file `data`."""
+    test = data.replace("train-", "test-")
+    files = ["--dataset", data, "--test-dataset", test]
+    return ["--problem", f"{COUNTING}:{kind}", *files, *COUNT]
+
+
+def several(jobs: Sequence[tuple[int, Sequence[str]]], cwd: Path, timeout_s: float) -> list[int]:
+    """Run jobs in one world, each on as many ranks as it says; returns their exit codes."""
+    (cwd / "jobs.json").write_text(json.dumps([[n, list(argv)] for n, argv in jobs]))
+    world = max(n for n, _ in jobs)
+    run(world, [str(HERE / "jobs" / "several.py"), str(cwd / "jobs.json")], cwd, timeout_s).check()
+    codes: list[int] = json.loads((cwd / "codes.json").read_text())
+    return codes
+
+
+def newest(out: Path) -> Checkpoint:
+    """Return the newest whole checkpoint of a run; no newer one may be damaged."""
+    found, complaints = newest_whole(out)
+    assert found is not None, complaints
+    assert not [c for c in complaints if "never committed" not in c], complaints
+    return found
+
+
+def final(out: Path) -> Checkpoint:
+    """Return the last checkpoint of a run that says it is done."""
+    assert (out / "DONE").is_file(), "no DONE"
+    found = newest(out)
+    assert found.step == summary(out)["global_step"]
+    return found
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """Return ``summary.json``."""
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def state(checkpoint: Checkpoint) -> tuple[np.ndarray, ...]:
+    """Return parameters and slots as flat vectors, in the order of their names."""
+    slots = (checkpoint.read_slot(name) for name in checkpoint.slot_names)
+    return (checkpoint.read_params(), *slots)
+
+
+def assert_same_state(a: Checkpoint, b: Checkpoint) -> None:
+    """Assert that two checkpoints hold the same step and the same bits."""
+    assert (a.step, a.slot_names) == (b.step, b.slot_names)
+    for name, x, y in zip(("params", *a.slot_names), state(a), state(b), strict=True):
+        differing = int(np.count_nonzero(x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")))
+        assert differing == 0, f"{differing} of {x.size} elements of {name} differ"
+
+
+def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
+    """Return how often each of `n` samples was applied, from a checkpoint's hand-out."""
+    handout, config = checkpoint.state["handout"], from_toml(checkpoint.config)
+    order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
+    epoch, position = handout["cursor"]
+    counts = np.full(n, float(epoch))
+    np.add.at(counts, order.sample_ids(epoch, 0, position), 1)
+    for e, begin, end in handout["pending"]:
+        np.subtract.at(counts, order.sample_ids(e, begin, end), 1)
+    return counts
+
+
+def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> None:
+    """Assert that everything the hand-out calls applied was applied once, on every shard."""
+    arrays = checkpoint.layout.views(checkpoint.read_params())
+    expected = expected_counts(checkpoint, n)
+    if epochs is not None:
+        assert np.array_equal(expected, np.full(n, float(epochs))), "the run is not over"
+    np.testing.assert_array_equal(arrays["counts"], expected)
+    assert checkpoint.state["samples"] == expected.sum()
+    if checkpoint.state["mode"] == "async":
+        np.testing.assert_array_equal(arrays["updates"], float(checkpoint.step))
+        assert sum(checkpoint.state["handout"]["clocks"]) == checkpoint.step
+
+
+def wait_until_started(job: Running, out: Path, starts: int, timeout_s: float = 90) -> None:
+    """Wait until the run in `out` was started `starts` times in all, this one included."""
+    deadline = time.monotonic() + timeout_s
+    path = out / "metrics.jsonl"
+    while not path.is_file() or path.read_text().count('"kind": "start"') < starts:
+        assert job.process.poll() is None, job.output()
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.02)
