@@ -23,6 +23,8 @@ from mpips.job import Job
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard
 
+COPY_BYTES = 4 << 20
+
 
 class Saver:
     """Saves one owner's shard.
@@ -51,7 +53,7 @@ class Saver:
         self._copies: list[np.ndarray] = []
         self._step: int | None = None
         self._folder: str | None = None
-        self._writing: Future[ShardRecord] | None = None
+        self._writing: Future[ShardRecord | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     @property
@@ -73,8 +75,15 @@ class Saver:
         else:
             self._copies = self._copies or [np.empty_like(a) for a in live]
             for copy, array in zip(self._copies, live, strict=True):
-                np.copyto(copy, array)
+                self._copy(copy, array)
         self._step = step
+
+    def _copy(self, out: np.ndarray, array: np.ndarray) -> None:
+        """Copy in blocks: far reads wait for a server that stays out of MPI."""
+        step = COPY_BYTES // array.itemsize
+        for begin in range(0, array.size, step):
+            out[begin : begin + step] = array[begin : begin + step]
+            self._cluster.progress()
 
     def write_into(self, folder: str) -> None:
         """Learn the folder from the chief, perhaps before the snapshot."""
@@ -94,13 +103,14 @@ class Saver:
 
     def _write(self, step: int, folder: str) -> None:
         params, *slots = self._copies
-        if not all_finite(params):
-            self._report(None)
-            return
         named = dict(zip(self._slots, slots, strict=True))
-        self._writing = self._thread.submit(
-            checkpoint.write_shard, folder, self._owner, self._shard, step, params, named
-        )
+
+        def write() -> ShardRecord | None:
+            if not all_finite(params):
+                return None
+            return checkpoint.write_shard(folder, self._owner, self._shard, step, params, named)
+
+        self._writing = self._thread.submit(write)
 
     def _report(self, record: ShardRecord | None) -> None:
         self._step = self._folder = self._writing = None

@@ -109,6 +109,7 @@ class AsyncServer:
                 backoff.reset()
             else:
                 backoff.pause()
+        self.store.close()
         self._servers.Free()
         return self.reason
 

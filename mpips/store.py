@@ -23,6 +23,7 @@ from mpips.optim import Rule
 from mpips.window import Field, Window, transfer_pieces
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
+STARTING, SERVING, CLOSED = range(3)  # values of STATE
 TAG_SNAPSHOT = 4
 BLOCK_BYTES = 1 << 20  # a server enters MPI between two blocks of an update
 STALENESS_BINS = 256  # the last bin holds everything above
@@ -191,6 +192,7 @@ class Server:
             for w, r in workers
             if cluster.near(r)
         ]
+        self._clocks = [0] * self.applied.size
         self._far_readers: list[int] = []
         self._snapshot = np.zeros(0, self.params.dtype)
         self._snapshot_version = np.zeros(1, "i8")
@@ -209,6 +211,11 @@ class Server:
         """Set the version of a shard whose parameters and slots were just filled."""
         publish(self._header, BEGUN, version)
         publish(self._header, COMMITTED, version)
+        publish(self._header, STATE, SERVING)
+
+    def close(self) -> None:
+        """Say in the header that nothing more will be applied."""
+        publish(self._header, STATE, CLOSED)
 
     def apply(self, push: Push) -> int:
         """Apply a push, the next of its worker, and record it in the ledger.
@@ -228,6 +235,8 @@ class Server:
             slots = tuple(slot[block] for slot in self.slots)
             self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
         publish(self.applied, push.worker, push.seq)
+        self._clocks[push.worker] = push.seq
+        publish(self._header, CLOCK, min(self._clocks))
         publish(self._header, COMMITTED, version)
         self.busy_s += time.perf_counter() - start
         return version

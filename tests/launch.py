@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Running:
     def __init__(
         self, ranks: int, args: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        self._log = open(cwd / f"output-{os.getpid()}-{id(self)}.txt", "w+b")
+        self._log = tempfile.NamedTemporaryFile("w+b", suffix=".txt")
         self.process = subprocess.Popen(
             command(ranks, args),
             cwd=cwd,

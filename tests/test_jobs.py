@@ -1,0 +1,31 @@
+"""Every job in jobs/ runs as it is, and reaches what its comment says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import ROOT, train
+
+pytestmark = pytest.mark.launch
+
+EXPECTED = {  # ranks, least held-out accuracy
+    "digits.toml": (8, 0.96),
+    "digits-sync.toml": (8, 0.95),
+    "hdf5.toml": (4, 0.90),
+    "softmax-libsvm.toml": (4, 0.90),
+}
+
+
+def test_no_job_is_left_out() -> None:
+    assert {path.name for path in (ROOT / "jobs").glob("*.toml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_job(name: str, tmp_path: Path) -> None:
+    ranks, accuracy = EXPECTED[name]
+    out = tmp_path / "run"
+    done = train(ranks, f"jobs/{name}", "--out", str(out), cwd=ROOT, timeout_s=120).check()
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["accuracy"] >= accuracy, done.output
+    assert (out / "DONE").exists()
