@@ -25,7 +25,6 @@ from mpips.window import Field, Window, transfer_pieces
 
 TAG_HEADER, TAG_BODY = 2, 3
 BUFFERS = 2  # open pushes a worker
-POOL = 2  # bodies at a server: one is received while the other is applied
 HEADER_WORDS = 8  # worker, seq, epoch, begin, end, samples, loss (its bits), version read
 PUSHED = 0  # header word of a worker: number of pushes announced
 
@@ -152,6 +151,7 @@ class Receiver:
 
     Args:
         applied: The server's ledger, shape (workers,); read here, written by the store.
+        inbox: Far bodies held at a time; with 2, one is received while the other is applied.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Receiver:
         shard: Shard,
         dtype: str,
         applied: np.ndarray,
+        inbox: int,
     ) -> None:
         self._cluster, self._server, self._shard, self._applied = cluster, server_id, shard, applied
         workers = cluster.roles.workers
@@ -171,7 +172,7 @@ class Receiver:
             for w, r in near
         )
         far = len(near) < len(workers) and shard.size > 0
-        self._free = [np.zeros(shard.size, dtype) for _ in range(POOL if far else 0)]
+        self._free = [np.zeros(shard.size, dtype) for _ in range(inbox if far else 0)]
         self._far, self._far_first = far, False
         self._headers: deque[np.ndarray] = deque()
         self._bodies: deque[_Body] = deque()

@@ -114,6 +114,7 @@ class Cluster:
         self.ranks_on_host = crowd
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
+        self.threads = 0
         self.roles = Roles((), tuple(range(self.world)))
 
     @cached_property
@@ -141,6 +142,7 @@ class Cluster:
 
         share = threads or max(1, cores() // self.ranks_on_host)
         threadpool_limits(share)
+        self.threads = share
         return share
 
     def progress(self) -> None:
@@ -246,6 +248,9 @@ class Agreed(UserError):
 
 def together(comm: MPI.Comm, error: Exception | None) -> None:
     """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
+    here, backoff = comm.Ibarrier(), Backoff(crowded=True)
+    while not here.Test():  # somebody may be reading a large file
+        backoff.pause()
     found = [e for e in comm.allgather(error and str(error)) if e]
     if found:
         raise Agreed(found[0])

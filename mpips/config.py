@@ -119,6 +119,10 @@ class Config:
         "cluster", "auto", "how a round of mode sync sums: in node-shared memory or MPI_Allreduce",
         legal=("auto", "shared", "allreduce"),
     )  # fmt: skip
+    inbox: int = _option(
+        "cluster", 2, "pushes from other nodes that a server receives at a time; each takes a shard",
+        ">= 1",
+    )  # fmt: skip
     read: str = _option(
         "cluster", "relaxed", "what a pull of mode async may see; consistent: one version a shard",
         legal=("relaxed", "consistent"),

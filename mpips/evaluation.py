@@ -1,5 +1,6 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,14 @@ def evaluate(
         for name, value in job.problem.evaluate(params, batch).items():
             sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
     return sums
+
+
+def next_evaluation(epoch: float, every: float) -> float:
+    """Return the first multiple of `every` epochs after `epoch`; infinity if `every` is 0.
+
+    A resumed run evaluates where an uninterrupted one would.
+    """
+    return (math.floor(epoch / every) + 1) * every if every else math.inf
 
 
 def share(samples: int, part: int, parts: int) -> tuple[int, int]:

@@ -19,6 +19,12 @@ from mpips.ledger import HandOut
 from mpips.optim import Rule, make_rule, schedule
 from mpips.problems import Problem
 
+# Beside what a resume may not change at all, these decide the bits of a synchronous run.
+BITWISE_FIELDS = (
+    *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
+    *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
+)
+
 
 @dataclass
 class Job:
@@ -131,12 +137,16 @@ class Job:
 
     def world(self) -> dict[str, Any]:
         """Return what a synchronous run's bits depend on (see `differences`)."""
-        cluster = self.cluster
+        cluster, c = self.cluster, self.config
+        fields = set(BITWISE_FIELDS)
+        if c.schedule == "cosine":
+            fields |= {"epochs", "steps"}
         return {
+            "job": {name: getattr(c, name) for name in sorted(fields)},
+            "threads": cluster.threads,
             "ranks": cluster.world,
             "servers": list(cluster.roles.servers),
             "node_of": list(cluster.node_of),
-            "reduce": self.config.reduce,
             "mpi": mpi_name(),
             "cpu": cpu_name(),
         }
@@ -146,7 +156,9 @@ class Job:
         if self.checkpoint is None:
             return []
         saved, now = self.checkpoint.state.get("world", {}), self.world()
-        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in now if saved.get(k) != now[k]]
+        saved, now = {**saved, **saved.get("job", {})}, {**now, **now["job"]}
+        names = [name for name in now if name != "job"]
+        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
 
     def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
         """Fill the parameters and slots of a shard: from the checkpoint, or anew.

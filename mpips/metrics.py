@@ -98,14 +98,14 @@ class Log:
         """Whether it is time for a progress line."""
         now = time.perf_counter()
         gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
-        return self._file is not None and now - self._last[0] >= gap
+        return bool(self._loss_samples) and now - self._last[0] >= gap
 
     def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
         """Show where the run is, if it is time.
 
         With `force` in any case, and with the speed of the whole run: the last line.
         """
-        if self._file is None or not (force or (self._loss_samples and self.due())):
+        if self._file is None or not (force or self.due()):
             return
         then, before = self._begin if force else self._last
         now = time.perf_counter()

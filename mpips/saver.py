@@ -197,6 +197,7 @@ class Committer:
     def _all_here(self, step: int) -> None:
         records = [r for r in self._records if r is not None]
         if len(records) < len(self._records):
+            checkpoint.remove_checkpoint(self._folder)
             self.refused, self._step = True, None
             return
         c = self._contents

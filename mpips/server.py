@@ -250,7 +250,8 @@ class Chief:
             self._log.event("checkpoint", self._committer.saved_step)
         if self._committer.refused:
             self._refuse()
-        self._log.progress(self.step, self._handout.epochs_done, self.samples)
+        if self._log.due():
+            self._log.progress(self.step, self._handout.epochs_done, self.samples)
         if self._cutting or self._committer.busy or self._ended:
             return
         if len(self._done) == len(self._cluster.roles.servers):
@@ -261,7 +262,7 @@ class Chief:
     def _refuse(self) -> None:
         self._committer.refused = False
         step = self.step
-        self.diverged = self.diverged or f"parameters are not finite at step {step}"
+        self.diverged = self.diverged or f"parameters not finite at step {step}"
         self.stop("diverged")
 
     def _due(self) -> bool:
@@ -288,6 +289,8 @@ class Chief:
             self._begin_cut()
             return
         self._ended = True
-        default = "steps" if self._job.config.steps else "epochs"
+        reason = self._stop or ("steps" if self._job.config.steps else "epochs")
+        if self.diverged is not None:
+            reason = "diverged"
         for rank in range(self._cluster.world):
-            self._cluster.send(rank, "end", self._stop or default)
+            self._cluster.send(rank, "end", reason)

@@ -160,6 +160,9 @@ def _train(job: Job, found: Run) -> int:
         train_s = time.perf_counter() - begun
         evaluation = _final_evaluation(job, outcome)
         summary = _gather(job, outcome, evaluation, train_s)
+        for _, kind, payload in job.cluster.poll():
+            if kind == "eval":  # overtaken by the end
+                log.evaluation(payload)
         if summary is not None:
             _leave(job, outcome, summary, log)
     job.cluster.barrier()  # polled: to free a window waits inside MPI for everybody

@@ -97,9 +97,10 @@ def _abort(message: str, code: int) -> NoReturn:
     """
     from mpips.cluster import MPI, abort
 
+    stopped = signals.received()
     time.sleep(min(TURN_S * MPI.COMM_WORLD.rank, TURN_MAX_S))
-    if signals.received() == "SIGTERM":  # the job is being ended already
-        sys.exit(code)
+    if stopped is None and signals.received() == "SIGTERM":  # by the abort of another rank
+        MPI.COMM_WORLD.Abort(code)
     abort(f"mpips: {message}", code)
 
 

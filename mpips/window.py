@@ -137,7 +137,7 @@ class Window:
         """
         offset, field = self._plans[rank].offsets()[name]
         items = int(np.prod(field.shape, dtype=np.int64))
-        if begin + out.size > items:  # MPICH reads past the end of a window silently
+        if begin < 0 or begin + out.size > items:  # MPICH reads past the end of a window silently
             raise IndexError(f"items {begin} to {begin + out.size} of {name}, which has {items}")
         assert self._far is not None, "get needs a job of several nodes"
         step = GET_MAX_BYTES // out.itemsize

@@ -13,7 +13,7 @@ from mpips.channel import Sender
 from mpips.datasets import Batch
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.evaluation import evaluate
+from mpips.evaluation import evaluate, next_evaluation
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.kernels import scale, sum_squares
@@ -47,7 +47,7 @@ class AsyncWorker:
         self._grads = [job.layout.views(sender.buffer(k)) for k in range(2)]
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = self._failed = False
-        self._evaluated_epoch = 0.0
+        self._next_eval: float | None = None
         self.times = Times()
         self.reason: str | None = None
 
@@ -130,9 +130,11 @@ class AsyncWorker:
         """Evaluate the last replica pulled, each time that `eval_every` epochs have gone by."""
         every, info = self._job.config.eval_every, self._job.info
         epoch = batch[0] + batch[2] / info.n_train
-        if not every or not info.n_test or epoch < self._evaluated_epoch + every:
+        if self._next_eval is None:  # the first batch says where a resumed run is
+            self._next_eval = next_evaluation(batch[0] + batch[1] / info.n_train, every)
+        if not info.n_test or epoch < self._next_eval:
             return
-        self._evaluated_epoch = epoch
+        self._next_eval = next_evaluation(epoch, every)
         sums = evaluate(self._job, self._params, 0, info.n_test)
         means = {name: value / info.n_test for name, value in sums.items()}
         step = int(self._puller.versions[0])

@@ -44,6 +44,15 @@ def command(ranks: int, args: Sequence[str]) -> list[str]:
     return [mpirun(), *extra, "-n", str(ranks), sys.executable, *args]
 
 
+def shared_memory(pid: int) -> set[str]:
+    """Return the files in shared memory that a process has mapped: SIGKILL leaves them."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return {line[5] for m in maps.splitlines() if "/dev/shm/" in (line := m.split(None, 5))[-1]}
+
+
 @dataclass
 class Finished:
     """A job that has ended: its exit code, its output (both streams, as they came)."""
@@ -102,13 +111,17 @@ class Running:
         return found
 
     def kill(self) -> None:
-        """SIGKILL mpirun and every rank, at once."""
-        for pid in [self.process.pid, *self.ranks()]:
+        """SIGKILL mpirun and every rank, at once; the shared memory of the dead goes too."""
+        family = [self.process.pid, *self.ranks()]
+        segments = {name for pid in family for name in shared_memory(pid)}
+        for pid in family:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         self.process.wait(10)
+        for name in segments:
+            Path(name).unlink(missing_ok=True)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end; a job that outlasts the limit is killed, and that is a failure."""

@@ -1,15 +1,16 @@
 """What a run leaves, judged from outside: its checkpoints, its summary, its marker."""
 
 import json
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from launch import Running, run
 
-from mpips.checkpoint import Checkpoint, newest_whole
+from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.config import from_toml
 from mpips.datasets.order import Order
 
@@ -106,11 +107,57 @@ def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> 
         assert sum(checkpoint.state["handout"]["clocks"]) == checkpoint.step
 
 
-def wait_until_started(job: Running, out: Path, starts: int, timeout_s: float = 90) -> None:
-    """Wait until the run in `out` was started `starts` times in all, this one included."""
-    deadline = time.monotonic() + timeout_s
+def starts_of(out: Path) -> int:
+    """Return how often a run has begun to train."""
     path = out / "metrics.jsonl"
-    while not path.is_file() or path.read_text().count('"kind": "start"') < starts:
+    return path.read_text().count('"kind": "start"') if path.is_file() else 0
+
+
+def wait_for(job: Running, ready: Callable[[], bool], timeout_s: float = 90) -> None:
+    """Wait while a job gets somewhere."""
+    deadline = time.monotonic() + timeout_s
+    while not ready():
         assert job.process.poll() is None, job.output()
         assert time.monotonic() < deadline, job.output()
-        time.sleep(0.02)
+        time.sleep(0.005)
+
+
+def wait_until_started(job: Running, out: Path, starts: int) -> None:
+    """Wait until the run in `out` has begun to train `starts` times, this one included."""
+    wait_for(job, lambda: starts_of(out) >= starts)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint was committed."""
+    return (folder / "index.h5").exists()
+
+
+def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
+    """Start or resume a run, and kill all of it by SIGKILL at a random moment.
+
+    Args:
+        out: The run's folder.
+        ranks: Number of ranks.
+        options: Its command line.
+        when: After the ``start`` of the program, after some ``steps`` of training, or in the
+            middle of the ``write`` of a checkpoint.
+
+    Returns:
+        Whether a checkpoint was being written.
+    """
+    starts = starts_of(out) + 1
+    with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:
+        if when != "start":
+            wait_until_started(job, out, starts)
+        if when == "write":
+            before = {folder.name for folder in list_checkpoints(out)}
+            wait_for(job, lambda: bool(open_folders(out) - before))
+        time.sleep(random.uniform(0, 0.03 if when == "write" else 1))
+        assert job.process.poll() is None, job.output()
+        job.kill()
+    return bool(open_folders(out))
+
+
+def open_folders(out: Path) -> set[str]:
+    """Return the names of the checkpoints that are not committed."""
+    return {folder.name for folder in list_checkpoints(out) if not is_whole(folder)}

@@ -1,12 +1,12 @@
 """Every batch is applied exactly once, whatever happens: proved by counting."""
 
-import json
+import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from launch import Running, train
 from runs import (
@@ -14,12 +14,19 @@ from runs import (
     assert_counts,
     counting,
     final,
+    is_whole,
+    kill_once,
     newest,
     samples_file,
     several,
     summary,
     wait_until_started,
 )
+
+from mpips.checkpoint import list_checkpoints
+
+sys.path.append(str(Path(__file__).parent / "problems"))
+from countdown import ENDLESS  # noqa: E402
 
 N = 230  # not divisible by any batch size below
 
@@ -35,8 +42,10 @@ def assert_accounts(out: Path, pushes: int) -> None:
     assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
 
 
+EPOCHS, STEPS = 3, 5
+LONG = {6: 80, N: 24}  # epochs: of 3 and 29 batches, and more than all stops of a run take
 PLAIN = {
-    "smallest world": (2, "--servers 1 --batch-size 32"),
+    "smallest world": (2, "--servers 1"),
     "several servers": (5, "--servers 3 --batch-size 7"),
     "a single worker": (4, "--servers 3 --batch-size 100"),
     "default servers": (8, "--batch-size 16"),
@@ -49,27 +58,186 @@ PLAIN = {
     "consistent reads from afar": (5, "--servers 2 --batch-size 16 --read consistent --node-size 2"),
     "one batch": (8, "--servers 2 --batch-size 230"),
     "batches of one": (4, "--servers 1 --batch-size 1"),
-    "more servers than cache lines": (6, "--servers 3 --batch-size 2"),
-    "far servers without a line": (6, "--servers 3 --batch-size 2 --node-size 1"),
+    "more servers than cache lines": (6, "--servers 3 --batch-size 2 --hidden 1"),
+    "far servers without a line": (6, "--servers 3 --batch-size 2 --hidden 1 --node-size 1"),
     "no shuffling": (4, "--servers 2 --batch-size 50 --no-shuffle"),
     "stalling checkpoints": (5, "--servers 2 --batch-size 8 --snapshot stall"),
+    "steps": (5, f"--servers 2 --steps {STEPS}"),
+    "steps on nodes": (6, f"--servers 2 --steps {STEPS} --node-size 2"),
+}
+# Ranks and options of the parts of one run; all but the last are stopped at a random step.
+STOPPED = {
+    "stops": (
+        (4, "--servers 1"), (6, "--servers 3"), (2, "--servers 1"), (5, "--servers 2"),
+        (8, "--servers 1"), (4, "--servers 3"), (5, "--servers 3"),
+    ),
+    "stops on nodes": (
+        (4, "--servers 1 --node-size 1"), (6, "--servers 3 --node-size 2"),
+        (5, "--servers 2 --node-size 2"), (3, "--servers 2 --node-size 1"),
+        (6, "--servers 1 --node-size 2"), (4, "--servers 1 --window private"),
+    ),
+    "stops with more servers than lines": (
+        (6, "--servers 4 --hidden 1"), (5, "--servers 1"), (6, "--servers 3 --node-size 1"),
+        (3, "--servers 1"),
+    ),
 }  # fmt: skip
-TINY = ("more servers than cache lines", "far servers without a line")
-EPOCHS = 3
 
 
-def test_plain_runs(tmp_path: Path) -> None:
+def samples_of(options: str) -> int:
+    """Return the training samples of a job: fewer than a cache line where it is so tiny."""
+    return 6 if "--hidden 1" in options else N
+
+
+class Plan:
+    """Jobs for one world, and where each of them leaves its run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = {n: samples_file(folder, n) for n in (6, N)}
+        self.jobs: list[tuple[int, list[str]]] = []
+        self.codes: list[int] = []
+
+    def out(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self.folder / name.replace(" ", "-")
+
+    def add(self, name: str, ranks: int, *options: str, kind: str = "Counting", n: int = N) -> None:
+        """Add a job: a run's first, or one that resumes it."""
+        every = ("--checkpoint-every", "4steps", "--keep", "3")
+        start = [*counting(self.data[n], kind=kind), *every, "--out", str(self.out(name)), "--quiet"]
+        self.jobs.append((ranks, [*start, *options]))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module that need no launcher of their own."""
+    plan, epochs = Plan(tmp_path_factory.mktemp("runs")), f"--epochs {EPOCHS}"
+    for name, (ranks, options) in PLAIN.items():
+        plan.add(name, ranks, *f"{epochs} {options}".split(), n=samples_of(options))
+    expected = [0] * len(PLAIN)
+    for name, parts in STOPPED.items():
+        n = samples_of(parts[0][1])
+        size = "--hidden 1 --batch-size 2 " if n < N else "--batch-size 8 "
+        for k, (ranks, options) in enumerate(parts):
+            last, resume = k + 1 == len(parts), "--resume " if k else ""
+            words = f"{options} {size}{resume}--epochs {LONG[n] if last else ENDLESS}"
+            plan.add(name, ranks, *words.split(), kind="StoppingCounting", n=n)
+            expected.append(0 if last else SAVED)
+    for options in (f"--steps {STEPS}", f"--resume --steps {STEPS + 3}"):
+        plan.add("more steps", 4, *options.split())
+    for ranks, options in ((4, "--epochs 1"), (6, "--servers 3 --epochs 2 --resume auto")):
+        plan.add("more epochs", ranks, *options.split())
+    plan.codes = several(plan.jobs, plan.folder, 300)
+    assert plan.codes == expected + [0] * 4
+    return plan
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if "steps" not in name])
+def test_plain_run_is_exact(name: str, runs: Plan) -> None:
     """Counts are exact on many worlds, with checkpoints coming thick and fast."""
-    many, few = samples_file(tmp_path, N), samples_file(tmp_path, 6)
-    jobs = []
-    for k, (name, (ranks, options)) in enumerate(PLAIN.items()):
-        data = [*counting(few), "--hidden", "1"] if name in TINY else counting(many)
-        every = ["--checkpoint-every", "4steps", "--keep", "100"]
-        out = ["--out", str(tmp_path / f"run{k}"), "--quiet", "--epochs", str(EPOCHS)]
-        jobs.append((ranks, [*data, *options.split(), *every, *out]))
-    assert several(jobs, tmp_path, 240) == [0] * len(jobs)
-    for k, (name, (_, options)) in enumerate(PLAIN.items()):
-        n, out = 6 if name in TINY else N, tmp_path / f"run{k}"
-        batch_size = int(options.split("--batch-size ")[1].split()[0]) if "batch" in options else 32
-        assert_counts(final(out), n, EPOCHS)
-        assert_accounts(out, EPOCHS * -(-n // batch_size))
+    options = PLAIN[name][1].split()
+    n = samples_of(PLAIN[name][1])
+    at = options.index("--batch-size") + 1 if "--batch-size" in options else None
+    assert_counts(final(runs.out(name)), n, EPOCHS)
+    assert_accounts(runs.out(name), EPOCHS * -(-n // (int(options[at]) if at else 32)))
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if "steps" in name])
+def test_steps_are_each_workers(name: str, runs: Plan) -> None:
+    """``--steps`` gives every worker as many, and the data goes round as often as needed."""
+    out = runs.out(name)
+    assert_counts(final(out), N)
+    workers = summary(out)["workers"]
+    assert summary(out)["steps"] == [STEPS] * workers
+    assert summary(out)["stop_reason"] == "steps"
+    assert_accounts(out, STEPS * workers)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_run_is_exact(name: str, runs: Plan) -> None:
+    """Stops at random steps, and other numbers of workers and servers, lose and repeat nothing."""
+    out = runs.out(name)
+    n = samples_of(STOPPED[name][0][1])
+    assert_counts(final(out), n, LONG[n])
+    assert summary(out)["global_step"] == LONG[n] * (29 if n == N else 3)
+    assert summary(out)["resumed_from"]
+
+
+def test_steps_and_epochs_are_totals_over_resumes(runs: Plan) -> None:
+    out = runs.out("more steps")
+    assert_counts(final(out), N)
+    assert summary(out)["steps"] == [STEPS + 3] * 3
+    assert_counts(final(runs.out("more epochs")), N, 2)
+
+
+def test_worker_without_a_batch(runs: Plan) -> None:
+    """Six workers share one batch an epoch, three in all."""
+    steps = [w["steps"] for w in summary(runs.out("one batch"))["per_worker"]]
+    assert len(steps) == 6
+    assert sum(steps) == 3
+    assert 0 in steps
+
+
+def stop(out: Path, ranks: int, options: list[str], number: int, who: str, starts: int) -> None:
+    """Start or resume a run, let it get on, and ask `who` to stop it."""
+    with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:
+        wait_until_started(job, out, starts)
+        time.sleep(random.uniform(0.1, 0.5))
+        target = job.process.pid if who == "mpirun" else random.choice(job.ranks())
+        os.kill(target, number)
+        job.wait(90).check(SAVED)
+    assert not (out / "DONE").exists()
+    assert summary(out)["stop_reason"] == signal.Signals(number).name
+
+
+SIGNALS = (
+    (4, "--servers 1", signal.SIGUSR1, "rank"),
+    (5, "--servers 3 --node-size 2", signal.SIGUSR1, "mpirun"),
+    (3, "--servers 2", signal.SIGTERM, "rank"),
+    (2, "--servers 1", signal.SIGINT, "rank"),
+)
+
+
+def test_signals_to_a_job(tmp_path: Path) -> None:
+    """Signals from outside save the run and end it with code 85; what follows is exact."""
+    out = tmp_path / "out"
+    common = [*counting(samples_file(tmp_path, N), kind="SlowCounting"), "--out", str(out)]
+    step = 0
+    for k, (ranks, options, number, who) in enumerate(SIGNALS):
+        resume = ["--resume"] if k else []
+        words = [*common, *options.split(), *resume, "--epochs", str(ENDLESS)]
+        stop(out, ranks, words, number, who, k + 1)
+        assert_counts(newest(out), N)
+        assert newest(out).step == summary(out)["global_step"] > step
+        step = newest(out).step
+    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    words = [*common, "--resume", "--epochs", str(epochs), "--servers", "2"]
+    train(4, *words, cwd=tmp_path, timeout_s=120).check()
+    assert_counts(final(out), N, epochs)
+
+
+def kill_often(out: Path, options: list[str], kills: int, seed: int) -> None:
+    """Kill a run again and again at random moments; each time what it left must be exact."""
+    chance = random.Random(seed)
+    for _ in range(kills):
+        ranks = chance.randint(3, 6)
+        where = ["--servers", str(chance.randint(1, ranks - 2))]
+        where += ["--node-size", str(chance.choice((0, 0, 1, 2)))]
+        words = [*options, *where, "--resume", "auto", "--epochs", str(ENDLESS)]
+        kill_once(out, ranks, words, when=chance.choice(("start", "steps", "write")))
+        if any(is_whole(folder) for folder in list_checkpoints(out)):
+            assert_counts(newest(out), N)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
+    """SIGKILL of the whole job at any moment loses the time since a checkpoint, and no more."""
+    out = tmp_path / "out"
+    common = [*counting(samples_file(tmp_path, N), kind="SlowCounting"), "--out", str(out)]
+    common += ["--checkpoint-every", "5steps", "--quiet", "--hidden", "100000"]
+    kill_often(out, common, kills, seed=kills)
+    whole = any(is_whole(folder) for folder in list_checkpoints(out))
+    epochs = newest(out).state["handout"]["cursor"][0] + 1 if whole else 1
+    words = [*common, "--servers", "3", "--resume", "auto", "--epochs", str(epochs)]
+    train(5, *words, cwd=tmp_path, timeout_s=120).check()
+    assert_counts(final(out), N, epochs)

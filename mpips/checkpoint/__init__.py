@@ -5,7 +5,7 @@ Reading: `newest_whole` or `open_checkpoint`, then `Checkpoint.read_params` and 
 any range, whatever the number of shards was. Nothing here knows MPI.
 """
 
-from mpips.checkpoint.files import begin_step, list_checkpoints
+from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import boxes, commit
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.shards import ShardRecord, write_shard
@@ -19,6 +19,7 @@ __all__ = [
     "list_checkpoints",
     "newest_whole",
     "open_checkpoint",
+    "remove_checkpoint",
     "verify",
     "write_shard",
 ]

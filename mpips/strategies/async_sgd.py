@@ -62,7 +62,10 @@ def _serve(job: Job, window: Window, servers: MPI.Intracomm, log: Log) -> Outcom
     server = Server(cluster, window, server_id, shard, job.rule, job.rate())
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
-    receiver = Receiver(cluster, window, server_id, shard, job.config.dtype, server.applied)
+    config = job.config
+    receiver = Receiver(
+        cluster, window, server_id, shard, config.dtype, server.applied, config.inbox
+    )
     slots = dict(zip(job.rule.slots, server.slots, strict=True))
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpips import signals
 from mpips.cluster import cluster_subset
 from mpips.datasets.loader import Loader
-from mpips.evaluation import evaluate, share
+from mpips.evaluation import evaluate, next_evaluation, share
 from mpips.job import Job
 from mpips.ledger import Range, split
 from mpips.metrics import Log
@@ -65,7 +65,7 @@ class SyncLoop:
         self.step, self.samples = job.base_step, job.base_samples
         self._saved_step = job.base_step if job.resumed else -1
         self._last_save = (time.perf_counter(), job.base_step)
-        self._next_eval = self._handout.epochs_done + job.config.eval_every
+        self._next_eval = next_evaluation(self._handout.epochs_done, job.config.eval_every)
         self._target_reached = self._ended = False
         self._told_signals: set[str] = set()
         self._detail = ""
@@ -84,13 +84,22 @@ class SyncLoop:
                 reason = "steps" if self._job.config.steps else "epochs"
                 break
             reason = self._round(batch)
-        if reason != "diverged":
-            if self._saved_step != self.step:
-                self._save()
+        self._cluster.wait(lambda: not self._attend())  # what is under way is whole in the end
+        if reason != "diverged" and self._saved_step != self.step:
+            self._save()
             self._cluster.wait(lambda: not self._attend())
+        if reason != "diverged" and self._refused():
+            reason, self._detail = "diverged", f"parameters not finite at step {self.step}"
         if self._loader:
             self._loader.close()
         return self._outcome(reason)
+
+    def _refused(self) -> bool:
+        """Whether an owner refused to save; the chief knows, and tells all. Collective: yes."""
+        refused = np.array([self._committer.refused if self._committer else False])
+        chief = self._cluster.roles.chief
+        self._cluster.wait_request(self._cluster.comm.Ibcast(refused, chief))
+        return bool(refused[0])
 
     def _next_batch(self) -> Range | None:
         while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
@@ -140,6 +149,8 @@ class SyncLoop:
         if name:
             setattr(report, name.lower(), 1.0)
         report.target = float(self._target_reached)
+        if self._committer and self._committer.refused:
+            report.diverged = 1.0
         if self._committer and not self._committer.busy:
             seconds, steps = self._job.config.checkpoint_period
             then, saved = self._last_save
@@ -150,7 +161,8 @@ class SyncLoop:
     def _end_of_round(self, agreed: Report) -> str:
         self._log.progress(self.step, self._handout.epochs_done, self.samples)
         if agreed.diverged:
-            self._detail = f"loss {agreed.loss_sum / agreed.samples} at step {self.step}"
+            bad = "parameters not finite" if math.isfinite(agreed.loss_sum) else "loss not finite"
+            self._detail = f"{bad} at step {self.step}"
             return "diverged"
         if agreed.checkpoint:
             self._save()

@@ -7,11 +7,10 @@ others wait for it inside the test, or a test that outlasts its limit, ends the 
 
 import faulthandler
 import os
-import sys
+import re
 import threading
 import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn, TextIO
 
 import pytest
@@ -19,7 +18,7 @@ import pytest
 pytest.importorskip("mpi4py")
 
 from mpi4py import MPI  # noqa: E402
-from verdict import together  # noqa: E402
+from verdict import FailedTogetherError, together  # noqa: E402
 
 from mpips.cluster import Cluster  # noqa: E402
 from mpips.optim import make_rule, warm  # noqa: E402
@@ -35,25 +34,30 @@ class World:
     def __init__(self, config: pytest.Config) -> None:
         self.comm = MPI.COMM_WORLD.Dup()
         self.rank = self.comm.rank
+        self.sound = True  # no test has failed, which might have left a message on its way
         self._ran = config.getoption("--ran") if self.rank == 0 else None
         self._stderr: TextIO = os.fdopen(os.dup(2), "w")  # not the one that pytest captures
 
-    def note(self, what: str, names: list[str]) -> None:
-        """Add lines to the report of this run, on rank 0."""
+    def note(self, what: str, items: Sequence[pytest.Item]) -> None:
+        """Add lines to the report of this run, on rank 0; the size of nodes is left out."""
         if self._ran is not None:
             with open(self._ran, "a") as file:
+                names = [re.sub(r"nodes\d+-?", "", item.nodeid) for item in items]
                 file.writelines(f"{what} {name}\n" for name in names)
 
     def end(self, text: str) -> NoReturn:
-        """Print `text` and where every thread is, then end the world."""
+        """Print `text` and end the world."""
         print(f"\nrank {self.rank}: {text}", file=self._stderr, flush=True)
-        faulthandler.dump_traceback(self._stderr)
         MPI.COMM_WORLD.Abort(1)
         os._exit(1)
 
+    def _expire(self, name: str) -> None:
+        faulthandler.dump_traceback(self._stderr)
+        self.end(f"{name} is not over after {LIMIT_S} s; where every thread is stands above")
+
     def watch(self, name: str) -> threading.Timer:
         """Start the time limit of a test; cancel what is returned at its end."""
-        timer = threading.Timer(LIMIT_S, self.end, [f"{name} is not over after {LIMIT_S} s"])
+        timer = threading.Timer(LIMIT_S, self._expire, [name])
         timer.daemon = True
         timer.start()
         return timer
@@ -78,6 +82,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "node_size" in metafunc.fixturenames:
+        sizes = [int(word) for word in metafunc.config.getoption("--node-size").split(",")]
+        metafunc.parametrize("node_size", sizes, ids=[f"nodes{size}" for size in sizes])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "mpi" not in item.keywords:
@@ -85,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[WORLD].note("collected", [item.nodeid for item in session.items])
+    session.config.stash[WORLD].note("collected", session.items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,18 +107,29 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         timer.cancel()
 
 
+def told(error: Exception, item: pytest.Function) -> str:
+    """Return an exception as text, from the test function on."""
+    info = pytest.ExceptionInfo.from_exception(error)
+    info.traceback = info.traceback.cut(path=item.path)
+    return str(info.getrepr(style="short"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     world = pyfuncitem.config.stash[WORLD]
     failure: str | None = None
     try:
-        result = yield
-    except pytest.skip.Exception:
-        raise  # the same on every rank, as what it depends on is
-    except Exception:
-        failure = traceback.format_exc(limit=-8)
-    world.agree(pyfuncitem.nodeid, failure)
-    world.note("ran", [pyfuncitem.nodeid])
+        try:
+            result = yield
+        except FailedTogetherError:
+            raise
+        except Exception as error:
+            failure = told(error, pyfuncitem)
+        world.agree(pyfuncitem.nodeid, failure)
+    except FailedTogetherError:
+        world.sound = False
+        raise
+    world.note("ran", [pyfuncitem])
     return result
 
 
@@ -124,17 +145,18 @@ def kernels() -> None:
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The world's ranks, with nodes of ``--node-size``; freed after the test."""
+def cluster(request: pytest.FixtureRequest, node_size: int) -> Iterator[Cluster]:
+    """The world's ranks, with nodes of each ``--node-size`` in turn; freed after the test."""
     needs = request.node.get_closest_marker("world")
     kwargs = needs.kwargs if needs else {}
     world = MPI.COMM_WORLD.size
     if world > kwargs.get("max_size", world):
         pytest.skip(f"says nothing more in a world of {world}")
-    made = Cluster(MPI.COMM_WORLD, request.config.getoption("--node-size"))
+    made = Cluster(MPI.COMM_WORLD, node_size)
     if made.nodes < kwargs.get("min_nodes", 1):
         made.free()
         pytest.skip("needs several nodes")
     yield made
-    made.barrier()
-    made.free()
+    if request.config.stash[WORLD].sound:
+        made.barrier()
+        made.free()

@@ -1,12 +1,212 @@
+import random
+import signal
+import time
+from types import FrameType
+
+import numpy as np
 import pytest
-from mpips.cluster import Cluster
 from mpi4py import MPI
 from verdict import check
+
+from mpips import cluster as clusters
+from mpips.cluster import Agreed, Backoff, Cluster, cluster_subset
+from mpips.errors import UserError
+from mpips.roles import Roles, assign
+
 pytestmark = pytest.mark.mpi
 
-def test_nodes(cluster):
-    check(cluster.comm, cluster.rank >= 0)
 
-@pytest.mark.mpi(min_size=3)
-def test_three(cluster):
-    check(cluster.comm, cluster.world >= 3)
+def test_nodes_are_runs_of_ranks(cluster: Cluster, node_size: int) -> None:
+    world, rank = cluster.world, cluster.rank
+    if node_size:
+        assert cluster.node_of == [r // node_size for r in range(world)]
+        assert cluster.nodes == -(-world // node_size)
+    mine = [r for r in range(world) if cluster.node_of[r] == cluster.node_of[rank]]
+    assert cluster.my_node == mine
+    assert [cluster.near(r) for r in range(world)] == [r in mine for r in range(world)]
+    assert cluster.node.size == len(mine)
+    assert cluster.node.rank == mine.index(rank)
+    assert len(cluster.hosts) == world
+    check(cluster.comm, len(set(cluster.comm.allgather(tuple(cluster.node_of)))) == 1)
+
+
+def test_messages_of_tests_and_job_do_not_meet(cluster: Cluster) -> None:
+    """Its communicators are its own: a message on the given one is not taken."""
+    ring = (cluster.rank + 1) % cluster.world
+    request = MPI.COMM_WORLD.isend("not for the cluster", ring, clusters.TAG_CONTROL)
+    cluster.barrier()
+    taken = cluster.poll()
+    MPI.COMM_WORLD.recv(source=(cluster.rank - 1) % cluster.world, tag=clusters.TAG_CONTROL)
+    request.wait()
+    check(cluster.comm, not taken, taken)
+
+
+def test_wait_runs_signal_handlers(cluster: Cluster) -> None:
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    old = signal.signal(signal.SIGALRM, note)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        waited_s = cluster.wait(lambda: bool(came))
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    check(cluster.comm, waited_s > 0 and came == [signal.SIGALRM], (waited_s, came))
+
+
+def test_wait_for_nothing_takes_no_time(cluster: Cluster) -> None:
+    assert cluster.wait(lambda: True) == 0.0
+    assert cluster.wait_request(MPI.REQUEST_NULL) == 0.0
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(cluster: Cluster) -> None:
+    if len(set(cluster.hosts)) > 1:
+        pytest.skip("clocks of several hosts cannot be compared")
+    for late in range(min(cluster.world, 3)):
+        if cluster.rank == late:
+            time.sleep(0.03)
+        came = time.monotonic()
+        waited_s = cluster.barrier()
+        left = time.monotonic()
+        last = max(cluster.comm.allgather(came))
+        check(cluster.comm, left >= last and waited_s >= 0, (left - last, waited_s))
+
+
+def test_messages_come_once_and_in_order(cluster: Cluster) -> None:
+    each = 60
+    filler = random.Random(cluster.rank)
+    for k in range(each):
+        for dest in range(cluster.world):
+            cluster.send(dest, "tell", (k, b"x" * filler.choice([0, 10, 3000])))
+    found: dict[int, list[int]] = {r: [] for r in range(cluster.world)}
+    kinds = set()
+
+    def complete() -> bool:
+        for source, kind, (k, _) in cluster.poll():
+            found[source].append(k)
+            kinds.add(kind)
+        return all(len(ks) >= each for ks in found.values())
+
+    cluster.wait(complete)
+    cluster.barrier()
+    complete()  # nothing may come twice
+    good = all(ks == list(range(each)) for ks in found.values()) and kinds == {"tell"}
+    check(cluster.comm, good, found)
+
+
+def test_large_and_empty_messages(cluster: Cluster) -> None:
+    """Larger than what either MPI sends eagerly."""
+    dest = cluster.world - 1 - cluster.rank
+    cluster.send(dest, "large", np.arange(300_000))
+    cluster.send(dest, "empty")
+    came: list[tuple[int, str, object]] = []
+
+    def both() -> bool:
+        came.extend(cluster.poll())
+        return len(came) == 2
+
+    cluster.wait(both)
+    cluster.flush()
+    sources, kinds, payloads = zip(*came, strict=True)
+    good = sources == (dest, dest) and kinds == ("large", "empty") and payloads[1] is None
+    check(cluster.comm, good and np.array_equal(payloads[0], np.arange(300_000)), kinds)
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_gather_brings_every_value_to_the_chief(cluster: Cluster, turns: int) -> None:
+    """Also several times in a row: only the chief waits, so the others run ahead."""
+    chief = cluster.world - 1
+    workers = tuple(r for r in range(cluster.world) if r != chief) or (0,)
+    cluster.roles = Roles((chief,) if chief else (), workers)
+    wrong = []
+    for turn in range(turns):
+        if cluster.rank == chief and turn == 0:
+            time.sleep(0.02)
+        values = cluster.gather({"rank": cluster.rank, "turn": turn})
+        expected = [{"rank": r, "turn": turn} for r in range(cluster.world)]
+        if values != (expected if cluster.rank == chief else None):
+            wrong.append((turn, values))
+    cluster.flush()
+    check(cluster.comm, not wrong, wrong)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_roles_are_the_same_everywhere_and_spread_over_the_nodes(cluster: Cluster) -> None:
+    for servers in {1, cluster.world // 2, cluster.world - 1}:
+        roles = assign("async", cluster.hosts, cluster.node_of, servers)
+        check(cluster.comm, cluster.comm.bcast(roles) == roles, roles)
+        assert len(roles.servers) == servers
+        assert sorted(roles.servers + roles.workers) == list(range(cluster.world))
+        room = [cluster.node_of.count(n) for n in range(cluster.nodes)]
+        held = [sum(cluster.node_of[r] == n for r in roles.servers) for n in range(cluster.nodes)]
+        most = max(held)
+        assert all(h >= most - 1 or h == r for h, r in zip(held, room, strict=True)), held
+
+
+def test_subset(cluster: Cluster) -> None:
+    ranks = range(0, cluster.world, 2)
+    comm = cluster_subset(cluster, ranks)
+    if cluster.rank in ranks:
+        good = comm.size == len(ranks) and comm.rank == ranks.index(cluster.rank)
+        comm.Free()
+    else:
+        good = comm == MPI.COMM_NULL
+    check(cluster.comm, good)
+
+
+def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:
+    last = cluster.rank == cluster.world - 1
+    error = UserError("this", "that", "do so") if last else None
+    with pytest.raises(Agreed, match="^this, expected that; do so$"):
+        clusters.together(cluster.comm, error)
+    clusters.together(cluster.comm, None)
+
+
+def test_free_twice(node_size: int) -> None:
+    made = Cluster(MPI.COMM_WORLD, node_size)
+    made.send((made.rank + 1) % made.world, "tell")
+    made.wait(lambda: bool(made.poll()))
+    made.free()
+    made.free()
+
+
+@pytest.mark.world(max_size=2)
+def test_a_lonely_rank_in_a_slurm_step_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    if cluster.world == 1:
+        with pytest.raises(UserError, match="world of 4; use srun --mpi="):
+            clusters.check_world(cluster.comm)
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    clusters.check_world(cluster.comm)
+
+
+@pytest.mark.world(max_size=1)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_backoff_spins_then_yields_then_sleeps(
+    cluster: Cluster, crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    did: list[str | float] = []
+    monkeypatch.setattr(clusters.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(clusters.time, "sleep", did.append)
+    monkeypatch.setattr(clusters.os, "sched_yield", lambda: did.append("yield"))
+    backoff = Backoff(crowded)
+    for now in (0.0, 10e-6, 100e-6, 300e-6, 0.5, 1.0, 60.0):
+        clock[0] = now
+        backoff.pause()
+    if crowded:  # where ranks outnumber cores, nobody spins
+        assert did[:2] == ["yield", "yield"]
+    else:
+        assert did[:1] == ["yield"]
+    sleeps = [d for d in did if d != "yield"]
+    assert sleeps == sorted(sleeps)
+    assert 20e-6 <= sleeps[0] < 1e-3
+    assert sleeps[-1] == pytest.approx(1e-3)
+    backoff.reset()
+    did.clear()
+    backoff.pause()
+    assert did == (["yield"] if crowded else [])

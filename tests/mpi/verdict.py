@@ -3,6 +3,10 @@
 from mpi4py import MPI
 
 
+class FailedTogetherError(AssertionError):
+    """A failure that every rank raises, at the same place."""
+
+
 def together(comm: MPI.Comm, failure: str | None) -> None:
     """Fail on every rank if any has a failure to tell, with all that they tell.
 
@@ -10,8 +14,9 @@ def together(comm: MPI.Comm, failure: str | None) -> None:
     so that all ranks go on together or stop together.
     """
     found = [(rank, text) for rank, text in enumerate(comm.allgather(failure)) if text]
-    texts = "\n".join(f"rank {rank}: {text}" for rank, text in found)
-    assert not found, f"failed on {len(found)} of {comm.size} ranks:\n{texts}"
+    if found:
+        texts = "\n".join(f"rank {rank}: {text}" for rank, text in found)
+        raise FailedTogetherError(f"failed on {len(found)} of {comm.size} ranks:\n{texts}")
 
 
 def check(comm: MPI.Comm, good: bool, what: object = "") -> None:

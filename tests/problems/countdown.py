@@ -6,8 +6,8 @@ import signal
 
 from mpips.config import Config
 
-ENDLESS = 1000
-LONGEST = 25
+ENDLESS = 1_000_000
+LONGEST = 12
 
 
 class Countdown:

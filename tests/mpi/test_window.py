@@ -1,0 +1,206 @@
+import numpy as np
+import pytest
+from mpi4py import MPI
+from verdict import check
+
+from mpips import window as windows
+from mpips.cluster import Agreed, Cluster
+from mpips.errors import UserError
+from mpips.window import Field, Plan, Window
+
+pytestmark = pytest.mark.mpi
+
+
+def plan(rank: int) -> Plan:
+    """A segment whose fields differ from rank to rank, and end off the cache line."""
+    return Plan(
+        (
+            Field("bytes", "u1", (3 * rank + 1,)),
+            Field("words", "i8", (2, 5 + rank)),
+            Field("none", "f4", (0,)),
+            Field("large", "f8", (20_000 + 7 * rank,)),  # more than 64 KiB
+            Field("small", "f4", (rank + 1,)),
+        )
+    )
+
+
+def plans(cluster: Cluster) -> list[Plan]:
+    return [plan(rank) for rank in range(cluster.world)]
+
+
+def content(rank: int) -> np.ndarray:
+    return np.arange(20_000 + 7 * rank) + 1e6 * rank
+
+
+def fill(cluster: Cluster, window: Window) -> None:
+    """Write this rank's fields, so that every element names its owner and its place."""
+    rank = cluster.rank
+    window.view(rank, "large")[:] = content(rank)
+    window.view(rank, "words")[:] = 100 * rank + np.arange(2 * (5 + rank)).reshape(2, -1)
+    window.view(rank, "bytes")[:] = rank + 1
+    window.view(rank, "small")[:] = -rank
+    cluster.barrier()
+
+
+def read(cluster: Cluster, window: Window, *where: object) -> None:
+    requests = window.get(*where)  # type: ignore[arg-type]
+    cluster.wait(lambda: MPI.Request.Testall(requests))
+
+
+def test_views_are_aligned_typed_and_zero(cluster: Cluster) -> None:
+    for _ in range(2):  # the second time over, the memory may have been used before
+        window = Window(cluster, plans(cluster))
+        wrong = [
+            (rank, field.name)
+            for rank in cluster.my_node
+            for field in plan(rank).fields
+            for view in [window.view(rank, field.name)]
+            if view.ctypes.data % 64
+            or view.any()
+            or view.shape != field.shape
+            or view.dtype != np.dtype(field.dtype)
+        ]
+        check(cluster.comm, not wrong, wrong)
+        cluster.barrier()
+        for field in plan(cluster.rank).fields:
+            window.view(cluster.rank, field.name).view("u1").fill(255)
+        cluster.barrier()
+        window.free()
+
+
+def test_stores_are_seen_on_the_node_only(cluster: Cluster) -> None:
+    window = Window(cluster, plans(cluster))
+    fill(cluster, window)
+    wrong = [
+        rank
+        for rank in cluster.my_node
+        if not np.array_equal(window.view(rank, "large"), content(rank))
+        or window.view(rank, "words")[1, -1] != 100 * rank + 2 * (5 + rank) - 1
+        or not (window.view(rank, "bytes") == rank + 1).all()
+        or not (window.view(rank, "small") == -rank).all()
+    ]
+    check(cluster.comm, not wrong, wrong)
+    for rank in set(range(cluster.world)) - set(cluster.my_node):
+        with pytest.raises(KeyError):
+            window.view(rank, "words")
+    with pytest.raises(KeyError):
+        window.view(cluster.rank, "unknown")
+    cluster.barrier()
+    window.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(min_nodes=2)
+@pytest.mark.parametrize("piece_bytes", [None, 1024])
+def test_get_reads_any_range_of_any_rank(
+    cluster: Cluster, piece_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if piece_bytes:
+        monkeypatch.setattr(windows, "GET_MAX_BYTES", piece_bytes)
+    window = Window(cluster, plans(cluster))
+    fill(cluster, window)
+    wrong = []
+    for rank in range(cluster.world):
+        whole = content(rank)
+        n = len(whole)
+        for begin, end in [(0, n), (0, 1), (n - 1, n), (5, 5), (n, n), (127, 128 * 65), (1, n)]:
+            out = np.full(end - begin + 2, -1.0)
+            read(cluster, window, rank, "large", out[1:-1], begin)
+            good = np.array_equal(out[1:-1], whole[begin:end]) and out[0] == out[-1] == -1
+            if not good:
+                wrong.append((rank, begin, end))
+        out = np.zeros(2 * (5 + rank), "i8")
+        read(cluster, window, rank, "words", out)
+        small = np.zeros(rank + 1, "f4")
+        read(cluster, window, rank, "small", small)
+        if out.tolist() != list(range(100 * rank, 100 * rank + len(out))) or (small != -rank).any():
+            wrong.append((rank, "words or small"))
+    check(cluster.comm, not wrong, wrong)
+    cluster.barrier()
+    window.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(min_nodes=2)
+def test_get_refuses_what_is_outside_the_field(cluster: Cluster) -> None:
+    window = Window(cluster, plans(cluster))
+    last = cluster.world - 1
+    n = len(content(last))
+    cases = [("large", n + 1, 0), ("large", 1, n), ("large", 2, n - 1), ("small", 1, -1)]
+    accepted = []
+    for name, size, begin in cases:
+        dtype = "f8" if name == "large" else "f4"
+        try:
+            read(cluster, window, last, name, np.zeros(size, dtype), begin)
+            accepted.append((name, size, begin))
+        except IndexError:
+            continue
+    check(cluster.comm, not accepted, accepted)
+    cluster.barrier()
+    window.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(min_nodes=2)
+def test_far_reads_see_later_stores(cluster: Cluster) -> None:
+    window = Window(cluster, plans(cluster))
+    target = (cluster.rank + 1) % cluster.world
+    wrong = []
+    for turn in range(1, 6):
+        window.view(cluster.rank, "large")[:] = 10 * turn + cluster.rank
+        cluster.barrier()
+        out = np.zeros(20_000)
+        read(cluster, window, target, "large", out)
+        if (out != 10 * turn + target).any():
+            wrong.append((turn, np.unique(out)))
+        cluster.barrier()
+    check(cluster.comm, not wrong, wrong)
+    window.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(min_nodes=2)
+def test_private_memory_is_read_by_get(cluster: Cluster) -> None:
+    alone = Cluster(cluster.comm, node_size=1)
+    window = Window(alone, plans(alone), shared=False)
+    fill(alone, window)
+    aligned = all(window.view(alone.rank, f.name).ctypes.data % 64 == 0 for f in plan(0).fields)
+    target = (alone.rank + 1) % alone.world
+    out = np.zeros(len(content(target)))
+    read(alone, window, target, "large", out)
+    check(alone.comm, aligned and np.array_equal(out, content(target)))
+    alone.barrier()
+    window.free()
+    alone.free()
+
+
+def test_free_twice(cluster: Cluster) -> None:
+    window = Window(cluster, plans(cluster))
+    window.free()
+    window.free()
+    other = Window(cluster, plans(cluster), far_reads=False)
+    other.free()
+
+
+def test_too_little_shared_memory_is_refused_on_all_ranks(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = sum(p.nbytes for p in plans(cluster))
+    if cluster.rank == cluster.world - 1:
+        monkeypatch.setattr(windows, "shared_bytes_free", lambda: needed - 1)
+    message = ""
+    try:
+        Window(cluster, plans(cluster))
+    except Agreed as error:
+        message = str(error)
+    told = all(word in message for word in (f"{needed} bytes", f"{needed - 1}", "--window private"))
+    check(cluster.comm, told, message)
+    check(cluster.comm, len(set(cluster.comm.allgather(message))) == 1, message)
+    assert issubclass(Agreed, UserError)
+
+
+def test_just_enough_shared_memory(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = [h == cluster.hosts[cluster.rank] for h in cluster.hosts]
+    room = sum(p.nbytes + 64 for p, here in zip(plans(cluster), on_host, strict=True) if here)
+    monkeypatch.setattr(windows, "shared_bytes_free", lambda: room)
+    Window(cluster, plans(cluster)).free()

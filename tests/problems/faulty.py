@@ -1,0 +1,119 @@
+"""Softmax regressions that go wrong at the fifth step of one rank, or of all."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpips.datasets import Batch
+from mpips.problems.softmax import Softmax
+
+FAULTY_STEP = 5
+
+
+def rank() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank
+
+
+def last_rank() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size - 1
+
+
+class Faulty(Softmax):
+    """Does `fail` instead of a step."""
+
+    everywhere = False
+    calls = 0
+
+    def loss_and_grad(
+        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
+    ) -> float:
+        self.calls += 1
+        loss = super().loss_and_grad(params, batch, out)
+        if self.calls == FAULTY_STEP and (self.everywhere or rank() == last_rank()):
+            return self.fail(loss, out)
+        return loss
+
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        raise NotImplementedError
+
+
+class NanLoss(Faulty):
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        return float("nan")
+
+
+class NanGradient(Faulty):
+    """The loss is finite; the parameters are not, from then on."""
+
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        out["w"][0] = np.nan
+        return loss
+
+
+class Raises(Faulty):
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        raise KeyError("a mistake of mine")
+
+
+class RaisesEverywhere(Raises):
+    everywhere = True
+
+
+class Leaves(Faulty):
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        sys.exit(0)
+
+
+class RaisesInEvaluate(Softmax):
+    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+        if rank() == last_rank():
+            raise KeyError("a mistake of mine")
+        return super().evaluate(params, batch)
+
+
+class RaisesInInit(Softmax):
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        raise KeyError("a mistake of mine")
+
+
+class NanInit(Softmax):
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {k: v + np.nan for k, v in super().init(rng).items()}
+
+
+class NoInit(Softmax):
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return None  # type: ignore[return-value]
+
+
+class OtherShapes(Softmax):
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {k: v[1:] for k, v in super().init(rng).items()}
+
+
+class RaisesWhenMade(Softmax):
+    """On the last rank only."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if rank() == last_rank():
+            raise KeyError("a mistake of mine")
+
+
+class LeavesWhenMade(Softmax):
+    def __init__(self, *args: Any) -> None:
+        sys.exit(3)
+
+
+class Dies(Faulty):
+    """Without a word, as by a fault of a C extension."""
+
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        os._exit(3)

@@ -1,0 +1,204 @@
+"""A run that was stopped or killed and resumed ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import ROOT, Running, environment, train
+from runs import (
+    MODELS,
+    SAVED,
+    assert_same_state,
+    counting,
+    final,
+    is_whole,
+    kill_once,
+    newest,
+    samples_file,
+    several,
+    starts_of,
+    summary,
+    wait_until_started,
+)
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint
+
+sys.path.append(str(Path(__file__).parent / "problems"))
+from countdown import ENDLESS  # noqa: E402
+
+SYNC = ("--mode", "sync", "--hidden", "16", "--keep", "100")
+# Ranks, options, epochs: more rounds than the stops below can take.
+STOPPED = {
+    "momentum": (4, "--optimizer momentum --batch-size 24", 4),
+    "adam": (5, "--optimizer adam --servers 2 --batch-size 24 --schedule step --step-every 20", 4),
+    "clipped": (4, "--optimizer nesterov --clip 0.1 --batch-size 24", 4),
+    "nodes of two": (5, "--optimizer adam --node-size 2 --batch-size 24", 5),
+    "nodes of one": (3, "--optimizer momentum --node-size 1 --servers 1 --batch-size 24", 3),
+    "allreduce": (4, "--optimizer adamw --reduce allreduce --weight-decay 0.1 --batch-size 24", 4),
+    "double": (4, "--optimizer rmsprop --dtype float64 --servers 1 --batch-size 24", 3),
+    "one rank": (1, "--optimizer adagrad --batch-size 64", 3),
+    "stalled": (4, "--optimizer adam --snapshot stall --checkpoint-every 5steps", 3),
+}
+STOPS = 3
+FROZEN = ("async", "sync")
+COUNTED = "sync counting"
+
+
+class Plan:
+    """Jobs for one world, and where each leaves its run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.jobs: list[tuple[int, list[str]]] = []
+        self.expected: list[int] = []
+
+    def out(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self.folder / name.replace(" ", "-")
+
+    def add(self, name: str, ranks: int, *options: str, code: int = 0) -> None:
+        """Add a job: a run's first, or one that resumes it."""
+        self.jobs.append((ranks, [*options, "--out", str(self.out(name)), "--quiet"]))
+        self.expected.append(code)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module that need no launcher of their own."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name, (ranks, options, epochs) in STOPPED.items():
+        words = ["--problem", f"{MODELS}:StoppingMLP", *SYNC, *options.split(), "--epochs"]
+        plan.add(f"{name} whole", ranks, *words, str(epochs))
+        plan.add(f"{name} again", ranks, *words, str(epochs))
+        for k in range(STOPS):
+            resume = ["--resume"] if k else []
+            plan.add(f"{name} parts", ranks, *words, str(ENDLESS), *resume, code=SAVED)
+        plan.add(f"{name} parts", ranks, *words, str(epochs), "--resume")
+    for mode in FROZEN:
+        words = ["--problem", f"{MODELS}:FrozenLater", "--mode", mode, "--optimizer", "adagrad"]
+        words += ["--keep", "100"]
+        for epochs, ranks, servers in ((1, 5, 3), (2, 3, 1), (3, 7, 5)):
+            options = ["--epochs", str(epochs), "--servers", str(servers)]
+            plan.add(f"frozen {mode}", ranks, *words, *options, *["--resume"] * (epochs > 1))
+    add_sync_counting(plan)
+    codes = several(plan.jobs, plan.folder, 300)
+    assert codes == plan.expected
+    return plan
+
+
+def add_sync_counting(plan: Plan) -> None:
+    """Add a run on 4, 2, and 1 workers, each stopped in the midst of an epoch by ``--steps``."""
+    data = counting(samples_file(plan.folder, 128), kind="MeanCounting")
+    for steps, ranks, servers in ((6, 4, 0), (6 + 9, 4, 2), (6 + 9 + 5, 1, 0)):
+        rate = 8 * (ranks - servers)
+        words = ["--mode", "sync", "--batch-size", "8", "--steps", str(steps)]
+        words += ["--servers", str(servers), "--lr", str(rate)]
+        plan.add(COUNTED, ranks, *data, *words, *["--resume"] * (steps > 6))
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_sync_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
+    """Two whole runs and one in four parts have the same bits in parameters and slots."""
+    whole = final(runs.out(f"{name} whole"))
+    assert np.isfinite(whole.read_params()).all()
+    assert np.ptp(whole.read_params()) > 0
+    assert_same_state(whole, final(runs.out(f"{name} again")))
+    assert_same_state(whole, final(runs.out(f"{name} parts")))
+    assert starts_of(runs.out(f"{name} parts")) == STOPS + 1
+    assert summary(runs.out(f"{name} parts"))["samples"] == whole.state["samples"]
+
+
+def export(out: Path, step: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a checkpoint as the command line exports them."""
+    file = out / f"{step}.npz"
+    command = ["-m", "mpips.checkpoint", "export", str(out), "--step", str(step), "-o", str(file)]
+    env = environment()
+    subprocess.run([sys.executable, *command], check=True, timeout=60, env=env, cwd=ROOT)
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+@pytest.mark.parametrize("mode", FROZEN)
+def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) -> None:
+    """Each run reads the one before it, changes nothing, and saves by its own servers."""
+    out = runs.out(f"frozen {mode}")
+    first, last = summary_steps(out)
+    found = {len(open_checkpoint(p).shards): open_checkpoint(p) for p in list_checkpoints(out)}
+    assert set(found) == {3, 1, 5}
+    assert found[3].step == first
+    assert found[5].step == last
+    arrays = {servers: export(out, c.step) for servers, c in found.items()}
+    assert {name.split("/")[0] for name in arrays[3]} == {"params", "slots"}
+    for servers in (1, 5):
+        assert arrays[servers].keys() == arrays[3].keys()
+        for name, array in arrays[3].items():
+            np.testing.assert_array_equal(arrays[servers][name], array, strict=True)
+    assert any(np.ptp(array) > 0 for array in arrays[3].values())
+
+
+def summary_steps(out: Path) -> tuple[int, int]:
+    """Return the steps of the first checkpoint after step 0 and of the last."""
+    steps = [open_checkpoint(p).step for p in list_checkpoints(out)]
+    return min(s for s in steps if s), max(steps)
+
+
+def test_sync_counts_on_other_numbers_of_workers(runs: Plan) -> None:
+    """4 workers x 6 rounds, then 2 x 9 and 1 x 5 more, of 8 samples each: 376 samples in all."""
+    checkpoint = final(runs.out(COUNTED))
+    samples = 8 * (4 * 6 + 2 * 9 + 1 * 5)
+    counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
+    assert checkpoint.state["samples"] == samples == counts.sum()
+    assert set(counts.tolist()) == {samples // 128, samples // 128 + 1}
+
+
+def reference(out: Path, ranks: int, options: list[str]) -> None:
+    """Run to where the run in `out` is, and one epoch more, without a stop; then end that, too."""
+    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    words = [*options, "--epochs", str(epochs)]
+    whole = out.with_name("whole")
+    train(ranks, *words, "--resume", "auto", "--out", str(out), cwd=out.parent, timeout_s=120).check()
+    train(ranks, *words, "--out", str(whole), cwd=out.parent, timeout_s=120).check()
+    assert_same_state(final(out), final(whole))
+
+
+SIGNALS = ((signal.SIGUSR1, "mpirun"), (signal.SIGUSR1, "rank"), (signal.SIGTERM, "rank"))
+
+
+def test_signals_to_a_sync_job(tmp_path: Path) -> None:
+    """A run stopped by signals from outside ends bitwise equal to one that was not."""
+    out, common = tmp_path / "out", ["--problem", f"{MODELS}:SlowMLP", *SYNC, "--quiet"]
+    for k, (number, who) in enumerate(SIGNALS):
+        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), *["--resume"] * (k > 0)]
+        with Running(4, ["-m", "mpips.train", *words], tmp_path) as job:
+            wait_until_started(job, out, k + 1)
+            time.sleep(random.uniform(0.1, 0.5))
+            os.kill(job.process.pid if who == "mpirun" else random.choice(job.ranks()), number)
+            job.wait(90).check(SAVED)
+        assert not (out / "DONE").exists()
+        assert summary(out)["stop_reason"] == number.name
+        assert summary(out)["global_step"] == newest(out).step
+    reference(out, 4, common)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
+    """SIGKILL of the whole job, often while a checkpoint is written, leaves no trace."""
+    out = tmp_path / "out"
+    common = ["--problem", f"{MODELS}:SlowMLP", *SYNC, "--quiet", "--hidden", "1000,500"]
+    common += ["--checkpoint-every", "5steps", "--servers", "1", "--batch-size", "8"]
+    writing = 0
+    for k in range(kills):
+        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), "--resume", "auto"]
+        when = "write" if k % 2 == 0 or k > 15 else random.choice(("start", "steps"))
+        writing += kill_once(out, 3, words, when)
+        whole = [p for p in list_checkpoints(out) if is_whole(p)]
+        assert not whole or newest(out).path == whole[-1]
+    if kills > 10:
+        assert writing >= 5, f"only {writing} kills in the midst of a checkpoint"
+    reference(out, 3, common)
