@@ -4,6 +4,7 @@ Importing this module starts MPI. What has to be set before that (yielding where
 outnumber cores) is set here first, if the user has not set it.
 """
 
+import itertools
 import os
 import platform
 import sys
@@ -184,10 +185,10 @@ class Cluster:
         message = MPI.pickle.dumps(value)
         self._sending.append((self._control.Isend(message, dest, tag), message))
 
-    def _receive(self, tag: int) -> Iterator[tuple[int, Any]]:
+    def _receive(self, tag: int, source: int = MPI.ANY_SOURCE) -> Iterator[tuple[int, Any]]:
         """Yield (source, value) of the messages that have come."""
         status = MPI.Status()
-        while (found := self._control.Improbe(MPI.ANY_SOURCE, tag, status)) is not None:
+        while (found := self._control.Improbe(source, tag, status)) is not None:
             body = bytearray(status.Get_count(MPI.BYTE))
             found.Recv(body)  # already here or on its way: does not wait for anybody's step
             yield status.Get_source(), MPI.pickle.loads(body)
@@ -212,7 +213,8 @@ class Cluster:
         values = {self.rank: value}
 
         def complete() -> bool:
-            values.update(self._receive(TAG_GATHER))
+            for rank in set(range(self.world)) - set(values):  # one each: others may run ahead
+                values.update(itertools.islice(self._receive(TAG_GATHER, rank), 1))
             return len(values) == self.world
 
         self.wait(complete)

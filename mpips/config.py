@@ -120,7 +120,7 @@ class Config:
         legal=("auto", "shared", "allreduce"),
     )  # fmt: skip
     inbox: int = _option(
-        "cluster", 2, "pushes from other nodes that a server receives at a time; each takes a shard",
+        "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
         ">= 1",
     )  # fmt: skip
     read: str = _option(

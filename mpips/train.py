@@ -11,9 +11,8 @@ if __name__ == "__main__":
 
 import os  # noqa: E402
 import sys  # noqa: E402
-import traceback  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING, NoReturn  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from mpips import config as jobs  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from mpips.config import CommandLine
 
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-TURN_S, TURN_MAX_S = 0.2, 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,41 +76,16 @@ def _refuse(error: UserError, rank: str | None) -> int:
 
 
 def _start(line: "CommandLine") -> int:
-    from mpips import cluster, session
+    from mpips import cluster, ending, session
 
     try:
         return session.run(line, STARTED)
     except cluster.Agreed as error:
         return _refuse(error, "")
-    except UserError as error:
-        _abort(str(error), 2)
+    except UserError as error:  # on this rank alone
+        ending.abort(str(error), 2)
     except BaseException as error:
-        _abort(_with_traceback(error), 1)
-
-
-def _abort(message: str, code: int) -> NoReturn:
-    """End the whole job because of this rank alone.
-
-    Where several ranks fail at once the lowest speaks, and ends the others while they wait.
-    """
-    from mpips.cluster import MPI, abort
-
-    stopped = signals.received()
-    time.sleep(min(TURN_S * MPI.COMM_WORLD.rank, TURN_MAX_S))
-    if stopped is None and signals.received() == "SIGTERM":  # by the abort of another rank
-        MPI.COMM_WORLD.Abort(code)
-    abort(f"mpips: {message}", code)
-
-
-def _with_traceback(error: BaseException) -> str:
-    """Say which rank raised what, with the traceback; a mistake in a problem looks like this."""
-    from mpips.cluster import MPI
-
-    lines = "".join(traceback.format_exception(error)).rstrip()
-    what = traceback.format_exception_only(error)[-1].strip()
-    got = f"rank {MPI.COMM_WORLD.rank} raised {what}"
-    remedy = f"its traceback says where:\n{lines}"
-    return str(UserError(got, "no exception", remedy))
+        ending.abort(ending.raised(error), 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ran", type=Path, help="file to which the names of tests that ran are added")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave the printing to rank 0."""
+    if config.getoption("--with-mpi"):
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     multi_rank = collection_path.is_relative_to(MULTI_RANK)
     left_out = collection_path.is_file() and multi_rank != config.getoption("--with-mpi")

@@ -46,6 +46,28 @@ def several(jobs: Sequence[tuple[int, Sequence[str]]], cwd: Path, timeout_s: flo
     return codes
 
 
+class Plan:
+    """Jobs for one world, and where each of them leaves its run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._jobs: list[tuple[int, list[str]]] = []
+        self._codes: list[int] = []
+
+    def out(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self.folder / name.replace(" ", "-")
+
+    def add(self, name: str, ranks: int, options: Sequence[str], code: int = 0) -> None:
+        """Add a job that should end with `code`: a run's first part, or one that resumes it."""
+        self._jobs.append((ranks, [*options, "--out", str(self.out(name)), "--quiet"]))
+        self._codes.append(code)
+
+    def run(self, timeout_s: float) -> None:
+        """Run all of them, one after the other."""
+        assert several(self._jobs, self.folder, timeout_s) == self._codes
+
+
 def newest(out: Path) -> Checkpoint:
     """Return the newest whole checkpoint of a run; no newer one may be damaged."""
     found, complaints = newest_whole(out)
@@ -139,18 +161,18 @@ def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
         out: The run's folder.
         ranks: Number of ranks.
         options: Its command line.
-        when: After the ``start`` of the program, after some ``steps`` of training, or in the
-            middle of the ``write`` of a checkpoint.
+        when: Some time after the ``start`` of the program or of the ``training``, or, when it
+            has saved one checkpoint, in the middle of the ``write`` of another.
 
     Returns:
         Whether a checkpoint was being written.
     """
-    starts = starts_of(out) + 1
+    starts, before = starts_of(out) + 1, set(list_checkpoints(out))
     with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:
         if when != "start":
             wait_until_started(job, out, starts)
         if when == "write":
-            before = {folder.name for folder in list_checkpoints(out)}
+            wait_for(job, lambda: any(map(is_whole, set(list_checkpoints(out)) - before)))
             wait_for(job, lambda: bool(open_folders(out) - before))
         time.sleep(random.uniform(0, 0.03 if when == "write" else 1))
         assert job.process.poll() is None, job.output()
@@ -158,6 +180,6 @@ def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
     return bool(open_folders(out))
 
 
-def open_folders(out: Path) -> set[str]:
-    """Return the names of the checkpoints that are not committed."""
-    return {folder.name for folder in list_checkpoints(out) if not is_whole(folder)}
+def open_folders(out: Path) -> set[Path]:
+    """Return the checkpoints that are not committed."""
+    return {folder for folder in list_checkpoints(out) if not is_whole(folder)}

@@ -11,6 +11,7 @@ import pytest
 from launch import Running, train
 from runs import (
     SAVED,
+    Plan,
     assert_counts,
     counting,
     final,
@@ -18,7 +19,6 @@ from runs import (
     kill_once,
     newest,
     samples_file,
-    several,
     summary,
     wait_until_started,
 )
@@ -55,7 +55,10 @@ PLAIN = {
     "nodes of servers only": (6, "--server-ranks 0,1 --batch-size 16 --node-size 2"),
     "private windows": (4, "--servers 2 --batch-size 16 --window private"),
     "consistent reads": (6, "--servers 2 --batch-size 8 --read consistent"),
-    "consistent reads from afar": (5, "--servers 2 --batch-size 16 --read consistent --node-size 2"),
+    "consistent reads from afar": (
+        5,
+        "--servers 2 --batch-size 16 --read consistent --node-size 2",
+    ),
     "one batch": (8, "--servers 2 --batch-size 230"),
     "batches of one": (4, "--servers 1 --batch-size 1"),
     "more servers than cache lines": (6, "--servers 3 --batch-size 2 --hidden 1"),
@@ -88,47 +91,29 @@ def samples_of(options: str) -> int:
     return 6 if "--hidden 1" in options else N
 
 
-class Plan:
-    """Jobs for one world, and where each of them leaves its run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.data = {n: samples_file(folder, n) for n in (6, N)}
-        self.jobs: list[tuple[int, list[str]]] = []
-        self.codes: list[int] = []
-
-    def out(self, name: str) -> Path:
-        """Return the folder of a run."""
-        return self.folder / name.replace(" ", "-")
-
-    def add(self, name: str, ranks: int, *options: str, kind: str = "Counting", n: int = N) -> None:
-        """Add a job: a run's first, or one that resumes it."""
-        every = ("--checkpoint-every", "4steps", "--keep", "3")
-        start = [*counting(self.data[n], kind=kind), *every, "--out", str(self.out(name)), "--quiet"]
-        self.jobs.append((ranks, [*start, *options]))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """All runs of this module that need no launcher of their own."""
-    plan, epochs = Plan(tmp_path_factory.mktemp("runs")), f"--epochs {EPOCHS}"
-    for name, (ranks, options) in PLAIN.items():
-        plan.add(name, ranks, *f"{epochs} {options}".split(), n=samples_of(options))
-    expected = [0] * len(PLAIN)
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    data = {n: samples_file(plan.folder, n) for n in (6, N)}
+    every = ["--checkpoint-every", "4steps"]
+    for name, (ranks, text) in PLAIN.items():
+        words = [*counting(data[samples_of(text)]), *every, "--epochs", str(EPOCHS)]
+        plan.add(name, ranks, [*words, *text.split()])
     for name, parts in STOPPED.items():
         n = samples_of(parts[0][1])
-        size = "--hidden 1 --batch-size 2 " if n < N else "--batch-size 8 "
-        for k, (ranks, options) in enumerate(parts):
-            last, resume = k + 1 == len(parts), "--resume " if k else ""
-            words = f"{options} {size}{resume}--epochs {LONG[n] if last else ENDLESS}"
-            plan.add(name, ranks, *words.split(), kind="StoppingCounting", n=n)
-            expected.append(0 if last else SAVED)
-    for options in (f"--steps {STEPS}", f"--resume --steps {STEPS + 3}"):
-        plan.add("more steps", 4, *options.split())
-    for ranks, options in ((4, "--epochs 1"), (6, "--servers 3 --epochs 2 --resume auto")):
-        plan.add("more epochs", ranks, *options.split())
-    plan.codes = several(plan.jobs, plan.folder, 300)
-    assert plan.codes == expected + [0] * 4
+        words = [*counting(data[n], kind="StoppingCounting"), *every]
+        words += ["--batch-size", "2", "--hidden", "1"] if n < N else ["--batch-size", "8"]
+        for k, (ranks, text) in enumerate(parts):
+            last = k + 1 == len(parts)
+            more = ["--epochs", str(LONG[n] if last else ENDLESS), *["--resume"] * (k > 0)]
+            plan.add(name, ranks, [*words, *text.split(), *more], 0 if last else SAVED)
+    words = counting(data[N])
+    plan.add("more steps", 4, [*words, "--steps", str(STEPS)])
+    plan.add("more steps", 4, [*words, "--steps", str(STEPS + 3), "--resume"])
+    plan.add("more epochs", 4, [*words, "--epochs", "1"])
+    plan.add("more epochs", 6, [*words, "--epochs", "2", "--servers", "3", "--resume", "auto"])
+    plan.run(300)
     return plan
 
 
@@ -224,7 +209,7 @@ def kill_often(out: Path, options: list[str], kills: int, seed: int) -> None:
         where = ["--servers", str(chance.randint(1, ranks - 2))]
         where += ["--node-size", str(chance.choice((0, 0, 1, 2)))]
         words = [*options, *where, "--resume", "auto", "--epochs", str(ENDLESS)]
-        kill_once(out, ranks, words, when=chance.choice(("start", "steps", "write")))
+        kill_once(out, ranks, words, when=chance.choice(("start", "training", "write")))
         if any(is_whole(folder) for folder in list_checkpoints(out)):
             assert_counts(newest(out), N)
 

@@ -14,6 +14,7 @@ from launch import ROOT, Running, environment, train
 from runs import (
     MODELS,
     SAVED,
+    Plan,
     assert_same_state,
     counting,
     final,
@@ -21,7 +22,6 @@ from runs import (
     kill_once,
     newest,
     samples_file,
-    several,
     starts_of,
     summary,
     wait_until_started,
@@ -50,46 +50,31 @@ FROZEN = ("async", "sync")
 COUNTED = "sync counting"
 
 
-class Plan:
-    """Jobs for one world, and where each leaves its run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.jobs: list[tuple[int, list[str]]] = []
-        self.expected: list[int] = []
-
-    def out(self, name: str) -> Path:
-        """Return the folder of a run."""
-        return self.folder / name.replace(" ", "-")
-
-    def add(self, name: str, ranks: int, *options: str, code: int = 0) -> None:
-        """Add a job: a run's first, or one that resumes it."""
-        self.jobs.append((ranks, [*options, "--out", str(self.out(name)), "--quiet"]))
-        self.expected.append(code)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """All runs of this module that need no launcher of their own."""
     plan = Plan(tmp_path_factory.mktemp("runs"))
     for name, (ranks, options, epochs) in STOPPED.items():
         words = ["--problem", f"{MODELS}:StoppingMLP", *SYNC, *options.split(), "--epochs"]
-        plan.add(f"{name} whole", ranks, *words, str(epochs))
-        plan.add(f"{name} again", ranks, *words, str(epochs))
+        plan.add(f"{name} whole", ranks, [*words, str(epochs)])
+        plan.add(f"{name} again", ranks, [*words, str(epochs)])
         for k in range(STOPS):
-            resume = ["--resume"] if k else []
-            plan.add(f"{name} parts", ranks, *words, str(ENDLESS), *resume, code=SAVED)
-        plan.add(f"{name} parts", ranks, *words, str(epochs), "--resume")
+            plan.add(f"{name} parts", ranks, [*words, str(ENDLESS), *resume(k)], code=SAVED)
+        plan.add(f"{name} parts", ranks, [*words, str(epochs), "--resume"])
     for mode in FROZEN:
         words = ["--problem", f"{MODELS}:FrozenLater", "--mode", mode, "--optimizer", "adagrad"]
         words += ["--keep", "100"]
         for epochs, ranks, servers in ((1, 5, 3), (2, 3, 1), (3, 7, 5)):
-            options = ["--epochs", str(epochs), "--servers", str(servers)]
-            plan.add(f"frozen {mode}", ranks, *words, *options, *["--resume"] * (epochs > 1))
+            options = ["--epochs", str(epochs), "--servers", str(servers), *resume(epochs - 1)]
+            plan.add(f"frozen {mode}", ranks, [*words, *options])
     add_sync_counting(plan)
-    codes = several(plan.jobs, plan.folder, 300)
-    assert codes == plan.expected
+    plan.run(300)
     return plan
+
+
+def resume(part: int) -> list[str]:
+    """Return the option for part 0, 1, ... of a run."""
+    return ["--resume"] if part else []
 
 
 def add_sync_counting(plan: Plan) -> None:
@@ -99,7 +84,7 @@ def add_sync_counting(plan: Plan) -> None:
         rate = 8 * (ranks - servers)
         words = ["--mode", "sync", "--batch-size", "8", "--steps", str(steps)]
         words += ["--servers", str(servers), "--lr", str(rate)]
-        plan.add(COUNTED, ranks, *data, *words, *["--resume"] * (steps > 6))
+        plan.add(COUNTED, ranks, [*data, *words, *resume(steps - 6)])
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -162,7 +147,9 @@ def reference(out: Path, ranks: int, options: list[str]) -> None:
     epochs = newest(out).state["handout"]["cursor"][0] + 1
     words = [*options, "--epochs", str(epochs)]
     whole = out.with_name("whole")
-    train(ranks, *words, "--resume", "auto", "--out", str(out), cwd=out.parent, timeout_s=120).check()
+    train(
+        ranks, *words, "--resume", "auto", "--out", str(out), cwd=out.parent, timeout_s=120
+    ).check()
     train(ranks, *words, "--out", str(whole), cwd=out.parent, timeout_s=120).check()
     assert_same_state(final(out), final(whole))
 
@@ -174,7 +161,7 @@ def test_signals_to_a_sync_job(tmp_path: Path) -> None:
     """A run stopped by signals from outside ends bitwise equal to one that was not."""
     out, common = tmp_path / "out", ["--problem", f"{MODELS}:SlowMLP", *SYNC, "--quiet"]
     for k, (number, who) in enumerate(SIGNALS):
-        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), *["--resume"] * (k > 0)]
+        words = [*common, "--out", str(out), "--epochs", str(ENDLESS), *resume(k)]
         with Running(4, ["-m", "mpips.train", *words], tmp_path) as job:
             wait_until_started(job, out, k + 1)
             time.sleep(random.uniform(0.1, 0.5))
@@ -195,7 +182,7 @@ def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
     writing = 0
     for k in range(kills):
         words = [*common, "--out", str(out), "--epochs", str(ENDLESS), "--resume", "auto"]
-        when = "write" if k % 2 == 0 or k > 15 else random.choice(("start", "steps"))
+        when = "write" if k % 2 == 0 or k > 15 else random.choice(("start", "training"))
         writing += kill_once(out, 3, words, when)
         whole = [p for p in list_checkpoints(out) if is_whole(p)]
         assert not whole or newest(out).path == whole[-1]

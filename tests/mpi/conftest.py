@@ -8,8 +8,10 @@ others wait for it inside the test, or a test that outlasts its limit, ends the 
 import faulthandler
 import os
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, TextIO
 
@@ -52,14 +54,16 @@ class World:
         os._exit(1)
 
     def _expire(self, name: str) -> None:
-        faulthandler.dump_traceback(self._stderr)
-        self.end(f"{name} is not over after {LIMIT_S} s; where every thread is stands above")
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        where = "".join(traceback.format_stack(frame, limit=8))
+        self.end(f"{name} is not over after {LIMIT_S} s, and is here:\n{where}")
 
     def watch(self, name: str) -> threading.Timer:
         """Start the time limit of a test; cancel what is returned at its end."""
         timer = threading.Timer(LIMIT_S, self._expire, [name])
         timer.daemon = True
         timer.start()
+        faulthandler.dump_traceback_later(LIMIT_S + GRACE_S, exit=True)  # needs no Python
         return timer
 
     def agree(self, name: str, failure: str | None) -> None:
@@ -77,9 +81,7 @@ WORLD = pytest.StashKey[World]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    world = config.stash[WORLD] = World(config)
-    if world.rank:
-        config.pluginmanager.unregister(name="terminalreporter")
+    config.stash[WORLD] = World(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -105,6 +107,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def told(error: Exception, item: pytest.Function) -> str:
