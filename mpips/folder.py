@@ -15,7 +15,8 @@ from typing import Any
 from mpips import config as jobs
 from mpips.checkpoint import list_checkpoints, newest_whole
 from mpips.checkpoint.files import INDEX
-from mpips.config import OPTIONS, CommandLine, Config
+from mpips.command_line import CommandLine
+from mpips.config import OPTIONS, Config
 from mpips.errors import UserError
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (

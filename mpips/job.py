@@ -1,5 +1,7 @@
 """What every rank of a run knows before the first step: the job, resolved and checked."""
 
+import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -202,6 +204,22 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
     return vector
 
 
+def check_memory(layout: Layout, dtype: str) -> None:
+    """Refuse a model that no rank of this host could hold, before anything of its size is made.
+
+    Raises:
+        UserError: If the parameters and their gradient are larger than the host's memory.
+    """
+    needed = 2 * layout.size * np.dtype(dtype).itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UserError(
+            f"{layout.size:,} parameters and their gradient of {needed} bytes",
+            f"at most {there} bytes, the memory of {platform.node()}",
+            "use a smaller model",
+        )
+
+
 def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
     """Check that a run that is resumed finds as many samples as it had.
 
@@ -241,8 +259,6 @@ def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None
 
 def cpu_name() -> str:
     """Return the model name of the processor, or of its architecture."""
-    import platform
-
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

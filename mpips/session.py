@@ -11,12 +11,13 @@ from mpi4py import MPI
 from mpips import __version__, cluster, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
-from mpips.config import CommandLine, Config
+from mpips.command_line import CommandLine
+from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset, open_dataset
 from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
 from mpips.folder import Run
-from mpips.job import Job, check_checkpoint, check_samples
+from mpips.job import Job, check_checkpoint, check_memory, check_samples
 from mpips.metrics import Log
 from mpips.optim import warm
 from mpips.problems import load_problem
@@ -117,6 +118,7 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
     def build() -> Job:
         problem = load_problem(config.problem, info, config)
+        check_memory(problem.layout, config.dtype)
         saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
         if saved is not None:
             check_checkpoint(saved, problem.layout, config.dtype)

@@ -14,11 +14,11 @@ import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from mpips import config as jobs  # noqa: E402
+from mpips import command_line  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpips.config import CommandLine
+    from mpips.command_line import CommandLine
 
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     """
     rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
     try:
-        line = jobs.parse_command_line(argv)
+        line = command_line.parse_command_line(argv)
     except UserError as error:
         return _refuse(error, rank)
-    text = jobs.requested_text(line, None)
+    text = command_line.requested_text(line, None)
     if text is None and rank is not None and "print_config" not in line.flags:
         return _start(line)  # one rank reads the job file: the others might not find it
     if rank not in (None, "0"):
@@ -58,7 +58,7 @@ def _first_look(line: "CommandLine") -> str | None:
     """
     from mpips import folder
 
-    return jobs.requested_text(line, folder.find_config(line)[0])
+    return command_line.requested_text(line, folder.find_config(line)[0])
 
 
 def _refuse(error: UserError, rank: str | None) -> int:

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"
 MODELS = f"{HERE / 'problems' / 'models.py'}"
 SAVED = 85
+ENDLESS = 1_000_000  # epochs; the stopping problems ask for a stop there
 COUNT = ("--dtype", "float64", "--optimizer", "sgd", "--lr", "1")
 
 

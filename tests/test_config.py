@@ -14,26 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips import __version__, config
+from mpips.command_line import CommandLine, help_text, load, parse_command_line, requested_text
 from mpips.config import (
-    BOUNDS,
     LAYOUT_FIELDS,
     LEARNING_RATES,
     OPTIONS,
     SESSION_FIELDS,
-    CommandLine,
     Config,
-    Option,
     check_resume,
     from_toml,
-    help_text,
-    load,
-    parse_command_line,
     read_toml,
     resolve,
     to_toml,
     validate,
 )
 from mpips.errors import UserError
+from mpips.options import BOUNDS, Option, shown
 
 NAMES = sorted(OPTIONS)
 # Busy machines break deadlines; what runs once a field needs fewer examples.
@@ -306,8 +302,8 @@ def test_print_config_of_a_bad_job_is_an_error() -> None:
 
 
 def test_requested_text_is_none_to_go_on() -> None:
-    assert config.requested_text(parse_command_line([]), Config()) is None
-    assert config.requested_text(parse_command_line(["--print-config"]), None) is None
+    assert requested_text(parse_command_line([]), Config()) is None
+    assert requested_text(parse_command_line(["--print-config"]), None) is None
 
 
 def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
@@ -603,8 +599,8 @@ def test_resume_refuses_another_layout(name: str) -> None:
     assert message.startswith(f"{name} ")
     assert "as in the saved run" in message
     assert OPTIONS[name].flag in message
-    for shown in (value, getattr(Config(), name)):
-        assert config._shown(shown) in message
+    for text in (value, getattr(Config(), name)):
+        assert shown(text) in message
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(LAYOUT_FIELDS)))

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from launch import ROOT, train
 
 pytestmark = pytest.mark.launch

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from launch import ROOT, environment, run
 
 README = (ROOT / "README.md").read_text()

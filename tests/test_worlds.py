@@ -18,9 +18,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_world(
-    size: int, reports: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_world(size: int, reports: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     report = reports / str(size)
     report.touch()
     options = ["--with-mpi", f"--node-size={NODE_SIZES}", f"--ran={report}", "-q", "--tb=short"]

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpips import cluster, session, signals
 from mpips.cluster import Agreed
-from mpips.config import parse_command_line
+from mpips.command_line import parse_command_line
 
 
 def wait_for_all(comm: MPI.Comm) -> None:

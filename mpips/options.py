@@ -1,0 +1,203 @@
+"""What an option of a job is: its type, its legal values, its help.
+
+`setting` makes a field of a dataclass that carries them; `Option.of` reads them off the field, and
+checks values, makes the errors, and writes the rows of ``--help``.
+"""
+
+import dataclasses
+import math
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpips.errors import UserError, nearest
+
+BOUNDS: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda v: v > 0,
+    ">= 0": lambda v: v >= 0,
+    ">= 1": lambda v: v >= 1,
+    "in [0, 1]": lambda v: 0 <= v <= 1,
+    "in [0, 1)": lambda v: 0 <= v < 1,
+    "in (0, 1)": lambda v: 0 < v < 1,
+}
+KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    tuple: "a list of integers",
+}
+METAVARS: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "N,N,..."}
+INT_LIMIT = 2**63
+HELP_WIDTH = 100
+HELP_COLUMN = 30
+
+
+def setting(group: str, default: Any, text: str, bound: str = "", **metadata: Any) -> Any:
+    """Make a field of `Config`; metadata: legal, pattern, form, metavar, unset, bare, numeric."""
+    metadata = {"group": group, "help": text, "bound": bound, **metadata}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of one field of `Config`: its type, its legal values, its help."""
+
+    name: str
+    kind: Any
+    default: Any
+    group: str
+    help: str
+    bound: str
+    optional: bool = False
+    legal: tuple[str, ...] = ()
+    pattern: re.Pattern[str] | None = None
+    form: str = ""
+    metavar: str = ""
+    unset: str = ""
+    bare: str | None = None
+    numeric: bool = False
+
+    @classmethod
+    def of(cls, field: "dataclasses.Field[Any]") -> "Option":
+        """Read an option off a field of `Config`."""
+        union = isinstance(field.type, types.UnionType)
+        kind = typing.get_args(field.type)[0] if union else field.type
+        kind = typing.get_origin(kind) or kind
+        return cls(field.name, kind, field.default, optional=union, **field.metadata)
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line, such as ``--batch-size``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def expected(self) -> str:
+        """The constraint on a value, in words."""
+        if self.legal or self.form:
+            names = ", ".join(filter(None, (*self.legal, self.form)))
+            return f"one of {names}" if self.legal else names
+        return f"{KINDS[self.kind]} {self.bound}".rstrip()
+
+    def error(self, value: Any, where: str = "", remedy: str = "") -> UserError:
+        """Make the error for an illegal value; `where` names the file that it stands in."""
+        if self.legal and isinstance(value, str):
+            got = f"{where}unknown {self.name} {value!r}"
+            return UserError(got, self.expected, nearest(value, self.legal) or remedy)
+        large = self.kind is int and type(value) is int and abs(value) >= INT_LIMIT
+        expected = "an integer below 2**63" if large else self.expected
+        return UserError(f"{where}{self.name} {shown(value)}", expected, remedy)
+
+    def check(self, value: Any, where: str = "", remedy: str = "") -> Any:
+        """Return `value` as the field holds it.
+
+        Args:
+            value: A value as TOML gives it: lists for tuples, integers where numbers may stand.
+            where: Prefix of the error, such as the file's name and a colon.
+            remedy: End of the error.
+
+        Raises:
+            UserError: If the type or the value is not legal.
+        """
+        if value is None and self.optional:
+            return value
+        if self.numeric and type(value) in (int, float) and abs(value) < INT_LIMIT:
+            value = str(value)
+        if self.kind is float and type(value) is int and abs(value) < INT_LIMIT:
+            value = float(value)
+        if self.kind is tuple and isinstance(value, list):
+            value = tuple(value)
+        if not self._accepts(value):
+            raise self.error(value, where, remedy)
+        return value
+
+    def _accepts(self, value: Any) -> bool:
+        """Say whether a value has the field's type and is legal; bool is no integer here."""
+        if type(value) is not self.kind:
+            return False
+        if self.kind is str:
+            return self._accepts_text(value)
+        items = value if self.kind is tuple else (value,)
+        number = float if self.kind is float else int
+        if self.kind is not bool and any(type(v) is not number or not _finite(v) for v in items):
+            return False
+        return not self.bound or all(BOUNDS[self.bound](v) for v in items)
+
+    def _accepts_text(self, value: str) -> bool:
+        # Lone surrogates (a command line that is not UTF-8) cannot be written to a job file.
+        if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
+            return False
+        if value in self.legal:
+            return True
+        if self.pattern is not None:
+            return self.pattern.fullmatch(value) is not None
+        return not self.legal
+
+    def from_text(self, text: str) -> Any:
+        """Return the typed value of a command line's word, or the word if it is not one."""
+        try:
+            if self.kind is tuple:
+                return tuple(_integer(part) for part in text.split(",")) if text else ()
+            return {int: _integer, float: _number}.get(self.kind, str)(text)
+        except ValueError:
+            return text
+
+
+def shown(value: Any) -> str:
+    """Return a value as a job file would show it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        return repr(list(value) if isinstance(value, tuple) else value)
+    except ValueError:  # Python refuses to write integers of thousands of digits.
+        return "with an endless integer"
+
+
+def _finite(value: float) -> bool:
+    return abs(value) < INT_LIMIT if isinstance(value, int) else math.isfinite(value)
+
+
+def _integer(text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]+", text):
+        raise ValueError(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        raise ValueError(text)
+    return float(text)
+
+
+def metavar(option: Option) -> str:
+    """Return what stands for the value of an option in ``--help``."""
+    if option.legal and not option.metavar:
+        return "{" + ",".join(option.legal) + "}"
+    return option.metavar or METAVARS[option.kind]
+
+
+def help_entry(option: Option) -> str:
+    """Return the rows of one option: what it does, what is legal, the default."""
+    if option.kind is bool:
+        default = "on" if option.default else "off"
+        left = f"{option.flag}, --no-{option.flag[2:]}"
+        return help_row(left, f"{option.help} [default: {default}]")
+    legal = option.expected if option.metavar and not option.bare else ""
+    legal = option.bound or legal.removeprefix("text")
+    default = ",".join(map(str, option.default)) if option.kind is tuple else str(option.default)
+    default = f"default: {option.unset or default}"
+    told = f"{legal}; {default}" if legal else default
+    return help_row(f"{option.flag} {metavar(option)}", f"{option.help} [{told}]")
+
+
+def help_row(left: str, text: str) -> str:
+    """Return `text` in the right column beside `left`, or below it where that is too long."""
+    indent = " " * HELP_COLUMN
+    head = f"  {left}".ljust(HELP_COLUMN)
+    head = head if head[-1] == " " else f"{head}\n{indent}"
+    body = textwrap.wrap(text, HELP_WIDTH - HELP_COLUMN, break_on_hyphens=False)
+    return head + f"\n{indent}".join(body) + "\n"

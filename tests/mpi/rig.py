@@ -1,0 +1,100 @@
+"""Servers and workers of one exchange, put together as `mpips.strategies.async_sgd` does."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpips import channel, store
+from mpips.channel import Push, Receiver, Sender
+from mpips.cluster import Backoff, Cluster
+from mpips.kernels import observe
+from mpips.layout import cut
+from mpips.optim import make_rule
+from mpips.roles import assign
+from mpips.store import Puller, Server
+from mpips.window import Plan, Window
+
+INBOX = 2  # far bodies that a server holds
+
+
+class Rig:
+    """This rank's part: `server` and `receiver`, or `puller` and `sender`.
+
+    The rule is SGD with rate -1, so that parameters are the sum of the gradients applied.
+    """
+
+    def __init__(
+        self, cluster: Cluster, n: int, servers: int, consistent: bool = False, rule: str = "sgd"
+    ) -> None:
+        cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
+        self.cluster, self.roles = cluster, cluster.roles
+        self.rule = make_rule(rule)
+        self.shards = cut(n, servers, 8)
+        self.window = Window(cluster, [self._plan(rank, n) for rank in range(cluster.world)])
+        self.worker = self.roles.name(cluster.rank).startswith("worker")
+        if self.worker:
+            self.id = self.roles.workers.index(cluster.rank)
+            self.puller = Puller(cluster, self.window, self.id, self.shards, consistent)
+            self.sender = Sender(cluster, self.window, self.id, self.shards)
+            self.replica = np.zeros(n)
+        else:
+            self.id = self.roles.servers.index(cluster.rank)
+            self.shard = self.shards[self.id]
+            args = (cluster, self.window, self.id, self.shard)
+            self.server = Server(*args, self.rule, lambda step: -1.0)
+            self.receiver = Receiver(*args, "float64", self.server.applied, INBOX)
+        cluster.barrier()
+
+    def _plan(self, rank: int, n: int) -> Plan:
+        workers, servers = len(self.roles.workers), len(self.roles.servers)
+        if rank in self.roles.servers:
+            size = self.shards[self.roles.servers.index(rank)].size
+            return Plan(store.server_fields(size, self.rule.slots, "float64", workers))
+        return Plan(channel.worker_fields(n, servers, "float64") + store.reader_fields(servers))
+
+    def serve(
+        self,
+        apply: Callable[[Push], None],
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take pushes until each worker has said how many it sent, and all of them are applied."""
+        final: dict[int, int] = {}
+        backoff = Backoff(self.cluster.crowded)
+        while not self._served(final):
+            push = self.receiver.take()
+            if push is not None:
+                apply(push)
+            idle()
+            self.server.serve_reads()
+            for source, kind, payload in self.cluster.poll():
+                if kind == "read":
+                    self.server.want_read(source)
+                else:
+                    final[self.roles.workers.index(source)] = payload
+            if push is None:
+                self.cluster.progress()
+                backoff.pause()
+            else:
+                backoff.reset()
+
+    def _served(self, final: dict[int, int]) -> bool:
+        ended = len(final) == len(self.roles.workers)
+        applied = self.server.applied
+        return ended and (
+            not self.shard.size or all(observe(applied, w) == n for w, n in final.items())
+        )
+
+    def finish(self) -> None:
+        """Tell the servers how many pushes this worker sent."""
+        for rank in self.roles.servers:
+            self.cluster.send(rank, "fin", self.sender.seq)
+        self.cluster.wait(self.sender.sent)
+
+    def free(self) -> None:
+        """Free the window, views first. Collective: yes."""
+        self.cluster.barrier()
+        window = vars(self).pop("window")
+        for part in ("puller", "sender", "server", "receiver"):
+            if part in vars(self):
+                vars(vars(self).pop(part)).clear()
+        window.free()

@@ -1,0 +1,155 @@
+"""How batches reach the workers: each exactly once, near and far."""
+
+import pytest
+from verdict import check
+
+from mpips import feed
+from mpips.cluster import Backoff, Cluster
+from mpips.feed import AHEAD, Feed, Granter
+from mpips.ledger import HandOut, Range
+from mpips.roles import assign
+from mpips.window import Plan, Window
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+class Handing:
+    """A chief that gives batches, and workers that take them; nothing is computed."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
+        self.cluster, self.roles = cluster, cluster.roles
+        self.workers = len(self.roles.workers)
+        chief = Plan(feed.chief_fields(self.workers))
+        worker = Plan(feed.worker_fields())
+        plans = [chief if r == self.roles.chief else worker for r in range(cluster.world)]
+        self.window = Window(cluster, plans)
+
+    def give(self, handout: HandOut, stop_at: int | None = None) -> list[tuple[int, Range]]:
+        """Serve until every worker has ended; returns what each said that it took, in order."""
+        cluster = self.cluster
+        granter = Granter(cluster, self.window, handout)
+        backoff, ended = Backoff(cluster.crowded), 0
+        taken: list[tuple[int, Range]] = []
+        while ended < self.workers:
+            granter.serve()
+            for source, kind, payload in cluster.poll():
+                worker = self.roles.workers.index(source)
+                if kind == "more":
+                    granter.answer(source)
+                elif kind == "took":
+                    taken.append((worker, payload))
+                    handout.applied(worker, payload)
+                    handout.stopped |= len(taken) == stop_at
+                else:
+                    ended += 1
+            cluster.progress()
+            backoff.pause()
+        for rank in self.roles.workers:
+            cluster.send(rank, "end")
+        vars(granter).clear()
+        return taken
+
+    def take(self) -> list[Range]:
+        """Take until there is nothing more; returns the batches, in order."""
+        cluster, mine = self.cluster, []
+        me = self.roles.workers.index(cluster.rank)
+        source = Feed(cluster, self.window, me)
+        queue: list[Range] = []
+
+        def ready() -> bool:
+            for _, _, batch in cluster.poll():
+                source.granted(batch)
+            queue.extend(source.news())
+            assert len(queue) <= AHEAD, queue
+            return bool(queue) or source.exhausted
+
+        while cluster.wait(ready) >= 0 and queue:
+            batch = queue.pop(0)
+            source.take()
+            mine.append(batch)
+            cluster.send(self.roles.chief, "took", batch)
+        assert source.exhausted
+        assert not source.news()
+        cluster.send(self.roles.chief, "ended")
+        cluster.wait(lambda: any(kind == "end" for _, kind, _ in cluster.poll()))
+        vars(source).clear()
+        return mine
+
+    def run(self, handout: HandOut, stop_at: int | None = None) -> tuple[list[Range], list[object]]:
+        """Hand out everything; returns all that was taken, and on the chief what is wrong."""
+        cluster = self.cluster
+        chief = cluster.rank == self.roles.chief
+        told: list[tuple[int, Range]] = []
+        mine: list[Range] = []
+        if chief:
+            told = self.give(handout, stop_at)
+        else:
+            mine = self.take()
+        by_rank = cluster.comm.allgather(mine)
+        wrong: list[object] = []
+        if chief:
+            for worker, rank in enumerate(self.roles.workers):
+                if [batch for w, batch in told if w == worker] != by_rank[rank]:
+                    wrong.append((worker, by_rank[rank]))
+            if handout.unfinished():
+                wrong.append(handout.unfinished())
+        vars(self).pop("window").free()
+        return [batch for batches in by_rank for batch in batches], wrong
+
+
+def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
+    edges = [(b, min(b + batch_size, samples)) for b in range(0, samples, batch_size)]
+    return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_every_batch_is_granted_exactly_once(cluster: Cluster, chunk: int) -> None:
+    handing = Handing(cluster)
+    handout = HandOut(103, 10, handing.workers, epochs=3, chunk=chunk)
+    taken, wrong = handing.run(handout)
+    check(cluster.comm, sorted(taken) == everything(103, 10, 3) and not wrong, (taken, wrong))
+
+
+def test_more_workers_than_batches(cluster: Cluster) -> None:
+    handing = Handing(cluster)
+    taken, wrong = handing.run(HandOut(5, 10, handing.workers, epochs=1))
+    check(cluster.comm, taken == [(0, 0, 5)] and not wrong, (taken, wrong))
+
+
+def test_a_quota_is_each_workers_own(cluster: Cluster) -> None:
+    """With --steps every worker takes as many, however fast the others are."""
+    handing = Handing(cluster)
+    handout = HandOut(7, 3, handing.workers, quota=5)
+    taken, wrong = handing.run(handout)
+    good = len(set(taken)) == len(taken) == 5 * handing.workers
+    if cluster.rank == handing.roles.chief:
+        good &= handout.clocks == [5] * handing.workers
+    check(cluster.comm, good and not wrong, (taken, wrong))
+
+
+def test_a_stop_ends_the_grants(cluster: Cluster) -> None:
+    """Those already given are taken, and no other; what was not given is not lost."""
+    handing = Handing(cluster)
+    handout = HandOut(1000, 2, handing.workers, epochs=2)
+    taken, wrong = handing.run(handout, stop_at=10)
+    check(cluster.comm, 10 <= len(taken) < 1000 and not wrong, (len(taken), wrong))
+    left = everything(1000, 2, 2)[len(taken) :]
+    if cluster.rank == handing.roles.chief:
+        state = handout.state()
+        rest = HandOut(1000, 2, 1, epochs=2)
+        rest.restore(state)
+        again = []
+        while (batch := rest.next(0)) is not None:
+            again.append(batch)
+        left = [] if again == left else again
+    check(cluster.comm, cluster.rank != handing.roles.chief or not left, left[:3])
+
+
+def test_pending_ranges_come_first(cluster: Cluster) -> None:
+    handing = Handing(cluster)
+    pending = [(0, 4, 6), (0, 0, 2)]
+    handout = HandOut(20, 2, handing.workers, epochs=1, cursor=(0, 10), pending=pending)
+    taken, wrong = handing.run(handout)
+    expected = sorted(pending + everything(20, 2, 1)[5:])
+    check(cluster.comm, sorted(taken) == expected and not wrong, (taken, wrong))

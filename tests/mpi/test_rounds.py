@@ -1,0 +1,217 @@
+"""Synchronous rounds against a serial run in float64, written from the equations."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips import window as windows
+from mpips.cluster import Cluster
+from mpips.config import Config
+from mpips.datasets import DataInfo
+from mpips.job import Job, initial_vector
+from mpips.layout import Layout
+from mpips.problems import Problem
+from mpips.roles import assign
+from mpips.rounds import AllreduceRound, Report, SharedRound, make_round
+
+pytestmark = pytest.mark.mpi
+
+STEPS = 3
+LARGE = {"w": (130, 100), "b": (7,), "v": (21_000,)}  # several blocks a shard
+TINY = {"w": (3,), "b": (2,)}  # most shards are empty
+TOLERANCE = {"float32": 1e-6, "float64": 1e-13}
+INFO = DataInfo("none", 1000, 0, (1,), (), None, "none")
+
+
+class Given(Problem):
+    """A layout; the gradients are made up by the tests."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> None:
+        super().__init__(INFO, config)
+        self.layout = Layout.of(shapes)
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        pairs = zip(self.layout.names, self.layout.shapes, strict=True)
+        return {name: rng.standard_normal(shape) for name, shape in pairs}
+
+    def loss_and_grad(self, params: Any, batch: Any, out: Any) -> float:
+        raise NotImplementedError
+
+    def evaluate(self, params: Any, batch: Any) -> dict[str, float]:
+        raise NotImplementedError
+
+
+def make_job(cluster: Cluster, servers: int, shapes: Any, **options: Any) -> Job:
+    config = dataclasses.replace(
+        Config(), mode="sync", schedule="warmup", warmup_steps=3, lr=0.05, **options
+    )
+    cluster.roles = assign("sync", cluster.hosts, cluster.node_of, servers)
+    return Job(config, cluster, INFO, None, Given(shapes, config), Path("unused"), 0)
+
+
+def shares(workers: int, step: int) -> list[float]:
+    """Unequal weights that sum to 1; of two workers or more, one has none."""
+    raw = np.random.default_rng([step, 7]).uniform(0.2, 1.0, workers)
+    if workers > 1:
+        raw[step % workers] = 0.0
+    return (raw / raw.sum()).tolist()
+
+
+def gradient(worker: int, step: int, params: np.ndarray) -> np.ndarray:
+    """A gradient that depends on the parameters, as a real one does."""
+    noise = np.random.default_rng([worker, step]).standard_normal(params.size)
+    return (0.3 * params + noise).astype(params.dtype)
+
+
+def serial(job: Job, workers: int) -> np.ndarray:
+    """One process with the whole batch: mean gradient, clipped, then the rule."""
+    c = job.config
+    w = initial_vector(job.problem, c.seed, job.dtype).astype("f8")
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for step in range(1, STEPS + 1):
+        seen, weights = w.astype(job.dtype), shares(workers, step)
+        g = sum(p * gradient(k, step, seen).astype("f8") for k, p in enumerate(weights) if p)
+        norm = math.sqrt(float(g @ g))
+        if c.clip and norm > c.clip:
+            g = g * (c.clip / norm)
+        lr = c.lr * min(1.0, step / c.warmup_steps)
+        if c.optimizer == "sgd":
+            w = w - lr * g
+        elif c.optimizer == "momentum":
+            v = c.momentum * v + g
+            w = w - lr * v
+        else:
+            m = c.beta1 * m + (1 - c.beta1) * g
+            v = c.beta2 * v + (1 - c.beta2) * g * g
+            unbiased = np.sqrt(v / (1 - c.beta2**step))
+            w = w - lr * (m / (1 - c.beta1**step)) / (unbiased + c.eps)
+    return w
+
+
+def in_rounds(job: Job) -> tuple[np.ndarray, list[object]]:
+    """Train by rounds; returns this worker's replica at the end, and what was wrong."""
+    cluster, wrong = job.cluster, list[object]()
+    rounds = make_round(job)
+    if cluster.rank in cluster.roles.owners:
+        job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    worker, workers = job.worker_id, len(cluster.roles.workers)
+    for step in range(1, STEPS + 1):
+        weights = shares(workers, step)
+        if worker is not None:
+            rounds.grad[:] = gradient(worker, step, rounds.replica)
+            if not weights[worker]:
+                rounds.grad[:] = np.nan
+        mine = Report(cluster.rank + step, 2.0 * cluster.rank, sigterm=float(cluster.rank == 0))
+        agreed = rounds.exchange(step, weights, mine)
+        ranks = cluster.world * (cluster.world - 1) / 2
+        expected = Report(ranks + step * cluster.world, 2 * ranks, sigterm=1.0)
+        if agreed != expected:
+            wrong.append((step, agreed, expected))
+    end = rounds.replica.copy() if worker is not None else np.zeros(0, job.dtype)
+    cluster.barrier()
+    rounds.free()
+    rounds.free()
+    return end, wrong
+
+
+def distances(job: Job, end: np.ndarray, expected: np.ndarray) -> dict[str, float]:
+    ours, theirs = job.layout.views(end.astype("f8")), job.layout.views(expected)
+    norm = np.linalg.norm
+    return {name: float(norm(ours[name] - theirs[name]) / norm(theirs[name])) for name in ours}
+
+
+def compare(cluster: Cluster, servers: int, shapes: Any, **options: Any) -> np.ndarray:
+    """Check rounds against the serial run; returns a worker's result, the same on all ranks."""
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    if options["reduce"] == "allreduce" and cluster.nodes not in (1, cluster.world):
+        pytest.skip("knows no nodes")
+    job = make_job(cluster, servers, shapes, **options)
+    end, wrong = in_rounds(job)
+    check(cluster.comm, not wrong, wrong)
+    first = cluster.comm.bcast(end, cluster.roles.workers[0])
+    if job.worker_id is not None and not np.array_equal(first, end):
+        wrong.append("replicas differ")
+    if cluster.rank == 0:
+        far = distances(job, first, serial(job, len(cluster.roles.workers)))
+        if not max(far.values()) <= TOLERANCE[job.config.dtype]:
+            wrong.append(far)
+    check(cluster.comm, not wrong, wrong)
+    return first
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+@pytest.mark.parametrize("reduce", ["shared", "allreduce"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float64", "optimizer": "adam", "clip": 0.5},
+        {"dtype": "float32", "optimizer": "momentum", "clip": 0.0},
+        {"dtype": "float32", "optimizer": "adam", "clip": 5.0},
+        {"dtype": "float64", "optimizer": "sgd", "clip": 0.0},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_rounds_equal_a_serial_run(
+    cluster: Cluster, servers: int, reduce: str, options: dict[str, Any]
+) -> None:
+    compare(cluster, servers, LARGE, reduce=reduce, **options)
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+@pytest.mark.parametrize("reduce", ["shared", "allreduce"])
+def test_more_owners_than_cache_lines(cluster: Cluster, servers: int, reduce: str) -> None:
+    compare(cluster, servers, TINY, reduce=reduce, optimizer="momentum", dtype="float64", clip=0.1)
+
+
+@pytest.mark.parametrize("reduce", ["shared", "allreduce"])
+def test_equal_runs_give_equal_bits_whatever_the_pieces(
+    cluster: Cluster, reduce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = min(1, cluster.world - 1)
+    options: dict[str, Any] = {"reduce": reduce, "optimizer": "adam", "dtype": "float32"}
+    first = compare(cluster, servers, LARGE, **options)
+    again = compare(cluster, servers, LARGE, **options)
+    same = np.array_equal(first.view("u1"), again.view("u1"))
+    check(cluster.comm, same, "equal runs differ")
+    if reduce == "shared":  # an Allreduce may add in another order for another length
+        monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", 4096)
+        pieces = compare(cluster, servers, LARGE, **options)
+        check(cluster.comm, np.array_equal(first.view("u1"), pieces.view("u1")), "pieces differ")
+
+
+def test_the_configuration_chooses_the_round(cluster: Cluster) -> None:
+    for reduce, kind in [
+        ("auto", SharedRound),
+        ("shared", SharedRound),
+        ("allreduce", AllreduceRound),
+    ]:
+        rounds = make_round(make_job(cluster, 0, TINY, reduce=reduce, optimizer="sgd"))
+        assert type(rounds) is kind
+        cluster.barrier()
+        rounds.free()
+
+
+def test_params_and_slots_are_views_of_the_owned_shard(cluster: Cluster) -> None:
+    """What a checkpoint copies is what the rounds update; the slots exist once."""
+    job = make_job(cluster, 0, LARGE, reduce="shared", optimizer="adam", dtype="float64")
+    rounds = make_round(job)
+    job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    rounds.grad[:] = 1.0
+    workers = cluster.world
+    rounds.exchange(1, [1 / workers] * workers, Report())
+    good = np.array_equal(rounds.params, rounds.replica[job.shard.range])
+    sizes = [slot.size for slot in rounds.slots]
+    good &= sizes == [job.shard.size] * 2
+    good &= bool(np.allclose(rounds.slots[0], 0.1)) and rounds.busy_s >= 0 <= rounds.waited_s
+    cluster.barrier()
+    rounds.free()
+    check(cluster.comm, good, sizes)

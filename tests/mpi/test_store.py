@@ -1,0 +1,267 @@
+"""The channel and the store together: pushes, updates, and what a pull may see meanwhile."""
+
+import time
+
+import numpy as np
+import pytest
+from rig import INBOX, Rig
+from verdict import check
+
+from mpips import window as windows
+from mpips.channel import BUFFERS, Push
+from mpips.cluster import Cluster
+from mpips.kernels import observe
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+PUSHES = 12
+
+
+def gradient(worker: int, seq: int, n: int) -> np.ndarray:
+    """Whole numbers, so that sums are exact in any order."""
+    return (worker + 1) * 1000.0 + seq + np.arange(n)
+
+
+def work(rig: Rig) -> list[np.ndarray]:
+    """Pull and push `PUSHES` times; returns the versions read."""
+    seen = []
+    for seq in range(1, PUSHES + 1):
+        rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
+        grad = rig.sender.buffer(seq)
+        grad.fill(np.nan)  # whoever still reads it would show
+        versions = rig.puller.pull(rig.replica)
+        seen.append(versions.copy())
+        grad[:] = gradient(rig.id, seq, len(grad))
+        batch = (seq // 5, 10 * seq, 10 * seq + rig.id)
+        assert rig.sender.push(batch, seq + rig.id, 0.1 * seq - 1, versions) == seq
+    rig.finish()
+    return seen
+
+
+class Applied:
+    """What a server saw, in the order in which it applied it; slow now and then."""
+
+    def __init__(self, rig: Rig, n: int) -> None:
+        self.rig, self.n = rig, n
+        self.rows: list[tuple[int, int, int]] = []
+        self.wrong: list[object] = []
+
+    def __call__(self, push: Push) -> None:
+        rig, seq, worker = self.rig, push.seq, push.worker
+        expected = gradient(worker, seq, self.n)[rig.shard.range]
+        good = np.array_equal(push.grad, expected)
+        if len(self.rows) % 3 == 0:
+            time.sleep(0.002)
+        self.rows.append((worker, seq, rig.server.version - push.version))
+        version = rig.server.apply(push)
+        told = (push.batch, push.samples, push.loss)
+        meant = ((seq // 5, 10 * seq, 10 * seq + worker), seq + worker, 0.1 * seq - 1)
+        if not good or told != meant or version != len(self.rows) or rig.receiver.bodies > INBOX:
+            self.wrong.append((worker, seq, told, version))
+
+
+@pytest.mark.parametrize(
+    ("n", "servers", "piece_bytes"), [(1003, 1, None), (1003, 2, 1024), (5, 2, None)]
+)
+def test_pushes_are_applied_once_and_in_order(
+    cluster: Cluster,
+    n: int,
+    servers: int,
+    piece_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    if piece_bytes:
+        monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
+    rig = Rig(cluster, n, servers)
+    workers = len(rig.roles.workers)
+    wrong: list[object] = []
+    if rig.worker:
+        seen = work(rig)
+        wrong += [
+            v for a, b in zip(seen, seen[1:], strict=False) for v in [(a, b)] if (a > b).any()
+        ]
+    else:
+        applied = Applied(rig, n)
+        rig.serve(applied)
+        wrong += applied.wrong + _ledger_errors(rig, applied, workers)
+    check(cluster.comm, not wrong, wrong)
+    cluster.barrier()
+    if rig.worker:
+        versions = rig.puller.pull(rig.replica)
+        pushes = [(w, seq) for w in range(workers) for seq in range(1, PUSHES + 1)]
+        total = sum(gradient(w, seq, n) for w, seq in pushes)
+        if not np.array_equal(rig.replica, total):
+            wrong.append(rig.replica - total)
+        if versions.tolist() != [PUSHES * workers if s.size else 0 for s in rig.shards]:
+            wrong.append(versions)
+        if rig.puller.bytes != (PUSHES + 1) * n * 8:
+            wrong.append(rig.puller.bytes)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
+    """Compare a server's counts with what was seen."""
+    server, each = rig.server, PUSHES if rig.shard.size else 0
+    wrong: list[object] = []
+    for w in range(workers):
+        seqs = [seq for worker, seq, _ in applied.rows if worker == w]
+        if seqs != list(range(1, each + 1)) or observe(server.applied, w) != each:
+            wrong.append((w, seqs))
+    stale = [row[2] for row in applied.rows]
+    counts = np.bincount(stale, minlength=len(server.staleness))
+    if not np.array_equal(counts, server.staleness) or counts.sum() != each * workers:
+        wrong.append(("staleness", stale, server.staleness))
+    if server.staleness_sum != sum(stale) or server.staleness_max != max(stale, default=0):
+        wrong.append(("staleness", server.staleness_sum, server.staleness_max))
+    if server.version != each * workers:
+        wrong.append(("version", server.version))
+    return wrong
+
+
+def test_mean_staleness_has_its_bound(cluster: Cluster) -> None:
+    """At most k W - 1, with k = 2 open pushes a worker and W workers, however slow the server is.
+
+    What a server holds of far workers is open as well, though its senders have been let go.
+    """
+    rig = Rig(cluster, 64, 1)
+    workers, stale = len(rig.roles.workers), 0.0
+    far = any(not cluster.near(r) for r in rig.roles.workers)
+    held = INBOX if far else 0
+    if rig.worker:
+        work(rig)
+    else:
+
+        def slowly(push: Push) -> None:
+            until = time.monotonic() + 0.002
+            while time.monotonic() < until:
+                cluster.progress()
+            rig.server.apply(push)
+
+        rig.serve(slowly)
+        stale = rig.server.staleness_sum / (PUSHES * workers)
+    check(cluster.comm, stale <= BUFFERS * workers - 1 + held, (stale, workers, held))
+    rig.free()
+
+
+def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
+    """As in the cut of a checkpoint: what is beyond the limit waits, and comes later."""
+    rig = Rig(cluster, 40, 1)
+    workers = len(rig.roles.workers)
+    wrong: list[object] = []
+    if rig.worker:
+        for seq in (1, 2):
+            rig.sender.buffer(seq)[:] = seq
+            rig.sender.push((0, 0, 1), 1, 0.0, rig.puller.pull(rig.replica))
+        cluster.barrier()
+        rig.finish()
+    else:
+        first = np.ones(workers, "i8")
+        cluster.barrier()  # all have pushed twice
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            cluster.progress()
+            if rig.receiver.take(fetch=False) is not None or rig.receiver.bodies:
+                wrong.append("taken though nothing may be fetched")
+        taken = []
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline or len(taken) < workers:
+            cluster.progress()
+            push = rig.receiver.take(limit=first)
+            if push is not None:
+                taken.append((push.worker, push.seq))
+                rig.server.apply(push)
+        if sorted(taken) != [(w, 1) for w in range(workers)]:
+            wrong.append(taken)
+        rig.serve(lambda push: wrong.append(push) if push.seq != 2 else rig.server.apply(push))
+        if not (rig.server.params == 3 * workers).all():
+            wrong.append(rig.server.params)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+class Busy:
+    """A server that updates its shard without a pause: version v leaves every element at v."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.ones = np.ones(rig.shard.size)
+        self.seq = 0
+
+    def update(self) -> None:
+        self.seq += 1
+        version = self.rig.server.version
+        push = Push(0, self.seq, (0, 0, 1), 1, 0.0, version, self.ones)
+        self.rig.server.apply(push)
+
+    def run(self) -> None:
+        """Until every worker has seen enough."""
+        enough = 0
+        while enough < len(self.rig.roles.workers):
+            self.update()
+            self.rig.server.serve_reads()
+            for source, kind, _ in self.rig.cluster.poll():
+                if kind == "read":
+                    self.rig.server.want_read(source)
+                enough += kind == "enough"
+
+
+def look(rig: Rig, torn_before: int) -> tuple[list[object], bool]:
+    """Pull once and compare what came with the versions; returns what is wrong, and torn."""
+    versions = rig.puller.pull(rig.replica)
+    torn = rig.puller.torn > torn_before
+    wrong: list[object] = []
+    for shard, version in zip(rig.shards, versions.tolist(), strict=True):
+        part = rig.replica[shard.range]
+        low, high = part.min(), part.max()
+        if low < version:
+            wrong.append(("an update is missing", version, low, high))
+        if not torn and (low, high) != (version, version):
+            wrong.append(("torn, and not counted", version, low, high))
+    return wrong, torn
+
+
+@pytest.mark.world(max_size=3)
+def test_torn_reads_happen_and_are_counted(cluster: Cluster) -> None:
+    rig = Rig(cluster, 1 << 18, 1)
+    wrong: list[object] = []
+    pulls = torn = mixed = 0
+    if rig.worker:
+        deadline = time.monotonic() + 20
+        while (torn < 3 or mixed < 1 or pulls < 20) and time.monotonic() < deadline:
+            found, was_torn = look(rig, torn)
+            wrong += found
+            mixed += rig.replica.min() != rig.replica.max()
+            torn, pulls = rig.puller.torn, pulls + 1
+        cluster.send(rig.roles.servers[0], "enough")
+        if torn < 3 or mixed < 1:
+            wrong.append(f"{torn} torn reads counted and {mixed} seen in {pulls} pulls")
+    else:
+        Busy(rig).run()
+    check(cluster.comm, not wrong, wrong[:3])
+    rig.free()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.world(max_size=4)
+def test_consistent_reads_are_never_torn(cluster: Cluster, servers: int) -> None:
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    rig = Rig(cluster, 1 << 16, servers, consistent=True)
+    wrong: list[object] = []
+    if rig.worker:
+        last = np.zeros(servers)
+        for _ in range(20):
+            found, torn = look(rig, 0)
+            wrong += found + (["torn"] if torn else [])
+            if (rig.puller.versions < last).any():
+                wrong.append((last, rig.puller.versions.copy()))
+            last = rig.puller.versions.copy()
+        for rank in rig.roles.servers:
+            cluster.send(rank, "enough")
+    else:
+        Busy(rig).run()
+    check(cluster.comm, not wrong, wrong[:3])
+    rig.free()

@@ -1,0 +1,376 @@
+"""Bad input ends a job on all ranks: one message, an exit code, and nothing saved is lost."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from launch import Finished, run, train
+
+from mpips import train as program
+from mpips.checkpoint import list_checkpoints, newest_whole
+
+HERE = Path(__file__).parent
+FAULTY = str(HERE / "problems" / "faulty.py")
+FORM = re.compile(r"mpips: \S.*, expected \S.*")
+LIMIT_S = 60.0  # it takes about a second; the machine may be busy
+QUICK = ("--problem", "softmax", "--epochs", "2")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of files with something wrong, and some that are right."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)).astype("f4"), rng.integers(0, 3, 60)
+    with_nan = x.copy()
+    with_nan[17, 1] = np.nan
+    np.savez(folder / "good.npz", x=x, y=y)
+    np.savez(folder / "nan.npz", x=with_nan, y=y)
+    np.savez(folder / "infinite-targets.npz", x=x, y=np.where(y == 1, np.inf, 0.0))
+    np.savez(folder / "only-x.npz", x=x)
+    np.savez(folder / "unequal.npz", x=x, y=y[:-1])
+    for name, inputs, labels in (
+        ("good.h5", x, y),
+        ("nan.h5", with_nan, y),
+        ("label-7.h5", x, np.where(np.arange(60) == 17, 7, y)),
+    ):
+        with h5py.File(folder / name, "w") as file:
+            file["x"], file["y"] = inputs, labels
+    whole = (folder / "good.h5").read_bytes()
+    (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.h5").write_bytes(b"")
+    (folder / "text.h5").write_text("no numbers here\n" * 100)
+    (folder / "bad.svm").write_text("1 1:0.5\nno label 2:1\n")
+    (folder / "job.toml").write_text("batchsize = 16\n")
+    (folder / "no-toml.toml").write_text("mode = async\n")
+    (folder / "broken.py").write_text("def f(:\n")
+    (folder / "used").mkdir()
+    (folder / "used" / "thesis.txt").write_text("precious\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    options = (*QUICK, "--mode", "sync", "--checkpoint-every", "0", "--out", "run")
+    train(2, *options, cwd=folder, timeout_s=LIMIT_S).check()
+    assert len(list_checkpoints(folder / "run")) == 2
+    return folder / "run"
+
+
+def message_of(done: Finished, code: int) -> str:
+    """Return the one message of a job that failed; its launcher's noise may stand around it."""
+    done.check(code)
+    found = [line for line in done.output.splitlines() if line.startswith("mpips: ")]
+    assert len(found) == 1, done.output
+    assert FORM.fullmatch(found[0]), found[0]
+    return found[0]
+
+
+def refused(ranks: int, *options: str, cwd: Path) -> str:
+    """Run a job that is refused before it starts; returns its message."""
+    done = train(ranks, *options, cwd=cwd, timeout_s=LIMIT_S)
+    message = message_of(done, 2)
+    assert "Traceback" not in done.output
+    return message
+
+
+def places_of(data: Path) -> dict[str, object]:
+    """What the options of a job that is to be refused may name."""
+    # One server's parameters and two slots fill the shared memory, one of them alone does not.
+    wide = int(math.sqrt(0.4 * shared_bytes_free() / 4))
+    return {"data": data, "faulty": FAULTY, "wide": f"{wide},{wide}"}
+
+
+def shared_bytes_free() -> int:
+    stat = os.statvfs("/dev/shm")
+    return stat.f_bavail * stat.f_frsize
+
+
+@contextlib.contextmanager
+def unchanged(folder: Path) -> Iterator[None]:
+    """Check that nothing in `folder` is changed, added or removed."""
+    before = {p: p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
+    yield
+    assert before == {p: p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
+
+
+# What the command line alone can say: no MPI, no other process.
+
+LINES = {
+    "--servers -1": "servers -1, expected an integer >= 0; see --servers in --help",
+    "--mode asink": "unknown mode 'asink', .*; did you mean 'async'",
+    "--optimizer adm": "unknown optimizer 'adm', .*; did you mean 'adam'",
+    "--problem softmx": "unknown problem 'softmx', .*; did you mean 'softmax'",
+    "--leanring-rate 1": "unknown option --leanring-rate, expected one of",
+    "--epoch 1": "unknown option --epoch, .*; did you mean '--epochs'",
+    "--steps 1.5": "steps '1.5', expected an integer >= 0",
+    "--epochs many": "epochs 'many', expected an integer >= 0",
+    "--lr 0": "lr 0.0, expected a number > 0",
+    "--lr nan": "lr 'nan', expected a number > 0",
+    "--batch-size 0": "batch_size 0, expected an integer >= 1",
+    "--threads -2": "threads -2, expected an integer >= 0",
+    "--hidden 64,x": "hidden '64,x', expected a list of integers >= 1",
+    "--dtype float16": "unknown dtype 'float16', expected one of float32, float64",
+    "--window mine": "unknown window 'mine', expected one of shared, private",
+    "--reduce tree": "unknown reduce 'tree', expected one of auto, shared, allreduce",
+    "--checkpoint-every 5min": "checkpoint_every '5min', expected SECONDS .* or Nsteps",
+    "--out": "option --out without a value, expected text; write --out DIR",
+    "--servers 0": "servers 0 in mode async, expected servers >= 1; .* --mode sync",
+    "--eval-only": "eval_only without a checkpoint, expected --resume or --init-from",
+    "{data}/absent.toml": "job file .*absent.toml' not found, expected an existing file",
+    "{data}/good.npz": "job file .*, expected a path that ends in .toml",
+    "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",
+    "{data}/no-toml.toml": "no-toml.toml: .*, expected TOML; text stands in quotes",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_command_lines(
+    line: str, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in program.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert program.main(line.format(data=data).split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert FORM.fullmatch(err.rstrip("\n")), err
+    assert re.search(LINES[line], err), err
+
+
+# What takes a world: every rank refuses with the same words, and no folder of a run is left.
+
+REFUSALS = {
+    "--servers 3": "servers=3 leaves no worker in a world of 3, .* servers <= 2; .*mpirun -n 4",
+    "--servers 8": "servers=8 leaves no worker in a world of 3, expected servers <= 2",
+    "--server-ranks 0,3": "server_ranks has rank 3, expected ranks 0 to 2",
+    "--server-hosts nowhere*": r"server_hosts='nowhere\*' matches 0 ranks, .*; hosts are",
+    "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",
+    "{data}/absent.toml": "job file .*absent.toml' not found",
+    "--dataset digit": "unknown dataset 'digit', .*; did you mean 'digits'",
+    "--dataset {data}/god.npz": "data file .*god.npz does not exist, .*; did you mean 'good.npz'",
+    "--dataset {data}/empty.h5": r"empty.h5 is empty \(0 bytes\), expected",
+    "--dataset {data}/truncated.h5": "truncated.h5 cannot be read .*, expected a whole HDF5 file",
+    "--dataset {data}/text.h5": "text.h5 cannot be read .*, expected a whole HDF5 file",
+    "--dataset {data}/bad.svm": "bad.svm.*line 2",
+    "--dataset {data}/good.h5::x,z": "good.h5: array 'z' is missing, expected one of its arrays",
+    "--dataset {data}/only-x.npz": "only-x.npz: array 'y' is missing, expected",
+    "--dataset {data}/unequal.npz": "unequal.npz: array 'x' has 60 samples and 'y' has 59",
+    "--dataset {data}/good.npz --test-dataset digits": "samples of shape .*, expected",
+    "--classes 5": "sample 5 has label 5, expected whole numbers from 0 to 4",
+    "--dataset {data}/nan.npz": r"'x', sample 17, element \(1,\) is nan in float32, expected fin",
+    "--dataset {data}/infinite-targets.npz": "array 'y', sample .* is inf .*, expected finite",
+    "--dataset {data}/infinite-targets.npz --problem softmax": "array 'y', .* is inf",
+    "--batch-size 2000": "batch_size=2000, expected at most 1438, the training samples",
+    "--problem linear": "problem 'linear' with the 10 class labels .*, expected real-valued",
+    "--problem {data}/none.py:Mine": "no problem file .*none.py', expected an existing file",
+    "--problem {faulty}:Fault": "no class 'Fault' in .*, expected one of .*; did you mean 'Faulty'",
+    "--problem {data}/broken.py:A": "broken.py' raised SyntaxError.*, expected a file that imports",
+    "--problem {faulty}:RaisesWhenMade": "raised KeyError.*, expected a class .*; see line",
+    "--problem {faulty}:LeavesWhenMade": "raised SystemExit: 3, expected a class",
+    "--out {data}/good.npz": "--out .* is in use, expected a new or empty folder",
+    "--out {data}/used": "--out .* is in use, expected a new or empty folder; .*--resume",
+    "--out {data}/good.npz/run": "good.npz/run: Not a directory, expected a folder that can be",
+    "--out /proc/run": "--out /proc/run: .*, expected a folder that can be written",
+    "--out {data}/{long}": "File name too long, expected a folder that can be written",
+    "--out {data}/new --resume": "--resume finds no run in .*/new, .*; use --resume auto",
+    "--out {data}/used --resume": "--resume finds no run in .*/used",
+    "--out {data}/used --resume auto": "--out .* is in use",
+    "--resume": "--resume finds no run in runs/mlp-async-",
+    "--init-from {data}/used": "--init-from .*used: there is none, expected a whole checkpoint",
+    "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
+    "--eval-only --resume auto --out {data}/new": "--eval-only finds no run in .*/new, expected",
+    "--hidden {wide}": "/dev/shm on .* has .* bytes free, expected at least .* for the windows",
+    "--hidden {wide} --mode sync": "/dev/shm on .* bytes free, expected at least",
+    "--hidden 9999999999,9999999999": "parameters and their gradient of .*, expected at most",
+    "--hidden 9999999999,9999999999 --mode sync --reduce allreduce": "parameters and their",
+    "--resume --out {finished} --hidden 7 --problem mlp": "problem 'mlp' on resume, expected",
+    "--resume --out {finished} --dtype float64": "dtype 'float64' on resume, expected 'float32'",
+    "--init-from {finished}": r"params/w1 of shape None, expected \(64, 128\), as in the model",
+    "--out {finished}": "--out .* is in use, expected a new or empty folder; .*--resume",
+}
+
+
+def test_refusals(data: Path, finished: Path, tmp_path: Path) -> None:
+    """One world refuses all of them, and still works then."""
+    places = {**places_of(data), "finished": finished, "long": 300 * "n"}
+    lines = [line.format(**places).split() for line in REFUSALS]
+    (tmp_path / "jobs.json").write_text(json.dumps([*lines, [*QUICK, "--quiet", "--out", "ok"]]))
+    with unchanged(data), unchanged(finished):
+        job = [str(HERE / "jobs" / "refusals.py"), "jobs.json"]
+        run(3, job, tmp_path, 2 * LIMIT_S).check()
+    *found, last = json.loads((tmp_path / "refusals.json").read_text())
+    assert last == 3 * ["exit code 0"]
+    wrong = []
+    for (line, pattern), told in zip(REFUSALS.items(), found, strict=True):
+        first = told[0].splitlines()[0]
+        if len(set(told)) > 1 or not FORM.fullmatch(f"mpips: {first}"):
+            wrong.append((line, told))
+        elif not re.search(pattern, first):
+            wrong.append((line, first))
+    assert not wrong
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "pattern"),
+    [
+        (1, "", "mode=async in a world of 1 rank, expected at least 2 ranks"),
+        (4, "--servers 4", "servers=4 leaves no worker in a world of 4, expected servers <= 3"),
+        (2, "--optimizer adm", "unknown optimizer 'adm', .*; did you mean 'adam'"),
+        (3, "{data}/job.toml", "job.toml: unknown key 'batchsize'"),
+        (2, "--dataset {data}/nan.npz --mode sync", "is nan in float32, expected finite numbers"),
+        (4, "--dataset {data}/label-7.h5 --classes 3", "sample 17 has label 7, expected whole"),
+        (2, "--dataset {data}/nan.h5 --mode sync", r"'x', sample 17, element \(1,\) is nan"),
+        (3, "--out {data}/good.npz/run", "good.npz/run: Not a directory, expected a folder"),
+        (3, "--hidden {wide}", "/dev/shm on .* bytes free, expected at least"),
+        (3, "--problem {faulty}:NanInit --mode sync", "gave NaN or infinity in w, expected finite"),
+        (2, "--problem {faulty}:NoInit", "gave NoneType, expected {'w': .*, as in its layout"),
+        (2, "--problem {faulty}:OtherShapes --mode sync", "gave {'w': .*, expected {'w': "),
+    ],
+)
+def test_jobs_end(ranks: int, options: str, pattern: str, data: Path, tmp_path: Path) -> None:
+    line = options.format(**places_of(data)).split()
+    message = refused(ranks, *line, cwd=tmp_path)
+    assert re.search(pattern, message), message
+
+
+def test_a_world_of_one_in_a_step_of_many(tmp_path: Path) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "4"}
+    done = run(1, ["-m", "mpips.train", "--mode", "sync"], tmp_path, LIMIT_S, step)
+    message = message_of(done, 2)
+    assert re.search("a world of 1 rank in a SLURM step of 4 tasks, .*; use srun --mpi=", message)
+    assert not (tmp_path / "runs").exists()
+
+
+# The user's own problem.
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("problem", ["Raises", "RaisesEverywhere", "Leaves", "RaisesInEvaluate"])
+def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) -> None:
+    options = ("--problem", f"{FAULTY}:{problem}", "--mode", mode, "--out", "run")
+    done = train(3, *options, cwd=tmp_path, timeout_s=LIMIT_S)
+    message = message_of(done, 1)
+    raised = "SystemExit: 0" if problem == "Leaves" else "KeyError: 'a mistake of mine'"
+    ranks = "[0-2]" if problem == "RaisesEverywhere" else "2"
+    assert re.search(f"rank {ranks} raised {raised}, expected no exception", message), message
+    assert done.output.count("Traceback (most recent call last)") == 1
+    assert re.search(r'faulty.py", line \d+, in (fail|evaluate)', done.output)
+    assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_a_constructor_that_raises_on_one_rank_shows_its_traceback(tmp_path: Path) -> None:
+    done = train(3, "--problem", f"{FAULTY}:RaisesWhenMade", cwd=tmp_path, timeout_s=LIMIT_S)
+    assert "raised KeyError: 'a mistake of mine', expected a class" in message_of(done, 2)
+    assert done.output.count("rank 2: Traceback (most recent call last)") == 1
+    assert "in __init__" in done.output
+
+
+def test_a_rank_that_dies_without_a_word_ends_the_job(tmp_path: Path) -> None:
+    options = ("--problem", f"{FAULTY}:Dies")
+    assert train(3, *options, cwd=tmp_path, timeout_s=LIMIT_S).code not in (0, 85)
+
+
+# A loss that is not finite.
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("problem", ["NanLoss", "NanGradient"])
+def test_a_loss_that_is_nan(problem: str, mode: str, tmp_path: Path) -> None:
+    options = (
+        *("--problem", f"{FAULTY}:{problem}", "--mode", mode, "--out", "run", "--quiet"),
+        *("--checkpoint-every", "1steps", "--keep", "1000"),
+    )
+    done = train(3, *options, cwd=tmp_path, timeout_s=LIMIT_S)
+    check_diverged(done, tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_learning_rate_that_is_too_large(mode: str, tmp_path: Path) -> None:
+    # Two layers are needed: the loss of a softmax regression grows without ever overflowing.
+    options = ("--mode", mode, "--optimizer", "sgd", "--lr", "1e30", "--out", "run", "--quiet")
+    done = train(3, *options, cwd=tmp_path, timeout_s=LIMIT_S)
+    check_diverged(done, tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_last_update_that_makes_the_parameters_nan(mode: str, tmp_path: Path) -> None:
+    """No loss shows it, but the last checkpoint is refused."""
+    options = (
+        *("--problem", f"{FAULTY}:NanGradient", "--mode", mode, "--out", "run", "--quiet"),
+        *("--steps", "5"),
+    )
+    done = train(2, *options, cwd=tmp_path, timeout_s=LIMIT_S)
+    check_diverged(done, tmp_path / "run")
+
+
+def check_diverged(done: Finished, out: Path) -> None:
+    message = message_of(done, 1)
+    assert re.search(r"(loss|parameters) .*(nan|inf|not finite) at step \d+", message), message
+    assert not (out / "DONE").exists()
+    assert json.loads((out / "summary.json").read_text())["stop_reason"] == "diverged"
+    kept, complaints = newest_whole(out)
+    assert kept is not None, complaints
+    assert not complaints
+    assert np.isfinite(kept.read_params()).all()
+
+
+# Damaged checkpoints.
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip a bit in the middle of a shard."""
+    shard = min(checkpoint.glob("shard-*.h5"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+
+
+def test_the_older_whole_checkpoint_is_used(finished: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    shutil.copytree(finished, run_folder)
+    first, last = list_checkpoints(run_folder)
+    damage(last)
+    options = ("--resume", "--out", "run", "--epochs", "2")
+    done = train(2, *options, cwd=tmp_path, timeout_s=LIMIT_S).check()
+    assert re.search(f"damaged, not used: .*{last.name}.*sha256", done.output)
+    assert f"resumed at step 0 from {Path('run', 'checkpoints', first.name)}" in done.output
+    again, complaints = newest_whole(run_folder)
+    assert again is not None
+    assert again.path.name == last.name
+    assert not complaints
+
+
+def test_all_checkpoints_damaged(finished: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    shutil.copytree(finished, run_folder)
+    for checkpoint in list_checkpoints(run_folder):
+        damage(checkpoint)
+    with unchanged(run_folder):
+        for resume in ("yes", "auto"):
+            message = refused(2, "--resume", resume, "--out", "run", cwd=tmp_path)
+            assert re.search("no whole checkpoint in run: .*sha256.*, expected", message)
+
+
+def test_resume_with_other_data(data: Path, tmp_path: Path) -> None:
+    """Files of one name, but of other contents."""
+    shutil.copy(data / "good.npz", tmp_path)
+    options = ("--dataset", "good.npz", "--mode", "sync", "--out", "run", "--batch-size", "8")
+    train(1, *options, cwd=tmp_path, timeout_s=LIMIT_S).check()
+    x, y = np.zeros((40, 3), "f4"), np.arange(40) % 3
+    np.savez(tmp_path / "good.npz", x=x, y=y)
+    message = refused(1, *options, "--resume", cwd=tmp_path)
+    assert "32 training samples on resume, expected 48 as in the saved run" in message
+    np.savez(tmp_path / "good.npz", x=x[:, :2], y=y)
+    message = refused(1, *options, "--resume", cwd=tmp_path)
+    assert "params/w1 of shape (3, 128), expected (2, 128), as in the model" in message

@@ -1,0 +1,330 @@
+"""What a command line does, from outside: what is printed, what a run leaves, how it goes on."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, environment, train
+from runs import Plan, assert_same_state, final, newest, starts_of, state, summary
+
+from mpips import __version__
+from mpips.checkpoint import list_checkpoints
+from mpips.command_line import help_text
+from mpips.config import Config, from_toml
+
+pytestmark = pytest.mark.launch
+
+LIMIT_S = 60.0
+SHORT = ("--problem", "softmax", "--epochs", "2")
+
+
+def files(folder: Path) -> dict[Path, float]:
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+# Texts: without a launcher, no MPI is started for them; with one, they come once.
+
+
+def alone(code: str, cwd: Path) -> str:
+    """Return what Python prints that runs `code` without a launcher and without MPI."""
+    code += "\nimport sys; assert 'mpi4py' not in sys.modules"
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_texts_need_no_mpi(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('mode = "sync"\nseed = 3\nkeep = 7\n')
+    lines = [
+        ["--help"],
+        ["--version", "--mode", "sync"],
+        ["job.toml", "--seed", "4", "--print-config"],
+        ["--resume", "auto", "--print-config"],
+    ]
+    code = f"from mpips.train import main\nfor a in {lines}: assert main(a) == 0; print('====')"
+    helped, version, job, fresh, _ = alone(code, tmp_path).split("====\n")
+    assert helped == help_text()
+    assert version == f"mpips {__version__}\n"
+    assert from_toml(job) == Config(mode="sync", seed=4, keep=7)
+    assert from_toml(fresh) == Config(resume="auto")
+    assert os.listdir(tmp_path) == ["job.toml"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version", "--print-config"])
+def test_texts_come_once(flag: str, tmp_path: Path) -> None:
+    done = train(3, flag, cwd=tmp_path, timeout_s=LIMIT_S).check()
+    first = {"--help": "usage: ", "--version": "mpips ", "--print-config": "# run"}[flag]
+    assert len(re.findall(f"(?m)^{first}", done.output)) == 1
+    assert not os.listdir(tmp_path) or all(n.startswith("output-") for n in os.listdir(tmp_path))
+
+
+# Runs that say nothing, and what they leave.
+
+TARGET = ("--target-accuracy", "0.5", "--epochs", "500", "--eval-every", "0.5")
+PLACED = {  # options: ranks, servers that the summary counts
+    "--mode sync --servers 0": (3, 0),
+    "--mode sync --servers 1": (3, 1),
+    "--mode sync --window private": (2, 0),
+    "--servers 2": (3, 2),
+    "--server-ranks 0,2": (3, 2),
+    "--server-ranks 2": (3, 1),
+    "--server-hosts * --servers 2": (3, 2),
+    "--window private": (3, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Many runs, made in one world of 3 ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    plan = Plan(folder)
+    quick = ("--problem", "softmax", "--epochs", "1")
+    for options, (ranks, _) in PLACED.items():
+        plan.add(options, ranks, (*quick, *options.split()))
+    for mode in ("async", "sync"):
+        plan.add(f"target {mode}", 3, ("--mode", mode, *TARGET))
+        every = ("--checkpoint-every", "5steps", "--log-every", "0", "--seed", "5")
+        plan.add(f"first {mode}", 3, ("--mode", mode, *every, "--epochs", "2", "--clip", "9"))
+        last = str(plan.out(f"first {mode}"))
+        other = ("--mode", mode, "--optimizer", "momentum", "--epochs", "1", "--init-from", last)
+        plan.add(f"from {mode}", 3, other)
+    plan.add("again sync", 3, (str(plan.out("first sync") / "config.toml"),))
+    plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
+    plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
+    plan.add("auto", 2, ("--epochs", "3", "--resume"))
+    plan.add("mode", 3, (*SHORT, "--mode", "async"))
+    plan.add("mode", 3, ("--resume", "--mode", "sync", "--epochs", "3"))
+    plan.run(4 * LIMIT_S)
+    return plan
+
+
+@pytest.mark.parametrize("options", PLACED)
+def test_roles(options: str, plan: Plan) -> None:
+    found = summary(plan.out(options))
+    assert found["servers"] == PLACED[options][1]
+    assert found["world"] == found["servers"] + found["workers"]
+    assert found["samples"] == 1438
+    assert found["accuracy"] > 0.5
+    final(plan.out(options))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_target_ends_the_run(mode: str, plan: Plan) -> None:
+    out = plan.out(f"target {mode}")
+    found = summary(out)
+    assert found["stop_reason"] == "target"
+    assert found["epochs"] < 500
+    assert found["accuracy"] >= 0.4  # the final parameters may be some updates further
+    assert (out / "DONE").read_text() == "target\n"
+    reached = [row["accuracy"] for row in rows(out) if row["kind"] == "eval"]
+    assert max(reached) >= 0.5
+    final(out)
+
+
+def test_a_saved_job_runs_again(plan: Plan) -> None:
+    first, again = plan.out("first sync"), plan.out("again sync")
+    assert (first / "config.toml").read_text() == (again / "config.toml").read_text().replace(
+        "quiet = true", "quiet = true"
+    )
+    assert_same_state(final(first), final(again))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_init_from_takes_the_parameters_alone(mode: str, plan: Plan) -> None:
+    source, start = final(plan.out(f"first {mode}")), list_checkpoints(plan.out(f"from {mode}"))[0]
+    begun = newest(start)
+    assert begun.step == 0
+    params, *slots = state(begun)
+    np.testing.assert_array_equal(params, source.read_params())
+    assert len(slots) == 1
+    assert not slots[0].any()
+    found = summary(plan.out(f"from {mode}"))
+    assert found["resumed_from"] is None
+    assert found["epochs"] == 1
+    assert found["global_step"] == newest(plan.out(f"from {mode}")).step
+    saved = from_toml((plan.out(f"from {mode}") / "config.toml").read_text())
+    assert saved.init_from == str(plan.out(f"first {mode}"))
+
+
+def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:
+    """A run that was started, found finished, and then given one epoch more."""
+    out = plan.out("auto")
+    assert starts_of(out) == 3
+    starts = [row for row in rows(out) if row["kind"] == "start"]
+    assert [row["resumed"] for row in starts] == [False, True, True]
+    rounds = -(-1438 // 64)
+    assert [row["step"] for row in starts] == [0, 2 * rounds, 2 * rounds]
+    found = summary(out)
+    assert (found["global_step"], found["samples"]) == (3 * rounds, 3 * 1438)
+    assert (found["steps"], found["epochs"]) == ([3 * rounds] * 2, 3)
+    assert found["resumed_from"].endswith(f"step-{2 * rounds:012d}")
+    assert final(out).step == 3 * rounds
+    assert from_toml((out / "config.toml").read_text()).epochs == 3
+
+
+def test_a_run_goes_on_in_the_other_mode(plan: Plan) -> None:
+    found = summary(plan.out("mode"))
+    assert (found["mode"], found["servers"], found["samples"]) == ("sync", 0, 3 * 1438)
+    final(plan.out("mode"))
+
+
+# The summary and the metrics.
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def is_list(of: Any) -> Any:
+    return lambda value: isinstance(value, list) and value and all(map(of, value))
+
+
+def is_table(**fields: Any) -> Any:
+    """Return a check that a value has just these fields, each as it should be."""
+
+    def check(value: Any) -> bool:
+        return value.keys() == fields.keys() and all(f(value[k]) for k, f in fields.items())
+
+    return check
+
+
+SECONDS = dict.fromkeys(("compute_s", "pull_s", "push_s", "wait_s"), is_number)
+SUMMARY = {
+    **dict.fromkeys(("mode", "optimizer", "command", "stop_reason", "mpi", "version"), is_text),
+    **dict.fromkeys(("world", "servers", "workers", "parameters", "seed", "samples"), is_count),
+    **dict.fromkeys(("global_step", "pushes_sent", "pushes_applied", "torn_reads"), is_count),
+    **dict.fromkeys(("bytes_pulled", "bytes_pushed"), is_count),
+    **dict.fromkeys(("epochs", "wall_s", "train_s", "samples_per_s"), is_number),
+    **dict.fromkeys(("loss", "eval_loss", "accuracy"), is_number),
+    "nodes": is_list(is_table(host=is_text, ranks=is_list(is_count))),
+    "steps": is_list(is_count),
+    "staleness": is_table(
+        mean=is_number, p50=is_count, p99=is_count, max=is_count, histogram=is_list(is_count)
+    ),
+    "per_worker": is_list(is_table(steps=is_count, samples=is_count, **SECONDS)),
+    "per_server": is_list(is_table(bytes=is_count, applied=is_count, busy_s=is_number)),
+    "peak_memory_mb": is_list(is_number),
+    "resumed_from": lambda value: value is None or is_text(value),
+}
+
+
+def test_the_summary_has_every_field(plan: Plan) -> None:
+    for name in ("first async", "first sync", "--servers 2", "auto", "--mode sync --servers 1"):
+        found = summary(plan.out(name))
+        assert found.keys() >= SUMMARY.keys(), name
+        wrong = {k: found[k] for k, check in SUMMARY.items() if not check(found[k])}
+        assert not wrong, name
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_numbers_of_a_summary_fit_together(mode: str, plan: Plan) -> None:
+    s = summary(plan.out(f"first {mode}"))
+    assert (s["mode"], s["world"], s["seed"], s["epochs"]) == (mode, 3, 5, 2)
+    assert s["parameters"] == 64 * 128 + 128 + 128 * 10 + 10
+    assert s["samples"] == 2 * 1438 == sum(w["samples"] for w in s["per_worker"])
+    assert [w["steps"] for w in s["per_worker"]] == s["steps"]
+    assert len(s["steps"]) == len(s["per_worker"]) == s["workers"]
+    assert len(s["per_server"]) == (s["servers"] or s["workers"])
+    assert len(s["peak_memory_mb"]) == 3
+    assert sorted(r for node in s["nodes"] for r in node["ranks"]) == [0, 1, 2]
+    assert s["pushes_sent"] == s["pushes_applied"]
+    applied = s["per_server"][0]["applied"]
+    assert applied == s["global_step"]
+    assert sum(s["staleness"]["histogram"]) == applied * len(s["per_server"])
+    bytes_owned = 3 * 4 * s["parameters"]  # parameters and Adam's two slots
+    assert sum(o["bytes"] for o in s["per_server"]) == bytes_owned
+    assert s["wall_s"] >= s["train_s"]
+
+
+KINDS = {
+    "start": {"mode", "world", "resumed"},
+    "train": {"epoch", "loss", "samples", "samples_per_s"},
+    "eval": {"epoch", "loss", "accuracy"},
+    "checkpoint": set(),
+    "stop": {"reason"},
+    "end": {"reason", "eval_loss"},
+}
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``; each must be JSON by the letter, without NaN."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_metrics(mode: str, plan: Plan) -> None:
+    found = rows(plan.out(f"first {mode}"))
+    assert {row["kind"] for row in found} == KINDS.keys() - {"stop"}
+    for row in found:
+        assert row.keys() == KINDS[row["kind"]] | {"kind", "time_s", "step"}, row
+        assert is_number(row["time_s"])
+        assert is_count(row["step"])
+    assert (found[0]["kind"], found[-1]["kind"]) == ("start", "end")
+    assert found[-1]["step"] == summary(plan.out(f"first {mode}"))["global_step"]
+    times = [row["time_s"] for row in found]
+    assert times == sorted(times)
+    for kind in ("train", "checkpoint"):
+        steps = [row["step"] for row in found if row["kind"] == kind]
+        assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_stop_is_told_in_the_metrics(mode: str, plan: Plan) -> None:
+    stops = [row for row in rows(plan.out(f"target {mode}")) if row["kind"] == "stop"]
+    assert [row["reason"] for row in stops] == ["target"]
+
+
+# One run from its default folder on, through the launcher.
+
+
+def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('problem = "softmax"\nepochs = 5\nseed = 9\n')
+    begun = train(3, "job.toml", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check()
+    (out,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"softmax-async-\d{8}-\d{6}", out.name)
+    assert begun.output.count(f"run in runs/{out.name}\n") == 1
+    assert from_toml((out / "config.toml").read_text()) == Config(
+        problem="softmax", epochs=1, seed=9
+    )
+    assert summary(out)["command"] == "python -m mpips.train job.toml --epochs 1"
+    older = tmp_path / "runs" / "softmax-async-20200101-000000"
+    older.mkdir()
+    (older / "config.toml").write_text("")
+    (tmp_path / "runs" / "softmax-async-29990101-000000").mkdir()  # no run
+
+    quiet = train(3, "--resume", "--epochs", "2", "--quiet", cwd=tmp_path, timeout_s=LIMIT_S)
+    assert quiet.check().output == ""
+    assert summary(out)["epochs"] == 2
+
+    before = files(tmp_path / "runs")
+    for options in (("--resume",), ("--init-from", f"runs/{out.name}", "--problem", "softmax")):
+        done = train(1, "--eval-only", *options, cwd=tmp_path, timeout_s=LIMIT_S).check()
+        (line,) = done.output.splitlines()
+        accuracy, loss = summary(out)["accuracy"], summary(out)["eval_loss"]
+        where = f"runs/{out.name}/checkpoints/step-{final(out).step:012d}"
+        assert line == (
+            f"{where} on 359 held-out samples: accuracy {accuracy:.6f}, loss {loss:.6f}"
+        )
+    assert files(tmp_path / "runs") == before

@@ -1,0 +1,139 @@
+"""Synchronous rounds of many ranks are one large batch: compared with a run without any MPI."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import Plan, assert_same_state, final
+
+from mpips.command_line import parse_command_line
+from mpips.config import Config, resolve
+from mpips.datasets import Batch, open_dataset
+from mpips.datasets.order import Order
+from mpips.job import initial_vector
+from mpips.ledger import HandOut
+from mpips.problems import load_problem
+
+EPOCHS = 2
+TWIN_EVERY = 4
+TOLERANCE = {"float32": 1e-6, "float64": 1e-13}
+JOB = "--mode sync --optimizer momentum --lr 0.05 --hidden 24 --eval-every 0 --checkpoint-every 0"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One synchronous job."""
+
+    ranks: int
+    servers: int
+    node_size: int
+    reduce: str
+    dtype: str
+    clip: float = 0.0
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one worker's batch: a divisor of no epoch, whatever the workers are."""
+        return 60 if self.workers == 1 else 23
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.ranks - self.servers
+
+    @property
+    def options(self) -> list[str]:
+        """The command line, without the folder."""
+        text = f"{JOB} --epochs {EPOCHS} --servers {self.servers} --node-size {self.node_size} "
+        text += f"--reduce {self.reduce} --dtype {self.dtype} --batch-size {self.batch_size}"
+        return [*text.split(), *(["--clip", str(self.clip)] if self.clip else [])]
+
+    def __str__(self) -> str:
+        node = f"nodes of {self.node_size}" if self.node_size else "one node"
+        name = f"{self.ranks} ranks, {self.servers} servers, {node}, {self.reduce}, {self.dtype}"
+        return f"{name}, clipped" if self.clip else name
+
+
+WORLDS = [(n, s) for n, s in itertools.product((1, 2, 3, 4, 8), (0, 1, 2)) if s < n]
+EVERY = [
+    Case(*world, *rest)
+    for world in WORLDS
+    for rest in itertools.product((0, 1, 2), ("auto", "shared", "allreduce"), TOLERANCE)
+]
+# A third of the worlds and node sizes under each way to reduce, so that every pair occurs.
+SOME = [
+    Case(n, s, node, ("auto", "shared", "allreduce")[(k + node) % 3], dtype, clip)
+    for k, (n, s) in enumerate(WORLDS)
+    for node in (0, 1, 2)
+    if node < n
+    for dtype in ("float32" if (k + node) % 2 else "float64",)
+    for clip in (0.2 if (k + node) % 4 == 3 else 0.0,)
+]
+
+
+def serial(config: Config, workers: int) -> dict[str, np.ndarray]:
+    """Train as a synchronous run does, in one process: large batches, momentum, in NumPy.
+
+    Equation: ``v = momentum v + g; w -= lr v``, with g scaled down to the norm `config.clip`.
+    """
+    data, large = open_dataset(config), config.batch_size * workers
+    problem = load_problem(config.problem, data.info, config)
+    order = Order(data.train.n, config.batch_size, 0, config.seed)
+    handout = HandOut(data.train.n, large, workers=1, epochs=config.epochs)
+    dtype = np.dtype(config.dtype)
+    w = initial_vector(problem, config.seed, dtype)
+    g, v = np.zeros_like(w), np.zeros_like(w)
+    sizes, clipped = [], 0
+    while (batch := handout.next(0)) is not None:
+        ids = order.sample_ids(*batch)
+        sizes.append(len(ids))
+        x, y = data.train.convert(*data.train.read(ids), dtype)
+        problem.loss_and_grad(problem.layout.views(w), Batch(x, y, ids), problem.layout.views(g))
+        norm = float(np.linalg.norm(g))
+        if config.clip and norm > config.clip:
+            g *= dtype.type(config.clip / norm)
+            clipped += 1
+        v = dtype.type(config.momentum) * v + g
+        w -= dtype.type(config.learning_rate) * v
+    assert bool(clipped) == bool(config.clip)
+    assert sizes[-1] < large, "the last batch of an epoch is not a partial one"
+    return problem.layout.views(w)
+
+
+def distances(out: Path, case: Case) -> dict[str, float]:
+    """Return ``|a - b| / |b|`` of each tensor of a finished run and of the serial one."""
+    expected = serial(resolve(parse_command_line(case.options).options), case.workers)
+    checkpoint = final(out)
+    found = checkpoint.layout.views(checkpoint.read_params())
+    assert found.keys() == expected.keys()
+    norm = np.linalg.norm
+    return {k: float(norm(found[k] - b) / norm(b)) for k, b in expected.items()}
+
+
+def check_all(cases: list[Case], folder: Path, timeout_s: float) -> None:
+    """Run all cases in one world, some twice; compare with the serial run and the twin."""
+    plan, twins = Plan(folder), cases[::TWIN_EVERY]
+    for case in cases:
+        plan.add(f"{case}", case.ranks, case.options)
+        if case in twins:
+            plan.add(f"{case}, again", case.ranks, case.options)
+    plan.run(timeout_s)
+    for case in cases:
+        found = distances(plan.out(f"{case}"), case)
+        assert max(found.values()) <= TOLERANCE[case.dtype], f"{case}: {found}"
+    for case in twins:
+        assert_same_state(final(plan.out(f"{case}")), final(plan.out(f"{case}, again")))
+
+
+def test_sync_equals_a_serial_run(tmp_path: Path) -> None:
+    """Every world and node size, and every way to reduce; after two epochs."""
+    assert {c.reduce for c in SOME} == {"auto", "shared", "allreduce"}
+    check_all(SOME, tmp_path, 300)
+
+
+@pytest.mark.long
+def test_every_sync_run_equals_a_serial_run(tmp_path: Path) -> None:
+    """The product of worlds, servers, node sizes, ways to reduce, and dtypes."""
+    check_all(EVERY, tmp_path, 1200)
