@@ -17,6 +17,8 @@ from launch import Finished, run, train
 from mpips import train as program
 from mpips.checkpoint import list_checkpoints, newest_whole
 
+pytestmark = pytest.mark.launch
+
 HERE = Path(__file__).parent
 FAULTY = str(HERE / "problems" / "faulty.py")
 FORM = re.compile(r"mpips: \S.*, expected \S.*")
@@ -255,8 +257,14 @@ def test_a_world_of_one_in_a_step_of_many(tmp_path: Path) -> None:
 # The user's own problem.
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("problem", ["Raises", "RaisesEverywhere", "Leaves", "RaisesInEvaluate"])
+@pytest.mark.parametrize(
+    ("problem", "mode"),
+    [
+        *(("Raises", "async"), ("Raises", "sync")),
+        *(("RaisesEverywhere", "async"), ("RaisesEverywhere", "sync")),
+        *(("Leaves", "async"), ("RaisesInEvaluate", "sync")),
+    ],
+)
 def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) -> None:
     options = ("--problem", f"{FAULTY}:{problem}", "--mode", mode, "--out", "run")
     done = train(3, *options, cwd=tmp_path, timeout_s=LIMIT_S)

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips import __version__, config
-from mpips.command_line import CommandLine, help_text, load, parse_command_line, requested_text
+from mpips.command_line import (
+    FLAGS,
+    CommandLine,
+    help_text,
+    load,
+    parse_command_line,
+    requested_text,
+)
 from mpips.config import (
     LAYOUT_FIELDS,
     LEARNING_RATES,
@@ -312,7 +319,7 @@ def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
         assert f"{option.flag} " in text or f"{option.flag}, --no-" in text
         assert option.help in text
         assert all(legal in text for legal in option.legal)
-    assert all(flag in text for flag in config.FLAGS)
+    assert all(flag in text for flag in FLAGS)
     assert "seed of the initial parameters and of the order [>= 0; default: 0]" in text
     assert "[one of linear, softmax, mlp, path/file.py:Class; default: mlp]" in text
     assert "--mode {async,sync}" in text

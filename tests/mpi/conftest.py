@@ -16,14 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn, TextIO
 
 import pytest
+from verdict import FailedTogetherError, together
 
-pytest.importorskip("mpi4py")
-
-from mpi4py import MPI  # noqa: E402
-from verdict import FailedTogetherError, together  # noqa: E402
-
-from mpips.cluster import Cluster  # noqa: E402
-from mpips.optim import make_rule, warm  # noqa: E402
+from mpips.cluster import MPI, Cluster
+from mpips.optim import make_rule, warm
 
 LIMIT_S = 90.0  # a test, fixtures included
 GRACE_S = 15.0  # in which the others must end a test in which this rank has failed
