@@ -7,12 +7,10 @@ outnumber cores) is set here first, if the user has not set it.
 import itertools
 import os
 import platform
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 from mpips.errors import UserError
 from mpips.roles import Roles
@@ -46,6 +44,7 @@ SLEEP_S = 20e-6
 SLEEP_MAX_S = 1e-3
 IDLE_S = 1.0
 TAG_NEVER = 32000
+SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 TAG_CONTROL, TAG_GATHER = 1, 7
 
 
@@ -259,37 +258,26 @@ def together(comm: MPI.Comm, error: Exception | None) -> None:
 
 
 def check_world(comm: MPI.Comm) -> None:
-    """Refuse a world of one rank inside a larger SLURM step.
+    """Refuse a world of one rank where the launcher started several.
 
-    A wrong ``srun --mpi`` silently starts N worlds of one rank each.
+    A wrong ``srun --mpi``, or the mpirun of another MPI, silently starts N worlds of one rank.
 
     Raises:
-        UserError: If SLURM started more tasks than the one rank that MPI sees.
+        UserError: If the launcher's variables tell of more tasks than the one rank that MPI sees.
     """
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if comm.size == 1 and tasks.isdigit() and int(tasks) > 1:
-        right = "pmix" if "Open MPI" in MPI.Get_library_version() else "pmi2"
-        raise UserError(
-            f"a world of 1 rank in a SLURM step of {tasks} tasks",
-            f"a world of {tasks}",
-            f"use srun --mpi={right}",
-        )
+    told = [os.environ.get(name, "") for name in SIZES]
+    tasks = max((int(text) for text in told if text.isdigit()), default=1)
+    if comm.size > 1 or tasks == 1:
+        return
+    open_mpi = "Open MPI" in MPI.Get_library_version()
+    mine = ("Open MPI", "pmix") if open_mpi else ("MPICH", "pmi2")
+    slurm = "SLURM_STEP_NUM_TASKS" in os.environ
+    where = "a SLURM step" if slurm else "a launch"
+    remedy = f"use srun --mpi={mine[1]}" if slurm else f"use the mpirun of {mine[0]}"
+    raise UserError(f"a world of 1 rank in {where} of {tasks} tasks", f"a world of {tasks}", remedy)
 
 
 def mpi_name() -> str:
     """Return the MPI library and version in a few words."""
     words = MPI.Get_library_version().replace("\x00", " ").split("\n")[0].replace("\t", " ")
     return " ".join(words.split(",")[0].split()[:4])
-
-
-def abort(message: str, code: int) -> NoReturn:
-    """Print `message` and end the whole job at once with `code`."""
-    print(message, file=sys.stderr, flush=True)
-    MPI.COMM_WORLD.Abort(code)
-    raise SystemExit(code)
-
-
-def abort_with_traceback() -> NoReturn:
-    """End the whole job because of the exception being handled; names the rank."""
-    lines = traceback.format_exc()
-    abort(f"rank {MPI.COMM_WORLD.rank}: {lines}", 1)

@@ -204,19 +204,30 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
     return vector
 
 
-def check_memory(layout: Layout, dtype: str) -> None:
-    """Refuse a model that no rank of this host could hold, before anything of its size is made.
+def check_memory(layout: Layout, config: Config, workers: int) -> None:
+    """Refuse a model that this host cannot hold, before anything of its size is made.
+
+    What counts is the least that a job needs: a gradient for each worker and, except where a
+    synchronous round shares it, a replica.
+
+    Args:
+        layout: Of the model.
+        config: Its fields mode, reduce, window and dtype are used.
+        workers: Workers on this host.
 
     Raises:
-        UserError: If the parameters and their gradient are larger than the host's memory.
+        UserError: If the host has less memory than that.
     """
-    needed = 2 * layout.size * np.dtype(dtype).itemsize
+    shared = config.mode == "sync" and config.window == "shared" and config.reduce != "allreduce"
+    vectors = workers + 1 if shared else 2 * workers
+    needed = vectors * layout.size * np.dtype(config.dtype).itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    if workers and needed > there:
         raise UserError(
-            f"{layout.size:,} parameters and their gradient of {needed} bytes",
-            f"at most {there} bytes, the memory of {platform.node()}",
-            "use a smaller model",
+            f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
+            f"{needed} bytes",
+            f"at most {there} bytes, its memory",
+            "use a smaller model, or fewer ranks on a host",
         )
 
 

@@ -116,9 +116,11 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
     info, block = comm.bcast((dataset.info if dataset else None, block), ranks.roles.workers[0])
     _compile(ranks, config)
 
+    near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
+
     def build() -> Job:
         problem = load_problem(config.problem, info, config)
-        check_memory(problem.layout, config.dtype)
+        check_memory(problem.layout, config, near)
         saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
         if saved is not None:
             check_checkpoint(saved, problem.layout, config.dtype)

@@ -29,5 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     multi_rank = collection_path.is_relative_to(MULTI_RANK)
-    left_out = collection_path.is_file() and multi_rank != config.getoption("--with-mpi")
-    return True if left_out else None
+    if config.getoption("--with-mpi"):
+        return True if collection_path.is_file() and not multi_rank else None
+    return True if multi_rank else None

@@ -150,6 +150,13 @@ def wait_until_started(job: Running, out: Path, starts: int) -> None:
     wait_for(job, lambda: starts_of(out) >= starts)
 
 
+def wait_until_training(job: Running, out: Path, starts: int) -> None:
+    """Wait until the start number `starts` of the run in `out` has led to some steps."""
+    wait_until_started(job, out, starts)
+    path = out / "metrics.jsonl"
+    wait_for(job, lambda: '"kind": "train"' in path.read_text().rpartition('"kind": "start"')[2])
+
+
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint was committed."""
     return (folder / "index.h5").exists()

@@ -88,8 +88,8 @@ def refused(ranks: int, *options: str, cwd: Path) -> str:
 
 def places_of(data: Path) -> dict[str, object]:
     """What the options of a job that is to be refused may name."""
-    # One server's parameters and two slots fill the shared memory, one of them alone does not.
-    wide = int(math.sqrt(0.4 * shared_bytes_free() / 4))
+    # Three ranks need at least six such vectors in shared memory; four are within the memory.
+    wide = int(math.sqrt(0.18 * shared_bytes_free() / 4))
     return {"data": data, "faulty": FAULTY, "wide": f"{wide},{wide}"}
 
 
@@ -193,8 +193,8 @@ REFUSALS = {
     "--eval-only --resume auto --out {data}/new": "--eval-only finds no run in .*/new, expected",
     "--hidden {wide}": "/dev/shm on .* has .* bytes free, expected at least .* for the windows",
     "--hidden {wide} --mode sync": "/dev/shm on .* bytes free, expected at least",
-    "--hidden 9999999999,9999999999": "parameters and their gradient of .*, expected at most",
-    "--hidden 9999999999,9999999999 --mode sync --reduce allreduce": "parameters and their",
+    "--hidden 9999999999,9999999999": "2 workers with .* parameters on .*, expected at most",
+    "--hidden 9999999999,9999999999 --mode sync": "3 workers with .* parameters on .* take",
     "--resume --out {finished} --hidden 7 --problem mlp": "problem 'mlp' on resume, expected",
     "--resume --out {finished} --dtype float64": "dtype 'float64' on resume, expected 'float32'",
     "--init-from {finished}": r"params/w1 of shape None, expected \(64, 128\), as in the model",

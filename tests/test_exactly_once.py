@@ -20,10 +20,12 @@ from runs import (
     newest,
     samples_file,
     summary,
-    wait_until_started,
+    wait_until_training,
 )
 
 from mpips.checkpoint import list_checkpoints
+
+pytestmark = pytest.mark.launch
 
 N = 230  # not divisible by any batch size below
 
@@ -163,8 +165,8 @@ def test_worker_without_a_batch(runs: Plan) -> None:
 def stop(out: Path, ranks: int, options: list[str], number: int, who: str, starts: int) -> None:
     """Start or resume a run, let it get on, and ask `who` to stop it."""
     with Running(ranks, ["-m", "mpips.train", *options], out.parent) as job:
-        wait_until_started(job, out, starts)
-        time.sleep(random.uniform(0.1, 0.5))
+        wait_until_training(job, out, starts)
+        time.sleep(random.uniform(0, 0.3))
         target = job.process.pid if who == "mpirun" else random.choice(job.ranks())
         os.kill(target, number)
         job.wait(90).check(SAVED)

@@ -25,10 +25,12 @@ from runs import (
     samples_file,
     starts_of,
     summary,
-    wait_until_started,
+    wait_until_training,
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+
+pytestmark = pytest.mark.launch
 
 SYNC = ("--mode", "sync", "--hidden", "16", "--keep", "100")
 # Ranks, options, epochs: more rounds than the stops below can take.
@@ -156,8 +158,8 @@ def test_signals_to_a_sync_job(tmp_path: Path) -> None:
     for k, number in enumerate(SIGNALS):
         words = [*common, "--out", str(out), "--epochs", str(ENDLESS), *resume(k)]
         with Running(3, ["-m", "mpips.train", *words], tmp_path) as job:
-            wait_until_started(job, out, k + 1)
-            time.sleep(random.uniform(0.1, 0.5))
+            wait_until_training(job, out, k + 1)
+            time.sleep(random.uniform(0, 0.3))
             os.kill(random.choice(job.ranks()), number)
             job.wait(90).check(SAVED)
         assert not (out / "DONE").exists()

@@ -16,6 +16,8 @@ from mpips.job import initial_vector
 from mpips.ledger import HandOut
 from mpips.problems import load_problem
 
+pytestmark = pytest.mark.launch
+
 EPOCHS = 2
 TWIN_EVERY = 4
 TOLERANCE = {"float32": 1e-6, "float64": 1e-13}

@@ -37,4 +37,5 @@ def test_every_multi_rank_test_ran_somewhere(reports: Path) -> None:
         for kind in ("collected", "ran")
     }
     assert names["collected"], "no multi-rank test was found"
-    assert not sorted(names["collected"] - names["ran"])
+    never = sorted(names["collected"] - names["ran"])
+    assert not never, f"no world ran {', '.join(never)}"

@@ -84,6 +84,8 @@ class SyncLoop:
                 reason = "steps" if self._job.config.steps else "epochs"
                 break
             reason = self._round(batch)
+            if reason:
+                self._log.event("stop", self.step, reason=reason)
         self._cluster.wait(lambda: not self._attend())  # what is under way is whole in the end
         if reason != "diverged" and self._saved_step != self.step:
             self._save()

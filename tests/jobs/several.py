@@ -55,5 +55,5 @@ if __name__ == "__main__":
     signals.install()
     try:
         main(Path(sys.argv[1]))
-    except BaseException:
-        cluster.abort_with_traceback()
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)

@@ -40,7 +40,7 @@ class World:
         """Add lines to the report of this run, on rank 0; the size of nodes is left out."""
         if self._ran is not None:
             with open(self._ran, "a") as file:
-                names = [re.sub(r"nodes\d+-?", "", item.nodeid) for item in items]
+                names = [re.sub(r"\[nodes\d+\]|nodes\d+-", "", item.nodeid) for item in items]
                 file.writelines(f"{what} {name}\n" for name in names)
 
     def end(self, text: str) -> NoReturn:
@@ -140,7 +140,9 @@ def kernels() -> None:
             for name in RULES:
                 for dtype in ("float32", "float64"):
                     warm(make_rule(name), dtype)
-        MPI.COMM_WORLD.Barrier()
+        done = MPI.COMM_WORLD.Ibarrier()
+        while not done.Test():  # a first compilation takes a while, and the core
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -148,11 +150,13 @@ def cluster(request: pytest.FixtureRequest, node_size: int) -> Iterator[Cluster]
     """The world's ranks, with nodes of each ``--node-size`` in turn; freed after the test."""
     needs = request.node.get_closest_marker("world")
     kwargs = needs.kwargs if needs else {}
-    world = MPI.COMM_WORLD.size
+    world, min_nodes = MPI.COMM_WORLD.size, kwargs.get("min_nodes", 1)
     if world > kwargs.get("max_size", world):
         pytest.skip(f"says nothing more in a world of {world}")
+    if node_size and -(-world // node_size) < min_nodes:
+        pytest.skip("needs several nodes")
     made = Cluster(MPI.COMM_WORLD, node_size)
-    if made.nodes < kwargs.get("min_nodes", 1):
+    if made.nodes < min_nodes:
         made.free()
         pytest.skip("needs several nodes")
     yield made

@@ -159,7 +159,7 @@ def test_subset(cluster: Cluster) -> None:
 def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:
     last = cluster.rank == cluster.world - 1
     error = UserError("this", "that", "do so") if last else None
-    with pytest.raises(Agreed, match="^this, expected that; do so$"):
+    with pytest.raises(Agreed, match=r"^this, expected that; do so$"):
         clusters.together(cluster.comm, error)
     clusters.together(cluster.comm, None)
 

@@ -1,5 +1,6 @@
 """The channel and the store together: pushes, updates, and what a pull may see meanwhile."""
 
+import itertools
 import time
 
 import numpy as np
@@ -79,9 +80,7 @@ def test_pushes_are_applied_once_and_in_order(
     wrong: list[object] = []
     if rig.worker:
         seen = work(rig)
-        wrong += [
-            v for a, b in zip(seen, seen[1:], strict=False) for v in [(a, b)] if (a > b).any()
-        ]
+        wrong += [v for a, b in itertools.pairwise(seen) for v in [(a, b)] if (a > b).any()]
     else:
         applied = Applied(rig, n)
         rig.serve(applied)
@@ -231,7 +230,7 @@ def test_torn_reads_happen_and_are_counted(cluster: Cluster) -> None:
     if rig.worker:
         deadline = time.monotonic() + 20
         while (torn < 3 or mixed < 1 or pulls < 20) and time.monotonic() < deadline:
-            found, was_torn = look(rig, torn)
+            found, _was_torn = look(rig, torn)
             wrong += found
             mixed += rig.replica.min() != rig.replica.max()
             torn, pulls = rig.puller.torn, pulls + 1

@@ -1,0 +1,121 @@
+"""Whole jobs with header words that refuse to be touched by anything but publish and observe.
+
+The check of the source (`tests/test_imports.py`) goes by names; this one goes by the memory.
+"""
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips import channel, feed, kernels, rounds, server, session, store
+from mpips.cluster import Cluster
+from mpips.command_line import parse_command_line
+from mpips.window import Window
+
+pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=4)]
+
+HEADERS = {"header", "applied", "granted_reads", "wants", "reads", "pushed", "taken"}
+GRANTS_DATA = 8  # first word of a worker's line of grants that is data; word 0 is published
+
+
+class Guarded(np.ndarray):
+    """Words that nothing may read or write: `publish` and `observe` are given the plain view."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError(f"a header word was touched: {args} {kwargs}")
+
+    __setitem__ = __getitem__ = __iter__ = __array_ufunc__ = __array_function__ = _refuse
+    tolist = item = copy = fill = sum = max = min = astype = all = any = _refuse  # type: ignore[assignment]
+
+
+class GuardedGrants(np.ndarray):
+    """The chief's grants: a line a worker, guarded up to its data."""
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if self.ndim == 2:
+            assert isinstance(index, int)
+            return super().__getitem__(index)
+        assert isinstance(index, slice)
+        assert index.start >= GRANTS_DATA, index
+        return super().__getitem__(index).view(np.ndarray)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        assert self.ndim == 1
+        assert isinstance(index, slice)
+        assert index.start >= GRANTS_DATA, index
+        super().__setitem__(index, value)
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hand out guarded views from now on; returns the names of the fields handed out."""
+    plain, seen = Window.view, list[str]()
+
+    def view(window: Window, rank: int, name: str) -> np.ndarray:
+        seen.append(name)
+        found = plain(window, rank, name)
+        if name == "grants":
+            return found.view(GuardedGrants)
+        return found.view(Guarded) if name in HEADERS else found
+
+    monkeypatch.setattr(Window, "view", view)
+    for module in (channel, feed, rounds, server, store):
+        if hasattr(module, "publish"):
+            monkeypatch.setattr(
+                module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)
+            )
+        monkeypatch.setattr(module, "observe", lambda w, i: kernels.observe(w.view(np.ndarray), i))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        pytest.param("--mode=async", HEADERS | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async --read=consistent", HEADERS, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=sync", {"header"}),
+    ],
+)
+def test_jobs_touch_no_header_word(
+    cluster: Cluster, node_size: int, options: str, fields: set[str], guarded: list[str]
+) -> None:
+    folder = cluster.comm.bcast(tempfile.mkdtemp() if cluster.rank == 0 else None)
+    where = Path(folder)
+    words = f"{options} --epochs=1 --batch-size=200 --hidden=8 --quiet --node-size={node_size}"
+    line = parse_command_line([*words.split(), f"--out={where / 'run'}", "--eval-every=0"])
+    code = session.run(line, time.perf_counter())
+    check(cluster.comm, code == 0, code)
+    seen = set().union(*cluster.comm.allgather(set(guarded)))
+    if cluster.nodes == 1:  # what is near is viewed
+        check(cluster.comm, fields <= seen, fields - seen)
+    if cluster.rank == 0:
+        summary = json.loads((where / "run" / "summary.json").read_text())
+        shutil.rmtree(where)
+        assert summary["epochs"] == 1
+        assert summary["pushes_sent"] == summary["pushes_applied"] > 0
+
+
+def test_guarded_words_refuse() -> None:
+    words = np.zeros(8, "i8").view(Guarded)
+    for touch in (
+        lambda: words[0],
+        lambda: words.__setitem__(0, 1),
+        lambda: words + 1,
+        lambda: np.copyto(np.zeros(8, "i8"), words),
+        lambda: words.tolist(),
+        lambda: list(words),
+    ):
+        with pytest.raises(AssertionError, match="touched"):
+            touch()
+    line = np.zeros((2, 40), "i8").view(GuardedGrants)[1]
+    line[8:11] = 3
+    assert line[8:11].tolist() == [3, 3, 3]
+    with pytest.raises(AssertionError):
+        line[0:3] = 1

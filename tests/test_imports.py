@@ -1,0 +1,301 @@
+"""What the source promises: who imports what, and who touches a header word."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from launch import ROOT, environment
+
+PACKAGE = ROOT / "mpips"
+
+# Lowest first. A module imports what stands on its own line or on a line above.
+LAYERS = """
+errors layout signals
+kernels roles ledger metrics optim options
+command_line config checkpoint datasets problems
+evaluation folder
+cluster ending
+window
+channel feed
+job store
+rounds saver
+server worker
+strategies
+summary
+session
+train
+"""
+LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
+
+# Those that DESIGN.md names, and those that hold requests, communicators or constants of MPI.
+IMPORT_MPI = {
+    *("cluster", "window", "channel"),
+    *("ending", "store", "rounds", "server", "session"),
+    *("strategies.async_sgd", "strategies.sync_sgd"),
+}
+LATE = {"train"}  # these import MPI in functions only: their first lines run on a login node
+
+LOGIN_NODE = (
+    *("mpips", "mpips.errors", "mpips.layout", "mpips.signals", "mpips.roles", "mpips.ledger"),
+    *("mpips.metrics", "mpips.optim", "mpips.config", "mpips.problems", "mpips.datasets"),
+    *("mpips.datasets.loader", "mpips.datasets.order", "mpips.checkpoint", "mpips.evaluation"),
+    *("mpips.checkpoint.__main__", "mpips.kernels", "mpips.train"),
+)
+LIGHT = ("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim")
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module, by its name without ``mpips.``."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def statements(node: ast.AST, late: bool) -> Iterator[ast.stmt]:
+    """Yield the import statements that run; with `late`, those inside functions as well."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif late or not isinstance(child, ast.FunctionDef | ast.Lambda):
+            yield from statements(child, late)
+
+
+def imported(name: str, late: bool = True) -> set[str]:
+    """Return the full names of the modules that a module of mpips imports."""
+    found = set()
+    for statement in statements(sources()[name], late):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+        else:
+            assert isinstance(statement, ast.ImportFrom)
+            assert statement.level == 0, f"relative import in {name}"
+            source = statement.module or ""
+            for alias in statement.names:
+                inner = f"{source}.{alias.name}"
+                found.add(inner if inner.removeprefix("mpips.") in sources() else source)
+                if alias.name == "MPI":
+                    found.add("mpi4py")
+    return found
+
+
+def inner(name: str, late: bool = True) -> set[str]:
+    """Return the modules of mpips that a module imports, without ``mpips.``."""
+    return {m.removeprefix("mpips.") for m in imported(name, late) if m.startswith("mpips.")}
+
+
+def layer(name: str) -> int:
+    return LAYER[name.partition(".")[0]]
+
+
+def test_every_module_has_a_layer() -> None:
+    names = {name.partition(".")[0] for name in sources()} - {"__init__"}
+    assert names - set(LAYER) == set(), "give new modules their line in LAYERS"
+    assert set(LAYER) - names == set(), "no longer there"
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_imports_point_down(name: str) -> None:
+    if name == "__init__":
+        assert not inner(name)
+        return
+    up = {m for m in inner(name) if layer(m) > layer(name)}
+    assert not up, f"{name} imports {sorted(up)} from above"
+
+
+def test_no_import_goes_round() -> None:
+    """Within a layer too; what a package imports of itself apart."""
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for other in inner(name, late=False) & set(sources()):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in sources():
+        visit(name, ())
+
+
+def test_only_these_modules_import_mpi() -> None:
+    """Also not through another module that has it."""
+    whole = {name for name in sources() if "mpi4py" in imported(name)}
+    assert whole == IMPORT_MPI | LATE
+    early = {name for name in sources() if "mpi4py" in imported(name, late=False)}
+    assert early == IMPORT_MPI
+
+
+def test_no_module_reads_another_s_private_names() -> None:
+    wrong = [
+        f"{name}: {alias.name}"
+        for name in sources()
+        for statement in statements(sources()[name], late=True)
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("mpips")
+        for alias in statement.names
+        if alias.name.startswith("_") and alias.name != "__version__"
+    ]
+    assert not wrong
+
+
+def loaded_by(modules: tuple[str, ...]) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has after importing `modules`."""
+    lines = [*(f"import {name}" for name in modules), "import sys", "print(*sys.modules)"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(),
+        check=True,
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_a_login_node_starts_no_mpi() -> None:
+    assert "mpi4py" not in loaded_by(LOGIN_NODE)
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    """Those that answer --help or a mistake on the command line."""
+    assert not loaded_by(LIGHT) & {"mpi4py", "numba", "h5py", "tqdm", "scipy", "sklearn"}
+
+
+# Header words --------------------------------------------------------------------------------
+#
+# A field whose words are published is known by these names. Where a value of such a field might
+# be read or written, the name stands in the first argument of publish or observe; it may be bound
+# to another of these names, put into a container, or handed to one of RECEIVERS. All else is an
+# error, but for DATA. That no such field goes by another name is shown by tests/mpi/test_headers,
+# which lets whole jobs run with fields that refuse to be touched.
+
+WORDS = {
+    "channel": {"_words", "words", "_applied", "applied"},
+    "feed": {"_grants", "_ring", "ring", "_taken", "taken"},
+    "rounds": {"_headers", "header"},
+    "server": {"applied", "_applied"},
+    "store": {"header", "_header", "applied", "_granted", "_wants", "wants", "_reads", "reads"},
+    "strategies.async_sgd": {"applied"},
+}
+RECEIVERS = {"Cut", "Receiver", "_pull_near", "append"}
+DATA = {
+    ("feed", "ring[at:at + 3]"): "words from 8 on are data: written before COUNT is published",
+    ("feed", "self._ring[at:at + 3]"): "the same data, read after COUNT was observed",
+    ("channel", "words.tolist()"): "Push.unpack: a copy of the description, which is data",
+    ("channel", "words[6:7]"): "the same copy",
+}
+
+
+def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def identifier(node: ast.AST) -> str:
+    return getattr(node, "id", None) or getattr(node, "attr", None) or ""
+
+
+def is_words(module: str, node: ast.AST) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) and identifier(node) in WORDS[module]
+
+
+def touches(module: str, node: ast.expr, above: dict[ast.AST, ast.AST]) -> str | None:
+    """Return the expression in which a view's words are touched by anything else, or None."""
+    outer = above[node]
+    selects = isinstance(outer, ast.Subscript) and outer.value is node
+    whole = outer if selects else node  # an element of a container of views, or a row
+    user = above[whole]
+    if isinstance(user, ast.Call) and whole in user.args:
+        atomic = identifier(user.func) in ("publish", "observe") and user.args[0] is whole
+        handed = identifier(user.func) in RECEIVERS and not selects
+        return None if atomic or handed else ast.unparse(user)
+    if isinstance(user, ast.Assign) and whole is user.value:
+        return None if all(is_words(module, t) for t in user.targets) else ast.unparse(user)
+    if isinstance(user, ast.Compare) and isinstance(user.ops[0], ast.Is | ast.IsNot):
+        return None  # whether there is such a view
+    if selects:
+        return ast.unparse(outer)
+    if isinstance(outer, ast.Attribute):
+        called = above[outer]
+        return None if outer.attr == "size" else ast.unparse(called)
+    method = isinstance(outer, ast.Call) and outer.func is node
+    bound = isinstance(getattr(node, "ctx", None), ast.Store)
+    held = isinstance(outer, ast.Tuple | ast.List | ast.comprehension | ast.arguments)
+    return None if method or bound or held else ast.unparse(outer)
+
+
+def found_touches() -> list[tuple[str, str]]:
+    found = []
+    for module in WORDS:
+        above = parents(sources()[module])
+        for node in above:
+            if is_words(module, node):
+                text = touches(module, node, above)
+                if text is not None:
+                    found.append((module, text))
+    return found
+
+
+def test_header_words_are_published_and_observed_only() -> None:
+    found = set(found_touches())
+    assert found - set(DATA) == set(), "touched by something else than publish and observe"
+    assert set(DATA) - found == set(), "exceptions that are no longer needed"
+
+
+def test_only_these_modules_publish_and_observe() -> None:
+    using = {
+        name
+        for name, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and identifier(node.func) in ("publish", "observe")
+    }
+    assert using - {"optim", "kernels"} == set(WORDS) - {"strategies.async_sgd"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = header[0]",
+        "header[0] = 1",
+        "header[0] += 1",
+        "self._header[:] = 0",
+        "np.copyto(out, header)",
+        "header.fill(0)",
+        "v = header.tolist()",
+        "if header[0] > 1: pass",
+        "total = header + 1",
+        "observe(other, header[0])",
+        "reads.sum()",
+        "other = header",
+        "x = self._granted[k][0]",
+    ],
+)
+def test_the_check_of_header_words_bites(line: str) -> None:
+    above = parents(ast.parse(line))
+    assert any(is_words("store", n) and touches("store", n, above) is not None for n in above)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "publish(header, BEGUN, 1)",
+        "x = observe(self._granted[k], w)",
+        "self._near = [(k, header, other) for k in y]",
+        "for k, header in self._near: pass",
+        "reads = self._reads[k]",
+        "n = header.size",
+    ],
+)
+def test_the_check_of_header_words_lets_pass(line: str) -> None:
+    above = parents(ast.parse(line))
+    assert not any(is_words("store", n) and touches("store", n, above) for n in above)
+
+
+def test_sources_are_all_found() -> None:
+    assert {"kernels", "strategies.sync_sgd", "datasets", "checkpoint.__main__"} <= set(sources())

@@ -1,0 +1,98 @@
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.layout import CACHE_LINE_BYTES, Layout, Shard, cut
+
+SHAPES = st.dictionaries(
+    st.text("abcw_0123/", min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    max_size=6,
+)
+
+
+@given(shapes=SHAPES)
+def test_arrays_tile_the_vector_in_their_order(shapes: dict[str, tuple[int, ...]]) -> None:
+    layout = Layout.of(shapes)
+    assert layout.names == tuple(shapes)
+    assert layout.size == sum(math.prod(shape) for shape in shapes.values())
+    end = 0
+    for name, (begin, stop) in layout.slices().items():
+        assert begin == end
+        assert stop - begin == math.prod(shapes[name])
+        end = stop
+    assert end == layout.size
+
+
+@given(shapes=SHAPES)
+def test_views_are_the_vector_itself(shapes: dict[str, tuple[int, ...]]) -> None:
+    layout = Layout.of(shapes)
+    vector = np.zeros(layout.size, "f4")
+    for k, (name, view) in enumerate(layout.views(vector).items()):
+        assert view.shape == shapes[name]
+        assert view.dtype == vector.dtype
+        view[...] = k + 1
+    expected = [k + 1 for k, s in enumerate(shapes.values()) for _ in range(math.prod(s))]
+    assert vector.tolist() == expected
+
+
+def test_scalars_and_order() -> None:
+    layout = Layout.of({"z": (), "a": (2, 2)})
+    assert layout.slices() == {"z": (0, 1), "a": (1, 5)}
+    views = layout.views(np.arange(5.0))
+    assert views["z"].shape == ()
+    assert views["a"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("shape", [(4,), (6,), (5, 1), ()])
+def test_a_vector_of_another_size_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected \(5,\)"):
+        Layout.of({"w": (5,)}).views(np.zeros(shape))
+
+
+@given(shapes=SHAPES)
+def test_json_goes_there_and_back(shapes: dict[str, tuple[int, ...]]) -> None:
+    layout = Layout.of(shapes)
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+def test_shapes_of_any_integers() -> None:
+    assert Layout.of({"w": np.array([2, 3])}) == Layout.of({"w": [2, 3]})
+    assert hash(Layout.of({"w": [2, 3]})) == hash(Layout.of({"w": (2, 3)}))
+
+
+@given(n=st.integers(0, 5000), parts=st.integers(1, 70), itemsize=st.sampled_from([4, 8]))
+def test_shards_tile_the_vector_on_cache_lines(n: int, parts: int, itemsize: int) -> None:
+    shards = cut(n, parts, itemsize)
+    line = CACHE_LINE_BYTES // itemsize
+    assert len(shards) == parts
+    assert shards[0].begin == 0
+    assert shards[-1].end == n
+    for before, after in itertools.pairwise(shards):
+        assert before.end == after.begin
+        assert after.begin % line == 0 or after.size == 0
+    sizes = [shard.size for shard in shards]
+    assert min(sizes) >= 0
+    assert max(sizes) - min(sizes) < 2 * line
+    assert sizes == sorted(sizes, reverse=True) or max(sizes) - min(sizes) <= line
+    empty = [size == 0 for size in sizes]
+    assert empty == sorted(empty)  # only at the tail
+    assert bool(sizes[0]) == bool(n)
+
+
+def test_more_shards_than_cache_lines() -> None:
+    assert cut(40, 5, 8) == [Shard(8 * k, 8 * k + 8) for k in range(5)]
+    assert cut(17, 4, 4) == [Shard(0, 16), Shard(16, 17), Shard(17, 17), Shard(17, 17)]
+    assert cut(0, 2) == [Shard(0, 0), Shard(0, 0)]
+    assert cut(1, 1) == [Shard(0, 1)]
+
+
+def test_shard_as_an_index() -> None:
+    shard = Shard(3, 7)
+    assert np.arange(10)[shard.range].tolist() == [3, 4, 5, 6]
+    assert shard.size == 4

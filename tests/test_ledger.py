@@ -1,0 +1,228 @@
+import itertools
+import json
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.ledger import HandOut, Range, share_clocks, split
+
+
+def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
+    edges = [(b, min(b + batch_size, samples)) for b in range(0, samples, batch_size)]
+    return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
+
+
+def drain(handout: HandOut, worker: int = 0) -> list[Range]:
+    """Hand everything out to one worker, each batch applied at once."""
+    found = []
+    while (batch := handout.next(worker)) is not None:
+        handout.applied(worker, batch)
+        found.append(batch)
+    return found
+
+
+def test_one_worker_takes_all_in_order() -> None:
+    handout = HandOut(10, 4, 1, epochs=2)
+    assert not handout.finished()
+    assert drain(handout) == everything(10, 4, 2)
+    assert handout.finished()
+    assert handout.epochs_done == 2
+    assert handout.clocks == [6]
+    assert handout.next(0) is None
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(1, 1), (1, 100), (5, 5), (6, 5), (7, 1)])
+def test_ends_of_epochs(samples: int, batch_size: int) -> None:
+    assert drain(HandOut(samples, batch_size, 1, epochs=3)) == everything(samples, batch_size, 3)
+
+
+class Run:
+    """A run whose workers take, apply, stop and change as a random number generator says."""
+
+    def __init__(self, samples: int, batch_size: int, epochs: int, chunk: int, seed: int) -> None:
+        self.samples, self.batch_size, self.epochs, self.chunk = samples, batch_size, epochs, chunk
+        self.random = random.Random(seed)
+        self.applied: Counter[tuple[int, int]] = Counter()
+        self.steps = 0
+        self.start(3, None)
+
+    def start(self, workers: int, state: dict | None) -> None:
+        self.handout = HandOut(
+            self.samples, self.batch_size, workers, epochs=self.epochs, chunk=self.chunk
+        )
+        if state is not None:
+            self.handout.restore(json.loads(json.dumps(state)))
+        self.open: list[deque[Range]] = [deque() for _ in range(workers)]
+
+    def go(self) -> None:
+        for _ in range(100_000):
+            if self.handout.finished():
+                return
+            worker = self.random.randrange(len(self.open))
+            what = self.random.random()
+            if what < 0.5 and len(self.open[worker]) < 4:
+                batch = self.handout.next(worker)
+                if batch is not None:
+                    self.open[worker].append(batch)
+            elif what < 0.98 and self.open[worker]:
+                self.apply(worker)
+            elif what > 0.99:
+                self.start(self.random.randint(1, 5), self.handout.state())
+            self.check()
+        raise AssertionError("does not end")
+
+    def apply(self, worker: int) -> None:
+        epoch, begin, end = batch = self.open[worker].popleft()
+        self.handout.applied(worker, batch)
+        self.applied.update((epoch, sample) for sample in range(begin, end))
+        self.steps += 1
+
+    def check(self) -> None:
+        done = sum(self.applied.values()) / self.samples
+        assert self.handout.epochs_done == pytest.approx(done)
+        assert sum(self.handout.clocks) == self.steps
+        rest = self.handout.unfinished()
+        assert rest == sorted(rest)
+        assert not any((e, s) in self.applied for e, b, n in rest for s in range(b, n))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(1, 60),
+    batch_size=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    chunk=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+)
+def test_every_sample_once_an_epoch_through_stops_and_changes_of_workers(
+    samples: int, batch_size: int, epochs: int, chunk: int, seed: int
+) -> None:
+    run = Run(samples, batch_size, epochs, chunk, seed)
+    run.go()
+    expected = {(e, s): 1 for e in range(epochs) for s in range(samples)}
+    assert run.applied == expected
+
+
+def test_what_was_handed_out_and_not_applied_is_handed_out_again_first() -> None:
+    handout = HandOut(20, 2, 2, epochs=1)
+    first = [handout.next(w) for w in (0, 1, 0, 1)]
+    handout.applied(1, (0, 2, 4))
+    state = handout.state()
+    assert state["cursor"] == [0, 8]
+    assert state["pending"] == [[0, 0, 2], [0, 4, 6], [0, 6, 8]]
+    assert first == [(0, 0, 2), (0, 2, 4), (0, 4, 6), (0, 6, 8)]
+    resumed = HandOut(20, 2, 1, epochs=1)
+    resumed.restore(state)
+    again = drain(resumed)
+    assert again[:3] == [(0, 0, 2), (0, 4, 6), (0, 6, 8)]
+    assert sorted([*again, (0, 2, 4)]) == everything(20, 2, 1)
+
+
+def test_the_state_does_not_change_with_the_run() -> None:
+    handout = HandOut(20, 2, 2, epochs=1)
+    handout.next(0)
+    state = handout.state()
+    text = json.dumps(state)
+    drain(handout, 1)
+    handout.applied(0, (0, 0, 2))
+    assert json.dumps(state) == text
+
+
+def test_another_batch_size_on_resume() -> None:
+    """Old ranges keep their size; all samples come once."""
+    handout = HandOut(20, 3, 1, epochs=1)
+    handout.next(0)
+    resumed = HandOut(20, 7, 2, epochs=1)
+    resumed.restore(handout.state())
+    samples = [s for _, b, e in drain(resumed) for s in range(b, e)]
+    assert sorted(samples) == list(range(20))
+
+
+def test_applying_out_of_order_is_refused() -> None:
+    handout = HandOut(20, 2, 1, epochs=1)
+    handout.next(0)
+    handout.next(0)
+    with pytest.raises(AssertionError, match="before"):
+        handout.applied(0, (0, 2, 4))
+
+
+def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
+    handout = HandOut(10, 4, 2, quota=3)
+    assert len(drain(handout, 0)) == 3
+    handout.next(1)
+    handout.applied(1, (1, 0, 4))
+    resumed = HandOut(10, 4, 2, quota=5)
+    resumed.restore(handout.state())
+    assert resumed.clocks == [3, 1]
+    assert [len(drain(resumed, w)) for w in (0, 1)] == [2, 4]
+    assert resumed.clocks == [5, 5]
+
+
+def test_open_batches_count_against_the_quota() -> None:
+    handout = HandOut(100, 1, 1, quota=2)
+    assert handout.next(0)
+    assert handout.next(0)
+    assert handout.next(0) is None
+    handout.applied(0, (0, 0, 1))
+    assert handout.next(0) is None
+
+
+def test_a_stop_hands_out_nothing_more() -> None:
+    handout = HandOut(10, 2, 1, epochs=1)
+    handout.next(0)
+    handout.stopped = True
+    assert handout.next(0) is None
+    assert not handout.finished()
+    handout.applied(0, (0, 0, 2))
+    assert handout.epochs_done == pytest.approx(0.2)
+
+
+def test_a_chunk_is_one_workers_block() -> None:
+    """A block of a file is read by one worker; at the end the others help."""
+    handout = HandOut(12, 1, 2, epochs=1, chunk=4)
+    assert [handout.next(w) for w in (0, 1, 0, 1)] == [(0, 0, 1), (0, 4, 5), (0, 1, 2), (0, 5, 6)]
+    rest = []
+    while (batch := handout.next(1)) is not None:
+        rest.append(batch[1])
+    assert rest == [6, 7, 8, 9, 10, 11, 3, 2]  # what worker 0 has set aside comes last
+
+
+def test_epochs_done_counts_what_is_applied() -> None:
+    handout = HandOut(8, 4, 1, epochs=2)
+    assert handout.epochs_done == 0
+    batch = handout.next(0)
+    assert handout.epochs_done == 0
+    handout.applied(0, batch)
+    assert handout.epochs_done == 0.5
+    for _ in range(2):
+        batch = handout.next(0)
+        handout.applied(0, batch)
+    assert handout.epochs_done == 1.5
+
+
+@given(clocks=st.lists(st.integers(0, 50), min_size=1, max_size=9), workers=st.integers(1, 9))
+def test_clocks_are_shared_out(clocks: list[int], workers: int) -> None:
+    shared = share_clocks(clocks, workers)
+    assert len(shared) == workers
+    assert sum(shared) == sum(clocks)
+    assert shared == clocks if len(clocks) == workers else max(shared) - min(shared) <= 1
+
+
+@given(
+    begin=st.integers(0, 1000),
+    size=st.integers(0, 500),
+    workers=st.integers(1, 20),
+    epoch=st.integers(0, 5),
+)
+def test_a_batch_is_split_evenly(begin: int, size: int, workers: int, epoch: int) -> None:
+    parts = split((epoch, begin, begin + size), workers)
+    assert len(parts) == workers
+    assert parts[0][1] == begin
+    assert parts[-1][2] == begin + size
+    assert all(a[2] == b[1] for a, b in itertools.pairwise(parts))
+    sizes = [e - b for _, b, e in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert {e for e, _, _ in parts} == {epoch}

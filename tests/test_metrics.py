@@ -1,0 +1,208 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips import metrics
+from mpips.metrics import (
+    Log,
+    finite,
+    human_bytes,
+    peak_memory_mb,
+    role_table,
+    staleness_summary,
+    write_json,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(metrics, "time", made)
+    return made
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Log(path, 99.0) as log:
+        log.event("start", 0, mode="async", world=8)
+        log.count(2.0, 10)
+        log.count(5.0, 20)
+        clock.now += 2.0
+        log.progress(7, 0.25, 30)
+        log.evaluation({"step": 7.0, "epoch": 0.25, "loss": 1.5, "accuracy": 0.5})
+    found = rows(path)
+    assert found[0] == {"kind": "start", "time_s": 1.0, "step": 0, "mode": "async", "world": 8}
+    line = {"kind": "train", "time_s": 3.0, "step": 7, "epoch": 0.25}
+    assert found[1] == line | {"loss": 4.0, "samples": 30, "samples_per_s": 15.0}
+    assert found[2]["kind"] == "eval"
+    assert found[2]["step"] == 7
+    assert (found[2]["loss"], found[2]["accuracy"]) == (1.5, 0.5)
+    assert log.last_eval == {"loss": 1.5, "accuracy": 0.5}
+    assert log.last_loss == 4.0
+    shown = capsys.readouterr().out
+    assert "step        7" in shown
+    assert "loss 4.0000" in shown
+    assert "15 samples/s" in shown
+
+
+def test_progress_comes_in_its_time(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Log(path, 100.0, interval_s=1.0, quiet=True) as log:
+        shown = 0
+        for step in range(1, 10_001):
+            clock.now += 0.1
+            log.count(1.0, 1)
+            log.progress(step, 0.0, step)
+        shown = len(rows(path))
+    # 1 s apart at first, 2 % of the time gone later: about 50 + log(1000 / 50) / log(1.02)
+    assert 150 <= shown <= 210
+
+
+def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Log(path, 100.0, quiet=True) as log:
+        clock.now += 1e-3
+        log.progress(1, 0.1, 5)
+        assert rows(path) == []
+        log.progress(1, 0.1, 5, force=True)
+    assert len(rows(path)) == 1
+
+
+def test_quiet_and_other_ranks_say_nothing(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    with Log(tmp_path / "metrics.jsonl", 0.0, quiet=True) as log:
+        log.say("hello")
+        log.count(1.0, 1)
+        clock.now += 100
+        log.progress(1, 1.0, 1)
+    with Log(None, 0.0) as log:
+        log.say("hello")
+        log.event("start", 0)
+        log.count(1.0, 1)
+        clock.now += 100
+        log.progress(1, 1.0, 1, force=True)
+        log.evaluation({"step": 1, "loss": 2.0})
+    assert capsys.readouterr().out == ""
+
+
+def test_the_log_goes_on_and_closes_twice(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        log = Log(path, 0.0)
+        log.event("start", step)
+        log.close()
+        log.close()
+    assert [row["step"] for row in rows(path)] == [1, 2]
+
+
+def test_a_line_is_there_at_once(tmp_path: Path) -> None:
+    """A run that is killed leaves every line that it wrote."""
+    log = Log(tmp_path / "metrics.jsonl", 0.0)
+    log.event("start", 0)
+    assert len(rows(tmp_path / "metrics.jsonl")) == 1
+    log.close()
+
+
+def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
+    value = {
+        "a": math.nan,
+        "b": [math.inf, -math.inf, 1.5],
+        "c": {"d": np.float32("nan"), 3: np.int64(7), "e": (np.bool_(True), None)},
+    }
+    expected = {
+        "a": "nan",
+        "b": ["inf", "-inf", 1.5],
+        "c": {"d": "nan", "3": 7, "e": [True, None]},
+    }
+    assert finite(value) == expected
+    write_json(tmp_path / "x.json", value)
+    assert json.loads((tmp_path / "x.json").read_text()) == expected
+    with Log(tmp_path / "m.jsonl", 0.0) as log:
+        log.event("end", 1, loss=math.nan, accuracy=np.float64(0.5))
+    assert rows(tmp_path / "m.jsonl")[0]["loss"] == "nan"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+@given(values=st.lists(st.integers(0, 20), min_size=1, max_size=300))
+def test_staleness_against_the_values_themselves(values: list[int]) -> None:
+    summary = staleness_summary(
+        np.bincount(values, minlength=64).tolist(), sum(values), max(values)
+    )
+    assert summary["mean"] == pytest.approx(np.mean(values))
+    assert summary["p50"] == np.percentile(values, 50, method="inverted_cdf")
+    assert summary["p99"] == np.percentile(values, 99, method="inverted_cdf")
+    assert summary["max"] == max(values)
+    assert sum(summary["histogram"]) == len(values)
+    assert summary["histogram"] == np.bincount(values).tolist()
+    json.dumps(summary)
+
+
+@pytest.mark.parametrize("histogram", [[], [0], [0, 0, 0]])
+def test_staleness_of_nothing(histogram: list[int]) -> None:
+    expected = {"mean": 0.0, "p50": 0, "p99": 0, "max": 0, "histogram": []}
+    assert staleness_summary(histogram, 0, 0) == expected
+
+
+def test_role_table() -> None:
+    table = role_table(
+        ["a", "a-long-host-name-indeed", "b"], [0, 0, 1], ["s 0", "w", "w"], [64, 0, 0]
+    )
+    lines = table.splitlines()
+    assert len(lines) == 4
+    assert lines[0].split() == ["rank", "node", "host", "role", "owned"]
+    assert lines[1].split() == ["0", "0", "a", "s", "0", "64", "B"]
+    assert lines[2].split() == ["1", "0", "a-long-host-name", "w", "-"]
+    with pytest.raises(ValueError, match="longer"):
+        role_table(["a"], [0, 1], ["w", "w"], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (12_300_000, "12.3 MB"),
+        (2.5e9, "2.5 GB"),
+        (7e12, "7.0 TB"),
+        (7e15, "7000.0 TB"),
+    ],
+)
+def test_bytes_in_words(size: float, text: str) -> None:
+    assert human_bytes(size) == text
+
+
+def test_peak_memory_counts_what_was_touched() -> None:
+    before = peak_memory_mb()
+    block = np.ones(20_000_000)
+    assert peak_memory_mb() >= before
+    assert peak_memory_mb() > block.nbytes / 2**20

@@ -1,0 +1,149 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpips.errors import UserError, nearest, unknown
+from mpips.roles import Roles, assign, default_servers
+
+
+def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
+    return assign(mode, ["host"] * world, [0] * world, servers)
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "servers", "expected"),
+    [
+        ("async", 2, None, (0,)),
+        ("async", 3, None, (0,)),
+        ("async", 4, None, (0,)),
+        ("async", 7, None, (0,)),
+        ("async", 8, None, (0, 1)),
+        ("async", 16, None, (0, 1, 2, 3)),
+        ("async", 8, 7, (0, 1, 2, 3, 4, 5, 6)),
+        ("async", 2, 1, (0,)),
+        ("sync", 1, None, ()),
+        ("sync", 8, None, ()),
+        ("sync", 1, 0, ()),
+        ("sync", 4, 2, (0, 1)),
+        ("sync", 4, 3, (0, 1, 2)),
+        ("async", 1, None, "at least 2 ranks"),
+        ("async", 1, 1, "at least 2 ranks"),
+        ("async", 8, 0, "servers >= 1"),
+        ("async", 8, -1, "servers >= 1"),
+        ("sync", 8, -1, "servers >= 0"),
+        ("async", 8, 8, "servers <= 7"),
+        ("async", 8, 9, "servers <= 7"),
+        ("sync", 1, 1, "servers <= 0"),
+        ("sync", 3, 4, "servers <= 2"),
+    ],
+)
+def test_table(mode: str, world: int, servers: int | None, expected: tuple[int, ...] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            one_node(mode, world, servers)
+        return
+    roles = one_node(mode, world, servers)
+    assert roles.servers == expected
+    assert roles.workers == tuple(r for r in range(world) if r not in expected)
+
+
+def test_an_error_names_the_way_out() -> None:
+    with pytest.raises(UserError) as found:
+        one_node("async", 8, 8)
+    text = "servers=8 leaves no worker in a world of 8, expected servers <= 7; use mpirun -n 9"
+    assert str(found.value) == text
+
+
+@given(world=st.integers(1, 600))
+def test_defaults_fit_any_world(world: int) -> None:
+    assert default_servers("sync", world) == 0
+    assert 1 <= default_servers("async", world) <= max(1, world // 4)
+    if world > 1:
+        assert one_node("async", world).workers
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    data=st.data(),
+    shuffled=st.booleans(),
+)
+def test_servers_are_spread_as_evenly_as_can_be(
+    sizes: list[int], data: st.DataObject, shuffled: bool
+) -> None:
+    """No node has two servers more than another that had a rank to spare."""
+    node_of = [n for n, size in enumerate(sizes) for _ in range(size)]
+    if shuffled:  # as by mpirun --map-by node
+        node_of = data.draw(st.permutations(node_of))
+    world = len(node_of)
+    servers = data.draw(st.integers(0, world - 1))
+    roles = assign("sync", ["host"] * world, node_of, servers)
+    assert sorted(roles.servers + roles.workers) == list(range(world))
+    assert list(roles.servers) == sorted(roles.servers)
+    assert list(roles.workers) == sorted(roles.workers)
+    held = [sum(node_of[r] == n for r in roles.servers) for n in range(len(sizes))]
+    assert sum(held) == servers
+    for n, size in enumerate(sizes):
+        assert held[n] >= max(held) - 1 or held[n] == size
+        ranks = [r for r in range(world) if node_of[r] == n]
+        assert [r for r in ranks if r in roles.servers] == ranks[: held[n]]
+
+
+def test_fewer_servers_than_nodes_are_evenly_spaced() -> None:
+    node_of = [r // 2 for r in range(16)]
+    assert assign("async", ["h"] * 16, node_of, 2).servers == (0, 8)
+    assert assign("async", ["h"] * 16, node_of, 4).servers == (0, 4, 8, 12)
+
+
+def test_placed_by_rank() -> None:
+    roles = assign("async", ["h"] * 4, [0] * 4, server_ranks=(3, 1))
+    assert roles == Roles((1, 3), (0, 2))
+    assert roles.chief == 1
+    assert [roles.name(r) for r in range(4)] == ["worker 0", "server 0", "worker 1", "server 1"]
+    assert assign("async", ["h"] * 4, [0] * 4, 2, (3, 1)) == roles
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "glob", "expected"),
+    [
+        ((4,), None, "", "ranks 0 to 3"),
+        ((0, 1, 2, 3), None, "", "servers <= 3"),
+        ((0, 1), 1, "", "the same number"),
+        ((0,), None, "h*", "one of them"),
+    ],
+)
+def test_placements_that_contradict(
+    ranks: tuple[int, ...], servers: int | None, glob: str, expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        assign("async", ["h"] * 4, [0] * 4, servers, ranks, glob)
+
+
+def test_placed_by_host() -> None:
+    hosts = ["big1", "big1", "small1", "small1", "big2", "big2"]
+    node_of = [0, 0, 1, 1, 2, 2]
+    assert assign("async", hosts, node_of, 2, server_hosts="big*").servers == (0, 4)
+    assert assign("async", hosts, node_of, 3, server_hosts="big*").servers == (0, 1, 4)
+    assert assign("async", hosts, node_of, 2, server_hosts="small?").servers == (2, 3)
+    with pytest.raises(UserError, match=r"matches 2 ranks.*hosts are big1, big2, small1"):
+        assign("async", hosts, node_of, 3, server_hosts="small1")
+    with pytest.raises(UserError, match="matches 0 ranks"):
+        assign("async", hosts, node_of, server_hosts="none")
+
+
+def test_owners_are_all_where_there_is_no_server() -> None:
+    roles = one_node("sync", 3)
+    assert roles.owners == (0, 1, 2)
+    assert roles.chief == 0
+    assert [roles.name(r) for r in range(3)] == ["worker 0", "worker 1", "worker 2"]
+    assert one_node("sync", 3, 1).owners == (0,)
+
+
+def test_errors_have_one_form() -> None:
+    assert str(UserError("a=1", "a <= 0", "use b")) == "a=1, expected a <= 0; use b"
+    assert str(UserError("a=1", "a <= 0")) == "a=1, expected a <= 0"
+    legal = {"sgd", "adam", "adagrad"}
+    text = "unknown optimizer 'adm', expected one of adagrad, adam, sgd; did you mean 'adam'?"
+    assert str(unknown("optimizer", "adm", legal)) == text
+    text = "unknown optimizer 'zzz', expected one of adagrad, adam, sgd"
+    assert str(unknown("optimizer", "zzz", legal)) == text
+    assert nearest("", []) == ""
