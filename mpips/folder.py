@@ -162,7 +162,7 @@ def _make(out: Path, named: bool, used: bool) -> Path:
     try:
         if not named:
             out = _fresh(out)
-        if out.exists() and not used and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not used and not _is_unused(out):
             remedy = "choose another --out, or continue the run with --resume"
             raise UserError(f"--out {out} is in use", "a new or empty folder", remedy)
         out.mkdir(parents=True, exist_ok=True)
@@ -171,6 +171,11 @@ def _make(out: Path, named: bool, used: bool) -> Path:
     except OSError as problem:
         raise _unwritable(out, problem) from None
     return out
+
+
+def _is_unused(out: Path) -> bool:
+    """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
+    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp"}
 
 
 def _fresh(out: Path) -> Path:

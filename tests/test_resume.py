@@ -29,6 +29,9 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.command_line import parse_command_line
+from mpips.config import Config
+from mpips.folder import find_run, save_config
 
 pytestmark = pytest.mark.launch
 
@@ -184,3 +187,20 @@ def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
     if kills > 10:
         assert writing >= 5, f"only {writing} kills in the midst of a checkpoint"
     assert_as_if_nothing_happened(out, 3, common)
+
+
+@pytest.mark.parametrize(
+    "left", ["config.toml.tmp", "config.toml", "checkpoints/step-000000000000/"]
+)
+def test_run_killed_before_its_first_checkpoint_begins_anew(left: str, tmp_path: Path) -> None:
+    """``--resume auto`` starts where a killed job has left a folder, and nothing to continue."""
+    line = parse_command_line(["--out", str(tmp_path), "--resume", "auto", "--epochs", "3"])
+    if left.endswith("/"):
+        (tmp_path / left).mkdir(parents=True)
+        (tmp_path / left / "shard-0000.h5.tmp").write_text("half")
+    if left != "config.toml.tmp":
+        save_config(tmp_path, Config())
+    (tmp_path / "config.toml.tmp").write_text("epo")
+    found = find_run(line)
+    assert (found.out, found.resumed, found.checkpoint) == (tmp_path, False, None)
+    assert found.config.epochs == 3

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from mpi4py import MPI
 
-from mpips import cluster, session, signals
+from mpips import ending, session, signals
 from mpips.cluster import Agreed
 from mpips.command_line import parse_command_line
 
