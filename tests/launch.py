@@ -71,7 +71,7 @@ class Running:
     def __init__(
         self, ranks: int, args: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        self._log = tempfile.NamedTemporaryFile("w+b", suffix=".txt")
+        self._log = tempfile.NamedTemporaryFile("w+b", suffix=".txt")  # noqa: SIM115  (closed by __exit__)
         self.process = subprocess.Popen(
             command(ranks, args),
             cwd=cwd,

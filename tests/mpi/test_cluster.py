@@ -184,6 +184,19 @@ def test_a_lonely_rank_in_a_slurm_step_is_refused(
     clusters.check_world(cluster.comm)
 
 
+@pytest.mark.world(max_size=2)
+def test_a_lonely_rank_under_another_mpirun_is_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    monkeypatch.setenv("PMI_SIZE", "3")
+    if cluster.world == 1:
+        with pytest.raises(UserError, match="world of 3; use the mpirun of"):
+            clusters.check_world(cluster.comm)
+    else:
+        clusters.check_world(cluster.comm)
+
+
 @pytest.mark.world(max_size=1)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_backoff_spins_then_yields_then_sleeps(
