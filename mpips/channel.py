@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
-from mpips.cluster import Cluster
+from mpips.cluster import Cluster, all_done
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.ledger import Range
@@ -86,7 +86,6 @@ class Sender:
         self._sends: list[list[MPI.Request]] = [[] for _ in range(BUFFERS)]
         self._sent: list[np.ndarray] = [np.zeros((0, HEADER_WORDS), "i8")] * BUFFERS
         self.seq = 0
-        self.bytes_far = 0
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
@@ -97,7 +96,7 @@ class Sender:
         last = seq - BUFFERS
         if any(observe(applied, self._worker) < last for applied in self._near):
             return False
-        return MPI.Request.Testall(self._sends[seq % BUFFERS])
+        return all_done(self._sends[seq % BUFFERS])
 
     def push(self, batch: Range, samples: int, loss: float, versions: np.ndarray) -> int:
         """Announce the gradient in ``buffer(seq + 1)``. Blocks: no.
@@ -131,12 +130,11 @@ class Sender:
             requests.append(comm.Isend(header, rank, TAG_HEADER))
             part = grad[self._shards[k].range]
             requests += [comm.Issend(p, rank, TAG_BODY) for p in transfer_pieces(part)]
-            self.bytes_far += part.nbytes
         self._sends[slot], self._sent[slot] = requests, headers  # alive until sent
 
     def sent(self) -> bool:
         """Whether every far push has left."""
-        return all(MPI.Request.Testall(requests) for requests in self._sends)
+        return all(all_done(requests) for requests in self._sends)
 
 
 @dataclass(eq=False)
@@ -247,7 +245,7 @@ class Receiver:
         behind: set[int] = set()  # workers with an earlier body that is still coming
         for body in self._bodies:
             worker = int(body.header[0])
-            if worker not in behind and MPI.Request.Testall(body.requests):
+            if worker not in behind and all_done(body.requests):
                 self._bodies.remove(body)
                 self._lent = body.grad
                 return Push.unpack(body.header, body.grad)

@@ -10,7 +10,9 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from mpips.errors import UserError
 from mpips.roles import Roles
@@ -46,6 +48,10 @@ IDLE_S = 1.0
 TAG_NEVER = 32000
 SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 TAG_CONTROL, TAG_GATHER = 1, 7
+
+
+Comm: TypeAlias = MPI.Intracomm
+Request: TypeAlias = MPI.Request
 
 
 class Backoff:
@@ -238,6 +244,32 @@ def cluster_subset(cluster: Cluster, ranks: Sequence[int]) -> MPI.Intracomm:
     color = 0 if cluster.rank in ranks else MPI.UNDEFINED
     comm: MPI.Intracomm = cluster.comm.Split(color, key=cluster.rank)  # type: ignore[assignment]
     return comm
+
+
+def all_done(requests: list[Request]) -> bool:
+    """Whether all these operations are complete. Blocks: no; makes them get on."""
+    return MPI.Request.Testall(requests)
+
+
+def begin_sum(comm: Comm, values: np.ndarray) -> Request:
+    """Begin to add up `values` over `comm`, in place. Collective: yes. Blocks: no."""
+    return comm.Iallreduce(MPI.IN_PLACE, values)
+
+
+def begin_maximum(comm: Comm, values: np.ndarray, out: np.ndarray) -> Request:
+    """Begin to find the elementwise maximum over `comm`. Collective: yes. Blocks: no."""
+    return comm.Iallreduce(values, out, MPI.MAX)
+
+
+def free(comm: Comm) -> None:
+    """Free a communicator that this rank may be outside of. Collective: over its ranks."""
+    if comm != MPI.COMM_NULL:
+        comm.Free()
+
+
+def whole_world() -> Comm:
+    """Return the communicator of all ranks that were started."""
+    return MPI.COMM_WORLD
 
 
 class Agreed(UserError):

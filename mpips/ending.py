@@ -3,6 +3,7 @@
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from mpips.errors import UserError
 
 TAG_SPEAKS = 31999
+SHARED_MEMORY = "/dev/shm/"
 TURN_S, TURNS_S = 0.1, 2.0
 HEARD_S = 0.5
 KILLED_S = 5.0
@@ -30,8 +32,20 @@ def abort(message: str, code: int) -> NoReturn:
         time.sleep(HEARD_S)
     else:
         time.sleep(KILLED_S)
+    _unlink_shared_memory()
     MPI.COMM_WORLD.Abort(code)
     raise SystemExit(code)
+
+
+def _unlink_shared_memory() -> None:
+    """Unlink the shared memory that this rank has mapped: MPICH's Abort leaves it for ever.
+
+    The ranks of the node have mapped it too, and keep it until they are gone.
+    """
+    with open("/proc/self/maps") as file:
+        names = {line.split(maxsplit=5)[5].strip() for line in file if SHARED_MEMORY in line}
+    for name in names:
+        Path(name).unlink(missing_ok=True)
 
 
 def _is_first() -> bool:

@@ -85,17 +85,6 @@ class HandOut:
         assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
         self.clocks[worker] += 1
 
-    def finished(self) -> bool:
-        """Whether nothing is left to hand out and everything handed out was applied."""
-        epoch, _ = self.cursor
-        return (
-            self.epochs is not None
-            and epoch >= self.epochs
-            and not self.pending
-            and not any(self._open)
-            and not any(self._chunks)
-        )
-
     def unfinished(self) -> list[Range]:
         """Return the ranges that were cut off the data and not applied, in order."""
         parts: Iterable[Iterable[Range]] = (self.pending, *self._chunks, *self._open)

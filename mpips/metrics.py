@@ -203,7 +203,7 @@ def role_table(
 def human_bytes(size: float) -> str:
     """Return a size in words: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
+        if size < 999.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from mpi4py import MPI
 
-from mpips.cluster import cluster_subset
+from mpips.cluster import all_done, begin_sum, cluster_subset, free
 from mpips.job import Job
 from mpips.kernels import observe, publish, sum_rows, sum_squares
 from mpips.layout import CACHE_LINE_BYTES, Shard
@@ -104,11 +104,10 @@ class Round(ABC):
         """Free what the round holds; may be called twice. Collective: yes."""
         self.replica = self.grad = self.params = np.zeros(0)
         self.slots = ()
-        if self._owners != MPI.COMM_NULL:
-            self._owners.Free()
+        free(self._owners)
 
     def _wait(self, requests: list[MPI.Request]) -> None:
-        self.waited_s += self._cluster.wait(lambda: MPI.Request.Testall(requests))
+        self.waited_s += self._cluster.wait(lambda: all_done(requests))
 
     def _apply(self, step: int, shard: Shard, grad_of: Callable[[slice], np.ndarray]) -> None:
         """Apply the rule to the shard, block by block; `grad_of` gives a block's gradient."""
@@ -126,7 +125,7 @@ class Round(ABC):
     def _clip(self, grad: np.ndarray) -> None:
         """Scale an owner's slice of the mean gradient by the norm of the whole."""
         total = np.array([sum_squares(grad)])
-        self._wait([self._owners.Iallreduce(MPI.IN_PLACE, total)])
+        self._wait([begin_sum(self._owners, total)])
         grad *= grad.dtype.type(clip_factor(float(total[0]), self._job.config.clip))
 
 
@@ -237,7 +236,7 @@ class SharedRound(Round):
         if self._cluster.rank != self._leader:
             return []
         np.sum(self._reports, axis=0, out=self._sums)
-        return [self._leaders.Iallreduce(MPI.IN_PLACE, self._sums)]
+        return [begin_sum(self._leaders, self._sums)]
 
     def _send_partials(self, weights: np.ndarray) -> list[MPI.Request]:
         requests = []
@@ -290,8 +289,7 @@ class SharedRound(Round):
         self._headers, self._reports = [], []
         self._agreed = np.zeros(0)
         self._window.free()
-        if self._leaders != MPI.COMM_NULL:
-            self._leaders.Free()
+        free(self._leaders)
 
 
 def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
@@ -335,7 +333,7 @@ class AllreduceRound(Round):
         report.pack(self._sums)
         comm = self._cluster.comm
         parts = [self._sums, *transfer_pieces(self.grad)]
-        self._wait([comm.Iallreduce(MPI.IN_PLACE, part) for part in parts])
+        self._wait([begin_sum(comm, part) for part in parts])
         if self._cluster.rank in self._cluster.roles.owners:
             grad = self.grad[self._job.shard.range]
             if self._job.config.clip:

@@ -14,11 +14,10 @@ from enum import Enum, auto
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpips import signals
 from mpips.channel import Push, Receiver
-from mpips.cluster import Backoff
+from mpips.cluster import Backoff, Comm, Request, begin_maximum
 from mpips.feed import Granter
 from mpips.job import Job
 from mpips.kernels import observe
@@ -41,11 +40,11 @@ class Phase(Enum):
 class Cut:
     """One server's part in agreeing on what a checkpoint holds. Collective: over the servers."""
 
-    def __init__(self, servers: MPI.Intracomm, applied: np.ndarray, empty: bool) -> None:
+    def __init__(self, servers: Comm, applied: np.ndarray, empty: bool) -> None:
         self._servers, self._applied, self._empty = servers, applied, empty
         self._mine = np.zeros(applied.size, "i8")
         self.target = np.zeros(applied.size, "i8")
-        self._agreeing = MPI.REQUEST_NULL
+        self._agreeing: Request | None = None
         self.phase = Phase.FREE
 
     def begin(self) -> None:
@@ -62,9 +61,9 @@ class Cut:
         if self.phase is Phase.DRAIN and bodies == 0:
             for worker in range(self._applied.size):
                 self._mine[worker] = observe(self._applied, worker)
-            self._agreeing = self._servers.Iallreduce(self._mine, self.target, MPI.MAX)
+            self._agreeing = begin_maximum(self._servers, self._mine, self.target)
             self.phase = Phase.AGREE
-        if self.phase is Phase.AGREE and self._agreeing.Test():
+        if self.phase is Phase.AGREE and self._agreeing is not None and self._agreeing.Test():
             self.phase = Phase.REACH
         return self.phase is Phase.REACH and self._reached()
 
@@ -81,7 +80,7 @@ class AsyncServer:
     """
 
     def __init__(
-        self, job: Job, servers: MPI.Intracomm, store: Server, receiver: Receiver, saver: Saver
+        self, job: Job, servers: Comm, store: Server, receiver: Receiver, saver: Saver
     ) -> None:
         self._job, self._cluster, self.store = job, job.cluster, store
         self._receiver, self._saver = receiver, saver

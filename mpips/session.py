@@ -6,8 +6,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpi4py import MPI
-
 from mpips import __version__, cluster, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
@@ -35,7 +33,7 @@ def run(line: CommandLine, started: float) -> int:
         Agreed: If the job is refused, on every rank.
         UserError: If something fails on this rank alone; the caller ends the job.
     """
-    comm = MPI.COMM_WORLD
+    comm = cluster.whole_world()
     found = on_root(comm, lambda: _find(line, comm))
     try:
         return _run(found, comm, started)
@@ -45,12 +43,12 @@ def run(line: CommandLine, started: float) -> int:
         raise
 
 
-def _find(line: CommandLine, comm: MPI.Comm) -> Run:
+def _find(line: CommandLine, comm: cluster.Comm) -> Run:
     cluster.check_world(comm)
     return folder.find_run(line)
 
 
-def _run(found: Run, comm: MPI.Intracomm, started: float) -> int:
+def _run(found: Run, comm: cluster.Comm, started: float) -> int:
     config = found.config
     ranks = Cluster(comm, 1 if config.window == "private" else config.node_size)
     ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
@@ -70,7 +68,7 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
     )  # fmt: skip
 
 
-def everywhere(comm: MPI.Comm, make: Callable[[], T]) -> T:
+def everywhere(comm: cluster.Comm, make: Callable[[], T]) -> T:
     """Call `make` on every rank; an error on any is raised on all. Collective: yes.
 
     The traceback of an error in the user's code goes with the message.
@@ -87,7 +85,7 @@ def everywhere(comm: MPI.Comm, make: Callable[[], T]) -> T:
     return value
 
 
-def on_root(comm: MPI.Comm, make: Callable[[], T]) -> T:
+def on_root(comm: cluster.Comm, make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and share its value or its error. Collective: yes."""
     value: T | None = None
     error: UserError | None = None

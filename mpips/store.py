@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from mpi4py import MPI
 
 from mpips.channel import Push
-from mpips.cluster import Cluster
+from mpips.cluster import Cluster, Request, all_done
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Rule
@@ -124,14 +123,14 @@ class Puller:
         self.torn += observe(header, BEGUN) > committed
         self.versions[server] = committed
 
-    def _far_header(self, when: int) -> list[MPI.Request]:
+    def _far_header(self, when: int) -> list[Request]:
         return [
             request
             for k, rank, _ in self._far
             for request in self._window.get(rank, "header", self._far_headers[when, k])
         ]
 
-    def _pull_far(self, out: np.ndarray, requests: list[MPI.Request]) -> None:
+    def _pull_far(self, out: np.ndarray, requests: list[Request]) -> None:
         """Header, parameters, header: each must be here before the next is asked for."""
         if not self._far or self._consistent:
             self._finish_snapshots()
@@ -146,7 +145,7 @@ class Puller:
 
     def _ask_far(self, out: np.ndarray) -> None:
         comm = self._cluster.comm
-        self._snapshots: list[MPI.Request] = []
+        self._snapshots: list[Request] = []
         for k, rank, shard in self._far:
             self._snapshots.append(comm.Irecv(self.versions[k : k + 1], rank, TAG_SNAPSHOT))
             parts = transfer_pieces(out[shard.range])
@@ -157,8 +156,8 @@ class Puller:
         if self._consistent:
             self._wait(self._snapshots)
 
-    def _wait(self, requests: list[MPI.Request]) -> None:
-        self._cluster.wait(lambda: MPI.Request.Testall(requests))
+    def _wait(self, requests: list[Request]) -> None:
+        self._cluster.wait(lambda: all_done(requests))
 
 
 class Server:
@@ -196,7 +195,7 @@ class Server:
         self._far_readers: list[int] = []
         self._snapshot = np.zeros(0, self.params.dtype)
         self._snapshot_version = np.zeros(1, "i8")
-        self._sending: list[MPI.Request] = []
+        self._sending: list[Request] = []
         self._block = BLOCK_BYTES // self.params.itemsize
         self.staleness = np.zeros(STALENESS_BINS, "i8")
         self.staleness_max = self.staleness_sum = 0
@@ -269,7 +268,7 @@ class Server:
                 held.append((reads, want))
         for reads, want in held:
             self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
-        if self._far_readers and MPI.Request.Testall(self._sending):
+        if self._far_readers and all_done(self._sending):
             self._send_snapshot()
 
     def _send_snapshot(self) -> None:

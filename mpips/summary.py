@@ -40,7 +40,7 @@ def summarise(
             {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
             for w in workers
         ],
-        "per_server": [{k: o[k] for k in ("bytes", "applied", "busy_s")} for o in owners],
+        "per_server": [_server(o) for o in owners],
         "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
         "stop_reason": outcome.reason,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
@@ -61,6 +61,11 @@ def mean_evaluation(job: Job, parts: Sequence[dict[str, float] | None]) -> dict[
     known = [p for p in parts if p]
     names = sorted({name for p in known for name in p})
     return {name: sum(p.get(name, 0.0) for p in known) / job.info.n_test for name in names}
+
+
+def _server(part: dict[str, Any]) -> dict[str, Any]:
+    stale = part.get("staleness_sum", 0) / max(1, part["applied"])
+    return {**{k: part[k] for k in ("bytes", "applied", "busy_s")}, "staleness_mean": stale}
 
 
 def _staleness(owners: list[dict[str, Any]], mode: str) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def several(jobs: Sequence[tuple[int, Sequence[str]]], cwd: Path, timeout_s: flo
     """Run jobs in one world, each on as many ranks as it says; returns their exit codes."""
     (cwd / "jobs.json").write_text(json.dumps([[n, list(argv)] for n, argv in jobs]))
     world = max(n for n, _ in jobs)
-    run(world, [str(HERE / "jobs" / "several.py"), str(cwd / "jobs.json")], cwd, timeout_s).check()
+    script = str(HERE / "jobs" / "several.py")
+    print(run(world, [script, str(cwd / "jobs.json")], cwd, timeout_s).check().output)
     codes: list[int] = json.loads((cwd / "codes.json").read_text())
     return codes
 
@@ -66,7 +67,9 @@ class Plan:
 
     def run(self, timeout_s: float) -> None:
         """Run all of them, one after the other."""
-        assert several(self._jobs, self.folder, timeout_s) == self._codes
+        codes = several(self._jobs, self.folder, timeout_s)
+        triples = zip(codes, self._codes, self._jobs, strict=True)
+        assert codes == self._codes, [t for t in triples if t[0] != t[1]]
 
 
 def newest(out: Path) -> Checkpoint:

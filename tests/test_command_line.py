@@ -217,7 +217,9 @@ SUMMARY = {
         mean=is_number, p50=is_count, p99=is_count, max=is_count, histogram=is_list(is_count)
     ),
     "per_worker": is_list(is_table(steps=is_count, samples=is_count, **SECONDS)),
-    "per_server": is_list(is_table(bytes=is_count, applied=is_count, busy_s=is_number)),
+    "per_server": is_list(
+        is_table(bytes=is_count, applied=is_count, busy_s=is_number, staleness_mean=is_number)
+    ),
     "peak_memory_mb": is_list(is_number),
     "resumed_from": lambda value: value is None or is_text(value),
 }

@@ -37,7 +37,9 @@ def assert_accounts(out: Path, pushes: int) -> None:
     applied = [server["applied"] for server in s["per_server"] if server["bytes"]]
     assert set(applied) == {pushes}
     assert sum(staleness["histogram"]) == sum(applied)
-    assert staleness["mean"] <= 2 * s["workers"] - 1
+    inbox = 2 if len(s["nodes"]) > 1 else 0  # beside the two open pushes of each worker
+    for server in s["per_server"]:
+        assert server["staleness_mean"] <= 2 * s["workers"] - 1 + inbox
     assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
 
 

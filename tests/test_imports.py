@@ -33,8 +33,7 @@ LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name 
 # Those that DESIGN.md names, and those that hold requests, communicators or constants of MPI.
 IMPORT_MPI = {
     *("cluster", "window", "channel"),
-    *("ending", "store", "rounds", "server", "session"),
-    *("strategies.async_sgd", "strategies.sync_sgd"),
+    *("ending", "rounds"),
 }
 LATE = {"train"}  # these import MPI in functions only: their first lines run on a login node
 

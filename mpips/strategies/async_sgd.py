@@ -2,8 +2,8 @@
 
 No worker waits for another. A gradient is computed from the version that the worker pulled and
 applied to the version that the server has by then; the difference is its staleness. Each worker
-has at most two pushes open, so that over a run of W workers the mean staleness of a shard is at
-most 2 W - 1.
+has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
+shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds.
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from mpips import channel, feed, store
 from mpips.channel import Receiver, Sender
-from mpips.cluster import MPI, cluster_subset
+from mpips.cluster import Comm, cluster_subset
 from mpips.feed import Feed, Granter
 from mpips.job import Job
 from mpips.metrics import Log
@@ -56,7 +56,7 @@ def run(job: Job, log: Log) -> Outcome:
     return _work(job, window, job.worker_id)
 
 
-def _serve(job: Job, window: Window, servers: MPI.Intracomm, log: Log) -> Outcome:
+def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
     server = Server(cluster, window, server_id, shard, job.rule, job.rate())

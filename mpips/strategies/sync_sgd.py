@@ -11,10 +11,9 @@ import time
 from collections import deque
 
 import numpy as np
-from mpi4py import MPI
 
 from mpips import signals
-from mpips.cluster import cluster_subset
+from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
 from mpips.evaluation import evaluate, next_evaluation, share
 from mpips.job import Job
@@ -230,7 +229,7 @@ class SyncLoop:
         begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
         part = evaluate(self._job, self._params, begin, end)
         sums = np.array([part[name] for name in sorted(part)])
-        self._cluster.wait_request(self._workers.Iallreduce(MPI.IN_PLACE, sums))
+        self._cluster.wait_request(begin_sum(self._workers, sums))
         means = dict(zip(sorted(part), (sums / info.n_test).tolist(), strict=True))
         target = config.target_accuracy
         self._target_reached = bool(target) and means.get("accuracy", 0.0) >= target
@@ -267,5 +266,4 @@ class SyncLoop:
         self._params, self._grad = {}, {}
         self._saver = None
         self._rounds.free()
-        if self._workers != MPI.COMM_NULL:
-            self._workers.Free()
+        free(self._workers)

@@ -6,6 +6,7 @@ file. The first job that fails in another way than with an exit code ends them a
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from mpips import ending, session, signals
-from mpips.cluster import Agreed
+from mpips.cluster import SIZES, Agreed
 from mpips.command_line import parse_command_line
 
 
@@ -40,6 +41,8 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
 def main(path: Path) -> None:
     """Run the jobs one after the other."""
     world, codes = MPI.COMM_WORLD, []
+    for name in SIZES:  # the launcher tells the size of the world, not that of a part of it
+        os.environ.pop(name, None)
     for ranks, argv in json.loads(path.read_text()):
         takes_part = world.rank < ranks
         comm = world.Split(0 if takes_part else MPI.UNDEFINED, world.rank)
