@@ -26,19 +26,24 @@ from mpips.summary import mean_evaluation, summarise, summary_text
 T = TypeVar("T")
 
 
-def run(line: CommandLine, started: float) -> int:
-    """Run a job; returns the exit code. Collective: yes, over the world.
+def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> int:
+    """Run a job; returns the exit code. Collective: yes.
+
+    Args:
+        line: The command line.
+        started: `time.perf_counter` when the process started.
+        comm: The job's ranks; by default all that were started.
 
     Raises:
         Agreed: If the job is refused, on every rank.
         UserError: If something fails on this rank alone; the caller ends the job.
     """
-    comm = cluster.whole_world()
-    found = on_root(comm, lambda: _find(line, comm))
+    world = cluster.whole_world() if comm is None else comm
+    found = on_root(world, lambda: _find(line, world))
     try:
-        return _run(found, comm, started)
+        return _run(found, world, started)
     except cluster.Agreed:
-        if comm.rank == 0 and not found.resumed and not found.config.eval_only:
+        if world.rank == 0 and not found.resumed and not found.config.eval_only:
             folder.forget(found.out)
         raise
 

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from mpi4py import MPI
 
@@ -28,11 +27,9 @@ def wait_for_all(comm: MPI.Comm) -> None:
 
 def run(comm: MPI.Intracomm, argv: list[str]) -> int:
     """Run one job on `comm`; returns its exit code."""
-    names = {name: getattr(MPI, name) for name in dir(MPI)}
-    session.MPI = SimpleNamespace(**{**names, "COMM_WORLD": comm})  # type: ignore[assignment]
     try:
         signals._received.clear()
-        return session.run(parse_command_line(argv), time.perf_counter())
+        return session.run(parse_command_line(argv), time.perf_counter(), comm)
     except Agreed as error:
         print(f"mpips: {error}", file=sys.stderr, flush=True)
         return 2
