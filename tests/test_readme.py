@@ -69,7 +69,8 @@ def test_your_own_problem(folder: Path) -> None:
     options = ["--problem", "linear_l1.py:LeastAbsolute", "--dataset", "data.npz", "--out", "l1"]
     run(2, ["-m", "mpips.train", *options, "--lr", "0.05", "--epochs", "60"], folder, 120).check()
     exported = ["-m", "mpips.checkpoint", "export", "l1", "-o", "l1.npz"]
-    subprocess.run([sys.executable, *exported], cwd=folder, check=True, timeout=60)
+    command = [sys.executable, *exported]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=60)
     weights = np.load(folder / "l1.npz")
     assert np.allclose(weights["params/w"], [1, 2, 3, 4], atol=0.1)
     assert np.allclose(weights["params/b"], 5, atol=0.1)
