@@ -114,10 +114,10 @@ class Cluster:
         order = sorted(set(leaders))
         self.node_of = [order.index(k) for k in leaders]
         self.hosts = comm.allgather(platform.node())
-        local = comm.allgather((platform.node(), cores()))
-        crowd = sum(host == platform.node() for host, _ in local)
-        self.crowded = crowd > cores()
-        self.ranks_on_host = crowd
+        masks = comm.allgather(os.sched_getaffinity(0))
+        here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
+        self._cores_a_rank = len(set().union(*here)) / len(here)
+        self.crowded = self._cores_a_rank < 1
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
         self.threads = 0
@@ -146,7 +146,7 @@ class Cluster:
         """Limit BLAS threads to `threads`, or to this rank's share of its node's cores."""
         from threadpoolctl import threadpool_limits
 
-        share = threads or max(1, cores() // self.ranks_on_host)
+        share = threads or max(1, int(self._cores_a_rank))
         threadpool_limits(share)
         self.threads = share
         return share

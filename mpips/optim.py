@@ -7,6 +7,7 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
@@ -29,7 +30,7 @@ def _kernels() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(ABC):
     """One update rule with its hyperparameters.
 
     Attributes:
@@ -74,9 +75,9 @@ class Rule:
         kernel = getattr(_kernels(), self.kernel)
         kernel(params, grad, *slots, *self.scalars(step, lr))
 
+    @abstractmethod
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return what the kernel takes after the vectors, computed in float64."""
-        raise NotImplementedError(f"{type(self).__name__}.scalars")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mpips import channel, feed, store
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, cluster_subset
 from mpips.feed import Feed, Granter
+from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.metrics import Log
 from mpips.saver import Committer, Contents, Saver
@@ -71,7 +72,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     loop = AsyncServer(job, servers, server, receiver, saver)
     handout = job.handout()
     if cluster.is_chief:
-        committer = Committer(cluster, job.out / "checkpoints", Contents.of(job))
+        committer = Committer(cluster, job.out / CHECKPOINTS, Contents.of(job))
         granter = Granter(cluster, window, handout)
         loop.chief = Chief(job, loop, granter, handout, committer, log)
     loop.start()

@@ -16,6 +16,7 @@ from mpips import signals
 from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
 from mpips.evaluation import evaluate, next_evaluation, share
+from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.ledger import Range, split
 from mpips.metrics import Log
@@ -56,7 +57,7 @@ class SyncLoop:
             stall = job.config.snapshot == "stall"
             self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
         if self._cluster.is_chief:
-            self._committer = Committer(self._cluster, job.out / "checkpoints", Contents.of(job))
+            self._committer = Committer(self._cluster, job.out / CHECKPOINTS, Contents.of(job))
         if job.worker_id is not None:
             self._loader = make_loader(job)
             self._grad = job.layout.views(rounds.grad)
@@ -65,11 +66,9 @@ class SyncLoop:
         self._saved_step = job.base_step if job.resumed else -1
         self._last_save = (time.perf_counter(), job.base_step)
         self._next_eval = next_evaluation(self._handout.epochs_done, job.config.eval_every)
-        self._target_reached = self._ended = False
-        self._told_signals: set[str] = set()
+        self._target_reached = False
         self._detail = ""
         self.times = Times()
-        self._update_s = 0.0
 
     def run(self) -> Outcome:
         """Go through the rounds, until there is no data or a flag says stop."""
