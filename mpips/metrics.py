@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
 LINE_MAX_S = 30.0
 LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
 
@@ -62,12 +63,15 @@ class Log:
 
     def close(self) -> None:
         """Close the file and the bar; may be called twice."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._close_bar()
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def start_at(self, samples: int) -> None:
         """Begin to count speed, from `samples` that were done before."""
@@ -135,13 +139,14 @@ class Log:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=self._total, dynamic_ncols=True, bar_format=BAR)
         self._bar.n = step
         self._bar.set_postfix_str(text)
 
     def say(self, text: str) -> None:
         """Print `text`, unless quiet or not the chief."""
         if self._file is not None and not self._quiet:
+            self._close_bar()
             print(text, flush=True)
 
 
