@@ -98,7 +98,7 @@ class Config:
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
         pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
-    hidden: tuple[int, ...] = setting("model", (128,), "widths of the hidden layers of mlp", ">= 1")
+    hidden: tuple[int, ...] = setting("model", (128, 64), "widths of the hidden layers of mlp", ">= 1")
     activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
@@ -140,7 +140,7 @@ class Config:
     warmup_steps: int = setting("optimisation", 0, "updates of linear warm-up", ">= 0")
     step_every: int = setting("optimisation", 0, "updates between steps of schedule step", ">= 0")
     step_factor: float = setting("optimisation", 0.1, "factor of each step of the schedule", "> 0")
-    epochs: int = setting("optimisation", 30, "passes over the data, resumed ones included", ">= 0")
+    epochs: int = setting("optimisation", 40, "passes over the data, resumed ones included", ">= 0")
     steps: int = setting("optimisation", 0, "steps of each worker; 0: as --epochs says", ">= 0")
     target_accuracy: float = setting(
         "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
