@@ -98,7 +98,9 @@ class Config:
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
         pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
-    hidden: tuple[int, ...] = setting("model", (128, 64), "widths of the hidden layers of mlp", ">= 1")
+    hidden: tuple[int, ...] = setting(
+        "model", (128, 64), "widths of the hidden layers of mlp", ">= 1"
+    )
     activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
@@ -241,7 +243,10 @@ def resolve(
         UserError: If the result is not valid.
     """
     kept = {k: v for k, v in (saved or {}).items() if k not in SESSION_FIELDS}
-    config = Config(**{**kept, **(job or {}), **options})
+    given = {**(job or {}), **options}
+    if "epochs" in given:  # a saved number of steps does not override what is said now
+        kept.pop("steps", None)
+    config = Config(**{**kept, **given})
     validate(config)
     return config
 
@@ -305,7 +310,7 @@ def _check_schedule(config: Config) -> None:
         raise UserError(got, f"warmup_steps < {config.steps}", "set --warmup-steps")
 
 
-def check_resume(saved: Config, now: Config) -> None:
+def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:
     """Check that a resumed run keeps what its layout, slots and order of samples depend on.
 
     Files that were moved to another folder under the same name count as the same.
@@ -313,12 +318,13 @@ def check_resume(saved: Config, now: Config) -> None:
     Raises:
         UserError: For the first of `LAYOUT_FIELDS` that differs, with both values.
     """
+    where = f" {run}" if run else ""
     for name in LAYOUT_FIELDS:
         old, new = getattr(saved, name), getattr(now, name)
         if _identity(old) != _identity(new):
             got = f"{name} {shown(new)} on resume"
-            remedy = f"leave out {OPTIONS[name].flag}, or begin a new run with --init-from"
-            raise UserError(got, f"{shown(old)} as in the saved run", remedy)
+            remedy = f"leave out {OPTIONS[name].flag}, or begin a new run with another --out"
+            raise UserError(got, f"{shown(old)} as in the saved run{where}", remedy)
 
 
 def _identity(value: Any) -> Any:

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpips.datasets.base import iterate
+from mpips.errors import UserError
 
 if TYPE_CHECKING:
+    from mpips.datasets import Batch
     from mpips.job import Job
 
 CHUNK = 1024
+Arrays = Mapping[str, np.ndarray]
 
 
 def evaluate(
@@ -32,9 +35,59 @@ def evaluate(
     first, last = (begin, end) if end > begin else (0, 1)
     for batch in iterate(job.dataset.test, first, last, CHUNK, job.dtype):
         weight = len(batch) if end > begin else 0
-        for name, value in job.problem.evaluate(params, batch).items():
+        for name, value in checked_metrics(job.problem.evaluate(params, batch)).items():
             sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
     return sums
+
+
+def checked_loss(value: Any) -> float:
+    """Return what a problem's ``loss_and_grad`` gave as a number.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        got = f"loss_and_grad of the problem returned {type(value).__name__}"
+        raise UserError(got, "a number, the mean loss over the batch") from None
+
+
+def checked_metrics(value: Any) -> Mapping[str, float]:
+    """Return what a problem's ``evaluate`` gave.
+
+    Raises:
+        UserError: If it is not a mapping of names to numbers, ``loss`` among them.
+    """
+    expected = 'a dictionary of numbers, such as {"loss": 0.5, "accuracy": 0.9}'
+    if not isinstance(value, Mapping) or "loss" not in value:
+        raise UserError(f"evaluate of the problem returned {str(value)[:60]}", expected)
+    for name, number in value.items():
+        if np.ndim(number) or not isinstance(number, (int, float, np.number)):
+            got = f"evaluate of the problem returned {type(number).__name__} for {name!r}"
+            raise UserError(got, expected)
+    return value
+
+
+def first_gradient(
+    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray
+) -> float:
+    """Compute a worker's first gradient, and check that the problem wrote all of it.
+
+    Raises:
+        UserError: If an element of `out` was not written although the loss is finite.
+    """
+    flat[:] = np.nan
+    loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
+    views = job.layout.views(flat)
+    missing = [name for name, grad in views.items() if np.isnan(grad).any()]
+    if missing and math.isfinite(loss):
+        raise UserError(
+            f"loss_and_grad of the problem left NaN in out[{missing[0]!r}]",
+            "the mean gradient in every element",
+            f"write in place: out[{missing[0]!r}][...] = gradient",
+        )
+    return loss
 
 
 def next_evaluation(epoch: float, every: float) -> float:

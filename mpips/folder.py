@@ -4,13 +4,15 @@ Nothing here knows MPI: rank 0 looks at the files and tells the others.
 """
 
 import dataclasses
+import errno
+import fcntl
 import os
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mpips import config as jobs
 from mpips.checkpoint import list_checkpoints, newest_whole
@@ -23,10 +25,14 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("config.toml", "metrics.jsonl", "checkpoints"),
     *("summary.json", "DONE"),
 )
+LOCK = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 RUNS = "runs"
 DEFAULT_NAME = re.compile(
     r"(?P<problem>.+)-(?P<mode>async|sync)-(?P<time>\d{8}-\d{6})(-(?P<number>\d+))?"
 )
+
+_held: list[IO[str]] = []
 
 
 @dataclass
@@ -64,7 +70,7 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
         return jobs.resolve(line.options, given), out, False
     saved = jobs.read_toml(out / CONFIG)
     config = jobs.resolve(line.options, given, saved)
-    jobs.check_resume(jobs.resolve(saved), config)
+    jobs.check_resume(jobs.resolve(saved), config, out)
     return config, out, True
 
 
@@ -76,6 +82,8 @@ def find_run(line: CommandLine) -> Run:
             be written, or a checkpoint is not there.
     """
     config, out, exists = find_config(line)
+    if exists and not config.eval_only:
+        _claim(out)
     if exists and (config.resume != "auto" or _was_saved(out)):
         return _continue(config, out)
     if config.resume == "yes":
@@ -85,7 +93,36 @@ def find_run(line: CommandLine) -> Run:
         raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
     if not config.eval_only:
         out = _make(out, named=bool(config.out), used=exists)
+        if not exists:
+            _claim(out)
     return Run(config, out, checkpoint, False, notes)
+
+
+def _claim(out: Path) -> None:
+    """Keep other jobs out of a run's folder until `release`, or until this process is gone.
+
+    Raises:
+        UserError: If another job is in it.
+    """
+    lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        remedy = "wait until it has ended, or choose another --out"
+        raise UserError(
+            f"--out {out} is in use by a running job", "a run at rest", remedy
+        ) from None
+    except OSError as problem:
+        if problem.errno not in NO_LOCKS:  # a file system without locks goes without
+            raise
+    _held.append(lock)
+
+
+def release() -> None:
+    """Let other jobs into the folders that this process has claimed."""
+    while _held:
+        _held.pop().close()
 
 
 def save_config(out: Path, config: Config) -> None:
@@ -95,7 +132,8 @@ def save_config(out: Path, config: Config) -> None:
         UserError: If it cannot be written.
     """
     defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
-    text = jobs.to_toml(dataclasses.replace(config, **defaults))
+    lr = config.learning_rate  # the default may be another one some day
+    text = jobs.to_toml(dataclasses.replace(config, **defaults, lr=lr))
     temporary = out / f"{CONFIG}.tmp"
     try:
         temporary.write_text(text)
@@ -108,7 +146,7 @@ def forget(out: Path) -> None:
     """Remove what a job has made that was refused before it saved anything."""
     if _was_saved(out):
         return
-    for name in (CONFIG, METRICS):
+    for name in (CONFIG, METRICS, LOCK):
         (out / name).unlink(missing_ok=True)
     for folder in (out / CHECKPOINTS, out):
         if folder.is_dir() and not any(folder.iterdir()):
@@ -121,7 +159,10 @@ def _run_folder(wanted: Mapping[str, Any]) -> Path:
         return Path(wanted["out"])
     name = str(wanted.get("problem", OPTIONS["problem"].default)).rpartition(":")[2]
     mode = wanted.get("mode", OPTIONS["mode"].default)
-    newest = _newest({k: wanted.get(k) for k in ("problem", "mode")}, name)
+    asked = {k: wanted.get(k) for k in ("problem", "mode")}
+    if wanted.get("resume") == "auto":  # might begin a run: continues only one that is the same
+        asked = {k: asked[k] or OPTIONS[k].default for k in asked}
+    newest = _newest(asked, name)
     if wanted.get("resume") and newest is not None:
         return newest
     return Path(RUNS) / f"{name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -175,7 +216,7 @@ def _make(out: Path, named: bool, used: bool) -> Path:
 
 def _is_unused(out: Path) -> bool:
     """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
-    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp"}
+    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp", LOCK}
 
 
 def _fresh(out: Path) -> Path:

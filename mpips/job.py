@@ -144,7 +144,7 @@ class Job:
         if c.schedule == "cosine":
             fields |= {"epochs", "steps"}
         return {
-            "job": {name: getattr(c, name) for name in sorted(fields)},
+            "job": {name: getattr(c, name) for name in sorted(fields)} | {"lr": c.learning_rate},
             "threads": cluster.threads,
             "ranks": cluster.world,
             "servers": list(cluster.roles.servers),

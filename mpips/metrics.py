@@ -19,6 +19,7 @@ import numpy as np
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
 LINE_MAX_S = 30.0
+LONG_LOSS = 1e5
 LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
 
 
@@ -107,9 +108,9 @@ class Log:
     def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
         """Show where the run is, if it is time.
 
-        With `force` in any case, and with the speed of the whole run: the last line.
+        With `force` if there is anything new, and with the speed of the whole run: the last line.
         """
-        if self._file is None or not (force or self.due()):
+        if self._file is None or not self._loss_samples or not (force or self.due()):
             return
         then, before = self._begin if force else self._last
         now = time.perf_counter()
@@ -128,7 +129,8 @@ class Log:
     def _show(self, step: int, epoch: float, rate: float) -> None:
         accuracy = self.last_eval.get("accuracy")
         held_out = "" if accuracy is None else f"  accuracy {accuracy:.4f}"
-        text = f"epoch {epoch:6.2f}  loss {self.last_loss:.4f}{held_out}  {rate:,.0f} samples/s"
+        loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
+        text = f"epoch {epoch:6.2f}  loss {loss}{held_out}  {rate:,.0f} samples/s"
         if sys.stderr.isatty():
             self._show_bar(step, text)
         else:

@@ -87,6 +87,8 @@ class Option:
         """Make the error for an illegal value; `where` names the file that it stands in."""
         if self.legal and isinstance(value, str):
             got = f"{where}unknown {self.name} {value!r}"
+            if value.endswith(".py"):
+                return UserError(got, self.expected, f"name the class too: {value}:Class")
             return UserError(got, self.expected, nearest(value, self.legal) or remedy)
         large = self.kind is int and type(value) is int and abs(value) >= INT_LIMIT
         expected = "an integer below 2**63" if large else self.expected

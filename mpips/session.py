@@ -39,13 +39,19 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     world = cluster.whole_world() if comm is None else comm
-    found = on_root(world, lambda: _find(line, world))
+    try:
+        found = on_root(world, lambda: _find(line, world))
+    except cluster.Agreed:
+        folder.release()
+        raise
     try:
         return _run(found, world, started)
     except cluster.Agreed:
         if world.rank == 0 and not found.resumed and not found.config.eval_only:
             folder.forget(found.out)
         raise
+    finally:
+        folder.release()
 
 
 def _find(line: CommandLine, comm: cluster.Comm) -> Run:
@@ -230,6 +236,8 @@ def _gather(
 
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log) -> None:
     """Write what the run leaves, on the chief, and say how it ended."""
+    if summary["accuracy"] is not None:
+        log.last_eval = {"accuracy": summary["accuracy"]}
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss

@@ -24,7 +24,7 @@ def summarise(
     return {
         "mode": c.mode, "world": ranks.world, "servers": len(ranks.roles.servers),
         "workers": len(workers), "nodes": _nodes(ranks), "parameters": job.layout.size,
-        "optimizer": c.optimizer, "seed": c.seed, "command": command(),
+        "optimizer": c.optimizer, "lr": c.learning_rate, "seed": c.seed, "command": command(),
         "global_step": outcome.step, "steps": outcome.clocks, "epochs": round(outcome.epochs, 6),
         "samples": outcome.samples, "wall_s": round(time.perf_counter() - job.started, 3),
         "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
@@ -61,6 +61,12 @@ def mean_evaluation(job: Job, parts: Sequence[dict[str, float] | None]) -> dict[
     known = [p for p in parts if p]
     names = sorted({name for p in known for name in p})
     return {name: sum(p.get(name, 0.0) for p in known) / job.info.n_test for name in names}
+
+
+def _where(job: Job, reason: str) -> str:
+    if reason.startswith("SIG"):
+        return f"saved and not finished: go on with --out {job.out} --resume"
+    return f"saved in {job.out}"
 
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
@@ -104,6 +110,6 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
             f"workers' time: {where}; owners busy for {load} s",
-            f"saved in {job.out}",
+            _where(job, s["stop_reason"]),
         ]
     )

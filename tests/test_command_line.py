@@ -237,7 +237,7 @@ def test_the_summary_has_every_field(plan: Plan) -> None:
 def test_the_numbers_of_a_summary_fit_together(mode: str, plan: Plan) -> None:
     s = summary(plan.out(f"first {mode}"))
     assert (s["mode"], s["world"], s["seed"], s["epochs"]) == (mode, 3, 5, 2)
-    assert s["parameters"] == 64 * 128 + 128 + 128 * 10 + 10
+    assert s["parameters"] == 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
     assert s["samples"] == 2 * 1438 == sum(w["samples"] for w in s["per_worker"])
     assert [w["steps"] for w in s["per_worker"]] == s["steps"]
     assert len(s["steps"]) == len(s["per_worker"]) == s["workers"]
@@ -306,7 +306,7 @@ def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     assert re.fullmatch(r"softmax-async-\d{8}-\d{6}", out.name)
     assert begun.output.count(f"run in runs/{out.name}\n") == 1
     assert from_toml((out / "config.toml").read_text()) == Config(
-        problem="softmax", epochs=1, seed=9
+        problem="softmax", epochs=1, seed=9, lr=Config().learning_rate
     )
     assert summary(out)["command"] == "python -m mpips.train job.toml --epochs 1"
     older = tmp_path / "runs" / "softmax-async-20200101-000000"

@@ -80,6 +80,9 @@ def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "metrics.jsonl"
     with Log(path, 100.0, quiet=True) as log:
         clock.now += 1e-3
+        log.progress(1, 0.1, 5, force=True)
+        assert rows(path) == []  # nothing new to tell
+        log.count(0.5, 5)
         log.progress(1, 0.1, 5)
         assert rows(path) == []
         log.progress(1, 0.1, 5, force=True)
