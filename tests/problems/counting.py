@@ -6,17 +6,13 @@ applied. ``updates`` is -1 everywhere, so each of its elements counts the update
 ``--hidden N`` makes it N long. All numbers are integers, exact in float64.
 """
 
-import time
-
 import numpy as np
-from countdown import Countdown
+from countdown import Slow, Stopping
 
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
-
-PAUSE_S = 2e-3
 
 
 class Counting(Problem):
@@ -38,27 +34,15 @@ class Counting(Problem):
         return {"loss": 0.0}
 
 
-class SlowCounting(Counting):
+class SlowCounting(Slow, Counting):
     """The same, slow enough to be stopped in the middle of it."""
 
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        time.sleep(PAUSE_S)
-        return super().loss_and_grad(params, batch, out)
 
-
-class StoppingCounting(Counting):
+class StoppingCounting(Stopping, Counting):
     """The same; where ``--epochs`` is endless, each worker asks to stop at a random step."""
 
-    def __init__(self, data: DataInfo, config: Config) -> None:
-        super().__init__(data, config)
-        self._until_stop = Countdown(config)
 
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        self._until_stop.count()
-        return super().loss_and_grad(params, batch, out)
-
-
-class MeanCounting(Counting):
+class MeanCounting(Slow, Counting):
     """The mean over the batch of the samples' one-hot vectors, as mode sync weights it.
 
     With a rate of n, the samples of all workers in a round, a round adds 1 for each of them;
@@ -66,7 +50,6 @@ class MeanCounting(Counting):
     """
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        time.sleep(PAUSE_S)
         loss = super().loss_and_grad(params, batch, out)
         out["counts"] /= len(batch)
         return loss

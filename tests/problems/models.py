@@ -1,36 +1,19 @@
 """Multi-layer perceptrons with a twist, for tests of stopping and resuming."""
 
-import time
-
 import numpy as np
-from countdown import Countdown
+from countdown import Slow, Stopping
 
-from mpips.config import Config
-from mpips.datasets import Batch, DataInfo
+from mpips.datasets import Batch
 from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 
-PAUSE_S = 2e-3
 
-
-class SlowMLP(MLP):
+class SlowMLP(Slow, MLP):
     """Slow enough to be stopped in the middle of it."""
 
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        time.sleep(PAUSE_S)
-        return super().loss_and_grad(params, batch, out)
 
-
-class StoppingMLP(MLP):
+class StoppingMLP(Stopping, MLP):
     """Asks to stop at a random step of each worker, where ``--epochs`` is endless."""
-
-    def __init__(self, data: DataInfo, config: Config) -> None:
-        super().__init__(data, config)
-        self._until_stop = Countdown(config)
-
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        self._until_stop.count()
-        return super().loss_and_grad(params, batch, out)
 
 
 class FrozenLater(MLP):
