@@ -69,6 +69,19 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
     return value
 
 
+def gradient(
+    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray, first: bool
+) -> float:
+    """Compute a worker's gradient into `out`, views of `flat`; returns the mean loss.
+
+    Raises:
+        UserError: If the loss is no number, or a worker's first gradient is not wholly written.
+    """
+    if first:
+        return first_gradient(job, params, batch, out, flat)
+    return checked_loss(job.problem.loss_and_grad(params, batch, out))
+
+
 def first_gradient(
     job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray
 ) -> float:

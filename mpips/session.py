@@ -41,15 +41,12 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
     world = cluster.whole_world() if comm is None else comm
     try:
         found = on_root(world, lambda: _find(line, world))
-    except cluster.Agreed:
-        folder.release()
-        raise
-    try:
-        return _run(found, world, started)
-    except cluster.Agreed:
-        if world.rank == 0 and not found.resumed and not found.config.eval_only:
-            folder.forget(found.out)
-        raise
+        try:
+            return _run(found, world, started)
+        except cluster.Agreed:
+            if world.rank == 0 and not found.resumed and not found.config.eval_only:
+                folder.forget(found.out)
+            raise
     finally:
         folder.release()
 

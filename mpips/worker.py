@@ -13,7 +13,7 @@ from mpips.channel import Sender
 from mpips.datasets import Batch
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.evaluation import checked_loss, evaluate, first_gradient, next_evaluation
+from mpips.evaluation import evaluate, gradient, next_evaluation
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.kernels import scale, sum_squares
@@ -105,11 +105,7 @@ class AsyncWorker:
         versions = self._puller.pull(self.replica)
         pulled = time.perf_counter()
         grad = self._sender.buffer(seq)
-        out = self._grads[seq % 2]
-        if seq == 1:
-            loss = first_gradient(self._job, self._params, data, out, grad)
-        else:
-            loss = checked_loss(self._job.problem.loss_and_grad(self._params, data, out))
+        loss = gradient(self._job, self._params, data, self._grads[seq % 2], grad, seq == 1)
         if self._job.config.clip:
             scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))
         computed = time.perf_counter()

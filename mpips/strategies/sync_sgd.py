@@ -15,13 +15,7 @@ import numpy as np
 from mpips import signals
 from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
-from mpips.evaluation import (
-    checked_loss,
-    evaluate,
-    first_gradient,
-    next_evaluation,
-    share,
-)
+from mpips.evaluation import evaluate, gradient, next_evaluation, share
 from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.ledger import Range, split
@@ -144,11 +138,8 @@ class SyncLoop:
         assert self._loader is not None
         data = self._loader.take()
         start = time.perf_counter()
-        if self.times.steps == 0:
-            flat = self._rounds.grad
-            loss = first_gradient(self._job, self._params, data, self._grad, flat)
-        else:
-            loss = checked_loss(self._job.problem.loss_and_grad(self._params, data, self._grad))
+        first, flat = self.times.steps == 0, self._rounds.grad
+        loss = gradient(self._job, self._params, data, self._grad, flat, first)
         self.times.compute_s += time.perf_counter() - start
         self.times.steps += 1
         self.times.samples += len(data)
