@@ -104,7 +104,7 @@ class AsyncServer:
         """Apply pushes until the chief ends the run; returns why it ended."""
         backoff = Backoff(self._cluster.crowded)
         while self.reason is None:
-            if self._turn():
+            if self.turn():
                 backoff.reset()
             else:
                 backoff.pause()
@@ -112,7 +112,8 @@ class AsyncServer:
         self._servers.Free()
         return self.reason
 
-    def _turn(self) -> bool:
+    def turn(self) -> bool:
+        """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
         push = self._take()
         if push is not None:
             self.store.apply(push)

@@ -61,7 +61,7 @@ class AsyncWorker:
             while self._has_batch(loader):
                 batch = self._queue.popleft()
                 self._feed.take()
-                self._step(batch, loader.take())
+                self.step(batch, loader.take())
                 if self._worker == 0:
                     self._evaluate_when_due(batch)
         self._finish()
@@ -98,7 +98,8 @@ class AsyncWorker:
         self.times.wait_s += self._cluster.wait(ready)
         return bool(self._queue) and not self._stopping and not self._failed
 
-    def _step(self, batch: Range, data: Batch) -> None:
+    def step(self, batch: Range, data: Batch) -> None:
+        """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere."""
         times, seq = self.times, self._sender.seq + 1
         times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq))
         start = time.perf_counter()

@@ -1,0 +1,122 @@
+"""Timing in turn, and the rows of the table."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster import Cluster, begin_maximum
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for.
+
+    Attributes:
+        repeats: Times that each side is measured, in turn.
+        quick: Small sizes only: shows that everything runs, and says nothing about speed.
+    """
+
+    repeats: int = 5
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        measure: What is measured.
+        case: Sizes and ranks.
+        value: What mpips reached.
+        unit: Of `value` and `other`; a rate if `ratio` is value over other, else a time.
+        beside: What mpips is compared to.
+        other: What that reached, in the same run.
+        ratio: How much better mpips is: above 1 it is faster.
+        reach: The least ratio that is aimed at, or None where none is.
+    """
+
+    measure: str
+    case: str
+    value: float
+    unit: str
+    beside: str
+    other: float
+    ratio: float
+    reach: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the ratio is what is aimed at."""
+        return self.reach is None or self.ratio >= self.reach
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {**asdict(self), "reached": self.reached}
+
+
+def in_turn(
+    cluster: Cluster, sides: Mapping[str, Callable[[], None]], repeats: int
+) -> dict[str, list[float]]:
+    """Time each side `repeats` times, in turn, after once for warming up.
+
+    Returns:
+        The seconds of each repeat of each side: from a common start to the last rank's end.
+
+    Collective: yes, and so may the sides be.
+    """
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 1):
+        for name, side in sides.items():
+            cluster.barrier()
+            cluster.barrier()  # all come out of the first one at their leisure
+            start = time.perf_counter()
+            side()
+            spent = np.array([time.perf_counter() - start])
+            longest = np.zeros(1)
+            cluster.wait_request(begin_maximum(cluster.comm, spent, longest))
+            if repeat:
+                found[name].append(float(longest[0]))
+    return found
+
+
+def compare(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the medians of two series of times taken in turn, and of other over mine."""
+    ratios = [b / a for a, b in zip(mine, other, strict=True)]
+    return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number with that many digits: 1,234 or 0.0123."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text, one line each."""
+    head = ("measure", "case", "mpips", "beside it", "", "ratio", "aim")
+    cells = [head]
+    for row in rows:
+        aim = "" if row.reach is None else f"{row.reach:g} {'ok' if row.reached else 'MISSED'}"
+        mine, other = (f"{significant(v)} {row.unit}" for v in (row.value, row.other))
+        cells.append((row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", aim))
+    widths = [max(len(line[k]) for line in cells) for k in range(len(head))]
+    right = {2, 3, 5}
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if k in right else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+def bytes_text(size: int) -> str:
+    """Return a size as the tables have it: 64 KB (binary) or 16.8 MB (decimal)."""
+    return f"{size >> 10} KB" if size < 1 << 20 else f"{size / 1e6:.1f} MB"

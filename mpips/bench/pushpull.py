@@ -1,0 +1,134 @@
+"""Dense push and pull through the store, beside the same work without coordination.
+
+Every worker repeats: pull all parameters, make a gradient from them, push it; the server applies
+each push with SGD. The limit is what the same ranks reach when they run the same kernels and
+copies on the same buffers, and nobody looks at anybody.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.bench.vector import ONE, Vector, make_job
+from mpips.channel import BUFFERS, Receiver, Sender
+from mpips.cluster import Backoff, Cluster, cluster_subset
+from mpips.feed import Feed
+from mpips.job import Job
+from mpips.saver import Saver
+from mpips.server import AsyncServer
+from mpips.store import Puller, Server
+from mpips.strategies.async_sgd import plan
+from mpips.window import Window
+from mpips.worker import AsyncWorker
+
+SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK = (64 << 10,)
+WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
+STEPS = (3, 1000)  # at least and at most in one repeat
+REACH = 0.8
+
+
+class Exchange:
+    """The store of an asynchronous run, and the loops around it, without data to train on.
+
+    Collective: yes, construction and `free` both.
+    """
+
+    def __init__(self, job: Job) -> None:
+        cluster = self.cluster = job.cluster
+        self._job = job
+        self._window = Window(cluster, [plan(job, rank) for rank in range(cluster.world)])
+        servers = cluster_subset(cluster, cluster.roles.servers)
+        self.server: AsyncServer | None = None
+        self.worker: AsyncWorker | None = None
+        if job.worker_id is None:
+            self.server = self._serve(servers)
+        else:
+            puller = Puller(cluster, self._window, job.worker_id, job.shards)
+            self._sender = Sender(cluster, self._window, job.worker_id, job.shards)
+            feed = Feed(cluster, self._window, job.worker_id)
+            self.worker = AsyncWorker(job, puller, self._sender, feed)
+        cluster.barrier()
+
+    def _serve(self, servers: object) -> AsyncServer:
+        job, cluster, shard = self._job, self.cluster, self._job.shard
+        number = cluster.roles.servers.index(cluster.rank)
+        store = Server(cluster, self._window, number, shard, job.rule, job.rate())
+        store.params[:] = 1
+        store.start_from(0)
+        inbox, dtype = job.config.inbox, job.config.dtype
+        receiver = Receiver(cluster, self._window, number, shard, dtype, store.applied, inbox)
+        saver = Saver(cluster, shard, store.params, {}, stall=True)
+        return AsyncServer(job, servers, store, receiver, saver)
+
+    def exchange(self, steps: int) -> None:
+        """Have every worker push `steps` times, until all is applied. Collective: yes."""
+        if self.server is not None:
+            store, backoff = self.server.store, Backoff(self.cluster.crowded)
+            goal = store.version + steps * len(self.cluster.roles.workers)
+            while store.version < goal:
+                if self.server.turn():
+                    backoff.reset()
+                else:
+                    backoff.pause()
+        else:
+            assert self.worker is not None
+            for _ in range(steps):
+                self.worker.step((0, 0, 1), ONE)
+            self.cluster.wait(self._sender.sent)
+
+    def alone(self, steps: int) -> None:
+        """Do the same work without looking at anybody. Collective: no."""
+        if self.server is not None:
+            store, rule = self.server.store, self._job.rule
+            ranks = self.cluster.roles.workers
+            grads = [g for r in ranks for g in self._window.view(r, "grads")]
+            for k in range(steps * len(ranks)):
+                grad = grads[k % len(grads)][store.shard.range]
+                rule.apply(store.params, grad, store.slots, 1, 1e-3)
+            return
+        worker, problem = self.worker, self._job.problem
+        assert worker is not None
+        assert isinstance(problem, Vector)
+        ranks, shards = self.cluster.roles.servers, self._job.shards
+        sources = [(self._window.view(r, "params"), s.range) for r, s in zip(ranks, shards)]
+        views = self._job.layout.views
+        grads = [views(self._sender.buffer(k)) for k in range(BUFFERS)]
+        for k in range(steps):
+            for params, where in sources:
+                np.copyto(worker.replica[where], params)
+            problem.loss_and_grad(views(worker.replica), ONE, grads[k % BUFFERS])
+
+    def free(self) -> None:
+        """Free the window. Collective: yes."""
+        self.cluster.barrier()
+        for user in (self.server, self.worker, getattr(self, "_sender", None)):
+            if user is not None:
+                vars(user).clear()
+        self._window.free()
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    return [_at(cluster, size, options) for size in (QUICK if options.quick else SIZES)]
+
+
+def _at(cluster: Cluster, size: int, options: Options) -> Row:
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+    least, most = STEPS
+    steps = max(least, min(most, WORK_BYTES // size))
+
+    def side(of: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: of(steps)
+
+    sides = {"mpips": side(exchange.exchange), "alone": side(exchange.alone)}
+    times = in_turn(cluster, sides, options.repeats)
+    exchange.free()
+    mine, other, ratio = compare(times["mpips"], times["alone"])
+    workers = cluster.world - 1
+    payload = workers * steps * 2 * size / 1e9
+    case = f"{bytes_text(size)}, 1 server, {workers} workers"
+    beside = "same ranks, no coordination"
+    reach = REACH if size == 16 << 20 else None
+    return Row("push+pull", case, payload / mine, "GB/s", beside, payload / other, ratio, reach)

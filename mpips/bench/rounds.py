@@ -1,0 +1,53 @@
+"""A synchronous round beside a blocking Allreduce in place and the same fused update."""
+
+from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.bench.plain import allreduce_step
+from mpips.bench.vector import make_job
+from mpips.cluster import Cluster
+from mpips.rounds import Report, make_round
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK = (4 << 10, 1 << 20)
+WORK_BYTES = 256 << 20
+ROUNDS = (3, 200)  # at least and at most in one repeat
+
+
+def reach(size: int) -> float:
+    """Return the least ratio that is aimed at."""
+    if size <= 1 << 20:
+        return 0.9
+    return 1.5 if size <= 16 << 20 else 2.5
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare at each size, every rank a worker. Collective: yes."""
+    return [_at(cluster, size, options) for size in (QUICK if options.quick else SIZES)]
+
+
+def _at(cluster: Cluster, size: int, options: Options) -> Row:
+    job = make_job(cluster, size // 4, "sync", servers=0)
+    rounds = make_round(job)
+    rounds.params[:] = 1
+    rounds.grad[:] = 0
+    rounds.publish_start()
+    params, grad = rounds.replica.copy(), rounds.grad.copy()
+    weights = [1 / cluster.world] * cluster.world
+    least, most = ROUNDS
+    count = max(least, min(most, WORK_BYTES // size))
+
+    def shared() -> None:
+        for step in range(1, count + 1):
+            rounds.exchange(step, weights, Report())
+
+    def plain() -> None:
+        for _ in range(count):
+            allreduce_step(cluster.comm, params, grad, job.rule, 1e-3)
+
+    times = in_turn(cluster, {"mpips": shared, "plain": plain}, options.repeats)
+    cluster.barrier()
+    rounds.free()
+    mine, other, ratio = compare(times["mpips"], times["plain"])
+    case = f"{bytes_text(size)}, {cluster.world} ranks"
+    ms = 1e3 / count
+    beside = "Allreduce(IN_PLACE) + SGD"
+    return Row("sync round", case, mine * ms, "ms", beside, other * ms, ratio, reach(size))

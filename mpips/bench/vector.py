@@ -1,0 +1,63 @@
+"""A model that costs nothing but memory traffic: its gradient is made from the replica."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from mpips.cluster import Cluster
+from mpips.config import Config, resolve
+from mpips.datasets import Batch, DataInfo
+from mpips.job import Job
+from mpips.layout import Layout
+from mpips.optim import warm
+from mpips.problems.base import Arrays, Problem
+from mpips.roles import assign
+
+ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
+    """Set ``grad = 1e-3 replica + 1e-3``, in one pass."""
+    factor = replica.dtype.type(1e-3)
+    for i in range(replica.size):
+        grad[i] = replica[i] * factor + factor
+
+
+class Vector(Problem):
+    """A vector of `size` parameters, whose gradient takes one pass over it to make."""
+
+    def __init__(self, data: DataInfo, config: Config, size: int) -> None:
+        super().__init__(data, config)
+        self.layout = Layout.of({"w": (size,)})
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return ones."""
+        return {"w": np.ones(self.layout.size, self.config.dtype)}
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        """Return 0, and write the gradient."""
+        gradient_of(params["w"], out["w"])
+        return 0.0
+
+    def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
+        """Return a loss of 0."""
+        return {"loss": 0.0}
+
+
+def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
+    """Return a job of that many parameters on all ranks of `cluster`, and set its roles.
+
+    Collective: yes.
+    """
+    given = {"optimizer": "sgd", "lr": 1e-3, "schedule": "constant", **options, "mode": mode}
+    config = resolve(given)
+    cluster.roles = assign(mode, cluster.hosts, cluster.node_of, config.servers)
+    info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
+    job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
+    warm(job.rule, config.dtype)
+    few = np.zeros(1, config.dtype)
+    gradient_of(few, few.copy())
+    return job
