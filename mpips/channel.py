@@ -7,7 +7,9 @@ the buffer is free once every near server has applied it.
 
 To another node a header announces the push and the body waits at the sender (a synchronous
 send) until the server has room in a pool of fixed size, so that a server's memory depends on
-neither the number of workers nor their speed. The buffer is free when the send has completed.
+neither the number of workers nor their speed. Each place in the pool is a receive posted to
+whoever sends first: the MPI library matches it and lets the body come as soon as it is announced,
+without waiting for the server's loop. The buffer is free when the send has completed.
 """
 
 from collections import deque
@@ -23,7 +25,8 @@ from mpips.layout import Shard
 from mpips.ledger import Range
 from mpips.window import Field, Window, transfer_pieces
 
-TAG_HEADER, TAG_BODY = 2, 3
+TAG_HEADER, TAG_REST = 2, 3
+BODY_TAGS = 1 << 14  # a body's tag is the push's number modulo this; MPI promises 32767 tags
 BUFFERS = 2  # open pushes a worker
 HEADER_WORDS = 8  # worker, seq, epoch, begin, end, samples, loss (its bits), version read
 PUSHED = 0  # header word of a worker: number of pushes announced
@@ -128,8 +131,9 @@ class Sender:
         for header, (k, rank) in zip(headers, self._far, strict=True):
             header[7] = self._versions[slot, k]
             requests.append(comm.Isend(header, rank, TAG_HEADER))
-            part = grad[self._shards[k].range]
-            requests += [comm.Issend(p, rank, TAG_BODY) for p in transfer_pieces(part)]
+            first, *rest = transfer_pieces(grad[self._shards[k].range])
+            requests.append(self._cluster.bodies.Issend(first, rank, self.seq % BODY_TAGS))
+            requests += [comm.Issend(piece, rank, TAG_REST) for piece in rest]
         self._sends[slot], self._sent[slot] = requests, headers  # alive until sent
 
     def sent(self) -> bool:
@@ -139,9 +143,21 @@ class Sender:
 
 @dataclass(eq=False)
 class _Body:
-    header: np.ndarray
+    """A place in the pool that is being filled, or is full.
+
+    Attributes:
+        grad: The place, shape (shard.size,).
+        requests: What has to complete; the first piece, of whoever sends it, at first.
+        status: Of the first piece.
+        key: Worker and tag, once the first piece is here.
+        withdrawn: Whether the receive was cancelled.
+    """
+
     grad: np.ndarray
     requests: list[MPI.Request]
+    status: MPI.Status
+    key: tuple[int, int] | None = None
+    withdrawn: bool = False
 
 
 class Receiver:
@@ -169,17 +185,19 @@ class Receiver:
             (w, view(r, "pushed"), view(r, "headers"), view(r, "versions"), view(r, "grads"))
             for w, r in near
         )
-        far = len(near) < len(workers) and shard.size > 0
-        self._free = [np.zeros(shard.size, dtype) for _ in range(inbox if far else 0)]
-        self._far, self._far_first = far, False
-        self._headers: deque[np.ndarray] = deque()
-        self._bodies: deque[_Body] = deque()
+        self._far = {r: w for w, r in enumerate(workers) if not cluster.near(r)}
+        room = inbox if self._far and shard.size else 0
+        self._free = [np.zeros(shard.size, dtype) for _ in range(room)]
+        self._far_first = False
+        self._headers: dict[tuple[int, int], np.ndarray] = {}
+        self._posted: list[_Body] = []
+        self._bodies: list[_Body] = []
         self._lent: np.ndarray | None = None
 
     @property
     def bodies(self) -> int:
-        """Number of far bodies received or being received, and not yet taken."""
-        return len(self._bodies)
+        """Number of far bodies that are, or may yet be, received, and are not yet taken."""
+        return len(self._posted) + len(self._bodies)
 
     def take(self, limit: np.ndarray | None = None, fetch: bool = True) -> Push | None:
         """Return the next push, or None if none is here. Blocks: no.
@@ -196,13 +214,16 @@ class Receiver:
         if not self._shard.size:
             return None
         if self._far:
-            self._listen()
-            if fetch:
-                self._fetch(limit)
+            self._attend(limit, fetch)
         self._far_first = not self._far_first  # in turn, so that neither side starves
         if self._far_first:
             return self._take_far() or (self._take_near(limit) if fetch else None)
         return (self._take_near(limit) if fetch else None) or self._take_far()
+
+    def close(self) -> None:
+        """Take back the receives that are posted. Blocks: until MPI has let them go."""
+        self._withdraw()
+        self._cluster.wait(lambda: not self._settle())
 
     def _take_near(self, limit: np.ndarray | None) -> Push | None:
         for _ in range(len(self._near)):
@@ -216,38 +237,69 @@ class Receiver:
             return Push.unpack(header, grads[seq % BUFFERS, self._shard.range])
         return None
 
-    def _listen(self) -> None:
+    def _attend(self, limit: np.ndarray | None, fetch: bool) -> None:
+        """Get on with far pushes: headers, bodies that have come, room for more."""
         comm, status = self._cluster.comm, MPI.Status()
         while (found := comm.Improbe(MPI.ANY_SOURCE, TAG_HEADER, status)) is not None:
             header = np.empty(HEADER_WORDS, "i8")
             found.Recv(header)
-            self._headers.append(header)
+            self._headers[int(header[0]), int(header[1]) % BODY_TAGS] = header
+        self._settle()
+        if not fetch:
+            self._withdraw()
+        elif limit is None:
+            while self._free:
+                self._post(MPI.ANY_SOURCE)
+        else:
+            self._post_up_to(limit)
 
-    def _fetch(self, limit: np.ndarray | None) -> None:
-        """Begin to receive announced bodies, while the pool has room."""
-        waiting: deque[np.ndarray] = deque()
-        held: set[int] = set()  # a worker's bodies are matched in the order of its headers
-        while self._headers and self._free:
-            header = self._headers.popleft()
-            worker = int(header[0])
-            if worker in held or (limit is not None and header[1] > limit[worker]):
-                held.add(worker)
-                waiting.append(header)
-                continue
-            grad = self._free.pop()
-            rank = self._cluster.roles.workers[worker]
-            parts = transfer_pieces(grad)
-            requests = [self._cluster.comm.Irecv(p, rank, TAG_BODY) for p in parts]
-            self._bodies.append(_Body(header, grad, requests))
-        self._headers.extendleft(reversed(waiting))
+    def _post(self, source: int) -> None:
+        grad, status = self._free.pop(), MPI.Status()
+        first = transfer_pieces(grad)[0]
+        request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
+        self._posted.append(_Body(grad, [request], status))
+
+    def _post_up_to(self, limit: np.ndarray) -> None:
+        """Make room for pushes up to `limit`, one at a time: others might fill the pool."""
+        if self.bodies:
+            return
+        for rank, worker in self._far.items():
+            if observe(self._applied, worker) < limit[worker]:
+                self._post(rank)
+                return
+
+    def _withdraw(self) -> None:
+        for body in self._posted:
+            if not body.withdrawn:
+                body.requests[0].Cancel()  # a body that is on its way comes none the less
+                body.withdrawn = True
+
+    def _settle(self) -> bool:
+        """Sort out the posted receives that are complete; returns whether any is left."""
+        waiting = []
+        for body in self._posted:
+            if not body.requests[0].Test(body.status):
+                waiting.append(body)
+            elif body.status.Is_cancelled():
+                self._free.append(body.grad)
+            else:
+                rank = body.status.Get_source()
+                body.key = self._far[rank], body.status.Get_tag()
+                rest = transfer_pieces(body.grad)[1:]
+                body.requests = [self._cluster.comm.Irecv(p, rank, TAG_REST) for p in rest]
+                self._bodies.append(body)
+        self._posted = waiting
+        return bool(waiting)
 
     def _take_far(self) -> Push | None:
-        behind: set[int] = set()  # workers with an earlier body that is still coming
         for body in self._bodies:
-            worker = int(body.header[0])
-            if worker not in behind and all_done(body.requests):
-                self._bodies.remove(body)
-                self._lent = body.grad
-                return Push.unpack(body.header, body.grad)
-            behind.add(worker)
+            header = self._headers.get(body.key) if body.key else None
+            if header is None or not all_done(body.requests):
+                continue
+            if header[1] != observe(self._applied, int(header[0])) + 1:
+                continue  # an earlier body of this worker is still coming
+            self._bodies.remove(body)
+            del self._headers[int(header[0]), int(header[1]) % BODY_TAGS]
+            self._lent = body.grad
+            return Push.unpack(header, body.grad)
         return None

@@ -95,7 +95,8 @@ class Cluster:
         node_size: Treat this many consecutive ranks as a node; 0 for the real nodes.
 
     Attributes:
-        comm: Duplicate of the communicator; messages of a push travel on it.
+        comm: Duplicate of the communicator; headers of pushes travel on it.
+        bodies: Another one, for bodies of pushes, which are received from whoever is first.
         node: Communicator of this rank's node.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
@@ -103,7 +104,7 @@ class Cluster:
 
     def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
         self.comm = comm.Dup()
-        self._control = comm.Dup()
+        self.bodies, self._control = comm.Dup(), comm.Dup()
         self.rank, self.world = comm.rank, comm.size
         real = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         color = comm.rank // node_size if node_size else 0
@@ -235,7 +236,7 @@ class Cluster:
         """Free the communicators; may be called twice. Collective: yes."""
         if self.comm != MPI.COMM_NULL:
             self.flush()
-            for comm in (self.node, self._control, self.comm):
+            for comm in (self.node, self._control, self.bodies, self.comm):
                 comm.Free()
 
 

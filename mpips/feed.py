@@ -80,9 +80,12 @@ class Feed:
         self._come: deque[Range] = deque()
         self._seen = self._used = 0
         self.exhausted = False
-        if not near:
+
+    def open(self) -> None:
+        """Ask for the first batches. On the chief's node they come unasked."""
+        if self._ring is None:
             for _ in range(AHEAD):
-                cluster.send(self._chief, "more")
+                self._cluster.send(self._chief, "more")
 
     def granted(self, batch: Range) -> None:
         """Note a grant that came by message."""

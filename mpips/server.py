@@ -108,9 +108,14 @@ class AsyncServer:
                 backoff.reset()
             else:
                 backoff.pause()
-        self.store.close()
-        self._servers.Free()
+        self.close()
         return self.reason
+
+    def close(self) -> None:
+        """Serve no more. Collective: over the servers."""
+        self.store.close()
+        self._receiver.close()
+        self._servers.Free()
 
     def turn(self) -> bool:
         """Do what there is to do; returns whether there was anything. Blocks: for reads only."""

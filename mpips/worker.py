@@ -57,6 +57,7 @@ class AsyncWorker:
         Raises:
             UserError: If a batch cannot be read.
         """
+        self._feed.open()
         with make_loader(self._job) as loader:
             while self._has_batch(loader):
                 batch = self._queue.popleft()

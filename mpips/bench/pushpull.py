@@ -42,13 +42,14 @@ class Exchange:
         servers = cluster_subset(cluster, cluster.roles.servers)
         self.server: AsyncServer | None = None
         self.worker: AsyncWorker | None = None
+        self._goal = 0
         if job.worker_id is None:
             self.server = self._serve(servers)
         else:
             puller = Puller(cluster, self._window, job.worker_id, job.shards)
-            self._sender = Sender(cluster, self._window, job.worker_id, job.shards)
+            self.sender = Sender(cluster, self._window, job.worker_id, job.shards)
             feed = Feed(cluster, self._window, job.worker_id)
-            self.worker = AsyncWorker(job, puller, self._sender, feed)
+            self.worker = AsyncWorker(job, puller, self.sender, feed)
         cluster.barrier()
 
     def _serve(self, servers: object) -> AsyncServer:
@@ -63,20 +64,35 @@ class Exchange:
         return AsyncServer(job, servers, store, receiver, saver)
 
     def exchange(self, steps: int) -> None:
-        """Have every worker push `steps` times, until all is applied. Collective: yes."""
-        if self.server is not None:
-            store, backoff = self.server.store, Backoff(self.cluster.crowded)
-            goal = store.version + steps * len(self.cluster.roles.workers)
-            while store.version < goal:
-                if self.server.turn():
-                    backoff.reset()
-                else:
-                    backoff.pause()
-        else:
+        """Have every worker pull, compute and push `steps` times. Collective: yes."""
+
+        def work() -> None:
             assert self.worker is not None
             for _ in range(steps):
                 self.worker.step((0, 0, 1), ONE)
-            self.cluster.wait(self._sender.sent)
+
+        self.serve_while(work, steps)
+
+    def serve_while(self, work: Callable[[], None], pushes: int) -> None:
+        """Run `work` on the workers, until all of its pushes are applied. Collective: yes.
+
+        Args:
+            work: What each worker does.
+            pushes: How often each worker pushes in it.
+        """
+        cluster = self.cluster
+        if self.server is None:
+            work()
+            cluster.wait(self.sender.sent)
+            cluster.barrier()
+            return
+        self._goal += pushes * len(cluster.roles.workers)
+        done, backoff = cluster.comm.Ibarrier(), Backoff(cluster.crowded)
+        while not done.Test() or self.server.store.version < self._goal:
+            if self.server.turn():
+                backoff.reset()
+            else:
+                backoff.pause()
 
     def alone(self, steps: int) -> None:
         """Do the same work without looking at anybody. Collective: no."""
@@ -94,7 +110,7 @@ class Exchange:
         ranks, shards = self.cluster.roles.servers, self._job.shards
         sources = [(self._window.view(r, "params"), s.range) for r, s in zip(ranks, shards)]
         views = self._job.layout.views
-        grads = [views(self._sender.buffer(k)) for k in range(BUFFERS)]
+        grads = [views(self.sender.buffer(k)) for k in range(BUFFERS)]
         for k in range(steps):
             for params, where in sources:
                 np.copyto(worker.replica[where], params)
@@ -102,8 +118,10 @@ class Exchange:
 
     def free(self) -> None:
         """Free the window. Collective: yes."""
+        if self.server is not None:
+            self.server.close()
         self.cluster.barrier()
-        for user in (self.server, self.worker, getattr(self, "_sender", None)):
+        for user in (self.server, self.worker, getattr(self, "sender", None)):
             if user is not None:
                 vars(user).clear()
         self._window.free()
@@ -111,7 +129,7 @@ class Exchange:
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare at each size; one server, the other ranks are workers. Collective: yes."""
-    return [_at(cluster, size, options) for size in (QUICK if options.quick else SIZES)]
+    return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
 
 
 def _at(cluster: Cluster, size: int, options: Options) -> Row:

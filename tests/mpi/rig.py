@@ -93,6 +93,8 @@ class Rig:
     def free(self) -> None:
         """Free the window, views first. Collective: yes."""
         self.cluster.barrier()
+        if not self.worker:
+            self.receiver.close()
         window = vars(self).pop("window")
         for part in ("puller", "sender", "server", "receiver"):
             if part in vars(self):

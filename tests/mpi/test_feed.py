@@ -55,6 +55,7 @@ class Handing:
         cluster, mine = self.cluster, []
         me = self.roles.workers.index(cluster.rank)
         source = Feed(cluster, self.window, me)
+        source.open()
         queue: list[Range] = []
 
         def ready() -> bool:
