@@ -20,11 +20,18 @@ from numba.extending import intrinsic
 # Short enough for a block of the output to stay in the first-level cache over all rows.
 _BLOCK = 2048
 
+# While a rank waits: offers of the core that it makes, each of under a microsecond where nobody
+# takes it, and the looks between two of them.
+_OFFERS = 40
+_LOOKS = 50
+
 F = TypeVar("F", bound=Callable[..., Any])
 Vector = np.ndarray
 
 # Some versions of numba declare an intrinsic as called with its typing context; it is not.
 _intrinsic: Any = intrinsic
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 def _kernel(*fastmath: str) -> Callable[[F], F]:
@@ -122,9 +129,6 @@ def observe(words: Vector, index: int) -> int:
     return _load_acquire(words, index)
 
 
-# Reductions, copies and checks --------------------------------------------------------------
-
-
 @_intrinsic
 def _pointer(typing: Any, address: Any, like: Any) -> Any:
     """Turn an address into a pointer to elements of the dtype of the array `like`."""
@@ -133,6 +137,40 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(types.int64, like), emit
+
+
+@_kernel()
+def meet(words: Vector, turn: int, looks: int) -> bool:
+    """Publish `turn` in one's own header word, and look whether the others' have reached it too.
+
+    Args:
+        words: Addresses of header words, one's own first, shape (n,), dtype int64. The words are
+            int64, 8-byte aligned, and stay alive during the call.
+        turn: Number of the meeting, larger than that of the one before.
+        looks: How many looks may be in vain before the core is offered to whoever else wants it;
+            then it is offered again and again, for a bounded time. 0 for a single look.
+
+    Returns:
+        Whether all have come. What they wrote before is then visible; if not, call again.
+    """
+    publish(carray(_pointer(words[0], words), 1), 0, turn)
+    k, offers = 1, _OFFERS if looks else 0
+    for offer in range(offers + 1):
+        vain = 0
+        while k < words.size and vain <= looks:
+            if observe(carray(_pointer(words[k], words), 1), 0) >= turn:
+                k += 1
+            else:
+                vain += 1
+        if k == words.size:
+            return True
+        if offer < offers:
+            _sched_yield()
+        looks = min(looks, _LOOKS)
+    return False
+
+
+# Reductions, copies and checks --------------------------------------------------------------
 
 
 # Blocks are slices with their own loop from zero: an index with an offset is tested for being

@@ -9,7 +9,6 @@ out again by the run that resumes it.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 Range = tuple[int, int, int]
@@ -121,9 +120,13 @@ def share_clocks(clocks: list[int], workers: int) -> list[int]:
     return [whole + (w < extra) for w in range(workers)]
 
 
-def split(batch: Range, workers: int) -> list[Range]:
-    """Cut a synchronous batch into one part a worker, equal to within one sample."""
+def part(batch: Range, worker: int, workers: int) -> Range:
+    """Return a worker's part of a synchronous batch; all parts are equal to within one sample."""
     epoch, begin, end = batch
     n = end - begin
-    edges = [begin + w * n // workers for w in range(workers + 1)]
-    return [(epoch, b, e) for b, e in pairwise(edges)]
+    return epoch, begin + worker * n // workers, begin + (worker + 1) * n // workers
+
+
+def split(batch: Range, workers: int) -> list[Range]:
+    """Cut a synchronous batch into one part a worker."""
+    return [part(batch, worker, workers) for worker in range(workers)]

@@ -100,7 +100,9 @@ class Log:
         self.event("eval", int(values.pop("step")), **values)
 
     def due(self) -> bool:
-        """Whether it is time for a progress line."""
+        """Whether it is time for a progress line here."""
+        if self._file is None:
+            return False
         now = time.perf_counter()
         gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
         return bool(self._loss_samples) and now - self._last[0] >= gap

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -72,8 +72,12 @@ class Rule(ABC):
         Raises:
             ValueError: If the vectors differ in length.
         """
-        kernel = getattr(_kernels(), self.kernel)
-        kernel(params, grad, *slots, *self.scalars(step, lr))
+        self._loop(params, grad, *slots, *self.scalars(step, lr))
+
+    @cached_property
+    def _loop(self) -> Callable[..., None]:
+        loop: Callable[..., None] = getattr(_kernels(), self.kernel)
+        return loop
 
     @abstractmethod
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
@@ -352,9 +356,11 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
     words = np.zeros(1, np.int64)
     kernels.publish(words, 0, 1)
     kernels.observe(words, 0)
+    kernels.meet(np.array([words.ctypes.data], np.int64), 1, 0)
     params, grad, *slots = (np.ones(1, dtype) for _ in range(2 + len(rule.slots)))
     addresses = np.array([grad.ctypes.data], np.int64)
     kernels.sum_rows(addresses, np.ones(1), 0, params)
+    kernels.sum_rows(addresses[:0], np.ones(0), 0, np.zeros(1))
     kernels.sum_squares(grad)
     kernels.all_finite(grad)
     kernels.copy_finite(grad, params)

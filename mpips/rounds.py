@@ -13,28 +13,30 @@ broadcasts it.
 Rows are summed in a fixed order, so equal worlds give equal bits.
 """
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from struct import Struct
+from time import perf_counter
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
 from mpips.cluster import all_done, begin_sum, cluster_subset, free
 from mpips.job import Job
-from mpips.kernels import observe, publish, sum_rows, sum_squares
+from mpips.kernels import meet, sum_rows, sum_squares
 from mpips.layout import CACHE_LINE_BYTES, Shard
-from mpips.optim import clip_factor
+from mpips.optim import Slots, clip_factor
 from mpips.window import Field, Plan, Window, transfer_pieces
 
-PHASE = 0  # header word: twice the number of the round, plus 1 when the gradient is there
+LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
 BLOCK_BYTES = 1 << 17  # of the sum, which stays in the cache until the rule has used it
 TAG_PARTIAL, TAG_RESULT = 5, 6
 
+Weights: TypeAlias = np.ndarray | Sequence[float]
 
-@dataclass
-class Report:
+
+class Report(NamedTuple):
     """What each rank brings into a round beside its gradient; rounds add them up.
 
     Attributes:
@@ -55,9 +57,8 @@ class Report:
     sigterm: float = 0.0
     sigint: float = 0.0
 
-    def pack(self, out: np.ndarray) -> None:
-        """Write the fields into `out`, shape (8,), float64."""
-        out[:] = [getattr(self, f.name) for f in fields(self)]
+
+REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
 
 
 class Round(ABC):
@@ -80,14 +81,16 @@ class Round(ABC):
         self._rate = job.rate()
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.waited_s = self.busy_s = 0.0
+        self._blocks: list[tuple[int, np.ndarray, np.ndarray, Slots]] = []
 
     @abstractmethod
-    def exchange(self, step: int, weights: Sequence[float], report: Report) -> Report:
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """Sum the gradients, update the parameters, share the result.
 
         Args:
             step: Number of this update, 1 for the first of a run.
-            weights: Each worker's share in the mean; gradients of weight 0 are not read.
+            weights: Each worker's share in the mean, best as float64 of shape (workers,);
+                gradients of weight 0 are not read.
             report: This rank's part.
 
         Returns:
@@ -103,24 +106,32 @@ class Round(ABC):
     def free(self) -> None:
         """Free what the round holds; may be called twice. Collective: yes."""
         self.replica = self.grad = self.params = np.zeros(0)
-        self.slots = ()
+        self.slots, self._blocks = (), []
         free(self._owners)
 
     def _wait(self, requests: list[MPI.Request]) -> None:
         self.waited_s += self._cluster.wait(lambda: all_done(requests))
 
-    def _apply(self, step: int, shard: Shard, grad_of: Callable[[slice], np.ndarray]) -> None:
-        """Apply the rule to the shard, block by block; `grad_of` gives a block's gradient."""
-        start = time.perf_counter()
-        lr, far = self._rate(step), self._cluster.nodes > 1
-        size = BLOCK_BYTES // self.params.itemsize
+    def _cut(self, shard: Shard, grad: np.ndarray) -> None:
+        """Cut the shard into blocks; `grad` is as large as it, or one block that serves for all."""
+        size, whole = BLOCK_BYTES // grad.itemsize, grad.size == shard.size
         for begin in range(0, shard.size, size):
             block = slice(begin, min(begin + size, shard.size))
+            part = grad[block] if whole else grad[: block.stop - begin]
             slots = tuple(slot[block] for slot in self.slots)
-            self._job.rule.apply(self.params[block], grad_of(block), slots, step, lr)
+            self._blocks.append((shard.begin + begin, self.params[block], part, slots))
+
+    def _apply(self, step: int, sources: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+        """Apply the rule block by block; a block's gradient is the sum of rows with weights."""
+        start = perf_counter()
+        apply, lr, far = self._job.rule.apply, self._rate(step), self._cluster.nodes > 1
+        for begin, params, grad, slots in self._blocks:
+            if sources:
+                sum_rows(*sources, begin, grad)
+            apply(params, grad, slots, step, lr)
             if far:
                 self._cluster.progress()
-        self.busy_s += time.perf_counter() - start
+        self.busy_s += perf_counter() - start
 
     def _clip(self, grad: np.ndarray) -> None:
         """Scale an owner's slice of the mean gradient by the norm of the whole."""
@@ -155,21 +166,25 @@ class SharedRound(Round):
         self._leaders = cluster_subset(
             cluster, sorted({cluster.node_of.index(n) for n in cluster.node_of})
         )
-        self._headers = [view(r, "header") for r in cluster.my_node]
-        self._reports = [view(r, "report") for r in cluster.my_node]
-        self._own = cluster.my_node.index(cluster.rank)
-        self._agreed = view(self._leader, "agreed")
-        self._sums = np.zeros(8)
+        self._turn = 0
+        ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
+        self._words = addresses_of([view(r, "header") for r in ranks])
+        # Whoever offers the core may get it back late, and other nodes may wait for this rank.
+        self._looks = LOOKS if not cluster.crowded else 1 if cluster.nodes == 1 else 0
+        self._report = view(cluster.rank, "report").data
+        self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
+        self._once, self._sums = np.ones(len(cluster.my_node)), np.zeros(8)
+        self._agreed = (view(self._leader, "agreed") if cluster.nodes > 1 else self._sums).data
         self.replica = view(self._leader, "replica")
         self._workers = [w for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
         near = [r for r in cluster.roles.workers if cluster.near(r)]
-        self._addresses = np.array([view(r, "grad").ctypes.data for r in near], "i8")
+        self._addresses = addresses_of([view(r, "grad") for r in near])
         if job.worker_id is not None:
             self.grad = view(cluster.rank, "grad")
         self._with_workers = sorted({cluster.node_of[r] for r in cluster.roles.workers})
         self._plan_messages()
-        self._round = 0
-        if cluster.rank in cluster.roles.owners:
+        self._owner = cluster.rank in cluster.roles.owners
+        if self._owner:
             self._own_shard(job.shard)
 
     def _own_shard(self, shard: Shard) -> None:
@@ -181,10 +196,10 @@ class SharedRound(Round):
         self._agents = [self._agent(n, cluster.roles.owners.index(cluster.rank)) for n in far]
         self._partials = [np.zeros(shard.size, dtype) for _ in far if shard.size]
         relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
-        rows = [p.ctypes.data - relative for p in self._partials]
-        self._rows = np.concatenate([self._addresses, np.array(rows, "i8")])
+        self._rows = np.concatenate([self._addresses, addresses_of(self._partials) - relative])
         size = shard.size if self._job.config.clip else BLOCK_BYTES // dtype.itemsize
-        self._sum = np.zeros(size, dtype)
+        self._sum = np.zeros(min(size, shard.size), dtype)
+        self._cut(shard, self._sum)
 
     def _agent(self, node: int, owner: int) -> int:
         """Return the rank that stands for `node` towards an owner elsewhere."""
@@ -209,34 +224,36 @@ class SharedRound(Round):
 
     def _meet(self) -> None:
         """Wait for the node's ranks; their stores before are seen after. Collective: node."""
-        self._round += 1
-        publish(self._headers[self._own], PHASE, self._round)
-        turn = self._round
-        self.waited_s += self._cluster.wait(
-            lambda: all(observe(header, PHASE) >= turn for header in self._headers)
-        )
+        start = perf_counter()
+        self._turn += 1
+        if not meet(self._words, self._turn, self._looks):
+            self._cluster.wait(lambda: meet(self._words, self._turn, 0))
+        self.waited_s += perf_counter() - start
 
-    def exchange(self, step: int, weights: Sequence[float], report: Report) -> Report:
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
-        report.pack(self._reports[self._own])
+        REPORT.pack_into(self._report, 0, *report)
         self._meet()
-        near = np.array([weights[w] for w in self._workers])
+        sum_rows(self._reports, self._once, 0, self._sums)
+        weights = np.asarray(weights)
+        if self._cluster.nodes > 1:
+            self._exchange_far(step, weights[self._workers])
+        elif self._owner:
+            self._update(step, weights)
+        self._meet()
+        return Report._make(REPORT.unpack_from(self._agreed))
+
+    def _exchange_far(self, step: int, near: np.ndarray) -> None:
+        """Do what the nodes' gradients and reports go through between the two meetings."""
         requests = self._send_partials(near) + self._collect_results()
-        agreeing = self._begin_to_agree()
-        if self._cluster.rank in self._cluster.roles.owners:
-            self._update(step, near)
+        leads = self._cluster.rank == self._leader
+        agreeing = [begin_sum(self._leaders, self._sums)] if leads else []
+        if self._owner:
+            self._update(step, self._receive_partials(near))
             requests += self._send_result()
         self._wait(requests + agreeing)
-        if self._cluster.rank == self._leader:
-            self._agreed[:] = self._sums
-        self._meet()
-        return Report(*self._agreed.tolist())
-
-    def _begin_to_agree(self) -> list[MPI.Request]:
-        if self._cluster.rank != self._leader:
-            return []
-        np.sum(self._reports, axis=0, out=self._sums)
-        return [begin_sum(self._leaders, self._sums)]
+        if leads:
+            self._agreed[:] = self._sums.data
 
     def _send_partials(self, weights: np.ndarray) -> list[MPI.Request]:
         requests = []
@@ -255,41 +272,43 @@ class SharedRound(Round):
         ]
 
     def _send_result(self) -> list[MPI.Request]:
-        if self._cluster.rank not in self._cluster.roles.owners:
+        if not self._owner:
             return []
         comm = self._cluster.comm
         pieces = transfer_pieces(self.params)
         return [comm.Isend(p, agent, TAG_RESULT) for agent in self._agents for p in pieces]
 
-    def _update(self, step: int, weights: np.ndarray) -> None:
-        comm, shard = self._cluster.comm, self._job.shard
+    def _receive_partials(self, weights: np.ndarray) -> np.ndarray:
+        """Wait for the other nodes' sums; returns the weights of `_rows`, these included."""
+        comm = self._cluster.comm
         coming = [
             comm.Irecv(part, agent, TAG_PARTIAL)
             for agent, partial in zip(self._agents, self._partials, strict=False)
             for part in transfer_pieces(partial)
         ]
         self._wait(coming)
-        shares = np.concatenate([weights, np.ones(len(self._partials))])
+        return np.concatenate([weights, np.ones(len(self._partials))])
 
-        def sum_block(block: slice) -> np.ndarray:
-            out = self._sum[: block.stop - block.start]
-            sum_rows(self._rows, shares, shard.begin + block.start, out)
-            return out
-
-        if not self._job.config.clip:
-            self._apply(step, shard, sum_block)
-            return
-        sum_rows(self._rows, shares, shard.begin, self._sum)
-        self._clip(self._sum)
-        self._apply(step, shard, lambda block: self._sum[block])
+    def _update(self, step: int, weights: np.ndarray) -> None:
+        """Sum the rows of the shard and apply the rule."""
+        if self._job.config.clip:
+            sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
+            self._clip(self._sum)
+            self._apply(step)
+        else:
+            self._apply(step, (self._rows, weights))
 
     def free(self) -> None:
         """See `Round.free`."""
         super().free()
-        self._headers, self._reports = [], []
-        self._agreed = np.zeros(0)
+        self._report = self._agreed = memoryview(b"")
         self._window.free()
         free(self._leaders)
+
+
+def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
+    """Return the address of element 0 of each array, dtype int64, as kernels take rows."""
+    return np.array([array.ctypes.data for array in arrays], np.int64)
 
 
 def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
@@ -309,6 +328,7 @@ class AllreduceRound(Round):
             shard = job.shard
             self.params = self.replica[shard.range]
             self.slots = tuple(_aligned_zeros(shard.size, dtype) for _ in job.rule.slots)
+            self._cut(shard, self.grad[shard.range])
         self._sums = np.zeros(8)
 
     def publish_start(self) -> None:
@@ -322,7 +342,7 @@ class AllreduceRound(Round):
             ]
         )
 
-    def exchange(self, step: int, weights: Sequence[float], report: Report) -> Report:
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
         worker = self._job.worker_id
         weight = 0.0 if worker is None else weights[worker]
@@ -330,17 +350,16 @@ class AllreduceRound(Round):
             self.grad *= self.grad.dtype.type(weight)
         else:
             self.grad[:] = 0
-        report.pack(self._sums)
+        REPORT.pack_into(self._sums.data, 0, *report)
         comm = self._cluster.comm
         parts = [self._sums, *transfer_pieces(self.grad)]
         self._wait([begin_sum(comm, part) for part in parts])
         if self._cluster.rank in self._cluster.roles.owners:
-            grad = self.grad[self._job.shard.range]
             if self._job.config.clip:
-                self._clip(grad)
-            self._apply(step, self._job.shard, lambda block: grad[block])
+                self._clip(self.grad[self._job.shard.range])
+            self._apply(step)
         self.publish_start()
-        return Report(*self._sums.tolist())
+        return Report._make(REPORT.unpack_from(self._sums.data))
 
 
 def make_round(job: Job) -> Round:

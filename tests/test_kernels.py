@@ -11,13 +11,13 @@ import pytest
 from numba import njit
 
 from mpips import kernels
-from mpips.kernels import observe, publish
+from mpips.kernels import meet, observe, publish
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
 
-HEADER_LOOPS = ["publish", "observe"]
+HEADER_LOOPS = ["publish", "observe", "meet"]
 UPDATES = {
     "sgd": (0, 2),
     "momentum": (1, 3),
@@ -122,6 +122,33 @@ def in_threads(*calls):
     return results
 
 
+# Meetings ---------------------------------------------------------------------------------
+
+
+def addresses_of(arrays):
+    return np.array([array.ctypes.data for array in arrays], np.int64)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 10_000])
+def test_a_meeting_waits_for_all_and_not_for_ever(looks):
+    mine, first, second = (np.zeros(1, np.int64) for _ in range(3))
+    words = addresses_of([mine, first, second])
+    assert not meet(words, 1, looks)
+    assert mine[0] == 1
+    publish(second, 0, 1)
+    assert not meet(words, 1, looks)
+    publish(first, 0, 2)  # has met, and waits for the next
+    assert meet(words, 1, looks)
+    assert not meet(words, 2, looks)
+    assert [mine[0], first[0], second[0]] == [2, 2, 1]
+
+
+def test_alone_one_need_not_wait():
+    mine = np.zeros(1, np.int64)
+    assert meet(addresses_of([mine]), 7, 0)
+    assert mine[0] == 7
+
+
 # Words of the litmus tests lie on cache lines of their own.
 LINE = 8
 PATIENCE = 2000
@@ -189,6 +216,45 @@ def read_versions(header, data, replica, updates, polls):
     return wrong
 
 
+@njit(nogil=True, error_model="numpy")
+def join(words, me, turn, looks):
+    """Meet; returns whether all have come, however slow the machine, but not for ever."""
+    own_first = words.copy()
+    own_first[0], own_first[me] = words[me], words[0]
+    tries = 0
+    while not meet(own_first, turn, looks) and tries < PATIENCE**2:
+        tries += 1
+    return tries < PATIENCE**2
+
+
+@njit(nogil=True, error_model="numpy")
+def take_part(words, data, me, rounds, looks):
+    """Write one's row, meet, read all rows, meet, and so on; count what was not as expected."""
+    wrong = 0
+    for i in range(1, rounds + 1):
+        data[me, :] = i
+        if not join(words, me, 2 * i - 1, looks):
+            return -1
+        for value in data.flat:
+            wrong += value != i
+        if not join(words, me, 2 * i, looks):
+            return -1
+    return wrong
+
+
+@pytest.mark.parametrize("looks", [0, 1, 1000])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_litmus_meetings(threads, looks):
+    """What was written before a meeting is read after it, and nothing that is written later."""
+    flags = np.zeros(threads * LINE, np.int64)
+    words = addresses_of([flags[k * LINE :] for k in range(threads)])
+    data = np.zeros((threads, 3 * LINE), np.int64)
+    rounds = 20_000 if looks else 20  # who never offers the core waits for the end of a time slice
+    calls = [(take_part, words, data, me, rounds, looks) for me in range(threads)]
+    assert in_threads(*calls) == [0] * threads
+    assert (flags[::LINE] == 2 * rounds).all()
+
+
 def test_litmus_store_buffering():
     n = 20_000
     for _ in range(3):
@@ -228,10 +294,6 @@ def row_at(values, offset):
     row = room[start : start + values.size]
     row[:] = values
     return row
-
-
-def addresses_of(rows):
-    return np.array([row.ctypes.data for row in rows], np.int64)
 
 
 def serial_sum(rows, weights, begin, n):

@@ -381,7 +381,9 @@ memory = np.frombuffer(bytearray(4096), np.uint8)
 words, w, g, m, v = memory[:256].view("i8"), *memory[256:2304].view("f4").reshape(4, 128)
 kernels.publish(words, 3, np.int64(4))
 kernels.observe(words, np.int64(3))
+kernels.meet(np.array([words.ctypes.data]), 5, 10_000)
 kernels.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
+kernels.sum_rows(np.array([words.ctypes.data]), np.ones(1), 0, np.zeros(8))
 kernels.scale(g[3:70], optim.clip_factor(kernels.sum_squares(w), 1.0))
 kernels.copy_finite(w[:5], g[5:10]) and kernels.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
@@ -394,7 +396,7 @@ def test_a_warm_run_compiles_nothing_more():
     command = [sys.executable, "-c", WARM_CHECK]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     checks = ["all_finite", "copy_finite", "scale", "sum_rows", "sum_squares"]
-    assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", *checks]))
+    assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", "meet", *checks]))
 
 
 def test_names_and_schedules_need_no_compiler():

@@ -1,5 +1,7 @@
 """A synchronous round beside a blocking Allreduce in place and the same fused update."""
 
+import numpy as np
+
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.plain import allreduce_step
 from mpips.bench.vector import make_job
@@ -21,7 +23,7 @@ def reach(size: int) -> float:
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare at each size, every rank a worker. Collective: yes."""
-    return [_at(cluster, size, options) for size in (QUICK if options.quick else SIZES)]
+    return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
 
 
 def _at(cluster: Cluster, size: int, options: Options) -> Row:
@@ -31,7 +33,7 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     rounds.grad[:] = 0
     rounds.publish_start()
     params, grad = rounds.replica.copy(), rounds.grad.copy()
-    weights = [1 / cluster.world] * cluster.world
+    weights = np.full(cluster.world, 1 / cluster.world)
     least, most = ROUNDS
     count = max(least, min(most, WORK_BYTES // size))
 

@@ -18,7 +18,7 @@ from mpips.datasets.loader import Loader
 from mpips.evaluation import evaluate, gradient, next_evaluation, share
 from mpips.folder import CHECKPOINTS
 from mpips.job import Job
-from mpips.ledger import Range, split
+from mpips.ledger import Range, part, split
 from mpips.metrics import Log
 from mpips.rounds import Report, Round, make_round
 from mpips.saver import Committer, Contents, Saver
@@ -48,6 +48,7 @@ class SyncLoop:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._handout = job.handout()
         self._ahead: deque[Range] = deque()
+        self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         self._saver: Saver | None = None
         self._committer: Committer | None = None
@@ -58,12 +59,14 @@ class SyncLoop:
             self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
         if self._cluster.is_chief:
             self._committer = Committer(self._cluster, job.out / CHECKPOINTS, Contents.of(job))
-        if job.worker_id is not None:
+        self._worker_id = job.worker_id
+        if self._worker_id is not None:
             self._loader = make_loader(job)
             self._grad = job.layout.views(rounds.grad)
         self._params = job.layout.views(rounds.replica) if self._loader else {}
         self.step, self.samples = job.base_step, job.base_samples
         self._saved_step = job.base_step if job.resumed else -1
+        self._period = job.config.checkpoint_period
         self._last_save = (time.perf_counter(), job.base_step)
         self._next_eval = next_evaluation(self._handout.epochs_done, job.config.eval_every)
         self._target_reached = False
@@ -105,23 +108,24 @@ class SyncLoop:
         while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
             self._ahead.append(batch)
             if self._loader:
-                part = self._part(batch)
-                if part[2] > part[1]:
-                    self._loader.submit(*part)
+                epoch, begin, end = self._part(batch)
+                if end > begin:
+                    self._loader.submit(epoch, begin, end)
         return self._ahead.popleft() if self._ahead else None
 
     def _part(self, batch: Range) -> Range:
-        assert self._job.worker_id is not None, "servers have no part of a batch"
-        return split(batch, len(self._cluster.roles.workers))[self._job.worker_id]
+        assert self._worker_id is not None, "servers have no part of a batch"
+        return part(batch, self._worker_id, len(self._cluster.roles.workers))
 
     def _round(self, batch: Range) -> str:
         """Run one round; returns why the run ends with it, or an empty text."""
-        report = self._compute(batch) if self._loader else Report()
-        self._add_flags(report)
+        report = self._report(*self._compute(batch))
         n = batch[2] - batch[1]
-        weights = [(e - b) / n for _, b, e in split(batch, len(self._cluster.roles.workers))]
+        if n not in self._weights:
+            parts = split(batch, len(self._cluster.roles.workers))
+            self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
         start, waited = time.perf_counter(), self._rounds.waited_s
-        agreed = self._rounds.exchange(self.step + 1, weights, report)
+        agreed = self._rounds.exchange(self.step + 1, self._weights[n], report)
         waited = self._rounds.waited_s - waited
         self.times.wait_s += waited
         self.times.push_s += time.perf_counter() - start - waited
@@ -131,11 +135,13 @@ class SyncLoop:
         self._log.count(agreed.loss_sum / n, n)
         return self._end_of_round(agreed)
 
-    def _compute(self, batch: Range) -> Report:
+    def _compute(self, batch: Range) -> tuple[float, int]:
+        """Compute this worker's gradient; returns the mean loss and the number of samples."""
+        if self._loader is None:
+            return 0.0, 0
         _, begin, end = self._part(batch)
         if end == begin:
-            return Report()
-        assert self._loader is not None
+            return 0.0, 0
         data = self._loader.take()
         start = time.perf_counter()
         first, flat = self.times.steps == 0, self._rounds.grad
@@ -143,24 +149,30 @@ class SyncLoop:
         self.times.compute_s += time.perf_counter() - start
         self.times.steps += 1
         self.times.samples += len(data)
-        return Report(loss * len(data), len(data), diverged=not math.isfinite(loss))
+        return loss, len(data)
 
-    def _add_flags(self, report: Report) -> None:
-        name = signals.received()
-        if name:
-            setattr(report, name.lower(), 1.0)
-        report.target = float(self._target_reached)
-        if self._committer and self._committer.refused:
-            report.diverged = 1.0
-        if self._committer and not self._committer.busy:
-            seconds, steps = self._job.config.checkpoint_period
-            then, saved = self._last_save
-            due = seconds is not None and time.perf_counter() - then >= seconds
-            due = due or (steps is not None and self.step + 1 - saved >= steps)
-            report.checkpoint = float(due)
+    def _report(self, loss: float, samples: int) -> Report:
+        """Put together what this rank brings into the round beside its gradient."""
+        flags = {"diverged": not math.isfinite(loss), "target": self._target_reached}
+        if self._committer:
+            flags["diverged"] |= self._committer.refused
+            flags["checkpoint"] = self._checkpoint_due()
+        if name := signals.received():
+            flags[name.lower()] = True
+        return Report(loss * samples, samples, **flags)
+
+    def _checkpoint_due(self) -> bool:
+        assert self._committer is not None
+        if self._committer.busy:
+            return False
+        seconds, steps = self._period
+        then, saved = self._last_save
+        due = seconds is not None and time.perf_counter() - then >= seconds
+        return due or (steps is not None and self.step + 1 - saved >= steps)
 
     def _end_of_round(self, agreed: Report) -> str:
-        self._log.progress(self.step, self._handout.epochs_done, self.samples)
+        if self._log.due():
+            self._log.progress(self.step, self._handout.epochs_done, self.samples)
         if agreed.diverged:
             bad = "parameters not finite" if math.isfinite(agreed.loss_sum) else "loss not finite"
             self._detail = f"{bad} at step {self.step}"
@@ -223,17 +235,16 @@ class SyncLoop:
         if not config.eval_every or not info.n_test or self._handout.epochs_done < self._next_eval:
             return
         self._next_eval += config.eval_every
-        worker = self._job.worker_id
-        if worker is None:
+        if self._worker_id is None:
             return
-        begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
-        part = evaluate(self._job, self._params, begin, end)
-        sums = np.array([part[name] for name in sorted(part)])
+        begin, end = share(info.n_test, self._worker_id, len(self._cluster.roles.workers))
+        mine = evaluate(self._job, self._params, begin, end)
+        sums = np.array([mine[name] for name in sorted(mine)])
         self._cluster.wait_request(begin_sum(self._workers, sums))
-        means = dict(zip(sorted(part), (sums / info.n_test).tolist(), strict=True))
+        means = dict(zip(sorted(mine), (sums / info.n_test).tolist(), strict=True))
         target = config.target_accuracy
         self._target_reached = bool(target) and means.get("accuracy", 0.0) >= target
-        if worker == 0:
+        if self._worker_id == 0:
             epoch = round(self._handout.epochs_done, 4)
             payload = {"step": self.step, "epoch": epoch, **means}
             self._cluster.send(self._cluster.roles.chief, "eval", payload)
@@ -246,7 +257,7 @@ class SyncLoop:
             release=self._release,
         )  # fmt: skip
         rounds = self.step - job.base_step
-        if job.worker_id is not None:
+        if self._worker_id is not None:
             outcome.params = self._rounds.replica
             moved = rounds * job.layout.size * job.dtype.itemsize
             outcome.stats = {

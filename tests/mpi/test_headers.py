@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import channel, feed, kernels, rounds, server, session, store
+from mpips import channel, feed, kernels, server, session, store
 from mpips.cluster import Cluster
 from mpips.command_line import parse_command_line
 from mpips.window import Window
@@ -66,7 +66,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (channel, feed, rounds, server, store):
+    for module in (channel, feed, server, store):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
                 module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)

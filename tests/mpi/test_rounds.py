@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,28 @@ def test_equal_runs_give_equal_bits_whatever_the_pieces(
         monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", 4096)
         pieces = compare(cluster, servers, LARGE, **options)
         check(cluster.comm, np.array_equal(first.view("u1"), pieces.view("u1")), "pieces differ")
+
+
+@pytest.mark.parametrize("reduce", ["shared", "allreduce"])
+def test_a_round_waits_for_who_is_late(cluster: Cluster, reduce: str) -> None:
+    """Longer than a rank looks on without sleeping."""
+    job = make_job(cluster, 0, TINY, reduce=reduce, optimizer="sgd")
+    rounds = make_round(job)
+    rounds.params[:] = 0.0
+    rounds.publish_start()
+    sums = []
+    for step in range(1, 5):
+        if cluster.rank == step % cluster.world:
+            time.sleep(0.02)
+        rounds.grad[:] = step
+        weights = np.full(cluster.world, 1 / cluster.world)
+        sums.append(rounds.exchange(step, weights, Report(loss_sum=step)).loss_sum)
+    rate = job.rate()
+    expected = -sum(rate(step) * step for step in range(1, 5))
+    good = np.allclose(rounds.replica, expected, rtol=1e-6)
+    cluster.barrier()
+    rounds.free()
+    check(cluster.comm, good and sums == [step * cluster.world for step in range(1, 5)], sums)
 
 
 def test_the_configuration_chooses_the_round(cluster: Cluster) -> None:
