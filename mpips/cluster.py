@@ -7,6 +7,7 @@ outnumber cores) is set here first, if the user has not set it.
 import itertools
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -45,6 +46,7 @@ YIELD_S = 200e-6
 SLEEP_S = 20e-6
 SLEEP_MAX_S = 1e-3
 IDLE_S = 1.0
+BACKGROUND_S = 200e-6
 TAG_NEVER = 32000
 SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 TAG_CONTROL, TAG_GATHER = 1, 7
@@ -83,6 +85,38 @@ class Backoff:
         else:
             grown = SLEEP_S + (SLEEP_MAX_S - SLEEP_S) * min(1.0, idle_s / IDLE_S)
             time.sleep(grown)
+
+
+class Background:
+    """Calls `advance` from a thread of its own, now and then, within a ``with`` block.
+
+    So MPI gets on while this rank computes. The thread and the rank never act at once: entering
+    hands over to the thread, leaving waits for it. Without MPI_THREAD_MULTIPLE nothing is called.
+    """
+
+    def __init__(self, advance: Callable[[], object]) -> None:
+        self._advance = advance
+        self._wanted, self._turn = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def __enter__(self) -> None:
+        if self._allowed and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._wanted.clear()
+        with self._turn:
+            return
+
+    def _run(self) -> None:
+        while self._wanted.wait():
+            with self._turn:
+                if self._wanted.is_set():
+                    self._advance()
+            time.sleep(BACKGROUND_S)
 
 
 class Cluster:

@@ -93,6 +93,13 @@ class Config:
         "cluster", "relaxed", "what a pull of mode async may see; consistent: one version a shard",
         legal=("relaxed", "consistent"),
     )  # fmt: skip
+    far_read: str = setting(
+        "cluster", "auto", "how shards of other nodes are read: by one-sided Get or the owner's "
+        "reply; auto: what is faster at the start", legal=("auto", "get", "reply"),
+    )  # fmt: skip
+    prefetch: bool = setting(
+        "cluster", False, "pull far shards during the gradient before; costs a replica, staleness"
+    )
 
     problem: str = setting(
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",

@@ -10,6 +10,7 @@ shard and goes on. So all shards of a checkpoint have seen the same pushes.
 """
 
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -102,14 +103,19 @@ class AsyncServer:
 
     def serve(self) -> str:
         """Apply pushes until the chief ends the run; returns why it ended."""
+        self.serve_until(lambda: self.reason is not None)
+        self.close()
+        assert self.reason is not None
+        return self.reason
+
+    def serve_until(self, done: Callable[[], bool]) -> None:
+        """Serve until `done()`; what it asks for has to come from elsewhere, or from a turn."""
         backoff = Backoff(self._cluster.crowded)
-        while self.reason is None:
+        while not done():
             if self.turn():
                 backoff.reset()
             else:
                 backoff.pause()
-        self.close()
-        return self.reason
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers."""
@@ -143,7 +149,7 @@ class AsyncServer:
         if kind == "fin":
             self._final[source] = payload
         elif kind == "read":
-            self.store.want_read(source)
+            self.store.want_read(source, payload)
         elif kind == "cut":
             self.cut.begin()
         elif kind == "write":

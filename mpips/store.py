@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from mpips.channel import Push
-from mpips.cluster import Cluster, Request, all_done
+from mpips.cluster import Cluster
+from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Rule
-from mpips.window import Field, Window, transfer_pieces
+from mpips.window import Field, Window
 
-BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
-TAG_SNAPSHOT = 4
 BLOCK_BYTES = 1 << 20  # a server enters MPI between two blocks of an update
 STALENESS_BINS = 256  # the last bin holds everything above
 
@@ -49,6 +48,7 @@ class Puller:
 
     Args:
         consistent: Whether each shard is read between two updates of its server.
+        far: How the shards of other nodes are read, "get" or "reply"; consistent ones by reply.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Puller:
         worker_id: int,
         shards: Sequence[Shard],
         consistent: bool = False,
+        far: str = "get",
     ) -> None:
         self._cluster, self._window, self._worker = cluster, window, worker_id
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
@@ -66,8 +67,7 @@ class Puller:
             for k, r, shard in owners
             if cluster.near(r)
         ]
-        self._far = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
-        self._far_headers = np.zeros((2, len(shards), 8), "i8")
+        self._far_owners = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
         self.versions = np.zeros(len(shards), "i8")
         self._granted = {
             k: window.view(r, "granted_reads") for k, r, _ in owners if cluster.near(r)
@@ -75,16 +75,43 @@ class Puller:
         self._wants = window.view(cluster.rank, "wants")
         self._reads = window.view(cluster.rank, "reads")
         self._count, self._consistent = 0, consistent
+        self._out = np.zeros(0)
+        self.reading = False
+        self.read_far_by(far)
         self.torn = 0
         self.bytes = 0
+
+    def read_far_by(self, way: str) -> None:
+        """Read the far shards by "get" or by "reply" from now on; not during a read."""
+        servers, owners = len(self.versions), self._far_owners
+        self._far: FarReads | None = None
+        if owners and way == "get" and not self._consistent:
+            self._far = GetReads(self._cluster, owners, servers, self._window)
+        elif owners:
+            self._far = ReplyReads(self._cluster, owners, servers, self._consistent)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a pull may begin before it is due: it has far shards, and holds nobody up."""
+        return self._far is not None and not self._consistent
+
+    def timed(self, way: str, out: np.ndarray) -> float:
+        """Return the seconds of a pull into `out` by "get" or "reply"; it counts nowhere."""
+        self.read_far_by(way)
+        counted = self.torn, self.bytes
+        start = time.perf_counter()
+        self.pull(out)
+        self.torn, self.bytes = counted
+        return time.perf_counter() - start
 
     def pull_final(self, out: np.ndarray) -> None:
         """Read every shard into `out` once the servers apply nothing more and serve no reads."""
         self._consistent = False
+        self.read_far_by("get")
         self.pull(out)
 
     def pull(self, out: np.ndarray) -> np.ndarray:
-        """Read every shard into `out`.
+        """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
 
         Args:
             out: The replica, shape (n_params,), of the layout's dtype.
@@ -97,19 +124,44 @@ class Puller:
         updates unless reads are consistent.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
+        self.begin()
+        self.fetch(out)
+        return self.finish()
+
+    def begin(self) -> None:
+        """Do what has to be done before `fetch`. Blocks: for a round trip at most.
+
+        What is sent after `begin` is not in the way of what `fetch` asks for.
+        """
+        assert not self.reading, "a read is under way"
+        if self._far is not None:
+            self._far.begin()
+
+    def fetch(self, out: np.ndarray) -> None:
+        """Ask for the far shards; leave `out` alone until `finish`. Blocks: no."""
+        self._out, self.reading = out, True
+        if self._far is not None:
+            self._far.fetch(out)
+
+    def advance(self) -> bool:
+        """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
+        return self._far is None or self._far.advance()
+
+    def finish(self) -> np.ndarray:
+        """Copy the near shards, and wait for the far ones; see `pull`."""
         self._count += 1
-        self.bytes += out.nbytes
-        if self._consistent:
-            self._ask_far(out)
-        requests = [] if self._consistent else self._far_header(0)
         for k, shard, header, params in self._near:
             if self._consistent:
                 publish(self._wants, k, self._count)
                 self._cluster.wait(lambda k=k: self._is_granted(k))  # type: ignore[misc]
-            self._pull_near(k, out[shard.range], header, params)
+            self._pull_near(k, self._out[shard.range], header, params)
             if self._consistent:
                 publish(self._reads, k, self._count)
-        self._pull_far(out, requests)
+        if self._far is not None:
+            self._cluster.wait(self._far.advance)
+            self.torn += self._far.result(self.versions)
+        self.bytes += self._out.nbytes
+        self.reading = False
         return self.versions
 
     def _is_granted(self, server: int) -> bool:
@@ -122,42 +174,6 @@ class Puller:
         np.copyto(out, params)
         self.torn += observe(header, BEGUN) > committed
         self.versions[server] = committed
-
-    def _far_header(self, when: int) -> list[Request]:
-        return [
-            request
-            for k, rank, _ in self._far
-            for request in self._window.get(rank, "header", self._far_headers[when, k])
-        ]
-
-    def _pull_far(self, out: np.ndarray, requests: list[Request]) -> None:
-        """Header, parameters, header: each must be here before the next is asked for."""
-        if not self._far or self._consistent:
-            self._finish_snapshots()
-            return
-        self._wait(requests)
-        parts = [self._window.get(rank, "params", out[shard.range]) for _, rank, shard in self._far]
-        self._wait([request for part in parts for request in part])
-        self._wait(self._far_header(1))
-        for k, _, _ in self._far:
-            self.versions[k] = self._far_headers[0, k, COMMITTED]
-            self.torn += bool(self._far_headers[1, k, BEGUN] > self.versions[k])
-
-    def _ask_far(self, out: np.ndarray) -> None:
-        comm = self._cluster.comm
-        self._snapshots: list[Request] = []
-        for k, rank, shard in self._far:
-            self._snapshots.append(comm.Irecv(self.versions[k : k + 1], rank, TAG_SNAPSHOT))
-            parts = transfer_pieces(out[shard.range])
-            self._snapshots += [comm.Irecv(part, rank, TAG_SNAPSHOT) for part in parts]
-            self._cluster.send(rank, "read")
-
-    def _finish_snapshots(self) -> None:
-        if self._consistent:
-            self._wait(self._snapshots)
-
-    def _wait(self, requests: list[Request]) -> None:
-        self._cluster.wait(lambda: all_done(requests))
 
 
 class Server:
@@ -192,10 +208,7 @@ class Server:
             if cluster.near(r)
         ]
         self._clocks = [0] * self.applied.size
-        self._far_readers: list[int] = []
-        self._snapshot = np.zeros(0, self.params.dtype)
-        self._snapshot_version = np.zeros(1, "i8")
-        self._sending: list[Request] = []
+        self._replies = Replies(cluster, self._header, self.params)
         self._block = BLOCK_BYTES // self.params.itemsize
         self.staleness = np.zeros(STALENESS_BINS, "i8")
         self.staleness_max = self.staleness_sum = 0
@@ -244,6 +257,7 @@ class Server:
         for begin in range(0, self.shard.size, self._block):
             if begin:
                 self._cluster.progress()
+                self._replies.serve()
             yield slice(begin, begin + self._block)
 
     def _count_staleness(self, staleness: int) -> None:
@@ -251,14 +265,14 @@ class Server:
         self.staleness_max = max(self.staleness_max, staleness)
         self.staleness_sum += staleness
 
-    def want_read(self, rank: int) -> None:
-        """Note that a far worker asked for a consistent read."""
-        self._far_readers.append(rank)
+    def want_read(self, rank: int, consistent: bool) -> None:
+        """Note that a far worker asked for a reply."""
+        self._replies.ask(rank, consistent)
 
     def serve_reads(self) -> None:
         """Let those who asked read the shard now, between two updates.
 
-        Blocks: until near readers have copied the shard; far ones get a snapshot.
+        Blocks: until near readers have copied the shard; far ones get a reply.
         """
         held = []
         for worker, wants, reads in self._readers:
@@ -268,15 +282,4 @@ class Server:
                 held.append((reads, want))
         for reads, want in held:
             self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
-        if self._far_readers and all_done(self._sending):
-            self._send_snapshot()
-
-    def _send_snapshot(self) -> None:
-        """Send one copy to all who asked; the next waits until this one has left."""
-        self._snapshot = self.params.copy()
-        self._snapshot_version[0] = self.version
-        comm, self._sending = self._cluster.comm, []
-        for rank in self._far_readers:
-            for part in (self._snapshot_version, *transfer_pieces(self._snapshot)):
-                self._sending.append(comm.Isend(part, rank, TAG_SNAPSHOT))
-        self._far_readers = []
+        self._replies.serve()

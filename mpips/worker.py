@@ -10,6 +10,7 @@ import numpy as np
 
 from mpips import signals
 from mpips.channel import Sender
+from mpips.cluster import Background
 from mpips.datasets import Batch
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
@@ -20,6 +21,8 @@ from mpips.kernels import scale, sum_squares
 from mpips.ledger import Range
 from mpips.optim import clip_factor
 from mpips.store import Puller
+
+LONG_S = 1e-3  # a computation that is worth waking a thread for
 
 
 @dataclass
@@ -42,11 +45,16 @@ class AsyncWorker:
         self._puller, self._sender, self._feed = puller, sender, feed
         assert job.worker_id is not None, "a server does not work"
         self._worker: int = job.worker_id
-        self.replica = np.zeros(job.layout.size, job.dtype)
-        self._params = job.layout.views(self.replica)
+        self._ahead = puller.looks_ahead and job.config.prefetch
+        self._replicas = [np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)]
+        self._params = [job.layout.views(replica) for replica in self._replicas]
+        self._current = 0  # the replica in use
+        self._ready = False  # whether it is whole before it is due
+        self._background = Background(self._advance) if puller.looks_ahead else None
+        self._versions = puller.versions.copy()
         self._grads = [job.layout.views(sender.buffer(k)) for k in range(2)]
         self._queue: deque[Range] = deque()
-        self._told_signal = self._stopping = self._failed = False
+        self._told_signal = self._stopping = self._failed = self._long = False
         self._next_eval: float | None = None
         self.times = Times()
         self.reason: str | None = None
@@ -104,22 +112,86 @@ class AsyncWorker:
         times, seq = self.times, self._sender.seq + 1
         times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq))
         start = time.perf_counter()
-        versions = self._puller.pull(self.replica)
+        self._read()
         pulled = time.perf_counter()
-        grad = self._sender.buffer(seq)
-        loss = gradient(self._job, self._params, data, self._grads[seq % 2], grad, seq == 1)
-        if self._job.config.clip:
-            scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))
+        loss = self._compute(seq, data)
         computed = time.perf_counter()
-        if not math.isfinite(loss):
-            self._fail(loss, versions)
-            return
-        self._sender.push(batch, len(data), loss, versions)
-        times.push_s += time.perf_counter() - computed
         times.compute_s += computed - pulled
         times.pull_s += pulled - start
+        if not math.isfinite(loss):
+            self._fail(loss, self._versions)
+            return
+        self._push(seq, batch, len(data), loss)
         times.steps += 1
         times.samples += len(data)
+
+    @property
+    def replica(self) -> np.ndarray:
+        """The newest replica, shape (n_params,)."""
+        return self._replicas[self._current]
+
+    def _read(self) -> None:
+        """Have the replica in use whole, and `_versions` those that it holds."""
+        puller = self._puller
+        if self._ready:
+            self._ready = False
+            return
+        if not puller.reading:
+            puller.begin()
+            puller.fetch(self.replica)
+        self._versions[:] = puller.finish()
+        if self._ahead:
+            puller.begin()
+            puller.fetch(self._replicas[1 - self._current])
+
+    def _compute(self, seq: int, data: Batch) -> float:
+        grad, params = self._sender.buffer(seq), self._params[self._current]
+        args = self._job, params, data, self._grads[seq % 2], grad, seq == 1
+        start = time.perf_counter()
+        if self._background is not None and self._long and self._under_way():
+            with self._background:
+                loss = gradient(*args)
+        else:
+            loss = gradient(*args)
+        self._long = time.perf_counter() - start > LONG_S
+        if self._job.config.clip:
+            scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))
+        return loss
+
+    def _under_way(self) -> bool:
+        """Whether anything is on its way from or to another node."""
+        return self._puller.reading or not self._sender.sent()
+
+    def _advance(self) -> None:
+        """Get on with what is under way; called by a thread while the gradient is computed."""
+        if self._puller.reading:
+            self._puller.advance()
+        self._sender.sent()
+
+    def _push(self, seq: int, batch: Range, samples: int, loss: float) -> None:
+        """Push, and where shards are far ask for those of the next step.
+
+        They are asked for when the push before this one has left, so that a replica lacks one of
+        this worker's own pushes at most, and in an order that keeps both directions of a link
+        full: the versions before the push, whose body would be in the way, and the shards right
+        behind its announcement, so that the body is let in before their bulk comes.
+        """
+        puller, times, versions = self._puller, self.times, self._versions.copy()
+        if puller.looks_ahead:
+            times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq + 1))
+            start = time.perf_counter()
+            if self._ahead:
+                self._versions[:] = puller.finish()
+                self._ready = True
+            puller.begin()
+            times.pull_s += time.perf_counter() - start
+        start = time.perf_counter()
+        self._sender.push(batch, samples, loss, versions)
+        times.push_s += time.perf_counter() - start
+        if puller.looks_ahead:
+            puller.fetch(self.replica)
+        if self._ahead:
+            self._current = 1 - self._current
 
     def _fail(self, loss: float, versions: np.ndarray) -> None:
         """Report a loss that is not finite; its gradient is not pushed."""
@@ -137,14 +209,19 @@ class AsyncWorker:
         if not info.n_test or epoch < self._next_eval:
             return
         self._next_eval = next_evaluation(epoch, every)
-        sums = evaluate(self._job, self._params, 0, info.n_test)
+        if self._puller.reading and not self._ready:
+            self._read()
+            self._ready = True
+        sums = evaluate(self._job, self._params[self._current], 0, info.n_test)
         means = {name: value / info.n_test for name, value in sums.items()}
-        step = int(self._puller.versions[0])
+        step = int(self._versions[0])
         payload = {"step": step, "epoch": round(epoch, 4), **means}
         self._cluster.send(self._cluster.roles.chief, "eval", payload)
 
     def _finish(self) -> None:
         """Say how many pushes were sent, and wait until all are applied and the run is saved."""
+        if self._puller.reading:
+            self._puller.finish()
         for rank in self._cluster.roles.servers:
             self._cluster.send(rank, "fin", self._sender.seq)
 

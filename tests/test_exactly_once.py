@@ -38,8 +38,9 @@ def assert_accounts(out: Path, pushes: int) -> None:
     assert set(applied) == {pushes}
     assert sum(staleness["histogram"]) == sum(applied)
     inbox = 2 if len(s["nodes"]) > 1 else 0  # beside the two open pushes of each worker
+    ahead = s["workers"] if "prefetch = true" in (out / "config.toml").read_text() else 0
     for server in s["per_server"]:
-        assert server["staleness_mean"] <= 2 * s["workers"] - 1 + inbox
+        assert server["staleness_mean"] <= 2 * s["workers"] - 1 + inbox + ahead
     assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
 
 
@@ -60,6 +61,11 @@ PLAIN = {
         5,
         "--servers 2 --batch-size 16 --read consistent --node-size 2",
     ),
+    "pulls ahead by reply": (
+        6,
+        "--servers 2 --batch-size 8 --node-size 2 --prefetch --far-read reply",
+    ),
+    "pulls ahead by get": (5, "--servers 2 --batch-size 8 --node-size 1 --prefetch --far-read get"),
     "one batch": (8, "--servers 2 --batch-size 230"),
     "batches of one": (4, "--servers 1 --batch-size 1"),
     "more servers than cache lines": (6, "--servers 3 --batch-size 2 --hidden 1"),

@@ -12,7 +12,7 @@ import numpy as np
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, Vector, make_job
 from mpips.channel import BUFFERS, Receiver, Sender
-from mpips.cluster import Backoff, Cluster, cluster_subset
+from mpips.cluster import Cluster, cluster_subset
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.saver import Saver
@@ -87,12 +87,8 @@ class Exchange:
             cluster.barrier()
             return
         self._goal += pushes * len(cluster.roles.workers)
-        done, backoff = cluster.comm.Ibarrier(), Backoff(cluster.crowded)
-        while not done.Test() or self.server.store.version < self._goal:
-            if self.server.turn():
-                backoff.reset()
-            else:
-                backoff.pause()
+        done, store = cluster.comm.Ibarrier(), self.server.store
+        self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
 
     def alone(self, steps: int) -> None:
         """Do the same work without looking at anybody. Collective: no."""

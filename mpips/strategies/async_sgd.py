@@ -12,9 +12,11 @@ OSDI 2014 (parameter server).
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from mpips import channel, feed, store
 from mpips.channel import Receiver, Sender
-from mpips.cluster import Comm, cluster_subset
+from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import Feed, Granter
 from mpips.folder import CHECKPOINTS
 from mpips.job import Job
@@ -25,6 +27,10 @@ from mpips.store import Puller, Server
 from mpips.strategies import Outcome
 from mpips.window import Plan, Window
 from mpips.worker import AsyncWorker
+
+WAYS = ("get", "reply")
+TRIES = 3
+GAIN = 0.8  # a Get has to be so much faster to be chosen
 
 
 def plan(job: Job, rank: int) -> Plan:
@@ -77,6 +83,9 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
         loop.chief = Chief(job, loop, granter, handout, committer, log)
     loop.start()
     cluster.barrier()  # the parameters are there before the first pull
+    times = _agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
+    if times is not None:
+        log.say(_told(times))
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=_release(window, loop))
     if loop.chief:
@@ -95,9 +104,14 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
 
 def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     cluster = job.cluster
-    puller = Puller(cluster, window, worker_id, job.shards, job.config.read == "consistent")
+    c = job.config
+    way = "reply" if c.far_read == "auto" else c.far_read
+    puller = Puller(cluster, window, worker_id, job.shards, c.read == "consistent", way)
     sender = Sender(cluster, window, worker_id, job.shards)
     cluster.barrier()
+    times = _agree_on_far_reads(job, puller, cluster.wait_request)
+    if times is not None:
+        puller.read_far_by(_faster(times))
     worker = AsyncWorker(job, puller, sender, Feed(cluster, window, worker_id))
     reason = worker.work()
     stats = {
@@ -112,6 +126,45 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     return Outcome(
         reason, params=worker.replica, stats=stats, release=_release(window, puller, sender, worker)
     )
+
+
+def _agree_on_far_reads(
+    job: Job, puller: Puller | None, wait: Callable[[Request], object]
+) -> np.ndarray | None:
+    """Have one worker read its far shards by Get and by reply, and tell all how long it took.
+
+    Args:
+        job: The run.
+        puller: On workers.
+        wait: How this rank waits for the result; servers serve meanwhile.
+
+    Returns:
+        Seconds of a read by Get and by reply, shape (2,), or None where there is no choice.
+
+    Collective: yes.
+    """
+    cluster, c = job.cluster, job.config
+    owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
+    workers = cluster.roles.workers
+    far = [w for w in workers if any(cluster.node_of[r] != cluster.node_of[w] for r in owners)]
+    if not far or c.far_read != "auto" or c.read == "consistent":
+        return None
+    times = np.zeros(2)
+    if puller is not None and cluster.rank == far[0]:
+        out = np.zeros(job.layout.size, job.dtype)
+        times[:] = [min(puller.timed(way, out) for _ in range(TRIES)) for way in WAYS]
+    wait(cluster.comm.Ibcast(times, far[0]))
+    return times
+
+
+def _faster(times: np.ndarray) -> str:
+    """Return the way to read; a reply, which leaves the other direction free, in a tie."""
+    return "get" if times[0] < GAIN * times[1] else "reply"
+
+
+def _told(times: np.ndarray) -> str:
+    get_ms, reply_ms = (1e3 * times).tolist()
+    return f"far reads by {_faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
 
 
 def _release(window: Window, *users: object) -> Callable[[], None]:

@@ -24,7 +24,13 @@ class Rig:
     """
 
     def __init__(
-        self, cluster: Cluster, n: int, servers: int, consistent: bool = False, rule: str = "sgd"
+        self,
+        cluster: Cluster,
+        n: int,
+        servers: int,
+        consistent: bool = False,
+        rule: str = "sgd",
+        far: str = "get",
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
@@ -34,7 +40,7 @@ class Rig:
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
-            self.puller = Puller(cluster, self.window, self.id, self.shards, consistent)
+            self.puller = Puller(cluster, self.window, self.id, self.shards, consistent, far)
             self.sender = Sender(cluster, self.window, self.id, self.shards)
             self.replica = np.zeros(n)
         else:
@@ -68,7 +74,7 @@ class Rig:
             self.server.serve_reads()
             for source, kind, payload in self.cluster.poll():
                 if kind == "read":
-                    self.server.want_read(source)
+                    self.server.want_read(source, payload)
                 else:
                     final[self.roles.workers.index(source)] = payload
             if push is None:

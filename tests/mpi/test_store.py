@@ -24,17 +24,23 @@ def gradient(worker: int, seq: int, n: int) -> np.ndarray:
 
 
 def work(rig: Rig) -> list[np.ndarray]:
-    """Pull and push `PUSHES` times; returns the versions read."""
+    """Pull and push `PUSHES` times, every second pull around a push; returns the versions read."""
     seen = []
     for seq in range(1, PUSHES + 1):
         rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
         grad = rig.sender.buffer(seq)
         grad.fill(np.nan)  # whoever still reads it would show
-        versions = rig.puller.pull(rig.replica)
+        versions = rig.puller.finish() if rig.puller.reading else rig.puller.pull(rig.replica)
         seen.append(versions.copy())
         grad[:] = gradient(rig.id, seq, len(grad))
         batch = (seq // 5, 10 * seq, 10 * seq + rig.id)
-        assert rig.sender.push(batch, seq + rig.id, 0.1 * seq - 1, versions) == seq
+        ahead = seq % 2 and seq < PUSHES
+        if ahead:
+            rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq + 1))
+            rig.puller.begin()
+        assert rig.sender.push(batch, seq + rig.id, 0.1 * seq - 1, seen[-1]) == seq
+        if ahead:
+            rig.puller.fetch(rig.replica)
     rig.finish()
     return seen
 
@@ -62,20 +68,27 @@ class Applied:
 
 
 @pytest.mark.parametrize(
-    ("n", "servers", "piece_bytes"), [(1003, 1, None), (1003, 2, 1024), (5, 2, None)]
+    ("n", "servers", "piece_bytes", "far"),
+    [
+        (1003, 1, None, "get"),
+        (1003, 2, 1024, "get"),
+        (20011, 2, None, "reply"),
+        (5, 2, None, "get"),
+    ],
 )
 def test_pushes_are_applied_once_and_in_order(
     cluster: Cluster,
     n: int,
     servers: int,
     piece_bytes: int | None,
+    far: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
     if piece_bytes:
         monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
-    rig = Rig(cluster, n, servers)
+    rig = Rig(cluster, n, servers, far=far)
     workers = len(rig.roles.workers)
     wrong: list[object] = []
     if rig.worker:
@@ -88,7 +101,8 @@ def test_pushes_are_applied_once_and_in_order(
     check(cluster.comm, not wrong, wrong)
     cluster.barrier()
     if rig.worker:
-        versions = rig.puller.pull(rig.replica)
+        rig.puller.pull_final(rig.replica)
+        versions = rig.puller.versions
         pushes = [(w, seq) for w in range(workers) for seq in range(1, PUSHES + 1)]
         total = sum(gradient(w, seq, n) for w, seq in pushes)
         if not np.array_equal(rig.replica, total):
@@ -201,9 +215,9 @@ class Busy:
         while enough < len(self.rig.roles.workers):
             self.update()
             self.rig.server.serve_reads()
-            for source, kind, _ in self.rig.cluster.poll():
+            for source, kind, payload in self.rig.cluster.poll():
                 if kind == "read":
-                    self.rig.server.want_read(source)
+                    self.rig.server.want_read(source, payload)
                 enough += kind == "enough"
 
 
@@ -222,9 +236,10 @@ def look(rig: Rig, torn_before: int) -> tuple[list[object], bool]:
     return wrong, torn
 
 
+@pytest.mark.parametrize("far", ["get", "reply"])
 @pytest.mark.world(max_size=3)
-def test_torn_reads_happen_and_are_counted(cluster: Cluster) -> None:
-    rig = Rig(cluster, 1 << 18, 1)
+def test_torn_reads_happen_and_are_counted(cluster: Cluster, far: str) -> None:
+    rig = Rig(cluster, 1 << 18, 1, far=far)
     wrong: list[object] = []
     pulls = torn = mixed = 0
     if rig.worker:

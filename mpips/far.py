@@ -1,0 +1,213 @@
+"""Reads of shards across nodes: the worker's half and the server's half, side by side.
+
+A read goes one of two ways. By **Get** the worker reads the version committed, the shard, and the
+version begun, each when the one before is here, and the owner only has to enter MPI. By **reply**
+the worker asks, and the owner sends the same three by message, from the live shard; where reads
+are consistent, from a copy. In both a read is torn, and counted, if an update had begun by its end
+that was not committed at its start.
+
+A link carries both directions at once only if no request waits behind the other direction's bulk:
+so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpips.cluster import Cluster, Request, all_done
+from mpips.kernels import observe
+from mpips.layout import Shard
+from mpips.window import Window
+
+BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
+TAG_REPLY = 4
+# Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
+# that is behind whatever the other direction carries.
+CHUNK_BYTES = 60 << 10
+WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
+Owner = tuple[int, int, Shard]  # server number, rank, shard
+
+
+class FarReads(ABC):
+    """A worker's reads of all far shards, one at a time. Collective: no.
+
+    Args:
+        owners: Server number, rank and shard of each far server with a shard.
+        servers: Number of servers.
+    """
+
+    def __init__(self, cluster: Cluster, owners: Sequence[Owner], servers: int) -> None:
+        self._cluster, self._owners = cluster, owners
+        self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
+        self._last = np.zeros((servers, 8), "i8")  # ... and after them
+        self._coming: list[Request] = []
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Do what has to be done before `fetch`. Blocks: for a round trip at most."""
+
+    @abstractmethod
+    def fetch(self, out: np.ndarray) -> None:
+        """Ask for the shards; leave `out`, shape (n_params,), alone until `advance` is true.
+
+        Blocks: no.
+        """
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Get on; returns whether all that `fetch` asked for is here. Blocks: no."""
+
+    def result(self, versions: np.ndarray) -> int:
+        """Write the versions read, shape (servers,); returns how many of the reads are torn."""
+        torn = 0
+        for server, _, _ in self._owners:
+            versions[server] = self._first[server, COMMITTED]
+            torn += bool(self._last[server, BEGUN] > versions[server])
+        return torn
+
+
+class GetReads(FarReads):
+    """Reads by one-sided Get (MPI-4.1, 12.3)."""
+
+    def __init__(
+        self, cluster: Cluster, owners: Sequence[Owner], servers: int, window: Window
+    ) -> None:
+        super().__init__(cluster, owners, servers)
+        self._window = window
+        self._checks: list[Request] | None = []
+
+    def _headers(self, out: np.ndarray) -> list[Request]:
+        found = [self._window.get(rank, "header", out[server]) for server, rank, _ in self._owners]
+        return [request for requests in found for request in requests]
+
+    def begin(self) -> None:
+        """Read the versions, which have to be known before the shards are read."""
+        requests = self._headers(self._first)
+        self._cluster.wait(lambda: all_done(requests))
+
+    def fetch(self, out: np.ndarray) -> None:
+        """See `FarReads.fetch`."""
+        self._checks = None
+        found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
+        self._coming = [request for requests in found for request in requests]
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        if self._checks is None and all_done(self._coming):
+            self._checks = self._headers(self._last)
+        return self._checks is not None and all_done(self._checks)
+
+
+class ReplyReads(FarReads):
+    """Reads by message, of one version each if `consistent`."""
+
+    def __init__(
+        self, cluster: Cluster, owners: Sequence[Owner], servers: int, consistent: bool
+    ) -> None:
+        super().__init__(cluster, owners, servers)
+        self._consistent = consistent
+
+    def begin(self) -> None:
+        """See `FarReads.begin`: there is nothing to do."""
+
+    def fetch(self, out: np.ndarray) -> None:
+        """See `FarReads.fetch`."""
+        self._coming = []
+        self._ends = []
+        for server, rank, shard in self._owners:
+            for part in (self._first[server], *chunks(out[shard.range]), self._last[server]):
+                self._coming.append(self._cluster.comm.Irecv(part, rank, TAG_REPLY))
+            self._ends.append(self._coming[-1])
+            self._cluster.send(rank, "read", self._consistent)
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        return all_done(self._ends) and all_done(self._coming)
+
+
+def chunks(array: np.ndarray) -> list[np.ndarray]:
+    """Cut a 1-D array into views of at most `CHUNK_BYTES`."""
+    step = CHUNK_BYTES // array.itemsize
+    return [array[b : b + step] for b in range(0, array.size, step)]
+
+
+class _Reply:
+    """An answer on its way: header, shard, and the header as it is when the shard has left."""
+
+    def __init__(
+        self, cluster: Cluster, ranks: Sequence[int], header: np.ndarray, params: np.ndarray
+    ) -> None:
+        self._cluster, self._ranks, self._header, self._params = cluster, ranks, header, params
+        self._left = deque(chunks(params))
+        self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
+        self._closing = False
+        self._send(self._words())
+
+    def _words(self) -> np.ndarray:
+        words = np.zeros(8, "i8")
+        words[[BEGUN, COMMITTED]] = observe(self._header, BEGUN), observe(self._header, COMMITTED)
+        return words
+
+    def _send(self, part: np.ndarray) -> None:
+        comm = self._cluster.comm
+        requests = [comm.Isend(part, rank, TAG_REPLY) for rank in self._ranks]
+        self._sending.append((requests, part))  # alive until sent
+
+    def done(self, versions: np.ndarray | None = None) -> bool:
+        """Get on; returns whether all has left. Blocks: no.
+
+        Args:
+            versions: The last header to send, if not the live one.
+        """
+        while self._room() and self._left:
+            self._send(self._left.popleft())
+        if self._left or self._room() < WINDOW:
+            return False
+        if not self._closing:  # all of the shard has left
+            self._closing = True
+            self._send(self._words() if versions is None else versions)
+        return self._room() == WINDOW
+
+    def _room(self) -> int:
+        """Return how many chunks may be handed to MPI now."""
+        while self._sending and all_done(self._sending[0][0]):
+            self._sending.popleft()
+        return WINDOW - len(self._sending)
+
+
+class Replies:
+    """A server's half: it answers those who ask. Collective: no.
+
+    Args:
+        header: Of this server, shape (8,), dtype int64.
+        params: Its shard, shape (shard.size,).
+    """
+
+    def __init__(self, cluster: Cluster, header: np.ndarray, params: np.ndarray) -> None:
+        self._cluster, self._header, self._params = cluster, header, params
+        self._relaxed: list[_Reply] = []
+        self._copied: _Reply | None = None
+        self._copied_header = np.zeros(8, "i8")
+        self._waiting: list[int] = []
+
+    def ask(self, rank: int, consistent: bool) -> None:
+        """Note that a far worker wants to read. Blocks: no; call it between two updates."""
+        if consistent:
+            self._waiting.append(rank)
+        else:
+            self._relaxed.append(_Reply(self._cluster, [rank], self._header, self._params))
+            self.serve()
+
+    def serve(self) -> None:
+        """Get on with the answers; one copy at a time, to all who wait. Blocks: no."""
+        self._relaxed = [reply for reply in self._relaxed if not reply.done()]
+        if self._copied is not None and self._copied.done(self._copied_header):
+            self._copied = None
+        if self._waiting and self._copied is None:
+            for word in (BEGUN, COMMITTED):
+                self._copied_header[word] = observe(self._header, word)
+            copy = self._params.copy()
+            self._copied = _Reply(self._cluster, self._waiting, self._header, copy)
+            self._waiting = []
