@@ -100,6 +100,9 @@ class Config:
     prefetch: bool = setting(
         "cluster", False, "pull far shards during the gradient before; costs a replica, staleness"
     )
+    share_pulls: bool = setting(
+        "cluster", True, "workers of a node join each other's reads of far shards"
+    )
 
     problem: str = setting(
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",

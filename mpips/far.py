@@ -42,18 +42,20 @@ class FarReads(ABC):
         self._cluster, self._owners = cluster, owners
         self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
+        self._out = np.zeros(0)
         self._coming: list[Request] = []
 
     @abstractmethod
-    def begin(self) -> None:
-        """Do what has to be done before `fetch`. Blocks: for a round trip at most."""
+    def begin(self, out: np.ndarray) -> None:
+        """Do what has to be done before `fetch`. Blocks: for a round trip at most.
+
+        Args:
+            out: Where the shards go, shape (n_params,); left alone until `advance` is true.
+        """
 
     @abstractmethod
-    def fetch(self, out: np.ndarray) -> None:
-        """Ask for the shards; leave `out`, shape (n_params,), alone until `advance` is true.
-
-        Blocks: no.
-        """
+    def fetch(self) -> None:
+        """Ask for the shards. Blocks: no."""
 
     @abstractmethod
     def advance(self) -> bool:
@@ -82,14 +84,15 @@ class GetReads(FarReads):
         found = [self._window.get(rank, "header", out[server]) for server, rank, _ in self._owners]
         return [request for requests in found for request in requests]
 
-    def begin(self) -> None:
+    def begin(self, out: np.ndarray) -> None:
         """Read the versions, which have to be known before the shards are read."""
+        self._out = out
         requests = self._headers(self._first)
         self._cluster.wait(lambda: all_done(requests))
 
-    def fetch(self, out: np.ndarray) -> None:
+    def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        self._checks = None
+        self._checks, out = None, self._out
         found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
         self._coming = [request for requests in found for request in requests]
 
@@ -109,12 +112,13 @@ class ReplyReads(FarReads):
         super().__init__(cluster, owners, servers)
         self._consistent = consistent
 
-    def begin(self) -> None:
+    def begin(self, out: np.ndarray) -> None:
         """See `FarReads.begin`: there is nothing to do."""
+        self._out = out
 
-    def fetch(self, out: np.ndarray) -> None:
+    def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        self._coming = []
+        self._coming, out = [], self._out
         self._ends = []
         for server, rank, shard in self._owners:
             for part in (self._first[server], *chunks(out[shard.range]), self._last[server]):

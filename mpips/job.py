@@ -212,14 +212,14 @@ def check_memory(layout: Layout, config: Config, workers: int) -> None:
 
     Args:
         layout: Of the model.
-        config: Its fields mode, reduce, window and dtype are used.
+        config: Its fields mode, reduce, window, prefetch and dtype are used.
         workers: Workers on this host.
 
     Raises:
         UserError: If the host has less memory than that.
     """
     shared = config.mode == "sync" and config.window == "shared" and config.reduce != "allreduce"
-    vectors = workers + 1 if shared else 2 * workers
+    vectors = workers + 1 if shared else (2 + config.prefetch) * workers
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if workers and needed > there:

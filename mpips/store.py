@@ -19,6 +19,7 @@ from mpips.cluster import Cluster
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
+from mpips.neighbours import Neighbour, SharedReads
 from mpips.optim import Rule
 from mpips.window import Field, Window
 
@@ -77,18 +78,30 @@ class Puller:
         self._count, self._consistent = 0, consistent
         self._out = np.zeros(0)
         self.reading = False
+        self._shared: SharedReads | None = None
         self.read_far_by(far)
         self.torn = 0
         self.bytes = 0
 
     def read_far_by(self, way: str) -> None:
         """Read the far shards by "get" or by "reply" from now on; not during a read."""
-        servers, owners = len(self.versions), self._far_owners
         self._far: FarReads | None = None
-        if owners and way == "get" and not self._consistent:
-            self._far = GetReads(self._cluster, owners, servers, self._window)
-        elif owners:
-            self._far = ReplyReads(self._cluster, owners, servers, self._consistent)
+        args = self._cluster, self._far_owners, len(self.versions)
+        if self._far_owners and way == "get" and not self._consistent:
+            self._far = GetReads(*args, self._window)
+        elif self._far_owners:
+            self._far = ReplyReads(*args, self._consistent)
+
+    def share(self, me: Neighbour, others: Sequence[Neighbour]) -> None:
+        """Share far reads with the other workers of the node from now on."""
+        if self._far is not None and others and not self._consistent:
+            args = self._cluster, self._far_owners, len(self.versions)
+            self._far = self._shared = SharedReads(*args, self._far, me, others)
+
+    @property
+    def joined(self) -> int:
+        """Reads that came from a neighbour's fetch."""
+        return self._shared.joined if self._shared else 0
 
     @property
     def looks_ahead(self) -> bool:
@@ -124,24 +137,25 @@ class Puller:
         updates unless reads are consistent.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
-        self.begin()
-        self.fetch(out)
+        self.begin(out)
+        self.fetch()
         return self.finish()
 
-    def begin(self) -> None:
-        """Do what has to be done before `fetch`. Blocks: for a round trip at most.
+    def begin(self, out: np.ndarray) -> None:
+        """Do what has to be done before `fetch`; leave `out` alone until `finish`.
 
-        What is sent after `begin` is not in the way of what `fetch` asks for.
+        What is sent after `begin` is not in the way of what `fetch` asks for. Blocks: for a round
+        trip at most.
         """
         assert not self.reading, "a read is under way"
-        if self._far is not None:
-            self._far.begin()
-
-    def fetch(self, out: np.ndarray) -> None:
-        """Ask for the far shards; leave `out` alone until `finish`. Blocks: no."""
         self._out, self.reading = out, True
         if self._far is not None:
-            self._far.fetch(out)
+            self._far.begin(out)
+
+    def fetch(self) -> None:
+        """Ask for the far shards. Blocks: no."""
+        if self._far is not None:
+            self._far.fetch()
 
     def advance(self) -> bool:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +39,28 @@ class Times:
 
 
 class AsyncWorker:
-    """Computes gradients until the data is exhausted or the chief says stop."""
+    """Computes gradients until the data is exhausted or the chief says stop.
 
-    def __init__(self, job: Job, puller: Puller, sender: Sender, feed: Feed) -> None:
+    Args:
+        replicas: Where the parameters go: one vector, two with ``prefetch``; by default its own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        puller: Puller,
+        sender: Sender,
+        feed: Feed,
+        replicas: Sequence[np.ndarray] = (),
+    ) -> None:
         self._job, self._cluster = job, job.cluster
         self._puller, self._sender, self._feed = puller, sender, feed
         assert job.worker_id is not None, "a server does not work"
         self._worker: int = job.worker_id
         self._ahead = puller.looks_ahead and job.config.prefetch
-        self._replicas = [np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)]
+        self._replicas = replicas or [
+            np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
+        ]
         self._params = [job.layout.views(replica) for replica in self._replicas]
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due
@@ -110,7 +124,7 @@ class AsyncWorker:
     def step(self, batch: Range, data: Batch) -> None:
         """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere."""
         times, seq = self.times, self._sender.seq + 1
-        times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq))
+        times.wait_s += self._cluster.wait(lambda: self._writable(seq))
         start = time.perf_counter()
         self._read()
         pulled = time.perf_counter()
@@ -137,12 +151,12 @@ class AsyncWorker:
             self._ready = False
             return
         if not puller.reading:
-            puller.begin()
-            puller.fetch(self.replica)
+            puller.begin(self.replica)
+            puller.fetch()
         self._versions[:] = puller.finish()
         if self._ahead:
-            puller.begin()
-            puller.fetch(self._replicas[1 - self._current])
+            puller.begin(self._replicas[1 - self._current])
+            puller.fetch()
 
     def _compute(self, seq: int, data: Batch) -> float:
         grad, params = self._sender.buffer(seq), self._params[self._current]
@@ -157,6 +171,12 @@ class AsyncWorker:
         if self._job.config.clip:
             scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))
         return loss
+
+    def _writable(self, seq: int) -> bool:
+        """Whether the buffer of push `seq` may be written; a read gets on meanwhile."""
+        if self._puller.reading:
+            self._puller.advance()
+        return self._sender.writable(seq)
 
     def _under_way(self) -> bool:
         """Whether anything is on its way from or to another node."""
@@ -178,18 +198,18 @@ class AsyncWorker:
         """
         puller, times, versions = self._puller, self.times, self._versions.copy()
         if puller.looks_ahead:
-            times.wait_s += self._cluster.wait(lambda: self._sender.writable(seq + 1))
+            times.wait_s += self._cluster.wait(lambda: self._writable(seq + 1))
             start = time.perf_counter()
             if self._ahead:
                 self._versions[:] = puller.finish()
                 self._ready = True
-            puller.begin()
+            puller.begin(self.replica)
             times.pull_s += time.perf_counter() - start
         start = time.perf_counter()
         self._sender.push(batch, samples, loss, versions)
         times.push_s += time.perf_counter() - start
         if puller.looks_ahead:
-            puller.fetch(self.replica)
+            puller.fetch()
         if self._ahead:
             self._current = 1 - self._current
 

@@ -20,6 +20,7 @@ evaluation folder
 cluster ending
 window
 channel feed far
+neighbours
 job store
 rounds saver
 server worker
@@ -183,6 +184,7 @@ WORDS = {
     "channel": {"_words", "words", "_applied", "applied"},
     "far": {"_header", "header"},
     "feed": {"_grants", "_ring", "ring", "_taken", "taken"},
+    "neighbours": {"words"},
     "rounds": set(),  # known by address only, which nothing but `meet` takes
     "server": {"applied", "_applied"},
     "store": {"header", "_header", "applied", "_granted", "_wants", "wants", "_reads", "reads"},

@@ -10,15 +10,15 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
-from mpips.bench.vector import ONE, Vector, make_job
-from mpips.channel import BUFFERS, Receiver, Sender
+from mpips.bench.vector import ONE, make_job
+from mpips.channel import Receiver, Sender
 from mpips.cluster import Cluster, cluster_subset
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.saver import Saver
 from mpips.server import AsyncServer
 from mpips.store import Puller, Server
-from mpips.strategies.async_sgd import plan
+from mpips.strategies.async_sgd import agree_on_far_reads, faster, plan, share_far_reads
 from mpips.window import Window
 from mpips.worker import AsyncWorker
 
@@ -38,28 +38,44 @@ class Exchange:
     def __init__(self, job: Job) -> None:
         cluster = self.cluster = job.cluster
         self._job = job
-        self._window = Window(cluster, [plan(job, rank) for rank in range(cluster.world)])
+        self.window = Window(cluster, [plan(job, rank) for rank in range(cluster.world)])
         servers = cluster_subset(cluster, cluster.roles.servers)
         self.server: AsyncServer | None = None
-        self.worker: AsyncWorker | None = None
         self._goal = 0
         if job.worker_id is None:
             self.server = self._serve(servers)
         else:
-            puller = Puller(cluster, self._window, job.worker_id, job.shards)
-            self.sender = Sender(cluster, self._window, job.worker_id, job.shards)
-            feed = Feed(cluster, self._window, job.worker_id)
-            self.worker = AsyncWorker(job, puller, self.sender, feed)
+            self.puller = Puller(cluster, self.window, job.worker_id, job.shards)
+            self.sender = Sender(cluster, self.window, job.worker_id, job.shards)
+            feed = Feed(cluster, self.window, job.worker_id)
         cluster.barrier()
+        self.far_way = self._choose_far_reads()
+        if job.worker_id is not None:
+            replicas = share_far_reads(job, self.window, self.puller)
+            self.worker = AsyncWorker(job, self.puller, self.sender, feed, replicas)
+
+    def _choose_far_reads(self) -> str:
+        """Return how far shards are read, as a run's start finds it out. Collective: yes."""
+        server = self.server
+        if server is not None:
+            times = agree_on_far_reads(
+                self._job, None, lambda request: server.serve_until(request.Test)
+            )
+            return "" if times is None else faster(times)
+        times = agree_on_far_reads(self._job, self.puller, self.cluster.wait_request)
+        if times is None:
+            return ""
+        self.puller.read_far_by(faster(times))
+        return faster(times)
 
     def _serve(self, servers: object) -> AsyncServer:
         job, cluster, shard = self._job, self.cluster, self._job.shard
         number = cluster.roles.servers.index(cluster.rank)
-        store = Server(cluster, self._window, number, shard, job.rule, job.rate())
+        store = Server(cluster, self.window, number, shard, job.rule, job.rate())
         store.params[:] = 1
         store.start_from(0)
         inbox, dtype = job.config.inbox, job.config.dtype
-        receiver = Receiver(cluster, self._window, number, shard, dtype, store.applied, inbox)
+        receiver = Receiver(cluster, self.window, number, shard, dtype, store.applied, inbox)
         saver = Saver(cluster, shard, store.params, {}, stall=True)
         return AsyncServer(job, servers, store, receiver, saver)
 
@@ -67,7 +83,6 @@ class Exchange:
         """Have every worker pull, compute and push `steps` times. Collective: yes."""
 
         def work() -> None:
-            assert self.worker is not None
             for _ in range(steps):
                 self.worker.step((0, 0, 1), ONE)
 
@@ -95,32 +110,32 @@ class Exchange:
         if self.server is not None:
             store, rule = self.server.store, self._job.rule
             ranks = self.cluster.roles.workers
-            grads = [g for r in ranks for g in self._window.view(r, "grads")]
+            grads = [g for r in ranks for g in self.window.view(r, "grads")]
             for k in range(steps * len(ranks)):
                 grad = grads[k % len(grads)][store.shard.range]
                 rule.apply(store.params, grad, store.slots, 1, 1e-3)
             return
-        worker, problem = self.worker, self._job.problem
-        assert worker is not None
-        assert isinstance(problem, Vector)
-        ranks, shards = self.cluster.roles.servers, self._job.shards
-        sources = [(self._window.view(r, "params"), s.range) for r, s in zip(ranks, shards)]
-        views = self._job.layout.views
-        grads = [views(self.sender.buffer(k)) for k in range(BUFFERS)]
+        ranks, shards, replica = self.cluster.roles.servers, self._job.shards, self.worker.replica
         for k in range(steps):
-            for params, where in sources:
-                np.copyto(worker.replica[where], params)
-            problem.loss_and_grad(views(worker.replica), ONE, grads[k % BUFFERS])
+            for rank, shard in zip(ranks, shards, strict=True):
+                np.copyto(replica[shard.range], self.window.view(rank, "params"))
+            self.compute(k)
+
+    def compute(self, k: int) -> None:
+        """Compute a worker's gradient number `k` from its replica as it is. Collective: no."""
+        views = self._job.layout.views
+        grad = views(self.sender.buffer(k))
+        self._job.problem.loss_and_grad(views(self.worker.replica), ONE, grad)
 
     def free(self) -> None:
         """Free the window. Collective: yes."""
         if self.server is not None:
             self.server.close()
         self.cluster.barrier()
-        for user in (self.server, self.worker, getattr(self, "sender", None)):
-            if user is not None:
+        for name in {"server", "puller", "sender", "worker"} & set(vars(self)):
+            if (user := vars(self).pop(name)) is not None:
                 vars(user).clear()
-        self._window.free()
+        self.window.free()
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:

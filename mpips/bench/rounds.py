@@ -26,27 +26,40 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     return [_at(cluster, size, options) for size in options.pick(SIZES, QUICK)]
 
 
+class Rounds:
+    """The rounds of a synchronous run, without data to train on. Collective: yes, all of it."""
+
+    def __init__(self, cluster: Cluster, size: int) -> None:
+        self.job = make_job(cluster, size // 4, "sync", servers=0)
+        self.round = make_round(self.job)
+        self.round.params[:] = 1
+        self.round.grad[:] = 0
+        self.round.publish_start()
+        self._weights = np.full(cluster.world, 1 / cluster.world)
+
+    def exchange(self, count: int) -> None:
+        """Run so many rounds."""
+        for step in range(1, count + 1):
+            self.round.exchange(step, self._weights, Report())
+
+    def free(self) -> None:
+        """Free what the rounds hold."""
+        self.job.cluster.barrier()
+        self.round.free()
+
+
 def _at(cluster: Cluster, size: int, options: Options) -> Row:
-    job = make_job(cluster, size // 4, "sync", servers=0)
-    rounds = make_round(job)
-    rounds.params[:] = 1
-    rounds.grad[:] = 0
-    rounds.publish_start()
-    params, grad = rounds.replica.copy(), rounds.grad.copy()
-    weights = np.full(cluster.world, 1 / cluster.world)
+    rounds = Rounds(cluster, size)
+    params, grad = rounds.round.replica.copy(), rounds.round.grad.copy()
     least, most = ROUNDS
     count = max(least, min(most, WORK_BYTES // size))
 
-    def shared() -> None:
-        for step in range(1, count + 1):
-            rounds.exchange(step, weights, Report())
-
     def plain() -> None:
         for _ in range(count):
-            allreduce_step(cluster.comm, params, grad, job.rule, 1e-3)
+            allreduce_step(cluster.comm, params, grad, rounds.job.rule, 1e-3)
 
-    times = in_turn(cluster, {"mpips": shared, "plain": plain}, options.repeats)
-    cluster.barrier()
+    sides = {"mpips": lambda: rounds.exchange(count), "plain": plain}
+    times = in_turn(cluster, sides, options.repeats)
     rounds.free()
     mine, other, ratio = compare(times["mpips"], times["plain"])
     case = f"{bytes_text(size)}, {cluster.world} ranks"

@@ -27,11 +27,12 @@ def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
 
 
 class Vector(Problem):
-    """A vector of `size` parameters, whose gradient takes one pass over it to make."""
+    """A vector of `size` parameters, whose gradient takes `passes` passes over it to make."""
 
     def __init__(self, data: DataInfo, config: Config, size: int) -> None:
         super().__init__(data, config)
         self.layout = Layout.of({"w": (size,)})
+        self.passes = 1
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return ones."""
@@ -39,7 +40,8 @@ class Vector(Problem):
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return 0, and write the gradient."""
-        gradient_of(params["w"], out["w"])
+        for _ in range(self.passes):
+            gradient_of(params["w"], out["w"])
         return 0.0
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:

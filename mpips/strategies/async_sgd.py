@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import channel, feed, store
+from mpips import channel, feed, neighbours, store
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import Feed, Granter
 from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.metrics import Log
+from mpips.neighbours import Neighbour
 from mpips.saver import Committer, Contents, Saver
 from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
@@ -41,11 +42,22 @@ def plan(job: Job, rank: int) -> Plan:
         size = job.shards[roles.servers.index(rank)].size
         fields = store.server_fields(size, job.rule.slots, dtype, workers)
         return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
-    return Plan(
-        channel.worker_fields(job.layout.size, servers, dtype)
-        + store.reader_fields(servers)
-        + feed.worker_fields()
-    )
+    fields = channel.worker_fields(job.layout.size, servers, dtype)
+    fields += store.reader_fields(servers) + feed.worker_fields()
+    if sharing(job, rank):
+        fields += neighbours.fields(job.layout.size, servers, dtype, 1 + job.config.prefetch)
+    return Plan(fields)
+
+
+def sharing(job: Job, rank: int) -> list[int]:
+    """Return the workers of the node with whom a worker shares its far reads, itself included."""
+    cluster, c = job.cluster, job.config
+    node = cluster.node_of[rank]
+    owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
+    near = [r for r in cluster.roles.workers if cluster.node_of[r] == node]
+    far = any(cluster.node_of[r] != node for r in owners)
+    shared = far and len(near) > 1 and c.share_pulls and c.read == "relaxed"
+    return near if shared else []
 
 
 def run(job: Job, log: Log) -> Outcome:
@@ -83,7 +95,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
         loop.chief = Chief(job, loop, granter, handout, committer, log)
     loop.start()
     cluster.barrier()  # the parameters are there before the first pull
-    times = _agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
+    times = agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
     if times is not None:
         log.say(_told(times))
     reason = loop.serve()
@@ -109,10 +121,11 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     puller = Puller(cluster, window, worker_id, job.shards, c.read == "consistent", way)
     sender = Sender(cluster, window, worker_id, job.shards)
     cluster.barrier()
-    times = _agree_on_far_reads(job, puller, cluster.wait_request)
+    times = agree_on_far_reads(job, puller, cluster.wait_request)
     if times is not None:
-        puller.read_far_by(_faster(times))
-    worker = AsyncWorker(job, puller, sender, Feed(cluster, window, worker_id))
+        puller.read_far_by(faster(times))
+    replicas = share_far_reads(job, window, puller)
+    worker = AsyncWorker(job, puller, sender, Feed(cluster, window, worker_id), replicas)
     reason = worker.work()
     stats = {
         **dataclasses.asdict(worker.times),
@@ -120,6 +133,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
         "torn_reads": puller.torn,
+        "joined_reads": puller.joined,
     }
     if reason != "diverged":
         puller.pull_final(worker.replica)
@@ -128,7 +142,17 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     )
 
 
-def _agree_on_far_reads(
+def share_far_reads(job: Job, window: Window, puller: Puller) -> list[np.ndarray]:
+    """Have this worker share its far reads if it can; returns its replicas if so."""
+    ranks, me = sharing(job, job.cluster.rank), job.cluster.rank
+    if not ranks:
+        return []
+    seen = {rank: Neighbour.of(window, rank) for rank in ranks}
+    puller.share(seen[me], [seen[rank] for rank in ranks if rank != me])
+    return list(seen[me].replicas)
+
+
+def agree_on_far_reads(
     job: Job, puller: Puller | None, wait: Callable[[Request], object]
 ) -> np.ndarray | None:
     """Have one worker read its far shards by Get and by reply, and tell all how long it took.
@@ -157,14 +181,14 @@ def _agree_on_far_reads(
     return times
 
 
-def _faster(times: np.ndarray) -> str:
+def faster(times: np.ndarray) -> str:
     """Return the way to read; a reply, which leaves the other direction free, in a tie."""
     return "get" if times[0] < GAIN * times[1] else "reply"
 
 
 def _told(times: np.ndarray) -> str:
     get_ms, reply_ms = (1e3 * times).tolist()
-    return f"far reads by {_faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
+    return f"far reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"
 
 
 def _release(window: Window, *users: object) -> Callable[[], None]:

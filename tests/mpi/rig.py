@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import channel, store
+from mpips import channel, neighbours, store
 from mpips.channel import Push, Receiver, Sender
 from mpips.cluster import Backoff, Cluster
 from mpips.kernels import observe
 from mpips.layout import cut
+from mpips.neighbours import Neighbour
 from mpips.optim import make_rule
 from mpips.roles import assign
 from mpips.store import Puller, Server
@@ -31,11 +32,13 @@ class Rig:
         consistent: bool = False,
         rule: str = "sgd",
         far: str = "get",
+        share: bool = False,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
         self.rule = make_rule(rule)
         self.shards = cut(n, servers, 8)
+        self._sharing = share
         self.window = Window(cluster, [self._plan(rank, n) for rank in range(cluster.world)])
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
@@ -43,6 +46,8 @@ class Rig:
             self.puller = Puller(cluster, self.window, self.id, self.shards, consistent, far)
             self.sender = Sender(cluster, self.window, self.id, self.shards)
             self.replica = np.zeros(n)
+            if share:
+                self._share()
         else:
             self.id = self.roles.servers.index(cluster.rank)
             self.shard = self.shards[self.id]
@@ -56,7 +61,18 @@ class Rig:
         if rank in self.roles.servers:
             size = self.shards[self.roles.servers.index(rank)].size
             return Plan(store.server_fields(size, self.rule.slots, "float64", workers))
-        return Plan(channel.worker_fields(n, servers, "float64") + store.reader_fields(servers))
+        fields = channel.worker_fields(n, servers, "float64") + store.reader_fields(servers)
+        if self._sharing:
+            fields += neighbours.fields(n, servers, "float64", 2)
+        return Plan(fields)
+
+    def _share(self) -> None:
+        near = [r for r in self.roles.workers if self.cluster.near(r)]
+        seen = {r: Neighbour.of(self.window, r) for r in near}
+        me = seen.pop(self.cluster.rank)
+        self.replicas = me.replicas
+        self.replica = me.replicas[0]
+        self.puller.share(me, list(seen.values()))
 
     def serve(
         self,

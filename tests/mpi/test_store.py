@@ -37,10 +37,10 @@ def work(rig: Rig) -> list[np.ndarray]:
         ahead = seq % 2 and seq < PUSHES
         if ahead:
             rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq + 1))
-            rig.puller.begin()
+            rig.puller.begin(rig.replica)
         assert rig.sender.push(batch, seq + rig.id, 0.1 * seq - 1, seen[-1]) == seq
         if ahead:
-            rig.puller.fetch(rig.replica)
+            rig.puller.fetch()
     rig.finish()
     return seen
 

@@ -1,0 +1,164 @@
+"""Reads of far shards that the workers of a node share: one fetches, the others copy.
+
+Where workers of a node keep their replicas in shared memory, a worker that wants the far shards
+first looks at its neighbours. If one of them has a fetch under way that began after this worker's
+last read was complete, so that reads never go back, it waits for that and copies what came; if
+not, it fetches them itself, and says so. Nobody leads, every word has one writer, and a link that
+is the bottleneck brings the workers into step, so that a node takes each shard once. A joined read
+is older than one of its own by one transfer at most, and carries the versions of the fetch, so
+that staleness stays exact. Whoever waits longer than a read should take (its neighbour may be
+stopped) fetches for itself.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.cluster import Cluster
+from mpips.far import FarReads, Owner
+from mpips.kernels import observe, publish
+from mpips.window import Field, Window
+
+BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
+REPLICAS = 2  # at most: the one in use, and the one ahead
+PATIENCE = 4.0  # times the longest read so far
+PATIENCE_S = 0.05  # and at least this
+
+
+def fields(n: int, servers: int, dtype: str, replicas: int) -> tuple[Field, ...]:
+    """Return the fields of a worker's segment by which others join its reads."""
+    return (
+        Field("fetches", "i8", (8,)),
+        Field("fetched", "i8", (REPLICAS, servers + 1)),
+        Field("replicas", dtype, (replicas, n)),
+    )
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A worker of this node, as the others see it.
+
+    Attributes:
+        words: Its fetches begun and done, shape (8,), dtype int64.
+        fetched: Versions that they found, and how many reads were torn, shape
+            (REPLICAS, servers + 1), dtype int64.
+        replicas: Where they go, shape (replicas, n_params).
+    """
+
+    words: np.ndarray
+    fetched: np.ndarray
+    replicas: np.ndarray
+
+    @classmethod
+    def of(cls, window: Window, rank: int) -> "Neighbour":
+        """Return the worker of that rank."""
+        return cls(*(window.view(rank, name) for name in ("fetches", "fetched", "replicas")))
+
+
+class SharedReads(FarReads):
+    """A worker's far reads, or a neighbour's that it joins. Collective: no.
+
+    Args:
+        own: How this worker reads.
+        me: This worker.
+        others: The other workers of the node.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        owners: Sequence[Owner],
+        servers: int,
+        own: FarReads,
+        me: Neighbour,
+        others: Sequence[Neighbour],
+    ) -> None:
+        super().__init__(cluster, owners, servers)
+        self._own, self._me, self._others = own, me, others
+        self._joined: tuple[Neighbour, int] | None = None
+        self._seen = [0] * len(others)  # fetches that may be older than the last read
+        self._number = self._slot = 0
+        self._here = True
+        self._found = np.zeros(servers, "i8")
+        self._torn = self.joined = 0
+        self._asked_s = self._longest_s = 0.0
+
+    def begin(self, out: np.ndarray) -> None:
+        """Join a fetch that is under way, or claim the next; see `FarReads.begin`.
+
+        Args:
+            out: One of this worker's replicas.
+        """
+        self._out, self._here = out, False
+        self._joined = None
+        for other, seen in zip(self._others, self._seen, strict=True):
+            begun = observe(other.words, BEGUN)
+            if begun > max(seen, observe(other.words, DONE)):
+                self._joined = other, begun
+        if self._joined is None:
+            self._claim()
+
+    def _claim(self) -> None:
+        """Say that a fetch begins, and where it goes."""
+        places = [replica.ctypes.data for replica in self._me.replicas]
+        self._number += 1
+        self._slot = places.index(self._out.ctypes.data)
+        publish(self._me.words, BEGUN, REPLICAS * self._number + self._slot)
+        self._own.begin(self._out)
+
+    def fetch(self) -> None:
+        """See `FarReads.fetch`."""
+        self._asked_s = time.perf_counter()
+        if self._joined is None:
+            self._own.fetch()
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        if not self._here:
+            self._here = self._own_is_here() if self._joined is None else self._other_is_here()
+            if self._here:
+                self._seen = [self._last_begun(other) for other in self._others]
+        return self._here
+
+    def _last_begun(self, other: Neighbour) -> int:
+        """Return the last fetch of a neighbour that may be older than what was read just now."""
+        if self._joined is not None and self._joined[0] is other:
+            return self._joined[1]
+        return observe(other.words, BEGUN)
+
+    def _own_is_here(self) -> bool:
+        if not self._own.advance():
+            return False
+        self._torn = self._own.result(self._found)
+        self._me.fetched[self._slot, :-1] = self._found
+        self._me.fetched[self._slot, -1] = self._torn
+        publish(self._me.words, DONE, REPLICAS * self._number + self._slot)
+        self._longest_s = max(self._longest_s, time.perf_counter() - self._asked_s)
+        return True
+
+    def _other_is_here(self) -> bool:
+        assert self._joined is not None
+        other, number = self._joined
+        if observe(other.words, DONE) < number:
+            if time.perf_counter() - self._asked_s > PATIENCE_S + PATIENCE * self._longest_s:
+                self._joined = None
+                self._claim()
+                self.fetch()
+            return False
+        slot = number % REPLICAS
+        self._found[:] = other.fetched[slot, :-1]
+        for _, _, shard in self._owners:
+            np.copyto(self._out[shard.range], other.replicas[slot, shard.range])
+        later = observe(other.words, BEGUN) - REPLICAS * (number // REPLICAS)
+        overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
+        self._torn = len(self._owners) if overwritten else int(other.fetched[slot, -1])
+        self.joined += 1
+        return True
+
+    def result(self, versions: np.ndarray) -> int:
+        """See `FarReads.result`."""
+        for server, _, _ in self._owners:
+            versions[server] = self._found[server]
+        return self._torn

@@ -1,0 +1,121 @@
+"""Far reads that the workers of a node share."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from rig import Rig
+from verdict import check
+
+from mpips.channel import Push
+from mpips.cluster import Cluster
+
+pytestmark = pytest.mark.mpi(min_size=4)
+
+N = 30011
+PULLS = 30
+
+
+def serve(rig: Rig, update: Callable[[], None]) -> None:
+    """Update and answer reads until every worker says that it has seen enough."""
+    enough = 0
+    while enough < len(rig.roles.workers):
+        update()
+        rig.server.serve_reads()
+        rig.cluster.progress()
+        for source, kind, payload in rig.cluster.poll():
+            if kind == "read":
+                rig.server.want_read(source, payload)
+            enough += kind == "enough"
+
+
+class Counting:
+    """Updates that leave every parameter equal to the version."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.seq, self.ones = rig, 0, np.ones(N)
+
+    def __call__(self) -> None:
+        self.seq += 1
+        version = self.rig.server.version
+        self.rig.server.apply(Push(0, self.seq, (0, 0, 1), 1, 0.0, version, self.ones))
+
+
+def pull(rig: Rig, out: np.ndarray) -> list[object]:
+    """Pull into `out`; returns what is wrong with it."""
+    torn = rig.puller.torn
+    version = int(rig.puller.pull(out)[0])
+    low, high = out.min(), out.max()
+    if low < version or (rig.puller.torn == torn and high != version):
+        return [(version, low, high)]
+    return []
+
+
+@pytest.mark.parametrize("far", ["get", "reply"])
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_what_is_joined_is_what_was_fetched(cluster: Cluster, far: str) -> None:
+    rig = Rig(cluster, N, 1, far=far, share=True)
+    wrong: list[object] = []
+    if rig.worker:
+        last = -1
+        for k in range(PULLS):
+            wrong += pull(rig, rig.replicas[k % 2])
+            if rig.puller.versions[0] < last:
+                wrong.append(("older than the one before", last, rig.puller.versions[0]))
+            last = int(rig.puller.versions[0])
+        cluster.send(0, "enough")
+    else:
+        serve(rig, Counting(rig))
+    check(cluster.comm, not wrong, wrong[:3])
+    rig.free()
+
+
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_a_fetch_under_way_is_joined(cluster: Cluster) -> None:
+    rig = Rig(cluster, N, 1, far="reply", share=True)
+    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    wrong: list[object] = []
+    if rig.worker:
+        first = cluster.rank == min(far, default=cluster.rank)
+        if first:
+            rig.puller.begin(rig.replica)
+            rig.puller.fetch()
+        cluster.wait_request(cluster.node.Ibarrier()) if far else None
+        if not first:
+            rig.puller.begin(rig.replica)
+            rig.puller.fetch()
+        rig.puller.finish()
+        if rig.puller.joined != (not first):
+            wrong.append(("joined", rig.puller.joined, far))
+        cluster.send(0, "enough")
+    else:
+        serve(rig, lambda: None)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_a_neighbour_that_stands_still_is_not_waited_for(cluster: Cluster) -> None:
+    rig = Rig(cluster, N, 1, far="reply", share=True)
+    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    wrong: list[object] = []
+    if rig.worker:
+        still = len(far) > 1 and cluster.rank == min(far)
+        if still:
+            rig.puller.begin(rig.replica)
+        if far:
+            cluster.wait_request(cluster.node.Ibarrier())
+        if not still:
+            wrong += pull(rig, rig.replica)
+            if rig.puller.joined:
+                wrong.append("joined a read that was never made")
+        if far:
+            cluster.wait_request(cluster.node.Ibarrier())
+        if still:
+            rig.puller.fetch()
+            rig.puller.finish()
+        cluster.send(0, "enough")
+    else:
+        serve(rig, lambda: None)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
