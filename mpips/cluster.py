@@ -4,6 +4,7 @@ Importing this module starts MPI. What has to be set before that (yielding where
 outnumber cores) is set here first, if the user has not set it.
 """
 
+import ctypes
 import itertools
 import os
 import platform
@@ -42,6 +43,7 @@ _yield_when_crowded()
 from mpi4py import MPI  # noqa: E402  (starts MPI, with what was set above)
 
 SPIN_S = 20e-6
+PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # prctl(2)
 YIELD_S = 200e-6
 SLEEP_S = 20e-6
 SLEEP_MAX_S = 1e-3
@@ -54,6 +56,11 @@ TAG_CONTROL, TAG_GATHER = 1, 7
 
 Comm: TypeAlias = MPI.Intracomm
 Request: TypeAlias = MPI.Request
+
+
+def _sharpen_timers() -> None:
+    """Let a sleep of 20 us take 25, not 75: Linux delays timers by up to 50 us unless told."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
 
 
 class Backoff:
@@ -155,6 +162,7 @@ class Cluster:
         self.crowded = self._cores_a_rank < 1
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
+        _sharpen_timers()
         self.threads = 0
         self.roles = Roles((), tuple(range(self.world)))
 

@@ -12,7 +12,7 @@ import numpy as np
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, make_job
 from mpips.channel import Receiver, Sender
-from mpips.cluster import Cluster, cluster_subset
+from mpips.cluster import Cluster, Comm, cluster_subset
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.saver import Saver
@@ -68,7 +68,7 @@ class Exchange:
         self.puller.read_far_by(faster(times))
         return faster(times)
 
-    def _serve(self, servers: object) -> AsyncServer:
+    def _serve(self, servers: Comm) -> AsyncServer:
         job, cluster, shard = self._job, self.cluster, self._job.shard
         number = cluster.roles.servers.index(cluster.rank)
         store = Server(cluster, self.window, number, shard, job.rule, job.rate())
