@@ -1,30 +1,129 @@
-"""Measure: ``mpirun -n RANKS python -m mpips.bench [MEASURE ...]``."""
+"""Measure: ``python -m mpips.bench [MEASURE ...]``, with or without ``mpirun -n RANKS``."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mpips.bench.catalogue import choose, listing
+from mpips.bench.measure import Options
+from mpips.errors import UserError
+from mpips.train import LAUNCHED
+
+DESCRIPTION = """\
+Measure mpips beside the limit of this machine, and print one table. Every ratio is of two sides
+that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
+taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        raise UserError(f"command line: {message}", "what --help lists")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = Parser(prog="python -m mpips.bench", description=DESCRIPTION, add_help=False)
+    add = parser.add_argument
+    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all]")
+    add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
+    add("--repeats", type=int, default=5, metavar="N", help="repeats of each side [default: 5]")
+    add("--sizes", default="", metavar="N,N,...", help="bytes of the parameters, where sizes vary")
+    add("--json", type=Path, metavar="FILE", help="also write the rows, and the machine's facts")
+    add("--peers", type=Path, metavar="VENV", help="also run the peers installed in VENV")
+    add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
+    add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
+        help="with --scale: do not measure, but join files that --scale --json wrote")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="with --scale: also draw it, as .svg or .png")
+    add("--list", action="store_true", help="show the measures, and end")
+    add("--help", "-h", action="store_true", help="show this text, and end")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """Return the options of a command line, checked.
+
+    Raises:
+        UserError: If one is illegal.
+    """
+    choose(args.measures)
+    if args.repeats < 1:
+        raise UserError(f"--repeats {args.repeats}", "an integer >= 1")
+    words = args.sizes.split(",") if args.sizes else []
+    if not all(word.isdecimal() and int(word) >= 4 for word in words):
+        raise UserError(f"--sizes {args.sizes}", "bytes >= 4, with commas between them")
+    if not args.scale and (args.files or args.plot):
+        raise UserError("--from or --plot without --scale", "--scale too")
+    if args.scale and args.measures:
+        raise UserError(f"--scale and {' '.join(args.measures)}", "one command for each")
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json {args.json}", "a file in a folder that is there")
+    if args.peers and not (args.peers / "bin" / "python").exists():
+        raise UserError(f"--peers {args.peers}", "a virtual environment")
+    return Options(args.repeats, args.quick, tuple(int(word) for word in words), args.peers)
 
 
 def main(argv: Sequence[str]) -> int:
-    from mpips.bench import pushpull, rounds, rules
-    from mpips.bench.measure import Options, table
-    from mpips.cluster import Cluster, whole_world
-    p = argparse.ArgumentParser()
-    p.add_argument("measures", nargs="*")
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--quick", action="store_true")
-    a = p.parse_args(argv)
-    cluster = Cluster(whole_world())
-    cluster.limit_threads()
-    o = Options(a.repeats, a.quick)
-    rows = []
-    for name in a.measures:
-        rows += {"pushpull": pushpull, "rounds": rounds, "rules": rules}[name].run(cluster, o)
-    if cluster.rank == 0:
-        print(table(rows), flush=True)
-    cluster.barrier()
-    cluster.free()
-    return 0
+    """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
+    rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+        if args.help or args.list:
+            print(end="" if rank not in (None, "0") else _text(parser, args))
+            return 0
+        options = read_options(args)
+        if args.scale:
+            return _scale(args, options, rank is not None)
+        if rank is None:
+            from mpips.bench import driver
+
+            signal.signal(signal.SIGTERM, _end)
+            return driver.run(args.measures, options, args.json)
+    except UserError as error:
+        return _refuse(error, rank)
+    from mpips.bench import world
+
+    return world.run(args.measures, options, args.json)
 
 
-sys.exit(main(sys.argv[1:]))
+def _scale(args: argparse.Namespace, options: Options, launched: bool) -> int:
+    from mpips.bench import scale
+
+    request = scale.Request(args.json, args.plot, args.files)
+    request.check(launched)
+    if launched:
+        return scale.run_in_world(request, options)
+    signal.signal(signal.SIGTERM, _end)
+    return scale.run(request, options)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End by an exception: whoever has started a world ends it on the way out."""
+    sys.exit(128 + number)
+
+
+def _text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    return parser.format_help() if args.help else listing()
+
+
+def _refuse(error: UserError, rank: str | None) -> int:
+    """Print an error that all ranks have, once, and return the exit code."""
+    if rank is not None:
+        from mpips.bench import world
+
+        return world.refuse(error)
+    print(f"mpips: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

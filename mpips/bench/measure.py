@@ -3,13 +3,15 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cluster import Cluster, begin_maximum
+if TYPE_CHECKING:
+    from mpips.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,18 @@ class Options:
     Attributes:
         repeats: Times that each side is measured, in turn.
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
+        sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
+        peers: A virtual environment with the peers' packages, or None.
     """
 
     repeats: int = 5
     quick: bool = False
+    sizes: tuple[int, ...] = ()
+    peers: Path | None = None
+
+    def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
+        """Return the sizes to measure at: those asked for, or the measure's own."""
+        return self.sizes or (quick if self.quick else normal)
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,19 @@ class Row:
         """Return the row as plain data."""
         return {**asdict(self), "reached": self.reached}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Row":
+        """Return the row that `to_json` gave."""
+        return cls(**{field.name: data[field.name] for field in fields(cls)})
+
+
+def aims_for(options: Options, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their aims, or without any in a quick run."""
+    return [replace(row, reach=None) for row in rows] if options.quick else list(rows)
+
 
 def in_turn(
-    cluster: Cluster, sides: Mapping[str, Callable[[], None]], repeats: int
+    cluster: "Cluster", sides: Mapping[str, Callable[[], None]], repeats: int
 ) -> dict[str, list[float]]:
     """Time each side `repeats` times, in turn, after once for warming up.
 
@@ -69,6 +89,8 @@ def in_turn(
 
     Collective: yes, and so may the sides be.
     """
+    from mpips.cluster import begin_maximum  # starts MPI, which the driver does not
+
     found: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
@@ -103,11 +125,15 @@ def table(rows: Sequence[Row]) -> str:
     head = ("measure", "case", "mpips", "beside it", "", "ratio", "aim")
     cells = [head]
     for row in rows:
-        aim = "" if row.reach is None else f"{row.reach:g} {'ok' if row.reached else 'MISSED'}"
+        aim = "" if row.reach is None else f"{row.reach:.3g} {'ok' if row.reached else 'MISSED'}"
         mine, other = (f"{significant(v)} {row.unit}" for v in (row.value, row.other))
         cells.append((row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", aim))
-    widths = [max(len(line[k]) for line in cells) for k in range(len(head))]
-    right = {2, 3, 5}
+    return aligned(cells, (2, 3, 5))
+
+
+def aligned(cells: Sequence[Sequence[str]], right: Collection[int]) -> str:
+    """Return lines of cells as text in columns, those of these numbers flushed right."""
+    widths = [max(len(line[k]) for line in cells) for k in range(len(cells[0]))]
     return "\n".join(
         "  ".join(
             cell.rjust(w) if k in right else cell.ljust(w)

@@ -1,0 +1,119 @@
+"""The measures that there are: each a module of this package with a ``run``."""
+
+import ast
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpips.bench.measure import Row
+from mpips.errors import UserError, unknown
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure.
+
+    Attributes:
+        name: Its name on the command line, and of its module.
+        worlds: Ranks of each world that the driver starts for it.
+        quick: The same for ``--quick``.
+        least: The least ranks on which it can run.
+        nodes: The least nodes. The driver, which has one, leaves out what needs several.
+    """
+
+    name: str
+    worlds: tuple[int, ...] = ()
+    quick: tuple[int, ...] = ()
+    least: int = 1
+    nodes: int = 1
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether it starts jobs of its own, and so is called by the driver."""
+        return not self.worlds and self.nodes == 1
+
+    @property
+    def run(self) -> Callable[..., list[Row]]:
+        """``run(cluster, options)`` in a world, ``run(options)`` for the driver."""
+        function: Callable[..., list[Row]]
+        function = importlib.import_module(f"mpips.bench.{self.name}").run
+        return function
+
+    @property
+    def title(self) -> str:
+        """The first sentence of the module's docstring, read without importing it."""
+        source = (Path(__file__).parent / f"{self.name}.py").read_text()
+        text = ast.get_docstring(ast.parse(source)) or ""
+        return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+
+
+MEASURES = {
+    measure.name: measure
+    for measure in (
+        Measure("pushpull", (3,), (3,), least=2),
+        Measure("rounds", (2, 4, 8), (2,)),
+        Measure("rules", (1,), (1,)),
+        Measure("idle", (3,), (3,), least=2),
+        Measure("link", least=2, nodes=2),
+        Measure("mlp"),
+        Measure("crowd"),
+        Measure("start"),
+        Measure("memory"),
+    )
+}
+
+
+def choose(names: Sequence[str]) -> list[Measure]:
+    """Return the measures of these names, or all.
+
+    Raises:
+        UserError: If a name is not known.
+    """
+    for name in names:
+        if name not in MEASURES:
+            raise unknown("measure", name, MEASURES)
+    return [m for m in MEASURES.values() if not names or m.name in names]
+
+
+def choose_for_driver(names: Sequence[str]) -> list[Measure]:
+    """Return those of these names, or of all, that need one node.
+
+    Raises:
+        UserError: If a name is not known, or names one that needs several.
+    """
+    chosen = choose(names)
+    for measure in chosen:
+        if names and measure.nodes > 1:
+            remedy = "run it by mpirun or srun, with ranks on several hosts"
+            raise UserError(f"measure {measure.name} without mpirun", "a world", remedy)
+    return [m for m in chosen if m.nodes == 1]
+
+
+def choose_for_world(names: Sequence[str], ranks: int, nodes: int) -> list[Measure]:
+    """Return those of these names, or of all, that a world can run.
+
+    Raises:
+        UserError: If a name is not known, if the world is too small for it, or if it starts jobs
+            of its own.
+    """
+    chosen = choose(names)
+    if not names:
+        chosen = [m for m in chosen if not m.has_jobs]
+        return [m for m in chosen if m.least <= ranks and m.nodes <= nodes]
+    for measure in chosen:
+        got = f"measure {measure.name} in a world of {ranks} on {nodes} node{'s' * (nodes > 1)}"
+        if measure.has_jobs:
+            remedy = f"run python -m mpips.bench {measure.name}, without mpirun"
+            raise UserError(got, "none: it starts jobs of its own", remedy)
+        if ranks < measure.least:
+            raise UserError(got, f"at least {measure.least} ranks", "use mpirun -n 3")
+        if nodes < measure.nodes:
+            raise UserError(got, f"at least {measure.nodes} nodes", "name several hosts")
+    return chosen
+
+
+def listing() -> str:
+    """Return the names and what they measure, a line each."""
+    width = max(len(name) for name in MEASURES)
+    return "".join(f"{m.name:{width}}  {m.title}\n" for m in MEASURES.values())

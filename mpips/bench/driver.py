@@ -1,0 +1,114 @@
+"""The driver: starts a world for each measure, and makes one table of all."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpips.bench import jobs
+from mpips.bench.catalogue import Measure, choose_for_driver
+from mpips.bench.measure import Options, Row, aims_for, table
+from mpips.errors import UserError
+from mpips.metrics import write_json
+
+FACTS = "import json; from mpips.bench.world import facts; print(json.dumps(facts()))"
+Part = tuple[str, Callable[[], list[Row]]]
+
+
+def run(names: Sequence[str], options: Options, path: Path | None) -> int:
+    """Take measures one after the other; a line each to stderr, and the table at the end.
+
+    Args:
+        names: Of measures; empty for all.
+        options: What to do.
+        path: File for the rows as JSON, or None; written after each measure.
+
+    Returns:
+        0, or 1 if a measure could not be taken.
+
+    Raises:
+        UserError: If a name is not known, or needs several nodes, or if no world can be started.
+    """
+    chosen = choose_for_driver(names)
+    report: dict[str, Any] = {"machine": machine()}
+    report |= {"repeats": options.repeats, "quick": options.quick, "missing": [], "failed": []}
+    if options.peers:
+        report["missing"] = _missing(options.peers)
+    rows: list[Row] = []
+    for label, part in _parts(chosen, options):
+        start = time.perf_counter()
+        told = ""
+        try:
+            rows += aims_for(options, part())
+        except (jobs.Failed, UserError) as error:
+            report["failed"].append(label)
+            told = f", failed: {error}"
+        _say(f"{label}: {time.perf_counter() - start:.1f} s{told}")
+        report["rows"] = [row.to_json() for row in rows]
+        if path:
+            write_json(path, report)
+    print(_heading(report))
+    print(table(rows), flush=True)
+    return 1 if report["failed"] else 0
+
+
+def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
+    """Yield what is to be done, each with its label."""
+    for measure in chosen:
+        for ranks in measure.quick if options.quick else measure.worlds:
+            label = f"{measure.name}, {ranks} rank{'s' * (ranks > 1)}"
+            yield label, partial(jobs.world, measure, ranks, options)
+        if measure.has_jobs:
+            yield measure.name, partial(measure.run, options)
+        if options.peers:
+            from mpips.bench import beside
+
+            yield from beside.parts(measure.name, options)
+
+
+def _missing(venv: Path) -> list[str]:
+    """Return the peers that a virtual environment lacks, and say so."""
+    from mpips.bench import peers
+
+    missing = peers.missing(venv)
+    for name, why in missing.items():
+        _say(f"{name} is left out: {why}")
+    return list(missing)
+
+
+def machine() -> dict[str, Any]:
+    """Return the facts of this machine, as a rank sees them.
+
+    Raises:
+        UserError: If no rank can be started.
+    """
+    try:
+        with jobs.temporary_folder() as folder:
+            _, printed = jobs.run(1, ["-c", FACTS], folder)
+        facts: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    except (jobs.Failed, ValueError, IndexError) as error:
+        raise UserError("no rank can be started", "that mpirun works", str(error)) from None
+    return facts
+
+
+def described(facts: Mapping[str, Any]) -> str:
+    """Return the facts of a machine as a line."""
+    versions = ", ".join(f"{k} {facts[k]}" for k in ("mpips", "python", "numpy", "numba"))
+    return f"{facts['cpu']}, {facts['cores']} cores; {facts['mpi']}; {versions}; {facts['date']}"
+
+
+def _heading(report: dict[str, Any]) -> str:
+    lines = [
+        described(report["machine"]),
+        f"repeats of each side, in turn: {report['repeats']}; medians",
+    ]
+    if report["quick"]:
+        lines.append("quick: small sizes, which say nothing about speed")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    print(f"mpips.bench: {text}", file=sys.stderr, flush=True)

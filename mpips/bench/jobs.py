@@ -1,0 +1,145 @@
+"""Jobs that measures start: worlds of this command, runs of ``mpips.train``."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mpips.bench.catalogue import Measure
+from mpips.bench.measure import Options, Row
+from mpips.folder import METRICS
+from mpips.launch import Running
+
+LIMIT_S = 900.0
+TAIL = 2000  # characters of a failed job's output that are shown
+SAMPLES = 8192
+TRAIN = ("-m", "mpips.train", "--quiet")
+
+
+class Failed(Exception):
+    """A job that a measure needs has failed, with the end of what it printed."""
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder, and remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix="mpips-bench-") as name:
+        yield Path(name)
+
+
+def run(
+    ranks: int,
+    args: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    wrapper: Sequence[str] = (),
+) -> tuple[float, str]:
+    """Run ``mpirun -n ranks python *args`` in `cwd`; returns its seconds and what it printed.
+
+    Raises:
+        Failed: If it does not end in time with exit code 0.
+    """
+    start = time.perf_counter()
+    with Running(ranks, args, cwd, env, wrapper) as job:
+        try:
+            done = job.wait(LIMIT_S)
+        except TimeoutError as error:
+            raise Failed(str(error)[-TAIL:]) from None
+        spent = time.perf_counter() - start
+    if done.code:
+        raise Failed(f"exit code {done.code} of {' '.join(args)}:\n{done.output[-TAIL:]}")
+    return spent, done.output
+
+
+def world(measure: Measure, ranks: int, options: Options) -> list[Row]:
+    """Take a measure in a world of its own.
+
+    Raises:
+        Failed: If the world fails.
+    """
+    args = ["-m", "mpips.bench", measure.name, *words(options)]
+    with temporary_folder() as folder:
+        run(ranks, [*args, "--json", "rows.json"], folder)
+        found = json.loads((folder / "rows.json").read_text())["rows"]
+    return [Row.from_json(row) for row in found]
+
+
+def words(options: Options) -> list[str]:
+    """Return the options as a world of this command takes them."""
+    found = ["--repeats", str(options.repeats), *["--quick"] * options.quick]
+    return found + ["--sizes", ",".join(map(str, options.sizes))] * bool(options.sizes)
+
+
+def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Call each side `repeats` times, in turn; returns what they gave."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            found[name].append(side())
+    return found
+
+
+def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the medians of two series of rates taken in turn, and of mine over other."""
+    ratios = [a / b for a, b in zip(mine, other, strict=True)]
+    return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+
+
+class Perceptron:
+    """Runs that train 784-1024-1024-10 on random samples, 64 to a worker's batch, by SGD.
+
+    Args:
+        folder: For the data and the runs.
+        quick: Train a small one, for a moment.
+    """
+
+    def __init__(self, folder: Path, quick: bool) -> None:
+        self._folder, self._runs = folder, 0
+        self.hidden = 256 if quick else 1024
+        self.case = f"784-{self.hidden}-{self.hidden}-10, batch 64"
+        self._epochs = 2 if quick else 4
+        rng = np.random.default_rng(0)
+        count = SAMPLES + 1  # one is held out
+        x = rng.random((count, 784), "f4")
+        np.savez(folder / "samples.npz", x=x, y=rng.integers(0, 10, count))
+
+    def rate(self, ranks: int, *options: str) -> float:
+        """Train on so many ranks; returns samples per second, start-up and end left out.
+
+        Raises:
+            Failed: If the run fails, or is too short.
+        """
+        self._runs += 1
+        out = self._folder / f"run-{self._runs}"
+        given = {
+            "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
+            "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",
+            "--optimizer": "sgd", "--lr": "0.01", "--epochs": str(self._epochs),
+            "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.01",
+        }  # fmt: skip
+        words = [word for pair in given.items() for word in pair]
+        run(ranks, [*TRAIN, *words, *options], self._folder)
+        return steady_rate(out / METRICS)
+
+
+def steady_rate(path: Path) -> float:
+    """Return the samples per second between a run's first progress line and its last but one.
+
+    Before the first there is the start, and the first step; the last is written after the last
+    checkpoint.
+
+    Raises:
+        Failed: If there are fewer lines.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"][:-1]
+    if len(train) < 2 or train[-1]["time_s"] <= train[0]["time_s"]:
+        raise Failed(f"{path.parent} was too short to be measured: {len(train) + 1} lines")
+    samples = train[-1]["samples"] - train[0]["samples"]
+    seconds = train[-1]["time_s"] - train[0]["time_s"]
+    return float(samples / seconds)

@@ -1,0 +1,96 @@
+"""A parameter server over torch.distributed.rpc, as PyTorch's tutorial has it.
+
+Rank 0 owns the parameters. Each worker repeats one call that pushes a gradient and returns the
+parameters after the update, and makes the next gradient from them.
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from script import (  # type: ignore[import-not-found]
+    Children,
+    Send,
+    add_size,
+    make_parser,
+    parse,
+    report,
+    seconds_of,
+    time_repeats,
+)
+
+THREADS = 4  # that answer calls, in each process
+TIMEOUT_S = 300
+
+server: dict[str, Any] = {}  # "params" on rank 0
+
+
+def push_pull(grad: Any) -> Any:
+    """Apply a gradient on the server, and return its parameters."""
+    params = server["params"]
+    params.sub_(grad, alpha=1e-3)
+    return params
+
+
+def join(rank: int, given: argparse.Namespace, meeting: Path) -> None:
+    """Enter the world of one server and the workers, over the loopback interface."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
+    import torch  # type: ignore[import-not-found]
+    from torch.distributed import rpc  # type: ignore[import-not-found]
+
+    torch.set_num_threads(1)
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=THREADS, rpc_timeout=TIMEOUT_S, init_method=f"file://{meeting}"
+    )
+    world = given.workers + 1
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+
+
+def serve(send: Send, given: argparse.Namespace, meeting: Path) -> None:
+    """Hold the parameters until every worker is done."""
+    import torch
+    from torch.distributed import rpc
+
+    server["params"] = torch.zeros(given.size)
+    join(0, given, meeting)
+    rpc.shutdown()
+    send(torch.__version__)
+
+
+def work(send: Send, rank: int, given: argparse.Namespace, meeting: Path, barrier: Any) -> None:
+    """Push and pull; send begin and end of each repeat."""
+    import torch
+    from torch.distributed import rpc
+
+    join(rank, given, meeting)
+
+    def steps() -> None:
+        grad = torch.ones(given.size)
+        for _ in range(given.steps):
+            params = rpc.rpc_sync("rank0", push_pull, args=(grad,))
+            grad = params * 1e-3 + 1e-3
+
+    spans = time_repeats(given.repeats, barrier, steps)
+    rpc.shutdown()
+    send(spans)
+
+
+def main() -> None:
+    """Run the server and the workers, and print the measurement."""
+    parser = make_parser(__doc__, ["push+pull"])
+    add_size(parser)
+    given = parse(parser)
+    with tempfile.TemporaryDirectory() as folder, Children() as children:
+        meeting = Path(folder, "meeting")
+        barrier = children.barrier(given.workers)
+        children.start(serve, given, meeting)
+        for rank in range(1, given.workers + 1):
+            children.start(work, rank, given, meeting, barrier)
+        version, *spans = children.results()
+    report("torch-rpc", version, given, 4 * given.size, seconds_of(spans))
+
+
+if __name__ == "__main__":
+    main()

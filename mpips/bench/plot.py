@@ -1,0 +1,105 @@
+"""The picture of the scaling table: time of a step over the size, with the fits."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpips.bench.fit import fit_line
+from mpips.bench.measure import bytes_text
+from mpips.bench.points import Points, Series, by_series
+from mpips.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS = (".svg", ".png")
+TITLES = {
+    "async": "asynchronous: pull, compute, push; 1 server",
+    "sync": "synchronous: one round",
+}
+# Okabe and Ito's colours, which those who see no red or no green tell apart as well.
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+MARKERS = "osD^vPX*"
+TICKS = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
+BENDS = 24  # of a line that is straight on linear axes only
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text as text
+    "svg.hashsalt": "mpips",  # the same picture from the same points
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def check(path: Path) -> None:
+    """Check that a picture can be drawn into a file.
+
+    Raises:
+        UserError: If it cannot.
+    """
+    if path.suffix not in KINDS:
+        raise UserError(f"--plot {path}", f"a name that ends in {' or '.join(KINDS)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--plot {path}", "a file in a folder that is there")
+    if importlib.util.find_spec("matplotlib") is None:
+        remedy = "pip install 'mpips[report]'"
+        raise UserError("--plot without matplotlib", "matplotlib to draw with", remedy)
+
+
+def draw(points: Points, path: Path) -> None:
+    """Draw the times of the worlds with one server, and of all rounds, each mode beside the other.
+
+    Args:
+        points: At least one.
+        path: Of the picture; its ending says of which kind.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {s: t for s, t in by_series(points.times).items() if s.servers <= 1}
+    ranks = sorted({series.ranks for series in found})
+    modes = [mode for mode in TITLES if any(s.mode == mode for s in found)]
+    with matplotlib.rc_context(STYLE):
+        size = 0.8 + 4.2 * len(modes), 3.9
+        figure, all_axes = pyplot.subplots(
+            1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        )
+        for axes, mode in zip(all_axes[0], modes, strict=True):
+            _panel(axes, {s: t for s, t in found.items() if s.mode == mode}, ranks)
+            axes.set_title(TITLES[mode], fontsize=9)
+        all_axes[0][0].set_ylabel("time per step, ms")
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _panel(axes: "Axes", found: Mapping[Series, Mapping[int, float]], ranks: list[int]) -> None:
+    several = len({series.hosts for series in found}) > 1
+    for series, times in found.items():
+        k = ranks.index(series.ranks)
+        colour, marker = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)]
+        label = f"{series.ranks} rank{'s' * (series.ranks > 1)}"
+        if several:
+            label += f", {series.hosts} host{'s' * (series.hosts > 1)}"
+        face = colour if series.hosts == 1 else "none"
+        sizes, ms = list(times), [1e3 * t for t in times.values()]
+        axes.plot(
+            sizes, ms, marker, color=colour, markerfacecolor=face, markersize=4, label=label
+        )  # fmt: skip
+        line = fit_line(sizes, list(times.values()))
+        if line:
+            steps = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / BENDS) for i in range(BENDS + 1)]
+            dashes = "-" if series.hosts == 1 else (0, (2 * series.hosts, 2))
+            axes.plot(
+                steps, [1e3 * line.at(x) for x in steps], color=colour, linewidth=0.8, ls=dashes
+            )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(TICKS, [bytes_text(size) for size in TICKS])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the parameters")
+    axes.grid(True, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)

@@ -1,0 +1,85 @@
+"""What the ranks of one world measure together."""
+
+import datetime
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpips import cluster, ending
+from mpips.bench.catalogue import choose_for_world
+from mpips.bench.measure import Options, Row, aims_for, table
+from mpips.cluster import Cluster
+from mpips.errors import UserError
+from mpips.job import cpu_name
+from mpips.metrics import write_json
+from mpips.session import everywhere
+
+
+def run(names: Sequence[str], options: Options, path: Path | None) -> int:
+    """Take measures in this world; rank 0 prints the table. Collective: yes.
+
+    Args:
+        names: Of measures; empty for all that fit.
+        options: What to do.
+        path: File for the rows as JSON, or None.
+
+    Returns:
+        The exit code.
+    """
+    return guarded(lambda: _measure(names, options, path))
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Do `work` on all ranks, and end them all if it fails on any; returns the exit code."""
+    try:
+        cluster.check_world(cluster.whole_world())
+        work()
+    except cluster.Agreed as error:
+        return refuse(error)
+    except UserError as error:  # perhaps on this rank alone
+        ending.abort(str(error), 2)
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)
+    return 0
+
+
+def _measure(names: Sequence[str], options: Options, path: Path | None) -> None:
+    ranks = Cluster(cluster.whole_world())
+    ranks.limit_threads()
+    chosen = everywhere(ranks.comm, lambda: choose_for_world(names, ranks.world, ranks.nodes))
+    rows: list[Row] = []
+    for measure in chosen:
+        rows += aims_for(options, measure.run(ranks, options))
+    if ranks.rank == 0:
+        if path:
+            write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
+        print(table(rows), flush=True)
+    ranks.barrier()
+    ranks.free()
+
+
+def refuse(error: UserError) -> int:
+    """Print an error that every rank has, once; returns the exit code. Collective: yes."""
+    comm = cluster.whole_world()
+    cluster.together(comm, None)  # a launcher may kill the others when the first one leaves
+    if comm.rank == 0:
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+    cluster.together(comm, None)
+    return 2
+
+
+def facts() -> dict[str, Any]:
+    """Return what the figures depend on: processor, cores, MPI, versions, date."""
+    import numba
+    import numpy
+
+    from mpips import __version__
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_name(), "cores": cluster.cores(), "mpi": cluster.mpi_name(),
+        "python": platform.python_version(), "numpy": numpy.__version__,
+        "numba": numba.__version__, "mpips": __version__,
+    }  # fmt: skip

@@ -1,0 +1,335 @@
+"""``python -m mpips.bench``: its arithmetic, its table, its command line, quick runs of all."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+
+from mpips.bench import catalogue, jobs, measure
+from mpips.bench.__main__ import LAUNCHED, main
+from mpips.bench.driver import run as run_driver
+from mpips.bench.measure import Options, Row
+from mpips.errors import UserError
+from mpips.launch import family, running
+from mpips.optim import RULES
+
+BENCH = ["-m", "mpips.bench"]
+KEYS = {"measure", "case", "value", "unit", "beside", "other", "ratio", "reach", "reached"}
+
+# Arithmetic ----------------------------------------------------------------------------------
+
+ROWS = [
+    Row("push+pull", "16.8 MB", 9.8765, "GB/s", "no coordination", 12.0, 0.823, 0.8),
+    Row("sync round", "4 KB", 0.01234, "ms", "Allreduce", 0.005, 0.405, 10 / 13),
+    Row("mlp", "2 ranks", 12345.6, "samples/s", "2 x one rank alone", 20000.0, 0.617),
+]
+TABLE = """\
+measure     case                mpips         beside it                      ratio  aim
+push+pull   16.8 MB         9.88 GB/s         12.0 GB/s  no coordination      0.82  0.8 ok
+sync round  4 KB            0.0123 ms        0.00500 ms  Allreduce            0.41  0.769 MISSED
+mlp         2 ranks  12,346 samples/s  20,000 samples/s  2 x one rank alone   0.62
+"""
+
+
+def test_the_table() -> None:
+    assert measure.table(ROWS) + "\n" == TABLE
+
+
+def test_a_table_without_rows_is_its_head() -> None:
+    assert measure.table([]).split() == TABLE.splitlines()[0].split()
+
+
+def test_rows_go_through_json() -> None:
+    for row in ROWS:
+        data = json.loads(json.dumps(row.to_json()))
+        assert set(data) == KEYS
+        assert Row.from_json(data) == row
+
+
+@pytest.mark.parametrize(
+    ("ratio", "reach", "reached"), [(1.0, 1.0, True), (0.99, 1.0, False), (0.1, None, True)]
+)
+def test_reached(ratio: float, reach: float | None, reached: bool) -> None:
+    assert Row("m", "c", 1.0, "s", "b", 1.0, ratio, reach).reached is reached
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (math.inf, "inf"),
+        (1234567.0, "1,234,567"),
+        (123.4, "123"),
+        (12.34, "12.3"),
+        (0.0012345, "0.00123"),
+        (-1.5, "-1.50"),
+    ],
+)
+def test_significant(value: float, text: str) -> None:
+    assert measure.significant(value) == text
+
+
+def test_bytes_text() -> None:
+    found = [measure.bytes_text(size) for size in (4 << 10, 64 << 10, 1 << 20, 16 << 20)]
+    assert found == ["4 KB", "64 KB", "1.0 MB", "16.8 MB"]
+
+
+def test_times_are_compared_pair_by_pair() -> None:
+    """A repeat in which the machine was slow for both sides does not change the ratio."""
+    assert measure.compare([1.0, 10.0, 2.0], [2.0, 30.0, 3.0]) == (2.0, 3.0, 2.0)
+
+
+def test_rates_are_compared_pair_by_pair() -> None:
+    assert jobs.compare_rates([2.0, 30.0, 3.0], [1.0, 10.0, 2.0]) == (3.0, 2.0, 2.0)
+
+
+def test_sides_take_turns() -> None:
+    seen: list[str] = []
+
+    def side(name: str) -> float:
+        seen.append(name)
+        return float(len(seen))
+
+    found = jobs.take_turns({"a": lambda: side("a"), "b": lambda: side("b")}, 3)
+    assert "".join(seen) == "ababab"
+    assert found == {"a": [1.0, 3.0, 5.0], "b": [2.0, 4.0, 6.0]}
+
+
+def write_metrics(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_rate_leaves_start_and_end_out(tmp_path: Path) -> None:
+    train = [(1.0, 100), (2.0, 1100), (4.0, 3100), (9.0, 3200)]  # the last after a checkpoint
+    lines = [{"kind": "train", "time_s": t, "samples": n} for t, n in train]
+    lines.insert(2, {"kind": "checkpoint", "time_s": 3.0, "step": 9})
+    path = write_metrics(tmp_path / "metrics.jsonl", lines)
+    assert jobs.steady_rate(path) == 1000.0
+
+
+def test_a_run_without_enough_lines_has_no_rate(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "time_s": t, "samples": 1} for t in (1.0, 2.0)]
+    path = write_metrics(tmp_path / "metrics.jsonl", lines)
+    with pytest.raises(jobs.Failed, match="too short to be measured: 2 lines"):
+        jobs.steady_rate(path)
+
+
+# Which measures there are --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "names"),
+    [
+        (1, 1, ["rounds", "rules"]),
+        (2, 1, ["pushpull", "rounds", "rules", "idle"]),
+        (2, 2, ["pushpull", "rounds", "rules", "idle", "link"]),
+    ],
+)
+def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
+    assert [m.name for m in catalogue.choose_for_world([], ranks, nodes)] == names
+    assert [m.name for m in catalogue.choose_for_world(names, ranks, nodes)] == names
+
+
+def test_what_the_driver_takes() -> None:
+    found = [m.name for m in catalogue.choose_for_driver([])]
+    assert found == [name for name in catalogue.MEASURES if name != "link"]
+    assert [m.name for m in catalogue.choose_for_driver(["mlp", "rules"])] == ["rules", "mlp"]
+    with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
+        catalogue.choose_for_driver(["link"])
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "message"),
+    [
+        (["pushpull"], 1, "pushpull in a world of 1 on 1 node, expected at least 2 ranks; use mpi"),
+        (["link"], 2, "link in a world of 2 on 1 node, expected at least 2 nodes; name several"),
+        (
+            ["mlp"],
+            3,
+            "mlp in a world of 3 on 1 node, expected none: it starts jobs of its own; run",
+        ),
+        (["puhspull"], 3, "unknown measure 'puhspull', expected one of .*'pushpull'"),
+    ],
+)
+def test_what_does_not_fit(names: list[str], ranks: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        catalogue.choose_for_world(names, ranks, 1)
+
+
+def test_sizes_asked_for_go_before_a_measure_s_own() -> None:
+    assert Options().pick((1, 2), (3,)) == (1, 2)
+    assert Options(quick=True).pick((1, 2), (3,)) == (3,)
+    assert Options(quick=True, sizes=(4,)).pick((1, 2), (3,)) == (4,)
+
+
+# The command line ----------------------------------------------------------------------------
+
+
+def driver(*args: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run the command without a launcher."""
+    return subprocess.run(
+        [sys.executable, *BENCH, *args],
+        cwd=cwd,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def test_list(tmp_path: Path) -> None:
+    done = driver("--list", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(None, 1) for line in done.stdout.splitlines()]
+    assert [name for name, _ in lines] == list(catalogue.MEASURES)
+    assert all(10 < len(title) <= 100 for _, title in lines)
+
+
+def test_help(tmp_path: Path) -> None:
+    done = driver("--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("--quick", "--peers VENV", "MEASURE"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["rouds"], r"unknown measure 'rouds', expected one of .*; did you mean 'rounds'\?"),
+        (["--repeats", "0"], "--repeats 0, expected an integer >= 1"),
+        (["--repeats", "many"], "command line: argument --repeats: invalid int value"),
+        (["--sizes", "64K"], "--sizes 64K, expected bytes"),
+        (["--json", "there/rows.json"], "--json there/rows.json, expected a file in a folder"),
+        (["--peers", "nowhere"], "--peers nowhere, expected a virtual environment"),
+        (["--fast"], "command line: unrecognized arguments: --fast, expected what --help"),
+    ],
+)
+def test_mistakes(
+    args: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"mpips: {message}", line), line
+
+
+# Worlds --------------------------------------------------------------------------------------
+
+
+def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
+    """Check what every row must be; returns the rows."""
+    report = json.loads(path.read_text())
+    assert {"cpu", "cores", "mpi", "python", "numpy", "numba", "date"} <= set(report["machine"])
+    rows: list[dict[str, Any]] = report["rows"]
+    assert {row["measure"] for row in rows} == measures
+    for row in rows:
+        assert set(row) == KEYS
+        assert all(0 < row[k] < math.inf for k in ("value", "other", "ratio")), row
+        assert row["reach"] is None, "a quick run aims at nothing"
+    return rows
+
+
+@pytest.mark.launch
+def test_a_world_measures_what_fits(tmp_path: Path) -> None:
+    args = [*BENCH, "--quick", "--repeats", "2", "--json", "rows.json"]
+    done = launch.run(3, args, tmp_path, timeout_s=120).check()
+    rows = check_rows(tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "idle"})
+    rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
+    assert rules == list(RULES)
+    assert "4 KB, 3 ranks" in {row["case"] for row in rows}
+    table = [line for line in done.output.splitlines() if line.startswith(("update", "push"))]
+    assert len(table) == len(RULES) + 1, done.output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("ranks", "measure", "message"),
+    [(1, "pushpull", "expected at least 2 ranks"), (2, "rouds", "did you mean 'rounds'?")],
+)
+def test_a_world_refuses_once(ranks: int, measure: str, message: str, tmp_path: Path) -> None:
+    done = launch.run(ranks, [*BENCH, measure], tmp_path).check(2)
+    assert done.output.count(message) == 1, done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.launch
+def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
+    names = ["memory", "rules", "rounds", "pushpull"]
+    args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=180)
+    assert done.returncode == 0, done.stderr
+    shown = {"push+pull", "sync round", "update rule", "memory"}
+    rows = check_rows(tmp_path / "rows.json", shown)
+    told = [re.split("[,:]", line)[1].strip() for line in done.stderr.splitlines()]
+    assert told == ["pushpull", "rounds", "rules", "memory"], done.stderr
+    assert all(any(line.startswith(name) for line in done.stdout.splitlines()) for name in shown)
+    assert len(done.stdout.splitlines()) == 3 + 1 + len(rows), done.stdout
+
+
+@pytest.mark.launch
+def test_a_driver_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, *BENCH, "idle", "--repeats", "600"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=launch.environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 30
+        ranks: list[int] = []
+        while len(ranks) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            ranks = [pid for pid in family(process.pid) if b"idle\0" in command_line(pid)][1:]
+        process.terminate()
+        assert process.wait(30) == 143
+        assert running(ranks) == []
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
+    args = ["mlp", "crowd", "start", "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    rows = check_rows(tmp_path / "rows.json", {"mlp", "crowd", "start"})
+    assert sum("read-only" in row["case"] for row in rows) == 1
+
+
+def test_a_measure_that_fails_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def world(chosen: catalogue.Measure, ranks: int, options: Options) -> list[Row]:
+        if chosen.name == "rounds":
+            raise jobs.Failed("it broke")
+        return [Row(chosen.name, f"{ranks} ranks", 2.0, "s", "b", 1.0, 0.5, 1.0)]
+
+    facts = dict.fromkeys(("cpu", "cores", "mpi", "python", "numpy", "numba", "mpips", "date"), "?")
+    monkeypatch.setattr("mpips.bench.driver.machine", lambda: facts)
+    monkeypatch.setattr("mpips.bench.jobs.world", world)
+    path = tmp_path / "rows.json"
+    assert run_driver(["rounds", "rules"], Options(repeats=1), path) == 1
+    report = json.loads(path.read_text())
+    assert report["failed"] == ["rounds, 2 ranks", "rounds, 4 ranks", "rounds, 8 ranks"]
+    assert [row["measure"] for row in report["rows"]] == ["rules"]
+    shown = capsys.readouterr()
+    assert shown.err.count("failed: it broke") == 3
+    assert "1 MISSED" in shown.out

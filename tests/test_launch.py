@@ -1,0 +1,122 @@
+"""Worlds that are started by `mpips.launch`: their command line, and that nothing outlives them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpips import launch
+from mpips.errors import UserError
+
+SLEEP = ["-c", "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"]
+
+
+def test_the_command_line() -> None:
+    words = launch.command(5, ["-m", "mpips.train", "--steps", "1"])
+    assert Path(words[0]).name == "mpirun"
+    assert words[-7:] == ["-n", "5", sys.executable, "-m", "mpips.train", "--steps", "1"]
+    assert ("--oversubscribe" in words) is launch.is_open_mpi()
+
+
+def test_a_job_knows_nothing_of_the_one_it_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALNRANKS"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("HOME", "/there")
+    found = launch.environment()
+    assert found["HOME"] == "/there"
+    assert not [name for name in found if name.startswith(("PMI", "MPI_"))]
+    assert not [n for n in found if n.startswith("OMPI_") and not n.startswith("OMPI_ALLOW")]
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(launch.TREE)
+
+
+def test_without_mpirun_the_error_names_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launch.mpirun.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"no mpirun, expected one beside .*; pip install"):
+            launch.mpirun()
+    finally:
+        launch.mpirun.cache_clear()
+
+
+FAMILY = """
+import subprocess, sys, time
+sleep = ["sleep", "600"]
+inside, outside = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+print(inside.pid, outside.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_family_is_a_session_and_its_descendants() -> None:
+    """Also those who have left the session."""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert leader.stdout is not None
+    members = {leader.pid, *map(int, leader.stdout.readline().split())}
+    try:
+        assert len(members) == 3
+        assert set(launch.family(leader.pid)) == members
+        os.kill(leader.pid, signal.SIGKILL)
+        leader.wait(10)
+        assert len(launch.family(leader.pid)) == 1, "of a dead leader, the session is known"
+    finally:
+        for pid in launch.running(members):
+            os.kill(pid, signal.SIGKILL)
+        leader.communicate()
+
+
+def wait_for(job: launch.Running, ranks: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while job.output().count("up") < ranks:
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.05)
+    return job.ranks()
+
+
+@pytest.mark.launch
+def test_nothing_outlives_a_job(tmp_path: Path) -> None:
+    with launch.Running(3, SLEEP, tmp_path) as job:
+        ranks = wait_for(job, 3)
+        segments = {name for pid in ranks for name in launch.shared_memory(pid)}
+        assert len(set(ranks)) == 3
+    assert launch.running([job.process.pid, *ranks]) == []
+    assert not [name for name in segments if Path(name).exists()]
+
+
+@pytest.mark.launch
+def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
+    with launch.Running(2, SLEEP, tmp_path) as job:
+        ranks = wait_for(job, 2)
+        os.kill(job.process.pid, signal.SIGKILL)
+        job.process.wait(10)
+    deadline = time.monotonic() + 10  # MPICH's ranks find out by themselves
+    while launch.running(ranks):
+        assert time.monotonic() < deadline, "ranks are still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.launch
+def test_a_job_that_lasts_too_long_is_killed(tmp_path: Path) -> None:
+    with launch.Running(1, SLEEP, tmp_path) as job:
+        ranks = wait_for(job, 1)
+        with pytest.raises(TimeoutError, match=r"still running after 0.1 s:\nup"):
+            job.wait(0.1)
+        assert launch.running(ranks) == []
+
+
+@pytest.mark.launch
+def test_a_wrapper_runs_mpirun(tmp_path: Path) -> None:
+    script = "import os; print('niceness', os.nice(0))"
+    with launch.Running(1, ["-c", script], tmp_path, wrapper=["nice", "-n", "7"]) as job:
+        done = job.wait(60)
+    assert done.code == 0
+    assert "niceness 7" in done.output

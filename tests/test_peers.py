@@ -1,0 +1,449 @@
+"""Peers of the benchmark: their scripts as far as they need no peer, and what runs them."""
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from launch import ROOT
+
+from mpips.bench import peers
+from mpips.bench.peers import PEERS, UNITS, Peer, Result, script
+from mpips.errors import UserError
+
+FOLDER = Path(peers.__file__).parent
+SCRIPTS = sorted({peer.script for peer in PEERS.values()})
+LIMIT_S = 60.0  # for what ends by itself
+
+
+def make_program(path: Path, lines: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment whose interpreter is this one, with a package of its own: torch."""
+    packages = tmp_path / "venv" / "packages"
+    (packages / "torch").mkdir(parents=True)
+    (packages / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    lines = f"PYTHONPATH='{packages}' exec '{sys.executable}' -S \"$@\""
+    make_program(tmp_path / "venv" / "bin" / "python", lines)
+    return tmp_path / "venv"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a peer called `fake`, whose script is the text given."""
+
+    def make(text: str) -> None:
+        (tmp_path / "fake.py").write_text(text)
+        peer = Peer(tmp_path / "fake.py", "torch", ("push+pull", "round", "mlp"))
+        monkeypatch.setitem(PEERS, "fake", peer)
+
+    return make
+
+
+def measure(venv: Path, name: str = "push+pull", **options: Any) -> Result:
+    given = {"size": 1 << 20, "workers": 3, "steps": 10, "repeats": 3, "timeout_s": LIMIT_S}
+    return peers.measure(venv, "fake", name, **{**given, **options})
+
+
+def assert_ends(pid: int) -> None:
+    """Fail if a process is still there after a while; a zombie has ended."""
+    for _ in range(2000):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is left")
+
+
+# The scripts ------------------------------------------------------------------------------------
+
+
+def run_script(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with the standard library alone."""
+    command = [sys.executable, "-S", str(path), *options]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_help_needs_no_package(path: Path) -> None:
+    done = run_script(path, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    (measures,) = {peer.measures for peer in PEERS.values() if peer.script == path}
+    assert f"--measure {{{','.join(measures)}}}" in done.stdout
+    for name in ("--workers", "--size", "--steps", "--repeats", "--cores", "--attended"):
+        assert name in done.stdout
+    assert ("--batch" in done.stdout) == ("mlp" in measures)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--workers=0", "--workers: 0, expected at least 1"),
+        ("--steps=x", "--steps: invalid positive value: 'x'"),
+        ("--cores=a", "--cores: invalid core_set value: 'a'"),
+    ],
+)
+def test_bad_options_are_refused(option: str, said: str) -> None:
+    done = run_script(SCRIPTS[0], option)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: argument {said}" in done.stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_without_its_package_fails(path: Path) -> None:
+    done = run_script(path, "--workers=1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "ModuleNotFoundError: No module named" in done.stderr
+    assert "ended without a result" in done.stderr
+
+
+def test_the_table_knows_its_measures() -> None:
+    for peer in PEERS.values():
+        assert peer.script.is_file()
+        assert set(peer.measures) <= set(UNITS)
+    assert set(UNITS) == set(script.RATES) == set(script.STEPS)
+
+
+@pytest.fixture
+def tensorflow_ps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in ("script", "tensorflow_ps"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("tensorflow_ps")
+    for name in ("script", "tensorflow_ps"):
+        monkeypatch.delitem(sys.modules, name)
+    return module
+
+
+def test_every_task_has_a_port_of_its_own(tensorflow_ps: ModuleType) -> None:
+    cluster = tensorflow_ps.make_cluster(workers=20, servers=10)
+    assert {task: len(hosts) for task, hosts in cluster.items()} == {
+        "worker": 20,
+        "ps": 10,
+        "chief": 1,
+    }
+    hosts = [host for hosts in cluster.values() for host in hosts]
+    assert len(set(hosts)) == 31
+    assert all(host.startswith("127.0.0.1:") for host in hosts)
+
+
+def test_a_variable_in_shards_is_subtracted_by_rows(tensorflow_ps: ModuleType) -> None:
+    class Shard:
+        def __init__(self, rows: int) -> None:
+            self.shape, self.got = (rows, 2), []
+
+        def assign_sub(self, value: list[int]) -> None:
+            self.got = value
+
+    shards = [Shard(2), Shard(1)]
+    tensorflow_ps.subtract(argparse.Namespace(variables=shards), [5, 6, 7])
+    assert [shard.got for shard in shards] == [[5, 6], [7]]
+    whole = Shard(3)
+    tensorflow_ps.subtract(whole, [5, 6, 7])
+    assert whole.got == [5, 6, 7]
+
+
+def test_a_repeat_lasts_from_the_first_begin_to_the_last_end() -> None:
+    one = [(0.0, 2.0), (5.0, 6.0)]
+    two = [(0.5, 3.0), (4.0, 5.5)]
+    assert script.seconds_of([one, two]) == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps_per_s", "rate"),
+    [("push+pull", 20, 20 * 2 * 4e9 / 1e9), ("round", 5, 5), ("mlp", 20, 20 * 64)],
+)
+def test_rates(
+    name: str, steps_per_s: float, rate: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = argparse.Namespace(measure=name, workers=4, steps=10, hidden=8, batch=64)
+    script.report("it", "1.0", given, 4_000_000_000, [2.0, 1.0, 4.0])
+    (text,) = capsys.readouterr().out.splitlines()
+    line = json.loads(text)
+    assert (line["steps_per_s"], line[script.RATES[name]]) == (steps_per_s, rate)
+    assert (line["peer"], line["measure"], line["size"]) == ("it", name, 4_000_000_000)
+    assert (line["seconds"], line["steps"], line["workers"]) == ([2.0, 1.0, 4.0], 10, 4)
+
+
+def test_bytes_of_the_mlp() -> None:
+    assert script.mlp_bytes(2) == 4 * (784 * 2 + 2 + 2 * 2 + 2 + 2 * 10 + 10)
+
+
+# Their processes --------------------------------------------------------------------------------
+
+CHILDREN = """
+import os, pathlib, sys, time
+from script import Children, time_repeats
+
+def answer(send, number, barrier):
+    spans = time_repeats(2, barrier, lambda: None)
+    send((number, len(spans), all(begin <= end for begin, end in spans)))
+
+def stay(send):
+    send(os.getpid())
+    time.sleep(1000)
+
+def fail(send):
+    raise ValueError("no good")
+
+def several():
+    with Children() as children:
+        barrier = children.barrier(2)
+        children.start(answer, 5, barrier)
+        children.start(stay)
+        children.start(answer, 6, barrier)
+        first, pid, second = children.results()
+        print(first, second, pid)
+
+def failing():
+    with Children() as children:
+        children.start(stay)
+        print(children.results()[0], flush=True)
+        children.start(fail)
+        children.results()
+
+def killed():
+    with Children() as children:
+        children.start(stay)
+        print(children.results()[0], flush=True)
+        os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+"""
+
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Run:
+    (tmp_path / "children.py").write_text(CHILDREN)
+    return lambda name: run_script(tmp_path / "children.py", name)
+
+
+def test_results_come_in_order_and_no_child_stays(children: Run) -> None:
+    done = children("several")
+    assert (done.returncode, done.stderr) == (0, "")
+    text, _, pid = done.stdout.strip().rpartition(" ")
+    assert text == "(5, 2, True) (6, 2, True)"
+    assert_ends(int(pid))
+
+
+def test_a_failing_child_ends_the_others(children: Run) -> None:
+    done = children("failing")
+    assert done.returncode == 1
+    assert "ValueError: no good" in done.stderr
+    assert "process 1 ended without a result" in done.stderr
+    assert_ends(int(done.stdout))
+
+
+def test_children_end_with_a_script_that_is_killed(children: Run) -> None:
+    done = children("killed")
+    assert done.returncode == -9
+    assert_ends(int(done.stdout))
+
+
+# What runs them ---------------------------------------------------------------------------------
+
+
+def test_missing_peers_are_named(
+    venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "tensorflow").mkdir(parents=True)  # is not the environment's
+    monkeypatch.chdir(tmp_path / "here")
+    why = f"package tensorflow is not installed in {venv}"
+    assert peers.missing(venv) == {"tensorflow-ps": why}
+    assert peers.missing(Path("../venv")).keys() == {"tensorflow-ps"}
+
+
+def test_no_environment_is_refused(tmp_path: Path) -> None:
+    said = "expected a folder with bin/python; make one: python -m venv"
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=said) as caught:
+            peers.missing(path)
+        assert str(path) in str(caught.value)
+        with pytest.raises(UserError, match=said):
+            peers.measure(
+                path, "torch-rpc", "push+pull", size=4, workers=1, steps=1, repeats=1, timeout_s=1
+            )
+
+
+def test_an_interpreter_that_does_not_work_is_told(tmp_path: Path) -> None:
+    python = make_program(tmp_path / "bin" / "python", "echo no library >&2; exit 127")
+    with pytest.raises(UserError, match=r"ended with exit code 127, expected .*\nno library"):
+        peers.missing(tmp_path)
+    make_program(python, "echo hello")
+    with pytest.raises(UserError, match="printed 'hello', expected a list of packages"):
+        peers.missing(tmp_path)
+    python.write_bytes(b"\x7fELF nothing")
+    with pytest.raises(UserError, match=r"does not start: .*Exec format error"):
+        peers.missing(tmp_path)
+
+
+MEASURED = """
+import json, sys
+print("a word of welcome")
+given = dict(word[2:].split("=") for word in sys.argv[2:])
+line = {"peer": "fake", "version": "1.2", "measure": given["measure"], "size": 1048576}
+line |= {"workers": int(given["workers"]), "steps": int(given["steps"]), "seconds": [4, 2, 30]}
+line |= {"gb_per_s": 7.5, "rounds_per_s": 8.5, "samples_per_s": 9.5, "hidden": 16, "batch": 4}
+print(json.dumps(line | {"steps_per_s": 1}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "rate", "unit"),
+    [
+        ("push+pull", "1.0 MB, 3 workers", 7.5, "GB/s"),
+        ("round", "1.0 MB, 3 ranks", 8.5, "rounds/s"),
+        ("mlp", "784-16-16-10, batch 4, 3 workers", 9.5, "samples/s"),
+    ],
+)
+def test_a_measurement_is_read(
+    name: str, case: str, rate: float, unit: str, venv: Path, fake: Callable[[str], None]
+) -> None:
+    fake(MEASURED)
+    repeats = (0.4, 0.2, 3.0)
+    assert measure(venv, name) == Result("fake", "1.2", name, case, 0.4, repeats, rate, unit)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "wanted"),
+    [
+        ("push+pull", (), ["--size=262144"]),
+        ("round", (0, 2), ["--size=262144", "--cores=0,2"]),
+        ("mlp", (), []),
+    ],
+)
+def test_options_are_handed_on(
+    name: str, cores: tuple[int, ...], wanted: list[str], venv: Path, fake: Callable[[str], None]
+) -> None:
+    fake("import json, sys; sys.exit(json.dumps(sys.argv[1:]))")
+    with pytest.raises(UserError) as caught:
+        measure(venv, name, cores=cores)
+    given = json.loads(str(caught.value).splitlines()[-1])
+    common = ["--attended", f"--measure={name}", "--workers=3", "--steps=10", "--repeats=3"]
+    assert given == common + wanted
+
+
+def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> None:
+    fake("import sys; print(*range(100), sep='\\n', file=sys.stderr); print('{}'); sys.exit(3)")
+    with pytest.raises(UserError) as caught:
+        measure(venv)
+    first, *tail = str(caught.value).splitlines()
+    assert first == (
+        "peer fake, measure push+pull, ended with exit code 3, expected a measurement; "
+        "its last words:"
+    )
+    assert tail == [str(n) for n in range(85, 100)]
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("", "printed '', expected a measurement as a line of JSON"),
+        ("fine", "printed 'fine', expected a measurement as a line of JSON"),
+        ("[1]", r"printed '\[1\]', expected a measurement as a line of JSON"),
+        ("{}", "with all its fields; KeyError"),
+        ('{"measure": "round", "seconds": [], "steps": 0}', "with all its fields; KeyError"),
+        ('{"measure": "round", "seconds": [1], "steps": 0}', "fields; ZeroDivisionError"),
+        ('{"measure": "round", "seconds": 3, "steps": 1}', "with all its fields; TypeError"),
+    ],
+)
+def test_what_is_no_measurement_is_told(
+    printed: str, said: str, venv: Path, fake: Callable[[str], None]
+) -> None:
+    fake(f"print({printed!r})")
+    with pytest.raises(UserError, match=said):
+        measure(venv)
+
+
+def test_a_hanging_script_is_ended_with_its_children(
+    tmp_path: Path, fake: Callable[[str], None]
+) -> None:
+    pids = tmp_path / "pids"
+    lines = f"sleep 1000 & echo $! >'{pids}'; echo $$ >>'{pids}'; echo waiting >&2; wait"
+    make_program(tmp_path / "venv" / "bin" / "python", lines)
+    fake("")
+    with pytest.raises(UserError, match=r"still running, expected .* within 1 s; .*\nwaiting"):
+        measure(tmp_path / "venv", timeout_s=1)
+    for pid in map(int, pids.read_text().split()):
+        assert_ends(pid)
+
+
+def test_children_of_a_script_that_ended_are_ended(
+    tmp_path: Path, fake: Callable[[str], None]
+) -> None:
+    """Also one that still holds the script's output."""
+    pids = tmp_path / "pids"
+    make_program(tmp_path / "venv" / "bin" / "python", f"sleep 1000 & echo $! >'{pids}'; exit 1")
+    fake("")
+    with pytest.raises(UserError, match="exit code 1"):
+        measure(tmp_path / "venv")
+    assert_ends(int(pids.read_text()))
+
+
+ATTENDED = f"""
+import os, sys, time
+sys.path.append({str(FOLDER)!r})
+from script import make_parser, parse
+
+parse(make_parser("Waits.", ["mlp"]))
+with open("PID", "w") as file:
+    print(os.getpid(), file=file)
+time.sleep(1000)
+"""
+
+DRIVER = """
+import os, sys, threading, time
+from pathlib import Path
+from mpips.bench import peers
+
+venv, script, pid = map(Path, sys.argv[1:])
+peers.PEERS["it"] = peers.Peer(script, "it", ("mlp",))
+given = dict(size=4, workers=1, steps=1, repeats=1, timeout_s=1000)
+thread = threading.Thread(target=peers.measure, args=(venv, "it", "mlp"), kwargs=given)
+thread.start()
+while not (pid.exists() and pid.read_text()):
+    assert thread.is_alive()
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_script_ends_with_the_process_that_runs_it(venv: Path, tmp_path: Path) -> None:
+    pid, waits = tmp_path / "pid", tmp_path / "waits.py"
+    waits.write_text(ATTENDED.replace("PID", str(pid)))
+    command = [sys.executable, "-c", DRIVER, str(venv), str(waits), str(pid)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, timeout=LIMIT_S, env=environment)
+    assert done.returncode == -9
+    assert_ends(int(pid.read_text()))
+
+
+def test_unknown_names_are_refused(venv: Path) -> None:
+    given = {"size": 4, "workers": 1, "steps": 1, "repeats": 1, "timeout_s": 1.0}
+    with pytest.raises(UserError, match=r"unknown peer 'torch', expected one of .*torch-rpc"):
+        peers.measure(venv, "torch", "round", **given)
+    said = r"unknown measure of torch-rpc 'round', expected one of push\+pull"
+    with pytest.raises(UserError, match=said):
+        peers.measure(venv, "torch-rpc", "round", **given)
