@@ -23,6 +23,7 @@ COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 MARKERS = "osD^vPX*"
 TICKS = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 BENDS = 24  # of a line that is straight on linear axes only
+METADATA = {".svg": {"Date": None, "Creator": None}}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text as text
     "svg.hashsalt": "mpips",  # the same picture from the same points
@@ -71,7 +72,7 @@ def draw(points: Points, path: Path) -> None:
             _panel(axes, {s: t for s, t in found.items() if s.mode == mode}, ranks)
             axes.set_title(TITLES[mode], fontsize=9)
         all_axes[0][0].set_ylabel("time per step, ms")
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
     pyplot.close(figure)
 
 

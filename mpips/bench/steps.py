@@ -75,7 +75,7 @@ def _step(
     job = make_job(cluster, size // 4, "async", servers=servers)
     exchange = Exchange(job)
     seconds = _seconds(cluster, exchange.exchange, options)
-    memory = _memory(job, exchange, size, cluster.nodes)
+    memory = memory_of_servers(job, exchange, size, cluster.nodes)
     exchange.free()
     return Point(series, size, seconds), [memory]
 
@@ -98,7 +98,7 @@ def _as_if_far(cluster: Cluster, size: int) -> Memory:
     job = make_job(apart, size // 4, "async", servers=1)
     exchange = Exchange(job)
     exchange.exchange(8)
-    memory = _memory(job, exchange, size, cluster.nodes)
+    memory = memory_of_servers(job, exchange, size, cluster.nodes)
     exchange.free()
     apart.free()
     return memory
@@ -107,8 +107,15 @@ def _as_if_far(cluster: Cluster, size: int) -> Memory:
 # Memory --------------------------------------------------------------------------------------
 
 
-def _memory(job: Job, exchange: Exchange, size: int, hosts: int) -> Memory:
-    """Return what the server that holds most has beyond its shard. Collective: yes."""
+def memory_of_servers(job: Job, exchange: Exchange, size: int, hosts: int) -> Memory:
+    """Return what the server that holds most has beyond its shard. Collective: yes.
+
+    Args:
+        job: What the exchange was made from.
+        exchange: Whose servers are asked.
+        size: Bytes of the parameters.
+        hosts: Number of real hosts.
+    """
     cluster, beyond = job.cluster, 0
     if exchange.server is not None:
         beyond = _beyond(exchange.server.store.params, plan(job, cluster.rank).nbytes)
