@@ -73,7 +73,7 @@ class Saver:
         if self._stall:
             self._copies = live
         else:
-            self._copies = self._copies or [np.empty_like(a) for a in live]
+            self._copies = [np.empty_like(a) for a in live]
             for copy, array in zip(self._copies, live, strict=True):
                 self._copy(copy, array)
         self._step = step
@@ -114,6 +114,7 @@ class Saver:
 
     def _report(self, record: ShardRecord | None) -> None:
         self._step = self._folder = self._writing = None
+        self._copies = []  # given back: between checkpoints a server holds its state once
         self._cluster.send(self._cluster.roles.chief, "shard", record)
 
 
