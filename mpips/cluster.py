@@ -162,7 +162,8 @@ class Cluster:
         self.crowded = self._cores_a_rank < 1
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
-        _sharpen_timers()
+        if not self.crowded:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
+            _sharpen_timers()
         self.threads = 0
         self.roles = Roles((), tuple(range(self.world)))
 

@@ -96,12 +96,15 @@ def test_nothing_outlives_a_job(tmp_path: Path) -> None:
 def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
     with launch.Running(2, SLEEP, tmp_path) as job:
         ranks = wait_for(job, 2)
+        segments = {name for pid in ranks for name in launch.shared_memory(pid)}
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(10)
     deadline = time.monotonic() + 10  # MPICH's ranks find out by themselves
     while launch.running(ranks):
         assert time.monotonic() < deadline, "ranks are still there"
         time.sleep(0.05)
+    for name in segments:  # nobody is left who knows of them
+        Path(name).unlink(missing_ok=True)
 
 
 @pytest.mark.launch

@@ -15,7 +15,7 @@ QUICK_SIZE = 80_000
 REACH = 1 / 1.3
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True)
 def triad(out: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
     """Set ``out = out + 0.5 x + 0.25 y``: one stream written, three read."""
     a, b = out.dtype.type(0.5), out.dtype.type(0.25)

@@ -18,7 +18,7 @@ from mpips.roles import assign
 ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True)
 def gradient_of(replica: np.ndarray, grad: np.ndarray) -> None:
     """Set ``grad = 1e-3 replica + 1e-3``, in one pass."""
     factor = replica.dtype.type(1e-3)
