@@ -1,6 +1,8 @@
 """Memory of a server and of a worker of a large model, beside what the model must take.
 
-Proportional set size: memory that several ranks have mapped counts in equal parts for each. One
+Memory that several ranks have mapped counts for the rank whose segment it is: by proportional set
+size half of the gradients, which servers read where workers computed them, would be the server's.
+All ranks together are counted by proportional set size, so that nothing is left out. One
 asynchronous run with adam is watched from outside, while it trains and while it saves.
 """
 
@@ -34,16 +36,16 @@ def run(options: Options) -> list[Row]:
     """
     width = QUICK_WIDTH if options.quick else WIDTH
     with temporary_folder() as folder:
-        steady, peak = _watch(folder, width, QUICK_S if options.quick else WATCHED_S)
+        steady, own, peak = _watch(folder, width, QUICK_S if options.quick else WATCHED_S)
         summary = json.loads((folder / "run" / SUMMARY).read_text())
     state = summary["per_server"][0]["bytes"] / 1e6
     replica = summary["parameters"] * 4 / 1e6
     model = f"{replica:.0f} MB of parameters, adam"
     everyone = sum(steady), STEADY * state + 2 * 3 * replica + 2 * SPARE_MB
     cases = (
-        (f"server, {model}", steady[SERVER], STEADY * state, f"{STEADY:g} x state"),
-        (f"server that saves, {model}", peak, COPIED * state, f"{COPIED:g} x state"),
-        (f"worker, {model}", steady[WORKER], 3 * replica, "replica, 2 gradients"),
+        (f"server, {model}", own[SERVER] + state, STEADY * state, f"{STEADY:g} x state"),
+        (f"server that saves, {model}", peak + state, COPIED * state, f"{COPIED:g} x state"),
+        (f"worker, {model}", own[WORKER] + 2 * replica, 3 * replica, "replica, 2 gradients"),
         (f"server and 2 workers, {model}", *everyone, "all of these"),
     )
     return [
@@ -53,8 +55,13 @@ def run(options: Options) -> list[Row]:
     ]  # fmt: skip
 
 
-def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], float]:
-    """Run a job; returns the ranks' sizes while it trains, and the server's largest, in MB."""
+def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], list[float], float]:
+    """Run a job; returns what its ranks take, in MB.
+
+    Returns:
+        Each rank's memory while it trains; the same without what is shared; and the most that
+        the server took, without what is shared.
+    """
     options = ["--hidden", f"{width},{width}", "--batch-size", "4", "--servers", "1"]
     options += ["--optimizer", "adam", "--lr", "1e-5", "--epochs", "100000", "--eval-every", "0"]
     options += ["--checkpoint-every", "0", "--out", "run"]
@@ -66,24 +73,27 @@ def _watch(folder: Path, width: int, watched_s: float) -> tuple[list[float], flo
         ends = time.monotonic() + watched_s
         watcher.until(lambda: time.monotonic() > ends and len(watcher.seen) > since + 1)
         late = watcher.seen[since + (len(watcher.seen) - since) // 2 :]
-        steady = [statistics.median(sizes) for sizes in zip(*late, strict=True)]
+        steady, own = (
+            [statistics.median(size[k] for size in sizes) for sizes in zip(*late, strict=True)]
+            for k in (0, 1)
+        )
         os.kill(job.ranks()[SERVER], signal.SIGUSR1)
         watcher.until(lambda: job.process.poll() is not None)
         if job.process.returncode != EXIT_SAVED:
             raise Failed(job.output()[-TAIL:])
-    return steady, max(sizes[SERVER] for sizes in watcher.seen)
+    return steady, own, max(sizes[SERVER][1] for sizes in watcher.seen)
 
 
 class Watcher:
     """Looks at the ranks of a job again and again.
 
     Attributes:
-        seen: The proportional set size of every rank in MB, each time that all were there.
+        seen: What `_sizes_mb` tells of every rank, each time that all were there.
     """
 
     def __init__(self, job: Running) -> None:
         self._job = job
-        self.seen: list[list[float]] = []
+        self.seen: list[list[tuple[float, float]]] = []
 
     def until(self, done: Callable[[], bool]) -> None:
         """Look until `done`.
@@ -96,17 +106,26 @@ class Watcher:
             ended = self._job.process.poll() is not None
             if (ended and not done()) or time.monotonic() > ends:
                 raise Failed(self._job.output()[-TAIL:])
-            sizes = [_size_mb(pid) for pid in self._job.ranks()]
-            if len(sizes) == 3 and all(sizes):
+            sizes = [_sizes_mb(pid) for pid in self._job.ranks()]
+            if len(sizes) == 3 and all(size for size, _ in sizes):
                 self.seen.append(sizes)
             time.sleep(PERIOD_S)
 
 
-def _size_mb(pid: int) -> float:
-    """Return the proportional set size of a process in MB, 0 if it is gone."""
-    text = _read(Path(f"/proc/{pid}/smaps_rollup"))
-    sizes = [line.split()[1] for line in text.splitlines() if line.startswith("Pss:")]
-    return int(sizes[0]) * 1024 / 1e6 if sizes else 0.0
+def _sizes_mb(pid: int) -> tuple[float, float]:
+    """Return the proportional set size of a process in MB, and that of what it maps privately.
+
+    Both are 0 if it is gone.
+    """
+    total, own, shared = 0, 0, False
+    for line in _read(Path(f"/proc/{pid}/smaps")).splitlines():
+        words = line.split()
+        if "-" in words[0]:  # the line of a mapping: addresses, permissions, ...
+            shared = words[1].endswith("s")
+        elif words[0] == "Pss:":
+            total += int(words[1])
+            own += 0 if shared else int(words[1])
+    return total * 1024 / 1e6, own * 1024 / 1e6
 
 
 def _read(path: Path) -> str:
