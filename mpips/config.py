@@ -100,6 +100,9 @@ class Config:
     prefetch: bool = setting(
         "cluster", False, "pull far shards during the gradient before; costs a replica, staleness"
     )
+    node_aggregation: bool = setting(
+        "cluster", False, "workers of a node send far servers the mean of their gradients"
+    )
     share_pulls: bool = setting(
         "cluster", True, "workers of a node join each other's reads of far shards"
     )

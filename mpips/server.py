@@ -6,7 +6,9 @@ them are applied. Server 0, the chief, also hands out data, starts checkpoints a
 A checkpoint's cut: the chief says "cut"; each server finishes the far pushes that it has begun to
 receive and takes no others; an Allreduce finds the elementwise maximum of the servers'
 ``applied``; each applies exactly up to it (every push in it was sent to every server), copies its
-shard and goes on. So all shards of a checkpoint have seen the same pushes.
+shard and goes on. So all shards of a checkpoint have seen the same pushes. Where one message holds
+the pushes of several workers, a server may have to go beyond the maximum; then they agree again,
+until none had to: as all far servers get the same messages, that is after three times at most.
 """
 
 import time
@@ -17,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from mpips import signals
-from mpips.channel import Push, Receiver
+from mpips.channel import Receiver
 from mpips.cluster import Backoff, Comm, Request, begin_maximum
 from mpips.feed import Granter
 from mpips.job import Job
 from mpips.kernels import observe
 from mpips.ledger import HandOut
 from mpips.metrics import Log
+from mpips.push import Push
 from mpips.saver import Committer, Saver
 from mpips.store import Server
 
@@ -39,11 +42,19 @@ class Phase(Enum):
 
 
 class Cut:
-    """One server's part in agreeing on what a checkpoint holds. Collective: over the servers."""
+    """One server's part in agreeing on what a checkpoint holds. Collective: over the servers.
 
-    def __init__(self, servers: Comm, applied: np.ndarray, empty: bool) -> None:
+    Args:
+        applied: The server's ledger, shape (workers,).
+        empty: Whether its shard is.
+        beyond: Whether servers may have to apply more than what was agreed on.
+    """
+
+    def __init__(self, servers: Comm, applied: np.ndarray, empty: bool, beyond: bool) -> None:
         self._servers, self._applied, self._empty = servers, applied, empty
+        self._beyond = beyond
         self._mine = np.zeros(applied.size, "i8")
+        self._before = np.zeros(applied.size, "i8")
         self.target = np.zeros(applied.size, "i8")
         self._agreeing: Request | None = None
         self.phase = Phase.FREE
@@ -60,17 +71,27 @@ class Cut:
             bodies: Far pushes received or being received.
         """
         if self.phase is Phase.DRAIN and bodies == 0:
-            for worker in range(self._applied.size):
-                self._mine[worker] = observe(self._applied, worker)
-            self._agreeing = begin_maximum(self._servers, self._mine, self.target)
-            self.phase = Phase.AGREE
+            self._before[:] = -1
+            self._agree()
         if self.phase is Phase.AGREE and self._agreeing is not None and self._agreeing.Test():
             self.phase = Phase.REACH
-        return self.phase is Phase.REACH and self._reached()
+        if self.phase is not Phase.REACH or not self._reached():
+            return False
+        if not self._beyond or np.array_equal(self.target, self._before):
+            return True
+        self._before[:] = self.target
+        self._agree()
+        return False
+
+    def _agree(self) -> None:
+        for worker in range(self._applied.size):
+            self._mine[worker] = observe(self._applied, worker)
+        self._agreeing = begin_maximum(self._servers, self._mine, self.target)
+        self.phase = Phase.AGREE
 
     def _reached(self) -> bool:
         workers = range(self._applied.size)
-        return self._empty or all(observe(self._applied, w) == self.target[w] for w in workers)
+        return self._empty or all(observe(self._applied, w) >= self.target[w] for w in workers)
 
 
 class AsyncServer:
@@ -86,7 +107,8 @@ class AsyncServer:
         self._job, self._cluster, self.store = job, job.cluster, store
         self._receiver, self._saver = receiver, saver
         self._servers = servers
-        self.cut = Cut(self._servers, store.applied, store.shard.size == 0)
+        beyond = job.config.node_aggregation
+        self.cut = Cut(self._servers, store.applied, store.shard.size == 0, beyond)
         self._final: dict[int, int] = {}
         self._told_done = self._told_signal = False
         self.reason: str | None = None
@@ -129,7 +151,8 @@ class AsyncServer:
         if push is not None:
             self.store.apply(push)
             if self.chief:
-                self.chief.applied(push)
+                for part in push:
+                    self.chief.applied(part)
         self.store.serve_reads()
         messages = self._cluster.poll()
         for source, kind, payload in messages:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mpips.channel import Push
 from mpips.cluster import Cluster
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
 from mpips.optim import Rule
+from mpips.push import Push
 from mpips.window import Field, Window
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
@@ -246,22 +246,28 @@ class Server:
     def apply(self, push: Push) -> int:
         """Apply a push, the next of its worker, and record it in the ledger.
 
+        A mean of several workers' gradients is applied once, at as many times the rate: for SGD
+        the same as one after another. It counts as many versions.
+
         Returns:
             The shard's version after it.
 
         Blocks: no; enters MPI between blocks. Reference: Li et al., OSDI 2014, section 3.
         """
         start = time.perf_counter()
-        version = self.version + 1
-        assert push.seq == observe(self.applied, push.worker) + 1, "pushes out of order"
-        self._count_staleness(version - 1 - push.version)
+        before = self.version
+        version = before + push.count
+        for part in push:
+            assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
+            self._count_staleness(before - part.version)
         publish(self._header, BEGUN, version)
-        lr = self._rate(version)
+        lr = self._rate(version) * push.count
         for block in self._blocks():
             slots = tuple(slot[block] for slot in self.slots)
             self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
-        publish(self.applied, push.worker, push.seq)
-        self._clocks[push.worker] = push.seq
+        for part in push:
+            publish(self.applied, part.worker, part.seq)
+            self._clocks[part.worker] = part.seq
         publish(self._header, CLOCK, min(self._clocks))
         publish(self._header, COMMITTED, version)
         self.busy_s += time.perf_counter() - start

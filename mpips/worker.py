@@ -113,6 +113,7 @@ class AsyncWorker:
 
         def ready() -> bool:
             self._attend()
+            self._sender.resting()
             for batch in self._feed.news():
                 loader.submit(*batch)
                 self._queue.append(batch)
@@ -180,7 +181,7 @@ class AsyncWorker:
 
     def _under_way(self) -> bool:
         """Whether anything is on its way from or to another node."""
-        return self._puller.reading or not self._sender.sent()
+        return not self._sender.resting() or self._puller.reading
 
     def _advance(self) -> None:
         """Get on with what is under way; called by a thread while the gradient is computed."""
@@ -247,7 +248,8 @@ class AsyncWorker:
 
         def ended() -> bool:
             self._attend()
-            return self.reason is not None and self._sender.sent()
+            sent = self._sender.sent()  # of its neighbours too, so that it gets on in any case
+            return sent and self.reason is not None
 
         self.times.wait_s += self._cluster.wait(ended)
 

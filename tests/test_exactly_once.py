@@ -38,7 +38,10 @@ def assert_accounts(out: Path, pushes: int) -> None:
     assert set(applied) == {pushes}
     assert sum(staleness["histogram"]) == sum(applied)
     inbox = 2 if len(s["nodes"]) > 1 else 0  # beside the two open pushes of each worker
-    ahead = s["workers"] if "prefetch = true" in (out / "config.toml").read_text() else 0
+    config = (out / "config.toml").read_text()
+    ahead = s["workers"] if "prefetch = true" in config else 0
+    if "node_aggregation = true" in config:  # one of each worker in every message
+        inbox, ahead = inbox * s["workers"], ahead + 2 * s["workers"]
     for server in s["per_server"]:
         assert server["staleness_mean"] <= 2 * s["workers"] - 1 + inbox + ahead
     assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
@@ -66,6 +69,11 @@ PLAIN = {
         "--servers 2 --batch-size 8 --node-size 2 --prefetch --far-read reply",
     ),
     "pulls ahead by get": (5, "--servers 2 --batch-size 8 --node-size 1 --prefetch --far-read get"),
+    "means of nodes": (6, "--servers 2 --batch-size 4 --node-size 3 --node-aggregation"),
+    "means of nodes, ahead": (
+        8,
+        "--server-ranks 0,1 --batch-size 4 --node-size 2 --node-aggregation --prefetch",
+    ),
     "one batch": (8, "--servers 2 --batch-size 230"),
     "batches of one": (4, "--servers 1 --batch-size 1"),
     "more servers than cache lines": (6, "--servers 3 --batch-size 2 --hidden 1"),
@@ -85,6 +93,15 @@ STOPPED = {
         (4, "--servers 1 --node-size 1"), (6, "--servers 3 --node-size 2"),
         (5, "--servers 2 --node-size 2"), (3, "--servers 2 --node-size 1"),
         (6, "--servers 1 --node-size 2"), (4, "--servers 1 --window private"),
+    ),
+    "stops with means of nodes": (
+        (6, "--servers 2 --node-size 3 --node-aggregation"), (5, "--servers 2"),
+        (8, "--servers 3 --node-size 4 --node-aggregation"),
+        (
+            6,
+            "--servers 2 --server-ranks 0,1 --node-size 2 --node-aggregation --read consistent",
+        ),
+        (8, "--servers 2 --node-size 2 --node-aggregation"),
     ),
     "stops with more servers than lines": (
         (6, "--servers 4 --hidden 1"), (5, "--servers 1"), (6, "--servers 3 --node-size 1"),

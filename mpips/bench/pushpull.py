@@ -12,7 +12,7 @@ import numpy as np
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, make_job
 from mpips.channel import Receiver, Sender
-from mpips.cluster import Cluster, Comm, cluster_subset
+from mpips.cluster import Cluster, Comm, Request, cluster_subset
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.saver import Saver
@@ -46,7 +46,8 @@ class Exchange:
             self.server = self._serve(servers)
         else:
             self.puller = Puller(cluster, self.window, job.worker_id, job.shards)
-            self.sender = Sender(cluster, self.window, job.worker_id, job.shards)
+            args = cluster, self.window, job.worker_id, job.shards
+            self.sender = Sender(*args, job.config.node_aggregation)
             feed = Feed(cluster, self.window, job.worker_id)
         cluster.barrier()
         self.far_way = self._choose_far_reads()
@@ -74,8 +75,8 @@ class Exchange:
         store = Server(cluster, self.window, number, shard, job.rule, job.rate())
         store.params[:] = 1
         store.start_from(0)
-        inbox, dtype = job.config.inbox, job.config.dtype
-        receiver = Receiver(cluster, self.window, number, shard, dtype, store.applied, inbox)
+        c, args = job.config, (cluster, self.window, number, shard)
+        receiver = Receiver(*args, c.dtype, store.applied, c.inbox, c.node_aggregation)
         saver = Saver(cluster, shard, store.params, {}, stall=True)
         return AsyncServer(job, servers, store, receiver, saver)
 
@@ -98,12 +99,20 @@ class Exchange:
         cluster = self.cluster
         if self.server is None:
             work()
-            cluster.wait(self.sender.sent)
-            cluster.barrier()
+            self._wait_sent(cluster.comm.Ibarrier())
             return
         self._goal += pushes * len(cluster.roles.workers)
         done, store = cluster.comm.Ibarrier(), self.server.store
         self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
+
+    def _wait_sent(self, here: Request) -> None:
+        """Wait until all are here and all is sent; a carrier sends for others meanwhile."""
+
+        def sent() -> bool:
+            self.sender.resting()
+            return here.Test() and self.sender.sent()
+
+        self.cluster.wait(sent)
 
     def alone(self, steps: int) -> None:
         """Do the same work without looking at anybody. Collective: no."""

@@ -3,7 +3,8 @@
 No worker waits for another. A gradient is computed from the version that the worker pulled and
 applied to the version that the server has by then; the difference is its staleness. Each worker
 has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
-shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds.
+shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds
+(and their carriers: see `mpips.outbox`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import channel, feed, neighbours, store
+from mpips import feed, neighbours, outbox, store
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import Feed, Granter
@@ -42,8 +43,10 @@ def plan(job: Job, rank: int) -> Plan:
         size = job.shards[roles.servers.index(rank)].size
         fields = store.server_fields(size, job.rule.slots, dtype, workers)
         return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
-    fields = channel.worker_fields(job.layout.size, servers, dtype)
+    fields = outbox.worker_fields(job.layout.size, servers, dtype)
     fields += store.reader_fields(servers) + feed.worker_fields()
+    if job.config.node_aggregation:
+        fields += outbox.carrier_fields(workers)
     if sharing(job, rank):
         fields += neighbours.fields(job.layout.size, servers, dtype, 1 + job.config.prefetch)
     return Plan(fields)
@@ -82,9 +85,8 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
     config = job.config
-    receiver = Receiver(
-        cluster, window, server_id, shard, config.dtype, server.applied, config.inbox
-    )
+    args = cluster, window, server_id, shard, config.dtype, server.applied
+    receiver = Receiver(*args, config.inbox, config.node_aggregation)
     slots = dict(zip(job.rule.slots, server.slots, strict=True))
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)
@@ -119,7 +121,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
     puller = Puller(cluster, window, worker_id, job.shards, c.read == "consistent", way)
-    sender = Sender(cluster, window, worker_id, job.shards)
+    sender = Sender(cluster, window, worker_id, job.shards, c.node_aggregation)
     cluster.barrier()
     times = agree_on_far_reads(job, puller, cluster.wait_request)
     if times is not None:

@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import channel, neighbours, store
-from mpips.channel import Push, Receiver, Sender
-from mpips.cluster import Backoff, Cluster
+from mpips import neighbours, outbox, store
+from mpips.channel import Receiver, Sender
+from mpips.cluster import Backoff, Cluster, cluster_subset
+from mpips.cluster import free as cluster_free
 from mpips.kernels import observe
 from mpips.layout import cut
 from mpips.neighbours import Neighbour
 from mpips.optim import make_rule
+from mpips.push import Push
 from mpips.roles import assign
 from mpips.store import Puller, Server
 from mpips.window import Plan, Window
@@ -33,18 +35,20 @@ class Rig:
         rule: str = "sgd",
         far: str = "get",
         share: bool = False,
+        aggregate: bool = False,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
         self.rule = make_rule(rule)
         self.shards = cut(n, servers, 8)
-        self._sharing = share
+        self._sharing, self._aggregate = share, aggregate
         self.window = Window(cluster, [self._plan(rank, n) for rank in range(cluster.world)])
+        self.workers = cluster_subset(cluster, self.roles.workers)
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
             self.puller = Puller(cluster, self.window, self.id, self.shards, consistent, far)
-            self.sender = Sender(cluster, self.window, self.id, self.shards)
+            self.sender = Sender(cluster, self.window, self.id, self.shards, aggregate)
             self.replica = np.zeros(n)
             if share:
                 self._share()
@@ -53,7 +57,8 @@ class Rig:
             self.shard = self.shards[self.id]
             args = (cluster, self.window, self.id, self.shard)
             self.server = Server(*args, self.rule, lambda step: -1.0)
-            self.receiver = Receiver(*args, "float64", self.server.applied, INBOX)
+            ledger = self.server.applied
+            self.receiver = Receiver(*args, "float64", ledger, INBOX, aggregate)
         cluster.barrier()
 
     def _plan(self, rank: int, n: int) -> Plan:
@@ -61,7 +66,9 @@ class Rig:
         if rank in self.roles.servers:
             size = self.shards[self.roles.servers.index(rank)].size
             return Plan(store.server_fields(size, self.rule.slots, "float64", workers))
-        fields = channel.worker_fields(n, servers, "float64") + store.reader_fields(servers)
+        fields = outbox.worker_fields(n, servers, "float64") + store.reader_fields(servers)
+        if self._aggregate:
+            fields += outbox.carrier_fields(workers)
         if self._sharing:
             fields += neighbours.fields(n, servers, "float64", 2)
         return Plan(fields)
@@ -110,13 +117,20 @@ class Rig:
         """Tell the servers how many pushes this worker sent."""
         for rank in self.roles.servers:
             self.cluster.send(rank, "fin", self.sender.seq)
-        self.cluster.wait(self.sender.sent)
+        here = self.workers.Ibarrier()
+
+        def sent() -> bool:
+            self.sender.resting()  # a carrier sends for the others
+            return here.Test() and self.sender.sent()
+
+        self.cluster.wait(sent)
 
     def free(self) -> None:
         """Free the window, views first. Collective: yes."""
         self.cluster.barrier()
         if not self.worker:
             self.receiver.close()
+        cluster_free(self.workers)
         window = vars(self).pop("window")
         for part in ("puller", "sender", "server", "receiver"):
             if part in vars(self):

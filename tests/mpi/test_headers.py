@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import channel, feed, kernels, server, session, store
+from mpips import channel, feed, inbox, kernels, outbox, server, session, store
 from mpips.cluster import Cluster
 from mpips.command_line import parse_command_line
 from mpips.window import Window
 
 pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=4)]
 
-HEADERS = {"header", "applied", "granted_reads", "wants", "reads", "pushed", "taken"}
+HEADERS = {"header", "applied", "granted_reads", "wants", "reads", "pushed", "taken", "carried"}
+NEAR = HEADERS - {"carried"}
 GRANTS_DATA = 8  # first word of a worker's line of grants that is data; word 0 is published
 
 
@@ -66,7 +67,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (channel, feed, server, store):
+    for module in (channel, feed, inbox, outbox, server, store):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
                 module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)
@@ -78,8 +79,9 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        pytest.param("--mode=async", HEADERS | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
-        pytest.param("--mode=async --read=consistent", HEADERS, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async --read=consistent", NEAR, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=async --node-aggregation", NEAR, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=sync", {"header"}),
     ],
 )
@@ -95,6 +97,8 @@ def test_jobs_touch_no_header_word(
     seen = set().union(*cluster.comm.allgather(set(guarded)))
     if cluster.nodes == 1:  # what is near is viewed
         check(cluster.comm, fields <= seen, fields - seen)
+    if "aggregation" in options and cluster.nodes == 2 and cluster.world == 4:
+        check(cluster.comm, "carried" in seen, seen)
     if cluster.rank == 0:
         summary = json.loads((where / "run" / "summary.json").read_text())
         shutil.rmtree(where)

@@ -7,8 +7,8 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.channel import Push
 from mpips.cluster import Cluster
+from mpips.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=4)
 

@@ -9,9 +9,10 @@ from rig import INBOX, Rig
 from verdict import check
 
 from mpips import window as windows
-from mpips.channel import BUFFERS, Push
 from mpips.cluster import Cluster
 from mpips.kernels import observe
+from mpips.outbox import BUFFERS
+from mpips.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -54,26 +55,31 @@ class Applied:
         self.wrong: list[object] = []
 
     def __call__(self, push: Push) -> None:
-        rig, seq, worker = self.rig, push.seq, push.worker
-        expected = gradient(worker, seq, self.n)[rig.shard.range]
-        good = np.array_equal(push.grad, expected)
+        rig, before = self.rig, self.rig.server.version
+        expected = sum(gradient(p.worker, p.seq, self.n)[rig.shard.range] for p in push)
+        good = np.array_equal(push.grad * push.count, expected)
         if len(self.rows) % 3 == 0:
             time.sleep(0.002)
-        self.rows.append((worker, seq, rig.server.version - push.version))
         version = rig.server.apply(push)
-        told = (push.batch, push.samples, push.loss)
-        meant = ((seq // 5, 10 * seq, 10 * seq + worker), seq + worker, 0.1 * seq - 1)
-        if not good or told != meant or version != len(self.rows) or rig.receiver.bodies > INBOX:
-            self.wrong.append((worker, seq, told, version))
+        for part in push:
+            seq, worker = part.seq, part.worker
+            self.rows.append((worker, seq, before - part.version))
+            told = (part.batch, part.samples, part.loss)
+            meant = ((seq // 5, 10 * seq, 10 * seq + worker), seq + worker, 0.1 * seq - 1)
+            good = good and told == meant
+        if not good or version != len(self.rows) or rig.receiver.bodies > INBOX:
+            self.wrong.append((push, version, expected))
 
 
 @pytest.mark.parametrize(
-    ("n", "servers", "piece_bytes", "far"),
+    ("n", "servers", "piece_bytes", "far", "aggregate"),
     [
-        (1003, 1, None, "get"),
-        (1003, 2, 1024, "get"),
-        (20011, 2, None, "reply"),
-        (5, 2, None, "get"),
+        (1003, 1, None, "get", False),
+        (1003, 2, 1024, "get", False),
+        (20011, 2, None, "reply", False),
+        (5, 2, None, "get", False),
+        (1003, 1, 1024, "get", True),
+        (20011, 2, None, "reply", True),
     ],
 )
 def test_pushes_are_applied_once_and_in_order(
@@ -82,13 +88,14 @@ def test_pushes_are_applied_once_and_in_order(
     servers: int,
     piece_bytes: int | None,
     far: str,
+    aggregate: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
     if piece_bytes:
         monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
-    rig = Rig(cluster, n, servers, far=far)
+    rig = Rig(cluster, n, servers, far=far, aggregate=aggregate)
     workers = len(rig.roles.workers)
     wrong: list[object] = []
     if rig.worker:

@@ -1,0 +1,161 @@
+"""Pushes from workers of other nodes: the server's half.
+
+A pool of fixed size holds their bodies. Each place in it is a receive posted to whoever sends
+first: the MPI library matches it and lets the body come as soon as it is announced, without
+waiting for the server's loop.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.cluster import Cluster, all_done
+from mpips.kernels import observe
+from mpips.outbox import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.push import HEADER_WORDS, Push
+from mpips.window import transfer_pieces
+
+
+@dataclass(eq=False)
+class _Body:
+    """A place in the pool that is being filled, or is full.
+
+    Attributes:
+        grad: The place, shape (shard.size,).
+        requests: What has to complete; the first piece, of whoever sends it, at first.
+        status: Of the first piece.
+        key: Rank that sent it and tag, once the first piece is here.
+        withdrawn: Whether the receive was cancelled.
+    """
+
+    grad: np.ndarray
+    requests: list[MPI.Request]
+    status: MPI.Status
+    key: tuple[int, int] | None = None
+    withdrawn: bool = False
+
+
+class Inbox:
+    """A server's far pushes. Collective: no.
+
+    Args:
+        sources: The workers whose pushes each rank sends, by rank.
+        size: Elements of the shard.
+        dtype: Of the gradients.
+        applied: The server's ledger, shape (workers,); read here, written by the store.
+        places: Bodies held at a time; with 2, one is received while the other is applied.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        sources: Mapping[int, Sequence[int]],
+        size: int,
+        dtype: str,
+        applied: np.ndarray,
+        places: int,
+    ) -> None:
+        self._cluster, self._sources, self._applied = cluster, sources, applied
+        self._free = [np.zeros(size, dtype) for _ in range(places if sources and size else 0)]
+        self._announced = dict.fromkeys(sources, 0)  # messages, by rank
+        self._taken = dict.fromkeys(sources, 0)
+        self._headers: dict[tuple[int, int], np.ndarray] = {}
+        self._posted: list[_Body] = []
+        self._bodies: list[_Body] = []
+        self._lent: np.ndarray | None = None
+
+    @property
+    def bodies(self) -> int:
+        """Number of bodies that are, or may yet be, received, and are not yet taken."""
+        return len(self._posted) + len(self._bodies)
+
+    def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
+        """Get on: headers, bodies that have come, room for more. Blocks: no.
+
+        Args:
+            limit: Make room only for senders of pushes ``seq <= limit[worker]``, shape (workers,).
+            fetch: Whether to make room at all.
+        """
+        if not self._sources:
+            return
+        comm, status = self._cluster.comm, MPI.Status()
+        while (found := comm.Improbe(MPI.ANY_SOURCE, TAG_HEADER, status)) is not None:
+            rows = np.empty((status.Get_count(MPI.INT64_T) // HEADER_WORDS, HEADER_WORDS), "i8")
+            found.Recv(rows)
+            rank = status.Get_source()
+            self._announced[rank] += 1
+            self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
+        self._settle()
+        if not fetch:
+            self._withdraw()
+        elif limit is None:
+            while self._free:
+                self._post(MPI.ANY_SOURCE)
+        else:
+            self._post_up_to(limit)
+
+    def _post(self, source: int) -> None:
+        grad, status = self._free.pop(), MPI.Status()
+        first = transfer_pieces(grad)[0]
+        request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
+        self._posted.append(_Body(grad, [request], status))
+
+    def _post_up_to(self, limit: np.ndarray) -> None:
+        """Make room for pushes up to `limit`, one at a time: others might fill the pool."""
+        if self.bodies:
+            return
+        for rank, workers in self._sources.items():
+            if any(observe(self._applied, w) < limit[w] for w in workers):
+                self._post(rank)
+                return
+
+    def _withdraw(self) -> None:
+        for body in self._posted:
+            if not body.withdrawn:
+                body.requests[0].Cancel()  # a body that is on its way comes none the less
+                body.withdrawn = True
+
+    def _settle(self) -> bool:
+        """Sort out the posted receives that are complete; returns whether any is left."""
+        waiting = []
+        for body in self._posted:
+            if not body.requests[0].Test(body.status):
+                waiting.append(body)
+            elif body.status.Is_cancelled():
+                self._free.append(body.grad)
+            else:
+                rank = body.status.Get_source()
+                body.key = rank, body.status.Get_tag()
+                rest = transfer_pieces(body.grad)[1:]
+                body.requests = [self._cluster.comm.Irecv(p, rank, TAG_REST) for p in rest]
+                self._bodies.append(body)
+        self._posted = waiting
+        return bool(waiting)
+
+    def take(self) -> Push | None:
+        """Return a push that is here, of each sender in its order; it is lent until `give_back`."""
+        for body in self._bodies:
+            assert body.key is not None, "a body of nobody"
+            rank, tag = body.key
+            if tag != (self._taken[rank] + 1) % BODY_TAGS or body.key not in self._headers:
+                continue  # an earlier body of this rank, or the header, is still coming
+            if not all_done(body.requests):
+                continue
+            self._bodies.remove(body)
+            self._taken[rank] += 1
+            self._lent = body.grad
+            return Push.unpack_all(self._headers.pop(body.key), body.grad)
+        return None
+
+    def give_back(self) -> None:
+        """Free the place of the push taken last, which is applied."""
+        if self._lent is not None:
+            self._free.append(self._lent)
+            self._lent = None
+
+    def close(self) -> None:
+        """Take back the receives that are posted. Blocks: until MPI has let them go."""
+        self._withdraw()
+        self._cluster.wait(lambda: not self._settle())

@@ -1,0 +1,288 @@
+"""Pushes to servers of other nodes: the worker's half.
+
+A header announces the push and the body waits at the sender (a synchronous send) until the server
+has room, so that a server's memory depends on neither the number of workers nor their speed. The
+gradient's buffer is free when the send has completed.
+
+With aggregation one worker of each node, the **carrier**, sends for all of them: it takes the
+mean of the gradients that its node has announced, at most one a worker, in one pass over where
+they lie, and frees their buffers at once. It waits for a gradient of every worker; while nothing
+is on its way, for no longer than the last message took. So a link that is not the bottleneck
+delays nobody by much, and one that is carries each node's gradients as one. All far servers get
+the same pushes in the same message, and apply the mean at as many times the rate.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.cluster import Cluster, Request, all_done
+from mpips.kernels import observe, publish, sum_rows
+from mpips.layout import Shard
+from mpips.push import HEADER_WORDS
+from mpips.window import Field, Window, transfer_pieces
+
+TAG_HEADER, TAG_REST = 2, 3
+BODY_TAGS = 1 << 14  # a body's tag is the message's number modulo this; MPI promises 32767 tags
+BUFFERS = 2  # open pushes a worker, and open messages a carrier
+PUSHED = 0  # word of a worker: number of pushes announced
+
+
+def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of a worker's segment that carry its pushes."""
+    return (
+        Field("pushed", "i8", (8,)),
+        Field("headers", "i8", (BUFFERS, HEADER_WORDS)),
+        Field("versions", "i8", (BUFFERS, shards)),
+        Field("grads", dtype, (BUFFERS, n)),
+    )
+
+
+def carrier_fields(workers: int) -> tuple[Field, ...]:
+    """Return the fields of a carrier's segment: what it has carried of each worker."""
+    return (Field("carried", "i8", (workers,)),)
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a worker of this node writes beside its gradients.
+
+    Attributes:
+        worker: Worker number.
+        words: Shape (8,), dtype int64.
+        headers: Shape (BUFFERS, HEADER_WORDS), dtype int64.
+        versions: Versions read, shape (BUFFERS, servers), dtype int64.
+        grads: Shape (BUFFERS, n_params).
+    """
+
+    worker: int
+    words: np.ndarray
+    headers: np.ndarray
+    versions: np.ndarray
+    grads: np.ndarray
+
+    @classmethod
+    def of(cls, window: Window, worker: int, rank: int) -> "Announced":
+        """Return the worker of that rank."""
+        names = ("pushed", "headers", "versions", "grads")
+        return cls(worker, *(window.view(rank, name) for name in names))
+
+    def header(self, seq: int, server: int) -> np.ndarray:
+        """Return a copy of the header of push `seq`, with the version of one shard."""
+        header = self.headers[seq % BUFFERS].copy()
+        header[7] = self.versions[seq % BUFFERS, server]
+        return header
+
+
+def carriers(cluster: Cluster, aggregate: bool) -> dict[int, int]:
+    """Return the rank that sends each worker's far pushes: itself, or its node's carrier.
+
+    The last worker of a node is its carrier: the first of all evaluates as well.
+    """
+    last = {cluster.node_of[rank]: rank for rank in cluster.roles.workers}
+    workers = cluster.roles.workers
+    return {r: last[cluster.node_of[r]] if aggregate else r for r in workers}
+
+
+class Outbox(ABC):
+    """A worker's far pushes. Collective: no."""
+
+    @abstractmethod
+    def writable(self, seq: int) -> bool:
+        """Whether the buffer of push `seq` may be written. Blocks: no; gets on."""
+
+    @abstractmethod
+    def send(self, seq: int) -> None:
+        """Send push `seq`, which is announced. Blocks: no."""
+
+    @abstractmethod
+    def empty(self) -> bool:
+        """Whether nothing that this rank has to send is left. Blocks: no; gets on."""
+
+    @abstractmethod
+    def resting(self) -> bool:
+        """Whether nothing may have to be sent before the next `send`. Blocks: no; gets on."""
+
+
+class _Message:
+    """One message to each far server, on its way or done."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._requests: list[Request] = []
+        self._headers: list[np.ndarray] = []
+        self._sent_s = 0.0
+        self.took_s = 0.0  # until the last one was seen to have left
+
+    def send(self, number: int, parts: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> None:
+        """Send (rank, headers, body) each. Blocks: no; all is left alone until `done`."""
+        cluster, comm = self._cluster, self._cluster.comm
+        requests = []
+        for rank, headers, body in parts:
+            requests.append(comm.Isend(headers, rank, TAG_HEADER))
+            first, *rest = transfer_pieces(body)
+            requests.append(cluster.bodies.Issend(first, rank, number % BODY_TAGS))
+            requests += [comm.Issend(piece, rank, TAG_REST) for piece in rest]
+        self._requests, self._headers = requests, [headers for _, headers, _ in parts]
+        self._sent_s = time.perf_counter()
+
+    def done(self) -> bool:
+        """Whether it has left. Blocks: no."""
+        if self._requests and all_done(self._requests):
+            self._requests, self.took_s = [], time.perf_counter() - self._sent_s
+        return not self._requests
+
+
+def _all_left(messages: Sequence[_Message]) -> bool:
+    """Whether all of these have left. Blocks: no; every one gets on."""
+    left = [message.done() for message in messages]
+    return all(left)
+
+
+class Direct(Outbox):
+    """Each worker sends its own.
+
+    Args:
+        far: Server number, rank and shard of each far server with a shard; there may be none.
+        me: This worker.
+    """
+
+    def __init__(
+        self, cluster: Cluster, far: Sequence[tuple[int, int, Shard]], me: Announced
+    ) -> None:
+        self._far, self._me = far, me
+        self._messages = [_Message(cluster) for _ in range(BUFFERS)]
+
+    def writable(self, seq: int) -> bool:
+        """See `Outbox.writable`."""
+        return self._messages[seq % BUFFERS].done()
+
+    def send(self, seq: int) -> None:
+        """See `Outbox.send`."""
+        me, grad = self._me, self._me.grads[seq % BUFFERS]
+        parts = [(r, me.header(seq, k)[None], grad[shard.range]) for k, r, shard in self._far]
+        self._messages[seq % BUFFERS].send(seq, parts)
+
+    def empty(self) -> bool:
+        """See `Outbox.empty`."""
+        return _all_left(self._messages)
+
+    def resting(self) -> bool:
+        """See `Outbox.resting`."""
+        return self.empty()
+
+
+class Carried(Outbox):
+    """A carrier sends them.
+
+    Args:
+        carried: The carrier's word a worker, shape (workers,), dtype int64.
+        me: This worker.
+    """
+
+    def __init__(self, carried: np.ndarray, me: Announced) -> None:
+        self._carried, self._me, self._last = carried, me, 0
+
+    def writable(self, seq: int) -> bool:
+        """See `Outbox.writable`."""
+        return observe(self._carried, self._me.worker) >= seq - BUFFERS
+
+    def send(self, seq: int) -> None:
+        """See `Outbox.send`."""
+        self._last = seq
+
+    def empty(self) -> bool:
+        """See `Outbox.empty`."""
+        return observe(self._carried, self._me.worker) == self._last
+
+    def resting(self) -> bool:
+        """See `Outbox.resting`."""
+        return True
+
+
+class Carrier(Outbox):
+    """Sends the far pushes of its node's workers.
+
+    Args:
+        far: Server number, rank and shard of each far server with a shard.
+        carried: Its word a worker, shape (workers,), dtype int64.
+        me: This worker.
+        members: The workers of the node, itself included.
+
+    Attributes:
+        messages: Messages sent, each to every far server.
+        pushes: Pushes in them.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        far: Sequence[tuple[int, int, Shard]],
+        carried: np.ndarray,
+        me: Announced,
+        members: Sequence[Announced],
+    ) -> None:
+        self._far, self._carried, self._me, self._members = far, carried, me, members
+        self._messages = [_Message(cluster) for _ in range(BUFFERS)]
+        kind = me.grads.dtype
+        self._bodies = [[np.zeros(shard.size, kind) for *_, shard in far] for _ in range(BUFFERS)]
+        self._first_s: float | None = None  # when a push was first seen that waits
+        self.messages = self.pushes = 0
+
+    def writable(self, seq: int) -> bool:
+        """See `Outbox.writable`."""
+        self._advance()
+        return observe(self._carried, self._me.worker) >= seq - BUFFERS
+
+    def send(self, seq: int) -> None:
+        """See `Outbox.send`."""
+        self._advance()
+
+    def empty(self) -> bool:
+        """See `Outbox.empty`."""
+        left = self._advance()
+        return _all_left(self._messages) and not left
+
+    def resting(self) -> bool:
+        """See `Outbox.resting`: any worker of the node may push at any time."""
+        self._advance()
+        return False
+
+    def _advance(self) -> bool:
+        """Send what can be sent; returns whether a push is left that was announced."""
+        ready = self._ready()
+        idle = [k for k, message in enumerate(self._messages) if message.done()]
+        if ready and idle and (len(ready) == len(self._members) or self._waited(len(idle))):
+            self._carry(idle[0], ready)
+            self._first_s, ready = None, self._ready()
+        return bool(ready)
+
+    def _waited(self, idle: int) -> bool:
+        """Whether what is ready has waited for the others for long enough."""
+        now = time.perf_counter()
+        if self._first_s is None:
+            self._first_s = now
+        longest_s = max(message.took_s for message in self._messages)
+        return idle == BUFFERS and now - self._first_s >= longest_s
+
+    def _ready(self) -> list[tuple[Announced, int]]:
+        """Return the next push of each worker that has announced one."""
+        following = [(m, observe(self._carried, m.worker) + 1) for m in self._members]
+        return [(m, seq) for m, seq in following if observe(m.words, PUSHED) >= seq]
+
+    def _carry(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
+        rows = np.array([m.grads[seq % BUFFERS].ctypes.data for m, seq in ready], "i8")
+        weights = np.full(len(ready), 1 / len(ready))
+        parts = []
+        for (server, rank, shard), body in zip(self._far, self._bodies[slot], strict=True):
+            sum_rows(rows, weights, shard.range.start, body)
+            headers = np.stack([member.header(seq, server) for member, seq in ready])
+            parts.append((rank, headers, body))
+        self.messages += 1
+        self.pushes += len(ready)
+        self._messages[slot].send(self.messages, parts)
+        for member, seq in ready:
+            publish(self._carried, member.worker, seq)
