@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -19,6 +20,12 @@ import numpy as np
 from mpips.errors import UserError, unknown
 
 Slots = tuple[np.ndarray, ...]
+
+# What every run calls, beside the loop of its rule.
+SHARED_KERNELS = (
+    *("publish", "observe", "meet", "sum_rows", "sum_squares", "all_finite"),
+    *("scale", "copy_finite"),
+)
 
 
 @cache
@@ -343,6 +350,21 @@ def clip_factor(sum_of_squares: float, max_norm: float) -> float:
     """
     norm = math.sqrt(sum_of_squares)
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
+
+
+def is_compiled(rule: Rule) -> bool:
+    """Say whether compiled loops for `rule`, newer than their source, lie on the disk.
+
+    They may be of another dtype or processor: `warm` finds that out.
+    """
+    kernels: Any = _kernels()
+    folder = kernels.publish.stats.cache_path
+    if folder is None:
+        return False
+    written = Path(kernels.__file__).stat().st_mtime
+    names = *SHARED_KERNELS, rule.kernel
+    found = [[p.stat().st_mtime for p in Path(folder).glob(f"kernels.{n}-*.nbi")] for n in names]
+    return all(times and max(times) >= written for times in found)
 
 
 def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:

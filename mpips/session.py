@@ -17,7 +17,7 @@ from mpips.evaluation import evaluate, share
 from mpips.folder import Run
 from mpips.job import Job, check_checkpoint, check_memory, check_samples
 from mpips.metrics import Log
-from mpips.optim import warm
+from mpips.optim import is_compiled, make_rule, warm
 from mpips.problems import load_problem
 from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
@@ -143,16 +143,13 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
 
 def _compile(ranks: Cluster, config: Config) -> None:
-    """Compile the loops once a host, by one rank, and let the others load them. Collective."""
-    from mpips.optim import make_rule
-
+    """Compile the loops once a host, by one rank, and let all load them. Collective: yes."""
     rule = make_rule(config.optimizer)
     first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    if first:
+    if first and not is_compiled(rule):
         warm(rule, config.dtype)
     ranks.barrier()
-    if not first:
-        warm(rule, config.dtype)
+    warm(rule, config.dtype)
 
 
 def _train(job: Job, found: Run) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 
@@ -397,6 +398,26 @@ def test_a_warm_run_compiles_nothing_more():
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     checks = ["all_finite", "copy_finite", "scale", "sum_rows", "sum_squares"]
     assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", "meet", *checks]))
+
+
+COMPILED_CHECK = """
+import os, sys
+from mpips import kernels, optim
+sgd, adam = optim.make_rule("sgd"), optim.make_rule("adam")
+assert not optim.is_compiled(sgd)
+optim.warm(sgd, "float32")
+assert optim.is_compiled(sgd) and not optim.is_compiled(adam)
+folder = kernels.sgd.stats.cache_path
+index = next(p for p in os.scandir(folder) if p.name.startswith("kernels.sgd-"))
+os.utime(index, (0, 0))
+assert not optim.is_compiled(sgd), "older than the source"
+"""
+
+
+def test_what_is_compiled_is_found_on_the_disk(tmp_path):
+    command = [sys.executable, "-c", COMPILED_CHECK]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run(command, check=True, timeout=120, env=env)
 
 
 def test_names_and_schedules_need_no_compiler():
