@@ -120,7 +120,8 @@ class Config:
     )
 
     dataset: str = setting(
-        "data", "digits", "digits, or a file: .h5[::x,y], .npz, x.npy,y.npy, IDX (.gz), .svm",
+        "data", "digits",
+        "digits, spirals, or a file: .h5[::x,y], .npz, x.npy,y.npy, IDX (.gz), .svm",
         metavar="NAME_OR_PATH",
     )  # fmt: skip
     test_dataset: str = setting(

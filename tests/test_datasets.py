@@ -128,6 +128,21 @@ def test_digits_can_be_made_again(tmp_path: Path) -> None:
             assert np.array_equal(new[name][:], old[name][:])
 
 
+def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
+    from mpips.datasets.spirals import ARMS, TURNS, open_spirals
+
+    first, again = open_spirals(), open_spirals()
+    x, y = first.read_x(0, first.n), first.read_y(0, first.n)
+    assert np.array_equal(x, again.read_x(0, first.n))
+    assert np.array_equal(y, again.read_y(0, first.n))
+    radius, angle = np.hypot(*x.T), np.arctan2(x[:, 1], x[:, 0])
+    off = angle / (2 * np.pi) - y / ARMS - TURNS * radius
+    away = 2 * np.pi * radius * np.abs(off - np.round(off))  # along the circle
+    assert np.quantile(away, 0.99) < 2 * np.pi * TURNS * 0.05
+    data = opened("spirals", batch_size=32)
+    assert (data.info.n_train, data.info.classes, data.info.x_shape) == (4800, ARMS, (2,))
+
+
 def test_importing_costs_neither_h5py_nor_mpi() -> None:
     code = (
         "import sys, mpips.datasets; import mpips.datasets.loader; "

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "DataInfo", "Dataset", "Source", "iterate", "open_dataset"]
 
-DIGITS = "digits"
+BUILT_IN = {"digits": "digits.open_digits", "spirals": "spirals.open_spirals"}
 READERS = {
     ".h5": "hdf5.open_hdf5",
     ".hdf5": "hdf5.open_hdf5",
@@ -41,7 +41,7 @@ READERS = {
     ".txt": "libsvm.open_libsvm",
 }
 IDX = "idx.open_idx"
-FORMATS = f"{DIGITS}, or a path to {', '.join(READERS)} or IDX files"
+FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
 def open_dataset(config: "Config") -> Dataset:
@@ -83,7 +83,7 @@ def open_dataset(config: "Config") -> Dataset:
 def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
     """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
     name = os.path.expanduser(name)
-    is_folder = name != DIGITS and os.path.isdir(name)
+    is_folder = name not in BUILT_IN and os.path.isdir(name)
     paths = _reader("idx.find_mnist")(name) if is_folder else (name,)
     tables: list[Table] = []
     for path in paths:
@@ -93,8 +93,8 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
 
 
 def _open_table(name: str) -> Table:
-    if name == DIGITS:
-        return _reader("digits.open_digits")()
+    if name in BUILT_IN:
+        return _reader(BUILT_IN[name])()
     path, mark, arrays = name.partition("::")
     suffixes = Path(path.partition(",")[0]).suffixes
     known = [s.lower() for s in suffixes[-2:] if s.lower() in READERS]
@@ -105,7 +105,7 @@ def _open_table(name: str) -> Table:
         raise UserError(
             f"unknown dataset {name!r}",
             f"one of {FORMATS}",
-            nearest(name, [DIGITS]) or "check the path",
+            nearest(name, BUILT_IN) or "check the path",
         )
     check_file(first)
     if not _reader("idx.is_idx")(first):
@@ -125,7 +125,7 @@ def _split(config: "Config", train: Table, test: Table | None) -> Dataset:
     n_train = train.n - n_test if test is None else train.n
     classes = _classes(tables, config.classes)
     info = DataInfo(
-        name=config.dataset if config.dataset == DIGITS else Path(train.path).name,
+        name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,
         n_test=n_test,
         x_shape=train.x_shape,
