@@ -130,7 +130,9 @@ def help_text() -> str:
     intro = (
         "Every option is also a key of the job file, with _ for - (batch_size = 32), and the other "
         "way round. The command line overrides the job file, the job file overrides the defaults; "
-        "with --resume, the saved run's values take the place of the defaults."
+        "with --resume, the saved run's values take the place of the defaults. An option that the "
+        "mode does not have is an error, unless it stands in a job file or a saved run whose mode "
+        "is overridden: there it is dropped."
     )
     parts = [
         "usage: mpirun -n RANKS python -m mpips.train [JOB.toml] [--option value ...]\n",

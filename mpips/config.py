@@ -82,30 +82,34 @@ class Config:
         legal=("shared", "private"),
     )  # fmt: skip
     reduce: str = setting(
-        "cluster", "auto", "how a round of mode sync sums: in node-shared memory or MPI_Allreduce",
-        legal=("auto", "shared", "allreduce"),
+        "cluster", "auto", "how a round sums: in node-shared memory or by MPI_Allreduce",
+        legal=("auto", "shared", "allreduce"), modes=("sync",),
     )  # fmt: skip
     inbox: int = setting(
         "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
-        ">= 1",
+        ">= 1", modes=("async",),
     )  # fmt: skip
     read: str = setting(
-        "cluster", "relaxed", "what a pull of mode async may see; consistent: one version a shard",
-        legal=("relaxed", "consistent"),
+        "cluster", "relaxed", "what a pull may see; consistent: one version a shard",
+        legal=("relaxed", "consistent"), modes=("async",),
     )  # fmt: skip
     far_read: str = setting(
         "cluster", "auto", "how shards of other nodes are read: by one-sided Get or the owner's "
         "reply; auto: what is faster at the start", legal=("auto", "get", "reply"),
+        modes=("async",),
     )  # fmt: skip
     prefetch: bool = setting(
-        "cluster", False, "pull far shards during the gradient before; costs a replica, staleness"
-    )
+        "cluster", False, "pull far shards during the gradient before; costs a replica, staleness",
+        modes=("async",),
+    )  # fmt: skip
     node_aggregation: bool = setting(
-        "cluster", False, "workers of a node send far servers the mean of their gradients"
-    )
+        "cluster", False, "workers of a node send far servers the mean of their gradients",
+        modes=("async",),
+    )  # fmt: skip
     share_pulls: bool = setting(
-        "cluster", True, "workers of a node join each other's reads of far shards"
-    )
+        "cluster", True, "workers of a node join each other's reads of far shards",
+        modes=("async",),
+    )  # fmt: skip
 
     problem: str = setting(
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
@@ -247,6 +251,10 @@ def resolve(
 ) -> Config:
     """Merge ``options`` over ``job`` over ``saved`` over the defaults, and validate the result.
 
+    What the mode of the result does not have is refused where it was given for that mode. Where
+    ``options`` change the mode of ``job``, or both that of ``saved``, what they leave behind is
+    dropped.
+
     Args:
         options: From the command line.
         job: From the job file.
@@ -257,12 +265,23 @@ def resolve(
         UserError: If the result is not valid.
     """
     kept = {k: v for k, v in (saved or {}).items() if k not in SESSION_FIELDS}
-    given = {**(job or {}), **options}
+    job = job or {}
+    job_mode = job.get("mode", kept.get("mode", Config.mode))
+    mode = options.get("mode", job_mode)
+    if mode != job_mode:
+        job = _without_leftovers(job, mode)
+    kept, given = _without_leftovers(kept, mode), {**job, **options}
     if "epochs" in given:  # a saved number of steps does not override what is said now
         kept.pop("steps", None)
     config = Config(**{**kept, **given})
     validate(config)
     return config
+
+
+def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """Return the values of a job of another mode without what `mode` does not have."""
+    none = {"servers"} if mode == "async" and values.get("servers") == 0 else set()
+    return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
 
 
 def validate(config: Config) -> None:
@@ -273,6 +292,9 @@ def validate(config: Config) -> None:
     """
     for name, option in OPTIONS.items():
         option.check(getattr(config, name))
+    for name, option in OPTIONS.items():
+        if not option.fits(getattr(config, name), config.mode):
+            raise option.mode_error(getattr(config, name), config.mode)
     _check_servers(config)
     _check_length(config)
     _check_schedule(config)

@@ -70,7 +70,7 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
         return jobs.resolve(line.options, given), out, False
     saved = jobs.read_toml(out / CONFIG)
     config = jobs.resolve(line.options, given, saved)
-    jobs.check_resume(jobs.resolve(saved), config, out)
+    jobs.check_resume(jobs.resolve({}, saved=saved), config, out)
     return config, out, True
 
 

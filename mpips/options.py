@@ -38,7 +38,10 @@ HELP_COLUMN = 30
 
 
 def setting(group: str, default: Any, text: str, bound: str = "", **metadata: Any) -> Any:
-    """Make a field of `Config`; metadata: legal, pattern, form, metavar, unset, bare, numeric."""
+    """Make a field of `Config`.
+
+    Metadata: legal, pattern, form, metavar, unset, bare, numeric, and modes: those that have it.
+    """
     metadata = {"group": group, "help": text, "bound": bound, **metadata}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -61,6 +64,7 @@ class Option:
     unset: str = ""
     bare: str | None = None
     numeric: bool = False
+    modes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, field: "dataclasses.Field[Any]") -> "Option":
@@ -74,6 +78,17 @@ class Option:
     def flag(self) -> str:
         """The option on the command line, such as ``--batch-size``."""
         return "--" + self.name.replace("_", "-")
+
+    def fits(self, value: Any, mode: str) -> bool:
+        """Whether a job of that mode may have the value; the default says nothing, so it may."""
+        return not self.modes or mode in self.modes or value == self.default
+
+    def mode_error(self, value: Any, mode: str) -> UserError:
+        """Make the error for a value in a mode that does not have the option."""
+        modes = " or ".join(self.modes)
+        flag = f"--no-{self.flag[2:]}" if value is False else self.flag
+        remedy = f"leave out {flag}, or use --mode {modes}"
+        return UserError(f"{self.name} {shown(value)} in mode {mode}", f"mode {modes}", remedy)
 
     @property
     def expected(self) -> str:
@@ -184,14 +199,15 @@ def metavar(option: Option) -> str:
 
 def help_entry(option: Option) -> str:
     """Return the rows of one option: what it does, what is legal, the default."""
+    modes = f"; mode {' or '.join(option.modes)}" if option.modes else ""
     if option.kind is bool:
         default = "on" if option.default else "off"
         left = f"{option.flag}, --no-{option.flag[2:]}"
-        return help_row(left, f"{option.help} [default: {default}]")
+        return help_row(left, f"{option.help} [default: {default}{modes}]")
     legal = option.expected if option.metavar and not option.bare else ""
     legal = option.bound or legal.removeprefix("text")
     default = ",".join(map(str, option.default)) if option.kind is tuple else str(option.default)
-    default = f"default: {option.unset or default}"
+    default = f"default: {option.unset or default}{modes}"
     told = f"{legal}; {default}" if legal else default
     return help_row(f"{option.flag} {metavar(option)}", f"{option.help} [{told}]")
 

@@ -101,7 +101,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
     plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
     plan.add("auto", 2, ("--epochs", "3", "--resume"))
-    plan.add("mode", 3, (*SHORT, "--mode", "async"))
+    plan.add("mode", 3, (*SHORT, "--mode", "async", "--prefetch"))
     plan.add("mode", 3, ("--resume", "--mode", "sync", "--epochs", "3"))
     plan.run(4 * LIMIT_S)
     return plan

@@ -546,6 +546,97 @@ def test_fields_that_go_together(argv: str) -> None:
     load(argv.split())
 
 
+OF_MODES = [name for name in NAMES if OPTIONS[name].modes]
+MODES = OPTIONS["mode"].legal
+
+
+def other_value(option: Option) -> Any:
+    """Return a legal value that is not the default."""
+    known: dict[Any, Any] = {bool: not option.default, int: 5}
+    return next((v for v in option.legal if v != option.default), known.get(option.kind))
+
+
+def a_mode(option: Option, has: bool) -> str:
+    """Return a mode that has an option, or one that does not."""
+    return next(mode for mode in MODES if (mode in option.modes) == has)
+
+
+def words_of(option: Option, value: Any) -> list[str]:
+    """Return the command line's words for a value."""
+    if option.kind is bool:
+        return [option.flag if value else f"--no-{option.flag[2:]}"]
+    return [option.flag, str(value)]
+
+
+def test_options_of_modes_name_modes() -> None:
+    names = {"reduce", "inbox", "read", "far_read", "prefetch", "node_aggregation", "share_pulls"}
+    assert names <= set(OF_MODES)
+    for name in OF_MODES:
+        assert set(OPTIONS[name].modes) < set(MODES)
+
+
+@pytest.mark.parametrize("name", OF_MODES)
+def test_an_option_that_the_mode_does_not_have(name: str, tmp_path: Path) -> None:
+    option = OPTIONS[name]
+    value, mode = other_value(option), a_mode(option, has=False)
+    words, modes = words_of(option, value), " or ".join(option.modes)
+    remedy = f"leave out {words[0]}, or use --mode {modes}"
+    expected = f"{name} {shown(value)} in mode {mode}, expected mode {modes}; {remedy}"
+    assert message_of(["--mode", mode, *words]) == expected
+    job = job_file(tmp_path, f'mode = "{mode}"\n{config._toml_line(name, value)}')
+    assert message_of([job]) == expected
+    with pytest.raises(UserError, match=f"expected mode {modes}"):
+        validate(dataclasses.replace(Config(), mode=mode, **{name: value}))
+
+
+@pytest.mark.parametrize("name", OF_MODES)
+def test_an_option_of_the_mode_or_its_default_passes(name: str) -> None:
+    option = OPTIONS[name]
+    value = other_value(option)
+    for mode in option.modes:
+        assert getattr(load(["--mode", mode, *words_of(option, value)]), name) == value
+    load(["--mode", a_mode(option, has=False), *words_of(option, option.default)])
+
+
+@pytest.mark.parametrize("name", OF_MODES)
+def test_a_change_of_mode_drops_what_it_leaves_behind(name: str, tmp_path: Path) -> None:
+    """Of a job file or a saved run, but not what is given beside it."""
+    option = OPTIONS[name]
+    value, mode, other = other_value(option), a_mode(option, True), a_mode(option, False)
+    first = load(["--mode", mode, *words_of(option, value)])
+    job = job_file(tmp_path, to_toml(first))
+    changed = dataclasses.replace(Config(), mode=other)
+    assert load([job, "--mode", other]) == changed
+    saved = read_toml(job)
+    assert load(["--mode", other], saved) == changed
+    assert load([job_file(tmp_path, f'mode = "{other}"', "other.toml")], saved) == changed
+    assert load([], saved) == first
+    assert "expected mode" in message_of([job, "--mode", other, *words_of(option, value)])
+
+
+def test_a_job_file_for_the_saved_mode_is_held_to_it(tmp_path: Path) -> None:
+    job = job_file(tmp_path, "prefetch = true")
+    with pytest.raises(UserError, match="prefetch true in mode sync"):
+        load([job], {"mode": "sync"})
+    assert not load([job, "--mode", "sync"], {"mode": "async"}).prefetch
+
+
+def test_no_servers_are_left_behind_by_mode_sync(tmp_path: Path) -> None:
+    job = job_file(tmp_path, 'mode = "sync"\nservers = 0')
+    assert load([job, "--mode", "async"]).servers is None
+    assert load(["--mode", "async"], read_toml(job)).servers is None
+    assert load([], read_toml(job)).servers == 0
+    assert "servers 0 in mode async" in message_of([job, "--mode", "async", "--servers", "0"])
+
+
+def test_help_tells_the_modes_of_an_option() -> None:
+    text = " ".join(help_text().split())
+    for name in OF_MODES:
+        assert f"{OPTIONS[name].help} [" in text
+        rest = text.partition(f"{OPTIONS[name].help} [")[2]
+        assert rest.partition("]")[0].endswith(f"; mode {' or '.join(OPTIONS[name].modes)}")
+
+
 def test_validate_checks_what_code_made() -> None:
     for bad in ({"lr": -1.0}, {"servers": "2"}, {"mode": "x"}, {"hidden": (0,)}, {"seed": True}):
         with pytest.raises(UserError):
@@ -692,6 +783,9 @@ def mended(values: dict[str, Any]) -> Config:
     values |= {"step_every": 1, "epochs": 1, "steps": 0, "classes": 0, "dataset": "digits"}
     values["warmup_steps"] = max(1, values["warmup_steps"])
     values["eval_only"] = values["eval_only"] and bool(values["resume"])
+    for name in OF_MODES:
+        if not OPTIONS[name].fits(values[name], values["mode"]):
+            values[name] = OPTIONS[name].default
     return Config(**values)
 
 
