@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from mpips.delay import DELAYS, FORM, parse_delays
 from mpips.errors import UserError, nearest
 from mpips.options import Option, setting, shown
 
@@ -35,7 +36,7 @@ LAYOUT_FIELDS = (
     *("dataset", "test_dataset", "test_fraction", "classes", "batch_size", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
-SESSION_FIELDS = ("out", "resume", "quiet", "eval_only")
+SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "inject_delay")
 PERIOD = re.compile(r"(?P<seconds>[0-9]{1,12}(\.[0-9]{1,12})?)s?|(?P<steps>[0-9]{1,12})steps")
 USER_PROBLEM = re.compile(r".*[^/]\.py:[^\W\d]\w*")
 
@@ -63,6 +64,11 @@ class Config:
         metavar="CHECKPOINT", unset="a random start",
     )  # fmt: skip
     threads: int = setting("run", 0, "BLAS threads a rank; 0: cores over ranks of a node", ">= 0")
+
+    inject_delay: str = setting(
+        "run", "", "have workers take FACTOR times as long for a gradient, by sleeping",
+        pattern=DELAYS, form=FORM, metavar="WORKER:FACTOR,..", unset="none",
+    )  # fmt: skip
 
     servers: int | None = setting(
         "cluster", None, "number of servers; 0 (sync only): every rank is a worker", ">= 0",
@@ -194,6 +200,11 @@ class Config:
         seconds, steps = float(match["seconds"] or 0), int(match["steps"] or 0)
         return seconds or None, steps or None
 
+    @property
+    def delays(self) -> dict[int, float]:
+        """The factor by which each worker of `inject_delay` is slowed."""
+        return parse_delays(self.inject_delay)
+
 
 OPTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Config)}
 
@@ -298,6 +309,7 @@ def validate(config: Config) -> None:
     _check_servers(config)
     _check_length(config)
     _check_schedule(config)
+    parse_delays(config.inject_delay)
     if not config.dataset:
         raise UserError("dataset ''", "a name or the path of a file", "set --dataset")
     if config.classes == 1:

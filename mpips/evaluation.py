@@ -1,12 +1,14 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
 import math
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpips.datasets.base import iterate
+from mpips.delay import linger
 from mpips.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,12 +76,19 @@ def gradient(
 ) -> float:
     """Compute a worker's gradient into `out`, views of `flat`; returns the mean loss.
 
+    A worker of ``--inject-delay`` takes so many times as long.
+
     Raises:
         UserError: If the loss is no number, or a worker's first gradient is not wholly written.
     """
+    start = time.perf_counter()
     if first:
-        return first_gradient(job, params, batch, out, flat)
-    return checked_loss(job.problem.loss_and_grad(params, batch, out))
+        loss = first_gradient(job, params, batch, out, flat)
+    else:
+        loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
+    if job.delay > 1:
+        linger((job.delay - 1) * (time.perf_counter() - start), job.cluster.progress)
+    return loss
 
 
 def first_gradient(

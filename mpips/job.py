@@ -68,6 +68,8 @@ class Job:
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
+        worker = self.worker_id
+        self.delay = 1.0 if worker is None else c.delays.get(worker, 1.0)
 
     @property
     def shard(self) -> Shard:

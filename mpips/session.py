@@ -12,6 +12,7 @@ from mpips.cluster import Cluster
 from mpips.command_line import CommandLine
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset, open_dataset
+from mpips.delay import check_delays, delays_text
 from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
 from mpips.folder import Run
@@ -70,10 +71,12 @@ def _run(found: Run, comm: cluster.Comm, started: float) -> int:
 def _roles(config: Config, ranks: Cluster) -> Roles:
     if config.eval_only:  # needs no server: every rank evaluates a part
         return Roles((), tuple(range(ranks.world)))
-    return assign(
+    roles = assign(
         config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
         config.server_hosts,
     )  # fmt: skip
+    check_delays(config.delays, len(roles.workers))
+    return roles
 
 
 def everywhere(comm: cluster.Comm, make: Callable[[], T]) -> T:
@@ -199,7 +202,12 @@ def _say_start(job: Job, found: Run, log: Log) -> None:
         log.say(note)
     if job.resumed:
         _say_resumed(job, log)
-    log.event("start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed)
+    if c.delays:
+        log.say(f"slowed: {delays_text(c.delays)}")
+    log.event(
+        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed,
+        inject_delay=c.delays,
+    )  # fmt: skip
 
 
 def _say_resumed(job: Job, log: Log) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpips import __version__, metrics
 from mpips.cluster import Cluster, mpi_name
+from mpips.delay import delays_text
 from mpips.job import Job
 from mpips.strategies import Outcome
 
@@ -41,6 +42,7 @@ def summarise(
             for w in workers
         ],
         "per_server": [_server(o) for o in owners],
+        "inject_delay": c.delays,
         "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
         "stop_reason": outcome.reason,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
@@ -103,13 +105,14 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
     moved = metrics.human_bytes(s["bytes_pulled"]), metrics.human_bytes(s["bytes_pushed"])
     load = ", ".join(f"{o['busy_s']:.1f}" for o in s["per_server"])
     spent = f"{s['train_s']:.1f} s of {s['wall_s']:.1f} s"
+    slowed = f"; slowed: {delays_text(s['inject_delay'])}" if s["inject_delay"] else ""
     return "\n".join(
         [
             f"ended: {s['stop_reason']} at step {s['global_step']}, epoch {s['epochs']:.2f}",
             f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
-            f"workers' time: {where}; owners busy for {load} s",
+            f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"]),
         ]
     )

@@ -157,6 +157,8 @@ def test_command_lines(
 REFUSALS = {
     "--servers 3": "servers=3 leaves no worker in a world of 3, .* servers <= 2; .*mpirun -n 4",
     "--servers 8": "servers=8 leaves no worker in a world of 3, expected servers <= 2",
+    "--inject-delay 0:2,2:5": "inject_delay names worker 2, expected workers 0 to 1",
+    "--inject-delay 3:5 --mode sync": "inject_delay names worker 3, expected workers 0 to 2",
     "--server-ranks 0,3": "server_ranks has rank 3, expected ranks 0 to 2",
     "--server-hosts nowhere*": r"server_hosts='nowhere\*' matches 0 ranks, .*; hosts are",
     "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",

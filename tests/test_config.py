@@ -245,6 +245,9 @@ def test_an_option_at_the_end_without_a_value(name: str) -> None:
         (["--checkpoint-every", "steps"], ["checkpoint_every 'steps'"]),
         (["--checkpoint-every", "60\n"], ["checkpoint_every '60\\n'"]),
         (["--checkpoint-every", "9" * 400], ["checkpoint_every"]),
+        (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
+        (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
+        (["--inject-delay", "0:5,"], ["inject_delay '0:5,', expected WORKER:FACTOR"]),
         (["--out", "\udcff"], ["out '\\udcff', expected text"]),
         (["async"], ["job file 'async', expected a path that ends in .toml", "--help"]),
         (["a.toml", "b.toml"], ["a second job file 'b.toml', expected only one"]),
@@ -516,6 +519,7 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
         ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
+        ("--inject-delay 1:2,01:3", "inject_delay '1:2,01:3', expected distinct workers; name"),
         ("--dataset=", "dataset '', expected a name or the path of a file"),
     ],
 )
@@ -733,7 +737,7 @@ def test_moved_files_are_the_same_data(old: str, new: str, same: bool) -> None:
 def values_of(option: Option) -> st.SearchStrategy[Any]:
     """Every legal value of an option."""
     letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
-    if option.name == "checkpoint_every":
+    if option.name in ("checkpoint_every", "inject_delay"):
         return st.from_regex(option.pattern or "", fullmatch=True)
     if option.name == "problem":
         stems = st.text(st.characters(categories=["L", "N", "S", "Z"]), min_size=1)
@@ -783,6 +787,9 @@ def mended(values: dict[str, Any]) -> Config:
     values |= {"step_every": 1, "epochs": 1, "steps": 0, "classes": 0, "dataset": "digits"}
     values["warmup_steps"] = max(1, values["warmup_steps"])
     values["eval_only"] = values["eval_only"] and bool(values["resume"])
+    pairs = [one.split(":") for one in values["inject_delay"].split(",") if one]
+    slowed = {int(worker): factor for worker, factor in pairs}
+    values["inject_delay"] = ",".join(f"{worker}:{factor}" for worker, factor in slowed.items())
     for name in OF_MODES:
         if not OPTIONS[name].fits(values[name], values["mode"]):
             values[name] = OPTIONS[name].default

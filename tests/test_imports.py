@@ -14,7 +14,7 @@ PACKAGE = ROOT / "mpips"
 # Lowest first. A module imports what stands on its own line or on a line above.
 LAYERS = """
 errors layout signals
-kernels roles ledger metrics optim options launch
+kernels roles ledger metrics optim options launch delay
 command_line config checkpoint datasets problems
 evaluation folder
 cluster ending

@@ -1,0 +1,127 @@
+"""Workers that are slowed on purpose: `mpips.delay`, and jobs with ``--inject-delay``."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Plan, assert_counts, counting, final, samples_file, summary
+
+from mpips.delay import DELAYS, check_delays, delays_text, linger, parse_delays
+from mpips.errors import UserError
+
+PAUSE_S = 2e-3  # what a gradient of the problems `Slow` takes at least
+FACTOR, SAMPLES = 20.0, 512
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", {}), ("0:5", {0: 5.0}), ("3:1,0:2.5", {3: 1.0, 0: 2.5}), ("10:1000", {10: 1000.0})],
+)
+def test_a_text_names_workers_and_factors(text: str, found: dict[int, float]) -> None:
+    assert DELAYS.fullmatch(text)
+    assert parse_delays(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["5", "0:", ":5", "0:5,", "0:0.5", "0:0", "0:-2", "0:5;1:5", "0:x"]
+)
+def test_other_texts_are_not_legal(text: str) -> None:
+    assert not DELAYS.fullmatch(text)
+
+
+def test_a_worker_is_named_once() -> None:
+    with pytest.raises(UserError, match="expected distinct workers"):
+        parse_delays("1:2,01:3")
+
+
+def test_workers_have_to_be_there() -> None:
+    check_delays({0: 2.0, 2: 3.0}, 3)
+    check_delays({}, 1)
+    with pytest.raises(UserError, match="names worker 3, expected workers 0 to 2"):
+        check_delays({0: 2.0, 3: 2.0}, 3)
+
+
+def test_delays_in_words() -> None:
+    assert delays_text({3: 2.5, 0: 5.0}) == "worker 0 5 x, worker 3 2.5 x"
+
+
+def test_lingering_sleeps_and_lets_mpi_get_on() -> None:
+    calls: list[float] = []
+    start, computed = time.perf_counter(), time.thread_time()
+    linger(0.1, lambda: calls.append(time.perf_counter()))
+    assert time.perf_counter() - start >= 0.1
+    assert time.thread_time() - computed < 0.05, "it spins"
+    assert len(calls) > 1
+    calls.clear()
+    linger(0.0, lambda: calls.append(0.0))
+    linger(-1.0, lambda: calls.append(0.0))
+    assert not calls
+
+
+def test_signals_are_noted_while_it_lingers() -> None:
+    noted: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: noted.append(time.perf_counter()))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        linger(0.1, lambda: None)
+        end = time.perf_counter()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(noted) == 1
+    assert noted[0] < end
+
+
+# Whole jobs.
+
+JOBS = {  # options, number of workers, the worker that is slowed
+    "async": ("--servers 1", 3, 1),
+    "sync": ("--mode sync", 4, 3),
+    "sync with servers": ("--mode sync --servers 1 --reduce allreduce", 3, 0),
+    "far by get": ("--servers 1 --node-size 2 --prefetch --far-read get", 3, 2),
+    "far by reply": ("--servers 2 --node-size 2 --node-aggregation --far-read reply", 2, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    plan = Plan(tmp_path_factory.mktemp("delays"))
+    data = samples_file(plan.folder, SAMPLES)
+    for name, (options, _, slow) in JOBS.items():
+        job = counting(data, kind="MeanCounting" if "sync" in name.split() else "SlowCounting")
+        line = f"{options} --epochs 1 --batch-size 8 --inject-delay {slow}:{FACTOR:g}"
+        plan.add(name, 4, [*job, *line.split()])
+    plan.run(240)
+    return plan
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_with_a_slow_worker(name: str, plan: Plan) -> None:
+    _, workers, slow = JOBS[name]
+    found = summary(plan.out(name))
+    assert found["inject_delay"] == {str(slow): FACTOR}
+    each: list[dict[str, Any]] = found["per_worker"]
+    assert len(each) == workers
+    took_s = [w["compute_s"] / w["steps"] for w in each]
+    assert took_s[slow] >= FACTOR * PAUSE_S
+    assert max(took_s[:slow] + took_s[slow + 1 :]) < took_s[slow]
+    if found["mode"] == "async":
+        assert all(w["steps"] > each[slow]["steps"] for w in each if w is not each[slow])
+        assert_counts(final(plan.out(name)), SAMPLES, epochs=1)
+    lines = (plan.out(name) / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["inject_delay"] == {str(slow): FACTOR}
+
+
+@pytest.mark.launch
+def test_a_resumed_run_slows_nobody_unless_told(tmp_path: Path) -> None:
+    plan = Plan(tmp_path)
+    data = samples_file(tmp_path, SAMPLES)
+    line = [*counting(data, kind="MeanCounting"), "--mode", "sync", "--resume", "auto"]
+    plan.add("run", 2, [*line, "--steps", "2", "--inject-delay", "1:3"])
+    plan.add("run", 1, [*line, "--steps", "4"])
+    plan.run(120)
+    assert summary(plan.out("run"))["inject_delay"] == {}
+    assert summary(plan.out("run"))["global_step"] == 4
