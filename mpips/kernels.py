@@ -34,7 +34,7 @@ _intrinsic: Any = intrinsic
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-def _kernel(*fastmath: str) -> Callable[[F], F]:
+def kernel(*fastmath: str) -> Callable[[F], F]:
     """Make the decorator that compiles a loop, with the named LLVM fast-math flags."""
     # Python's error model tests every divisor for zero, which keeps a loop from being vectorised.
     options: Any = {"error_model": "numpy", "nogil": True, "fastmath": set(fastmath)}
@@ -92,7 +92,7 @@ def _load_acquire(typing: Any, words: Any, index: Any) -> Any:
     return types.int64(words, types.int64), emit
 
 
-@_kernel()
+@kernel()
 def publish(words: Vector, index: int, value: int) -> None:
     """Write one header word, after everything that this thread has written before.
 
@@ -111,7 +111,7 @@ def publish(words: Vector, index: int, value: int) -> None:
     _store_release(words, index, value)
 
 
-@_kernel()
+@kernel()
 def observe(words: Vector, index: int) -> int:
     """Read one header word, after all earlier reads and before all later ones.
 
@@ -139,7 +139,7 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(types.int64, like), emit
 
 
-@_kernel()
+@kernel()
 def meet(words: Vector, turn: int, looks: int) -> bool:
     """Publish `turn` in one's own header word, and look whether the others' have reached it too.
 
@@ -177,7 +177,7 @@ def meet(words: Vector, turn: int, looks: int) -> bool:
 # negative at every element, and the loop is not vectorised (three times slower).
 
 
-@_kernel()
+@kernel()
 def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> None:
     """Set ``out[i] = sum_k weights[k] * row_k[begin + i]``, adding the rows in their order.
 
@@ -211,7 +211,7 @@ def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> Non
 
 # Reassociation lets the sum run in vector lanes, in an order fixed by the length and the CPU
 # type; it says nothing about NaN or infinity.
-@_kernel("reassoc", "contract")
+@kernel("reassoc", "contract")
 def sum_squares(x: Vector) -> float:
     """Return ``sum(x ** 2)``, accumulated in float64 block by block.
 
@@ -229,7 +229,7 @@ def sum_squares(x: Vector) -> float:
     return total
 
 
-@_kernel()
+@kernel()
 def all_finite(x: Vector) -> bool:
     """Return whether no element is NaN or infinite; True for an empty vector."""
     for offset in range(0, x.size, _BLOCK):
@@ -242,7 +242,7 @@ def all_finite(x: Vector) -> bool:
     return True
 
 
-@_kernel()
+@kernel()
 def scale(x: Vector, factor: float) -> None:
     """Multiply `x` in place by `factor`, rounded to x's dtype."""
     real = x.dtype.type(factor)
@@ -250,7 +250,7 @@ def scale(x: Vector, factor: float) -> None:
         x[i] *= real
 
 
-@_kernel()
+@kernel()
 def copy_finite(src: Vector, dst: Vector) -> bool:
     """Copy all of `src` to `dst`, and return whether no element is NaN or infinite.
 
@@ -274,7 +274,7 @@ def copy_finite(src: Vector, dst: Vector) -> bool:
 # parameter without decay does not become NaN; LLVM makes a mask of the test.
 
 
-@_kernel()
+@kernel()
 def sgd(params: Vector, grad: Vector, lr: float, weight_decay: float) -> None:
     """Apply `mpips.optim.Sgd` in place."""
     if params.size != grad.size:
@@ -287,7 +287,7 @@ def sgd(params: Vector, grad: Vector, lr: float, weight_decay: float) -> None:
         params[i] = w - lr * g
 
 
-@_kernel()
+@kernel()
 def momentum(
     params: Vector, grad: Vector, velocity: Vector, lr: float, mu: float, weight_decay: float
 ) -> None:
@@ -304,7 +304,7 @@ def momentum(
         params[i] = w - lr * v
 
 
-@_kernel()
+@kernel()
 def nesterov(
     params: Vector, grad: Vector, velocity: Vector, lr: float, mu: float, weight_decay: float
 ) -> None:
@@ -321,7 +321,7 @@ def nesterov(
         params[i] = w - lr * (g + mu * v)
 
 
-@_kernel()
+@kernel()
 def adagrad(
     params: Vector, grad: Vector, total: Vector, lr: float, eps: float, weight_decay: float
 ) -> None:
@@ -338,7 +338,7 @@ def adagrad(
         params[i] = w - lr * g / (math.sqrt(s) + eps)
 
 
-@_kernel()
+@kernel()
 def rmsprop(
     params: Vector,
     grad: Vector,
@@ -363,7 +363,7 @@ def rmsprop(
         params[i] = w - lr * g / (math.sqrt(s) + eps)
 
 
-@_kernel()
+@kernel()
 def adam(
     params: Vector,
     grad: Vector,

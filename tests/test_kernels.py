@@ -543,5 +543,5 @@ def test_a_second_process_compiles_nothing():
 def test_a_kernel_that_cannot_be_cached_still_compiles():
     names = {}
     exec(compile("def double(x):\n    return 2 * x\n", "<nowhere>", "exec"), names)
-    double = kernels._kernel()(names["double"])
+    double = kernels.kernel()(names["double"])
     assert double(21) == 42
