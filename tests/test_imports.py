@@ -15,6 +15,7 @@ PACKAGE = ROOT / "mpips"
 LAYERS = """
 errors layout signals
 kernels roles ledger metrics optim options launch delay
+codecs
 command_line config checkpoint datasets problems
 evaluation folder
 cluster ending

@@ -1,0 +1,49 @@
+"""Codecs: gradients and parameters in fewer bytes, on their way between nodes."""
+
+from functools import cache
+
+import numpy as np
+
+from mpips.codecs.base import RAW_BYTES, Codec, Origin, State, buffer_for
+from mpips.codecs.bf16 import Bf16
+from mpips.codecs.fp16 import Fp16
+from mpips.codecs.int8 import Int8
+from mpips.codecs.onebit import OneBit
+from mpips.codecs.topk import TopK
+from mpips.errors import unknown
+
+__all__ = ["CODECS", "Codec", "Origin", "State", "buffer_for", "codec_for", "make_codec", "warm"]
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Fp16, Bf16, Int8, TopK, OneBit)}
+
+
+def make_codec(name: str, **options: float) -> Codec | None:
+    """Return a codec, or None for "none".
+
+    Args:
+        name: Its name.
+        options: Those of its fields that differ from the default.
+
+    Raises:
+        UserError: If there is none of that name.
+    """
+    if name == "none":
+        return None
+    if name not in CODECS:
+        raise unknown("codec", name, ("none", *CODECS))
+    return CODECS[name](**options)
+
+
+def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:
+    """Return the codec for a slice of `n` elements, or None where it goes as it is."""
+    return codec if n * np.dtype(dtype).itemsize >= RAW_BYTES else None
+
+
+@cache
+def warm(codec: Codec | None, dtype: str) -> None:
+    """Compile, or load from the cache on disk, the loops of a codec."""
+    if codec is not None:
+        grad = np.ones(1, dtype)
+        message = buffer_for(codec.wire_bytes(1, dtype))
+        codec.encode(grad, message, codec.fresh_state(1, dtype), Origin())
+        codec.decode(message, grad)

@@ -1,0 +1,102 @@
+"""QSGD with 8 bits: stochastic rounding against a scale per bucket."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mpips.codecs.base import Codec, Origin, State, bits_of, wire_parts
+from mpips.kernels import kernel
+
+BUCKET = 512
+LEVELS = 127  # s of the paper
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """``Q(x) = m sgn(x) xi / s``, with s = 127 levels and m the largest magnitude of a bucket.
+
+    xi is ``|x| s / m`` rounded down, or up with the probability that makes its mean ``|x| s / m``:
+    unbiased. ``|Q(x) - x| < m / s`` for each element, and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``. A
+    bucket is 512 elements; one with a NaN or an infinity is decoded as NaN.
+
+    References: Alistarh et al., NeurIPS 2017, sections 3.1 (Q) and 4 (buckets, m for the norm).
+    """
+
+    name: ClassVar[str] = "int8"
+
+    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
+        """See `Codec.wire_bytes`: a scale a bucket, then a byte an element."""
+        return -(-n // BUCKET) * np.dtype(dtype).itemsize + n
+
+    def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
+        self._check(message, vector)
+        buckets = -(-vector.size // BUCKET)
+        return wire_parts(message, (buckets, vector.dtype), (vector.size, "i1"))
+
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+        """See `Codec.encode`."""
+        scales, levels = self._parts(out, grad)
+        pack(grad, bits_of(grad), scales, bits_of(scales), levels, origin.key)
+        return out.size
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `Codec.decode`."""
+        scales, levels = self._parts(data, out)
+        unpack(scales, levels, out)
+
+
+@kernel()
+def pack(
+    x: np.ndarray,
+    x_bits: np.ndarray,
+    scales: np.ndarray,
+    scale_bits: np.ndarray,
+    levels: np.ndarray,
+    key: np.uint64,
+) -> None:
+    """Write scales and levels. Magnitudes are compared as integers: NaN is above infinity."""
+    real, word = x.dtype.type, x_bits.dtype.type
+    mask = word(np.iinfo(x_bits.dtype).max)
+    for b in range(scales.size):
+        block = x[b * BUCKET : (b + 1) * BUCKET]
+        bits = x_bits[b * BUCKET : (b + 1) * BUCKET]
+        out = levels[b * BUCKET : (b + 1) * BUCKET]
+        top = word(0)
+        for i in range(bits.size):
+            size = word(bits[i] & mask)
+            top = size if size > top else top
+        scale_bits[b] = top
+        scale = scales[b]
+        if not 0 < scale < np.inf:
+            out[:] = 0
+            continue
+        draw = np.uint64(key + np.uint64(b + 1) * np.uint64(0x9E3779B97F4A7C15))
+        draw = np.uint64((draw ^ (draw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
+        draw = np.uint64((draw ^ (draw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
+        first, second = np.uint32(draw), np.uint32(draw >> np.uint64(32))
+        for i in range(block.size):
+            # A 32-bit hash of the position (lowbias32 by Wellons), keyed twice: it is vectorised.
+            u = np.uint32(np.uint32(i) ^ first)
+            u = np.uint32(np.uint32(u ^ (u >> np.uint32(16))) * np.uint32(0x7FEB352D))
+            u = np.uint32(np.uint32(u ^ (u >> np.uint32(15))) ^ second)
+            u = np.uint32(u * np.uint32(0x846CA68B))
+            u = np.uint32(u ^ (u >> np.uint32(16)))
+            below = real(np.int32(u >> np.uint32(8))) * real(2.0**-24)  # in [0, 1)
+            level = abs(block[i]) / scale * real(LEVELS)
+            low = np.int32(level)
+            up = np.int32(below < level - real(low))
+            whole = np.int32(low + up)
+            out[i] = np.int8(whole if block[i] > 0 else -whole)
+
+
+@kernel()
+def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray) -> None:
+    """Read them; the largest of a bucket is exact."""
+    real = out.dtype.type
+    for b in range(scales.size):
+        block = out[b * BUCKET : (b + 1) * BUCKET]
+        level = levels[b * BUCKET : (b + 1) * BUCKET]
+        scale = scales[b]
+        for i in range(block.size):
+            block[i] = real(level[i]) / real(LEVELS) * scale

@@ -1,0 +1,100 @@
+"""One bit an element: the sign, with error feedback."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mpips.codecs.base import Codec, Origin, State, wire_parts
+from mpips.kernels import kernel
+
+BUCKET = 1024
+
+
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """``v = g + r``; an element is sent as the mean of the v >= 0 of its bucket, or of the v < 0.
+
+    What is left, ``r = v - decode(v)``, is added to the next gradient. The two means make the
+    square error as small as two values can: ``|r|^2 = |v|^2 - |decode(v)|^2``. A bucket is 1,024
+    elements. With a NaN or an infinity in it, the mean of that sign is not finite, and nor is the
+    residual from then on.
+
+    References: Seide et al., Interspeech 2014, section 3 (a column of a matrix is a bucket there).
+    """
+
+    name: ClassVar[str] = "onebit"
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """See `Codec.state`."""
+        return ("residual",)
+
+    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
+        """See `Codec.wire_bytes`: two means a bucket, then a bit an element."""
+        return -(-n // BUCKET) * 2 * np.dtype(dtype).itemsize + -(-n // 8)
+
+    def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
+        means, signs = 2 * -(-vector.size // BUCKET), -(-vector.size // 8)
+        return wire_parts(message, (means, vector.dtype), (signs, "u1"))
+
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+        """See `Codec.encode`."""
+        self._check(out, grad, *state)
+        means, signs = self._parts(out, grad)
+        pack(grad, state[0], means, signs)
+        return out.size
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `Codec.decode`."""
+        self._check(data, out)
+        means, signs = self._parts(data, out)
+        unpack(means, signs, out)
+
+
+@kernel()
+def _mean(shares: float, count: int, largest: float) -> float:
+    """Return the mean from the sum of x / BUCKET; what is not finite stays as it is."""
+    if count == 0:
+        return 0.0
+    mean = shares * (BUCKET / count)
+    return min(max(mean, -largest), largest) if -np.inf < shares < np.inf else mean
+
+
+@kernel()
+def pack(grad: np.ndarray, residual: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
+    """Write means and signs, bucket by bucket; a bucket stays in the first-level cache."""
+    real, part, largest = grad.dtype.type, 1.0 / BUCKET, np.finfo(grad.dtype).max
+    for b in range(means.size // 2):
+        block = grad[b * BUCKET : (b + 1) * BUCKET]
+        rest = residual[b * BUCKET : (b + 1) * BUCKET]
+        above, below, positive = 0.0, 0.0, 0
+        for i in range(block.size):
+            v = block[i] + rest[i]
+            rest[i] = v
+            share = np.float64(v) * part  # first, so that no sum of finite values is infinite
+            above += share if v >= 0 else 0.0
+            below += 0.0 if v >= 0 else share
+            positive += v >= 0
+        above = real(_mean(above, positive, largest))
+        below = real(_mean(below, block.size - positive, largest))
+        means[2 * b], means[2 * b + 1] = above, below
+        bits = signs[b * (BUCKET // 8) : (b + 1) * (BUCKET // 8)]
+        for j in range(bits.size):
+            byte = np.int64(0)
+            for i in range(8 * j, min(8 * j + 8, rest.size)):
+                plus = rest[i] >= 0
+                byte |= np.int64(plus) << (i - 8 * j)
+                rest[i] -= above if plus else below
+            bits[j] = byte
+
+
+@kernel()
+def unpack(means: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
+    """Read them."""
+    for b in range(means.size // 2):
+        block = out[b * BUCKET : (b + 1) * BUCKET]
+        bits = signs[b * (BUCKET // 8) : (b + 1) * (BUCKET // 8)]
+        above, below = means[2 * b], means[2 * b + 1]
+        for i in range(block.size):
+            block[i] = above if (bits[i >> 3] >> (i & 7)) & 1 else below
