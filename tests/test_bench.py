@@ -16,6 +16,7 @@ from mpips.bench import catalogue, jobs, measure
 from mpips.bench.__main__ import LAUNCHED, main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
+from mpips.codecs import CODECS
 from mpips.errors import UserError
 from mpips.launch import family, running
 from mpips.optim import RULES
@@ -128,9 +129,9 @@ def test_a_run_without_enough_lines_has_no_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "nodes", "names"),
     [
-        (1, 1, ["rounds", "rules"]),
-        (2, 1, ["pushpull", "rounds", "rules", "idle"]),
-        (2, 2, ["pushpull", "rounds", "rules", "idle", "link"]),
+        (1, 1, ["rounds", "rules", "codecs"]),
+        (2, 1, ["pushpull", "rounds", "rules", "codecs", "idle"]),
+        (2, 2, ["pushpull", "rounds", "rules", "codecs", "idle", "link"]),
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
@@ -246,9 +247,13 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "2", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
-    rows = check_rows(tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "idle"})
+    rows = check_rows(
+        tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "codec", "idle"}
+    )
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
+    packed = [row["case"].partition(",")[0] for row in rows if row["measure"] == "codec"]
+    assert packed[::2] == packed[1::2] == list(CODECS)
     assert "4 KB, 3 ranks" in {row["case"] for row in rows}
     table = [line for line in done.output.splitlines() if line.startswith(("update", "push"))]
     assert len(table) == len(RULES) + 1, done.output

@@ -54,6 +54,7 @@ MEASURES = {
         Measure("pushpull", (3,), (3,), least=2),
         Measure("rounds", (2, 4, 8), (2,)),
         Measure("rules", (1,), (1,)),
+        Measure("codecs", (1,), (1,)),
         Measure("idle", (3,), (3,), least=2),
         Measure("link", least=2, nodes=2),
         Measure("mlp"),
