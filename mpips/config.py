@@ -33,7 +33,8 @@ SCHEDULES = ("constant", "warmup", "cosine", "step")
 # What the shapes, the slots or the order of the samples depend on.
 LAYOUT_FIELDS = (
     *("problem", "hidden", "activation", "dtype", "optimizer"),
-    *("dataset", "test_dataset", "test_fraction", "classes", "batch_size", "shuffle", "seed"),
+    *("dataset", "test_dataset", "test_fraction", "classes", "batch_size"),
+    *("accumulate", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
 SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "inject_delay")
@@ -142,6 +143,10 @@ class Config:
     classes: int = setting("data", 0, "number of classes; 0: inferred from the labels", ">= 0")
     scale: float = setting("data", 1.0, "factor on every input", "> 0")
     batch_size: int = setting("data", 32, "samples in one step of one worker", ">= 1")
+    accumulate: int = setting(
+        "data", 1, "batches whose gradients are added before one push or round; as one batch of "
+        "all of them, in the memory of one", ">= 1",
+    )  # fmt: skip
     shuffle: bool = setting("data", True, "a new order of the samples in each epoch")
 
     optimizer: str = setting(
@@ -190,6 +195,11 @@ class Config:
     def learning_rate(self) -> float:
         """The learning rate: `lr`, or the optimizer's own default where it is unset."""
         return LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+
+    @property
+    def step_size(self) -> int:
+        """Samples in one step of one worker."""
+        return self.batch_size * self.accumulate
 
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:

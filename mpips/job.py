@@ -86,7 +86,7 @@ class Job:
     def updates_per_epoch(self) -> int:
         """Updates that one epoch makes."""
         workers = len(self.cluster.roles.workers)
-        together = self.config.batch_size * (workers if self.config.mode == "sync" else 1)
+        together = self.config.step_size * (workers if self.config.mode == "sync" else 1)
         return -(-self.info.n_train // together)
 
     @property
@@ -111,7 +111,7 @@ class Job:
         """
         c, sync = self.config, self.config.mode == "sync"
         workers = len(self.cluster.roles.workers)
-        size = c.batch_size * (workers if sync else 1)
+        size = c.step_size * (workers if sync else 1)
         out = HandOut(
             samples=self.info.n_train,
             batch_size=size,

@@ -251,6 +251,21 @@ def scale(x: Vector, factor: float) -> None:
 
 
 @kernel()
+def add_scaled(out: Vector, keep: float, x: Vector, weight: float) -> None:
+    """Set ``out = keep * out + weight * x``, the factors rounded to out's dtype.
+
+    Raises:
+        ValueError: If the lengths differ.
+    """
+    if out.size != x.size:
+        raise ValueError("add_scaled: vectors of one length are expected")
+    real = out.dtype.type
+    keep, weight = real(keep), real(weight)
+    for i in range(out.size):
+        out[i] = keep * out[i] + weight * x[i]
+
+
+@kernel()
 def copy_finite(src: Vector, dst: Vector) -> bool:
     """Copy all of `src` to `dst`, and return whether no element is NaN or infinite.
 

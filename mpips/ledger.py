@@ -127,6 +127,11 @@ def part(batch: Range, worker: int, workers: int) -> Range:
     return epoch, begin + worker * n // workers, begin + (worker + 1) * n // workers
 
 
+def pieces(batch: Range, size: int) -> list[Range]:
+    """Cut a batch into as few parts of at most `size` samples as go, equal to within one sample."""
+    return split(batch, -(-(batch[2] - batch[1]) // size))
+
+
 def split(batch: Range, workers: int) -> list[Range]:
-    """Cut a synchronous batch into one part a worker."""
+    """Cut a batch into as many parts; a synchronous one into one a worker."""
     return [part(batch, worker, workers) for worker in range(workers)]

@@ -1,21 +1,23 @@
 """The loop of an asynchronous worker: take a batch, pull, compute, push."""
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpips import signals
+from mpips.accumulate import Accumulator, submit, taken
 from mpips.channel import Sender
 from mpips.cluster import Background
 from mpips.datasets import Batch
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.evaluation import evaluate, gradient, next_evaluation
+from mpips.evaluation import evaluate, next_evaluation
 from mpips.feed import Feed
 from mpips.job import Job
 from mpips.kernels import scale, sum_squares
@@ -67,6 +69,7 @@ class AsyncWorker:
         self._background = Background(self._advance) if puller.looks_ahead else None
         self._versions = puller.versions.copy()
         self._grads = [job.layout.views(sender.buffer(k)) for k in range(2)]
+        self._accumulator = Accumulator(job)
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = self._failed = self._long = False
         self._next_eval: float | None = None
@@ -84,7 +87,8 @@ class AsyncWorker:
             while self._has_batch(loader):
                 batch = self._queue.popleft()
                 self._feed.take()
-                self.step(batch, loader.take())
+                batches = taken(self._job, loader, batch)
+                self.step(batch, next(batches), batches)
                 if self._worker == 0:
                     self._evaluate_when_due(batch)
         self._finish()
@@ -115,30 +119,37 @@ class AsyncWorker:
             self._attend()
             self._sender.resting()
             for batch in self._feed.news():
-                loader.submit(*batch)
+                submit(self._job, loader, batch)
                 self._queue.append(batch)
             return bool(self._queue) or self._feed.exhausted or self._stopping or self._failed
 
         self.times.wait_s += self._cluster.wait(ready)
         return bool(self._queue) and not self._stopping and not self._failed
 
-    def step(self, batch: Range, data: Batch) -> None:
-        """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere."""
+    def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> None:
+        """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere.
+
+        Args:
+            batch: The samples of the step.
+            data: The first of its batches, read before the parameters are pulled.
+            rest: The others.
+        """
         times, seq = self.times, self._sender.seq + 1
         times.wait_s += self._cluster.wait(lambda: self._writable(seq))
         start = time.perf_counter()
         self._read()
         pulled = time.perf_counter()
-        loss = self._compute(seq, data)
+        loss = self._compute(seq, batch, itertools.chain((data,), rest))
         computed = time.perf_counter()
         times.compute_s += computed - pulled
         times.pull_s += pulled - start
         if not math.isfinite(loss):
             self._fail(loss, self._versions)
             return
-        self._push(seq, batch, len(data), loss)
+        samples = batch[2] - batch[1]
+        self._push(seq, batch, samples, loss)
         times.steps += 1
-        times.samples += len(data)
+        times.samples += samples
 
     @property
     def replica(self) -> np.ndarray:
@@ -159,15 +170,15 @@ class AsyncWorker:
             puller.begin(self._replicas[1 - self._current])
             puller.fetch()
 
-    def _compute(self, seq: int, data: Batch) -> float:
+    def _compute(self, seq: int, batch: Range, batches: Iterator[Batch]) -> float:
         grad, params = self._sender.buffer(seq), self._params[self._current]
-        args = self._job, params, data, self._grads[seq % 2], grad, seq == 1
+        args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         start = time.perf_counter()
         if self._background is not None and self._long and self._under_way():
             with self._background:
-                loss = gradient(*args)
+                loss = self._accumulator.gradient(*args)
         else:
-            loss = gradient(*args)
+            loss = self._accumulator.gradient(*args)
         self._long = time.perf_counter() - start > LONG_S
         if self._job.config.clip:
             scale(grad, clip_factor(sum_squares(grad), self._job.config.clip))

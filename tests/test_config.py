@@ -683,7 +683,7 @@ def test_learning_rate(name: str) -> None:
 OTHER_VALUES: dict[str, Any] = {
     "problem": "softmax", "hidden": (64, 64), "activation": "tanh", "dtype": "float64",
     "optimizer": "sgd", "dataset": "big.h5", "test_dataset": "t.h5", "test_fraction": 0.25,
-    "classes": 3, "batch_size": 16, "shuffle": False, "seed": 1,
+    "classes": 3, "batch_size": 16, "accumulate": 2, "shuffle": False, "seed": 1,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ kernels roles ledger metrics optim options launch delay
 codecs
 command_line config checkpoint datasets problems
 evaluation folder
+accumulate
 cluster ending
 window
 push

@@ -465,6 +465,22 @@ def test_scale_is_numpy_s_product(dtype, n):
         assert y[[0, -1]].tobytes() == x[[0, -1]].tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_add_scaled_is_numpy_s_sum(dtype, n):
+    x, y = sample(n + 2, dtype), sample(n, dtype, 1)
+    for i, special in zip(places(n), itertools.cycle(SPECIALS), strict=False):
+        (x[1:-1] if i % 2 else y)[i] = special
+    for keep, weight in ((1.0, 1 / 3), (2 / 3, 1 / 3), (0.0, 1.0)):
+        z = x.copy()
+        kernels.add_scaled(z[1:-1], keep, y, weight)
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(z[1:-1], dtype(keep) * x[1:-1] + dtype(weight) * y)
+        assert z[[0, -1]].tobytes() == x[[0, -1]].tobytes()
+    with pytest.raises(ValueError, match="one length"):
+        kernels.add_scaled(x, 1.0, y, 1.0)
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_refuses_vectors_of_other_lengths(name):
     slots, scalars = UPDATES[name]
@@ -489,11 +505,12 @@ def arguments(name, dtype):
         "sum_squares": [x],
         "all_finite": [x],
         "scale": [x, 0.5],
+        "add_scaled": [x, 0.5, y, 0.5],
         "copy_finite": [x, y],
     }[name]
 
 
-LOOPS = ["sum_rows", "sum_squares", "all_finite", "scale", "copy_finite", *UPDATES]
+LOOPS = ["sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "copy_finite", *UPDATES]
 
 
 @pytest.mark.parametrize("name", LOOPS)

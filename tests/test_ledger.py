@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.ledger import HandOut, Range, share_clocks, split
+from mpips.ledger import HandOut, Range, pieces, share_clocks, split
 
 
 def finished(handout: HandOut) -> bool:
@@ -231,3 +231,14 @@ def test_a_batch_is_split_evenly(begin: int, size: int, workers: int, epoch: int
     sizes = [e - b for _, b, e in parts]
     assert max(sizes) - min(sizes) <= 1
     assert {e for e, _, _ in parts} == {epoch}
+
+
+@given(st.integers(0, 50), st.integers(0, 300), st.integers(1, 40))
+def test_pieces_are_as_few_as_go_and_equal(begin: int, samples: int, size: int) -> None:
+    found = pieces((3, begin, begin + samples), size)
+    lengths = [end - first for _, first, end in found]
+    assert [b for _, b, _ in found] + [begin + samples] == [begin, *(e for _, _, e in found)] or (
+        not found and not samples
+    )
+    assert len(found) == -(-samples // size)
+    assert not lengths or (max(lengths) <= size and max(lengths) - min(lengths) <= 1)

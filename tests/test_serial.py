@@ -80,7 +80,7 @@ def serial(config: Config, workers: int) -> dict[str, np.ndarray]:
 
     Equation: ``v = momentum v + g; w -= lr v``, with g scaled down to the norm `config.clip`.
     """
-    data, large = open_dataset(config), config.batch_size * workers
+    data, large = open_dataset(config), config.step_size * workers
     problem = load_problem(config.problem, data.info, config)
     order = Order(data.train.n, config.batch_size, 0, config.seed)
     handout = HandOut(data.train.n, large, workers=1, epochs=config.epochs)

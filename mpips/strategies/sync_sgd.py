@@ -13,9 +13,10 @@ from collections import deque
 import numpy as np
 
 from mpips import signals
+from mpips.accumulate import Accumulator, submit, taken
 from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
-from mpips.evaluation import evaluate, gradient, next_evaluation, share
+from mpips.evaluation import evaluate, next_evaluation, share
 from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.ledger import Range, part, split
@@ -63,6 +64,7 @@ class SyncLoop:
         if self._worker_id is not None:
             self._loader = make_loader(job)
             self._grad = job.layout.views(rounds.grad)
+            self._accumulator = Accumulator(job)
         self._params = job.layout.views(rounds.replica) if self._loader else {}
         self.step, self.samples = job.base_step, job.base_samples
         self._saved_step = job.base_step if job.resumed else -1
@@ -108,9 +110,7 @@ class SyncLoop:
         while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
             self._ahead.append(batch)
             if self._loader:
-                epoch, begin, end = self._part(batch)
-                if end > begin:
-                    self._loader.submit(epoch, begin, end)
+                submit(self._job, self._loader, self._part(batch))
         return self._ahead.popleft() if self._ahead else None
 
     def _part(self, batch: Range) -> Range:
@@ -139,17 +139,17 @@ class SyncLoop:
         """Compute this worker's gradient; returns the mean loss and the number of samples."""
         if self._loader is None:
             return 0.0, 0
-        _, begin, end = self._part(batch)
-        if end == begin:
+        mine = self._part(batch)
+        samples = mine[2] - mine[1]
+        if not samples:
             return 0.0, 0
-        data = self._loader.take()
-        start = time.perf_counter()
-        first, flat = self.times.steps == 0, self._rounds.grad
-        loss = gradient(self._job, self._params, data, self._grad, flat, first)
-        self.times.compute_s += time.perf_counter() - start
+        batches = taken(self._job, self._loader, mine)
+        args = self._params, batches, samples, self._grad, self._rounds.grad
+        loss = self._accumulator.gradient(*args)
+        self.times.compute_s = self._accumulator.compute_s
         self.times.steps += 1
-        self.times.samples += len(data)
-        return loss, len(data)
+        self.times.samples += samples
+        return loss, samples
 
     def _report(self, loss: float, samples: int) -> Report:
         """Put together what this rank brings into the round beside its gradient."""

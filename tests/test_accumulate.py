@@ -1,0 +1,137 @@
+"""Gradients of several batches are added: equal to one batch as large, in every mode."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import MODELS, Plan, assert_same_state, counting, final, samples_file, summary
+from test_serial import TOLERANCE, serial
+
+from mpips.accumulate import Accumulator, submit, taken
+from mpips.command_line import parse_command_line
+from mpips.config import Config, resolve
+from mpips.datasets import open_dataset
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
+from mpips.job import initial_vector
+from mpips.problems import load_problem
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (7, 3), (1, 5), (32, 1)])
+def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: int) -> None:
+    """Steps of every length up to the full one, read in batches of at most `size`."""
+    config = Config(dtype=dtype, batch_size=size, accumulate=accumulate, hidden=(9,))
+    data = open_dataset(config)
+    problem = load_problem(config.problem, data.info, config)
+    job: Any = SimpleNamespace(
+        config=config, layout=problem.layout, dtype=np.dtype(dtype), problem=problem
+    )
+    accumulator, norm = Accumulator(job), np.linalg.norm
+    params = problem.layout.views(initial_vector(problem, 0, job.dtype))
+    flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)
+    out, expected = problem.layout.views(flat), problem.layout.views(whole)
+    with Loader(data.train, Order(data.train.n, size, 0, 0), dtype) as loader:
+        for end in range(1, config.step_size + 1):
+            submit(job, loader, (0, 0, end))
+            batches = taken(job, loader, (0, 0, end))
+            loss = accumulator.gradient(params, batches, end, out, flat)
+            assert loader.pending == 0
+            loader.submit(0, 0, end)
+            alone = problem.loss_and_grad(params, loader.take(), expected)
+            assert loss == pytest.approx(alone, rel=TOLERANCE[dtype])
+            assert norm(flat - whole) <= TOLERANCE[dtype] * norm(whole), end
+    assert accumulator.compute_s > 0
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_loss_that_is_not_finite_shows(bad: int) -> None:
+    losses = iter([float("nan") if k == bad else 1.0 for k in range(3)])
+    problem = SimpleNamespace(loss_and_grad=lambda params, batch, out: next(losses))
+    config = Config(batch_size=2, accumulate=3)
+    layout = SimpleNamespace(size=3, views=lambda flat: {"w": flat})
+    job: Any = SimpleNamespace(config=config, layout=layout, dtype="f4", problem=problem)
+    accumulator, flat = Accumulator(job), np.zeros(3, "f4")
+    accumulator._checked = True
+    batches: Any = [range(2)] * 3
+    assert not np.isfinite(accumulator.gradient({}, batches, 6, {}, flat))
+
+
+# Whole runs ----------------------------------------------------------------------------------
+
+N = 7 * 32 + 16  # the last step of an epoch has two batches instead of four
+EPOCHS = 3
+SYNC = (
+    "--mode sync --optimizer momentum --lr 0.05 --hidden 24 --eval-every 0 --checkpoint-every 0 "
+    "--epochs 2"
+)
+CASES = {  # ranks, options; an epoch is no multiple of any step
+    "three workers": (3, "--batch-size 8 --accumulate 4 --dtype float64"),
+    "servers": (4, "--batch-size 23 --accumulate 2 --servers 1 --dtype float32"),
+    "nodes": (4, "--batch-size 10 --accumulate 3 --node-size 2 --dtype float64 --clip 0.2"),
+    "allreduce": (2, "--batch-size 5 --accumulate 9 --reduce allreduce --dtype float32"),
+}
+ASYNC = {
+    "near": (4, "--servers 2"),
+    "far": (5, "--servers 2 --node-size 2"),
+    "one worker": (2, "--servers 1 --checkpoint-every 3steps"),
+}
+PARTS = ("--epochs 1000000", "--epochs 1000000 --resume", "--epochs 3 --resume")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name, (ranks, options) in CASES.items():
+        plan.add(name, ranks, [*SYNC.split(), *options.split()])
+    data = samples_file(plan.folder, N)
+    size = ["--batch-size", "8", "--accumulate", "4"]
+    for name, (ranks, options) in ASYNC.items():
+        words = [*counting(data, kind="MeanCounting"), "--lr", "32", *size]
+        plan.add(name, ranks, [*words, *options.split(), "--epochs", str(EPOCHS)])
+    stopping = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "sync", "--hidden", "8", *size]
+    for k, words in enumerate(PARTS):
+        last = k + 1 == len(PARTS)
+        plan.add("parts", 3, [*stopping, *words.split()], code=0 if last else 85)
+    plan.add("whole", 3, [*stopping, "--epochs", "3"])
+    plan.add("refused", 3, [*stopping, "--epochs", "1"])
+    plan.add("refused", 3, ["--accumulate", "2", "--resume"], code=2)
+    plan.run(200)
+    return plan
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_equal_a_serial_run(name: str, runs: Plan) -> None:
+    ranks, options = CASES[name]
+    config = resolve(parse_command_line([*SYNC.split(), *options.split()]).options)
+    expected = serial(config, ranks - (config.servers or 0))
+    checkpoint = final(runs.out(name))
+    found = checkpoint.layout.views(checkpoint.read_params())
+    for key, array in expected.items():
+        distance = np.linalg.norm(found[key] - array) / np.linalg.norm(array)
+        assert distance <= TOLERANCE[config.dtype], key
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ASYNC)
+def test_each_batch_is_pushed_once_in_the_mean_of_its_step(name: str, runs: Plan) -> None:
+    """With rate 32 a sample of a full step counts 1, one of the half step 2; exact numbers."""
+    checkpoint = final(runs.out(name))
+    order, expected = Order(N, 8, 0, 0), np.zeros(N)
+    for epoch in range(EPOCHS):
+        for begin in range(0, N, 32):
+            end = min(begin + 32, N)
+            expected[order.sample_ids(epoch, begin, end)] += 32 / (end - begin)
+    arrays = checkpoint.layout.views(checkpoint.read_params())
+    np.testing.assert_array_equal(arrays["counts"], expected)
+    np.testing.assert_array_equal(arrays["updates"], 32.0 * EPOCHS * 8)
+    assert summary(runs.out(name))["pushes_applied"] == EPOCHS * 8
+    assert checkpoint.state["samples"] == EPOCHS * N
+
+
+@pytest.mark.launch
+def test_stopped_run_ends_bitwise_equal(runs: Plan) -> None:
+    assert_same_state(final(runs.out("whole")), final(runs.out("parts")))
