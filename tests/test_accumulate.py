@@ -26,7 +26,7 @@ def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: 
     data = open_dataset(config)
     problem = load_problem(config.problem, data.info, config)
     job: Any = SimpleNamespace(
-        config=config, layout=problem.layout, dtype=np.dtype(dtype), problem=problem
+        config=config, layout=problem.layout, dtype=np.dtype(dtype), problem=problem, delay=1.0
     )
     accumulator, norm = Accumulator(job), np.linalg.norm
     params = problem.layout.views(initial_vector(problem, 0, job.dtype))
@@ -51,7 +51,8 @@ def test_a_loss_that_is_not_finite_shows(bad: int) -> None:
     problem = SimpleNamespace(loss_and_grad=lambda params, batch, out: next(losses))
     config = Config(batch_size=2, accumulate=3)
     layout = SimpleNamespace(size=3, views=lambda flat: {"w": flat})
-    job: Any = SimpleNamespace(config=config, layout=layout, dtype="f4", problem=problem)
+    parts = {"config": config, "layout": layout, "problem": problem}
+    job: Any = SimpleNamespace(**parts, dtype="f4", delay=1.0)
     accumulator, flat = Accumulator(job), np.zeros(3, "f4")
     accumulator._checked = True
     batches: Any = [range(2)] * 3

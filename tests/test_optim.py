@@ -386,6 +386,7 @@ kernels.meet(np.array([words.ctypes.data]), 5, 10_000)
 kernels.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
 kernels.sum_rows(np.array([words.ctypes.data]), np.ones(1), 0, np.zeros(8))
 kernels.scale(g[3:70], optim.clip_factor(kernels.sum_squares(w), 1.0))
+kernels.add_scaled(g[3:70], 0.5, w[3:70], np.float64(0.25))
 kernels.copy_finite(w[:5], g[5:10]) and kernels.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
 assert before == {k: len(v.signatures) for k, v in loops.items()}
@@ -396,19 +397,19 @@ print(sorted(k for k, v in before.items() if v))
 def test_a_warm_run_compiles_nothing_more():
     command = [sys.executable, "-c", WARM_CHECK]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    checks = ["all_finite", "copy_finite", "scale", "sum_rows", "sum_squares"]
+    checks = ["add_scaled", "all_finite", "copy_finite", "scale", "sum_rows", "sum_squares"]
     assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", "meet", *checks]))
 
 
 COMPILED_CHECK = """
-import os, sys
+import os
+from pathlib import Path
 from mpips import kernels, optim
 sgd, adam = optim.make_rule("sgd"), optim.make_rule("adam")
 assert not optim.is_compiled(sgd)
 optim.warm(sgd, "float32")
 assert optim.is_compiled(sgd) and not optim.is_compiled(adam)
-folder = kernels.sgd.stats.cache_path
-index = next(p for p in os.scandir(folder) if p.name.startswith("kernels.sgd-"))
+(index,) = Path(kernels.sgd.stats.cache_path).glob("kernels.sgd-*.nbi")
 os.utime(index, (0, 0))
 assert not optim.is_compiled(sgd), "older than the source"
 """
