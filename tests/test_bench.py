@@ -312,10 +312,20 @@ def command_line(pid: int) -> bytes:
 @pytest.mark.launch
 @pytest.mark.long
 def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
-    args = ["mlp", "crowd", "start", "--quick", "--repeats", "1", "--json", "rows.json"]
+    args = [
+        "mlp",
+        "crowd",
+        "stragglers",
+        "start",
+        "--quick",
+        "--repeats",
+        "1",
+        "--json",
+        "rows.json",
+    ]
     done = driver(*args, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    rows = check_rows(tmp_path / "rows.json", {"mlp", "crowd", "start"})
+    rows = check_rows(tmp_path / "rows.json", {"mlp", "crowd", "straggler", "start"})
     assert sum("read-only" in row["case"] for row in rows) == 1
 
 

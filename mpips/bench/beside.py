@@ -93,7 +93,8 @@ def _compare(case: Case, options: Options) -> list[Row]:
         ).rate  # fmt: skip
 
     with jobs.temporary_folder() as folder:
-        text, ours = case.case, partial(_world, case)
+        text = case.case
+        ours: Callable[[], float] = partial(_world, case)
         if case.work == "mlp":
             job = jobs.Perceptron(folder, options.quick)
             text, ours = f"{job.case}, {text}", partial(job.rate, case.ranks, *case.options)

@@ -59,6 +59,7 @@ MEASURES = {
         Measure("link", least=2, nodes=2),
         Measure("mlp"),
         Measure("crowd"),
+        Measure("stragglers"),
         Measure("start"),
         Measure("memory"),
     )

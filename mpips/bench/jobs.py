@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from mpips.bench.catalogue import Measure
 from mpips.bench.measure import Options, Row
 from mpips.folder import METRICS, SUMMARY
 from mpips.launch import Running
+
+T = TypeVar("T")
 
 LIMIT_S = 900.0
 TAIL = 2000  # characters of a failed job's output that are shown
@@ -75,9 +78,9 @@ def words(options: Options) -> list[str]:
     return found + ["--sizes", ",".join(map(str, options.sizes))] * bool(options.sizes)
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """Call each side `repeats` times, in turn; returns what they gave."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
             found[name].append(side())

@@ -1,0 +1,78 @@
+"""One worker of six slowed down five times: how much of the workers' own speeds each mode keeps.
+
+Whole runs with 2 servers and 6 workers whose gradients take a hundredth of a second asleep, so
+that cores are free. Own speeds: the sum over the workers of the samples a second of computing
+alone, the slow one's included. The fastest workers wait in mode sync, for the slowest.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mpips.bench import jobs
+from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
+from mpips.bench.measure import Options, Row
+from mpips.folder import METRICS, SUMMARY
+
+RANKS, SERVERS, FACTOR = 8, 2, 5
+PROBLEM = f"{Path(__file__).with_name('asleep.py')}:Asleep"
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One mode.
+
+    Attributes:
+        options: What chooses it.
+        epochs: Length of a run, of some seconds.
+        reach: The least part of the own speeds that is aimed at.
+    """
+
+    options: tuple[str, ...]
+    epochs: int
+    reach: float | None = 0.85
+
+
+MODES = {
+    "async": Mode((), 12),
+    "sync": Mode(("--mode", "sync"), 3, None),
+}
+
+
+def run(options: Options) -> list[Row]:
+    """Compare each mode with the workers' own speeds.
+
+    Raises:
+        Failed: If a run fails.
+    """
+    repeats = 1 if options.quick else options.repeats
+    with temporary_folder() as folder:
+        sides = {name: partial(_rates, folder, mode, options) for name, mode in MODES.items()}
+        found = take_turns(sides, repeats)
+    rows = []
+    for name, mode in MODES.items():
+        mine, own, ratio = compare_rates(*zip(*found[name], strict=True))
+        case = f"{name}, {RANKS - SERVERS} workers, one {FACTOR} x slower"
+        beside = "the workers' own speeds"
+        rows.append(Row("straggler", case, mine, "samples/s", beside, own, ratio, mode.reach))
+    return rows
+
+
+def _rates(folder: Path, mode: Mode, options: Options) -> tuple[float, float]:
+    """Run once; returns samples a second, and the sum of the workers' own."""
+    out = folder / f"run-{len(list(folder.iterdir()))}"
+    given = {
+        "--problem": PROBLEM, "--servers": str(SERVERS), "--batch-size": str(BATCH),
+        "--epochs": "1" if options.quick else str(mode.epochs), "--out": str(out),
+        "--inject-delay": f"{RANKS - SERVERS - 1}:{FACTOR}", "--optimizer": "sgd",
+        "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.1",
+    }  # fmt: skip
+    words = [word for pair in given.items() for word in pair]
+    jobs.run(RANKS, [*TRAIN, *words, *mode.options], folder)
+    summary = json.loads((out / SUMMARY).read_text())
+    own = sum(worker["samples"] / worker["compute_s"] for worker in summary["per_worker"])
+    if options.quick:  # too short for more than a line or two
+        return summary["samples_per_s"], own
+    return steady_rate(out / METRICS), own
