@@ -17,6 +17,7 @@ from typing import Any
 from mpips.delay import DELAYS, FORM, parse_delays
 from mpips.errors import UserError, nearest
 from mpips.options import Option, setting, shown
+from mpips.roles import SERVED
 
 LEARNING_RATES = {
     "sgd": 0.1,
@@ -30,6 +31,7 @@ LEARNING_RATES = {
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
+STALENESS_BOUND = 3
 # What the shapes, the slots or the order of the samples depend on.
 LAYOUT_FIELDS = (
     *("problem", "hidden", "activation", "dtype", "optimizer"),
@@ -47,8 +49,8 @@ class Config:
     """A resolved job; ``--help`` tells the meaning of each field. `resolve` makes valid ones."""
 
     mode: str = setting(
-        "run", "async", "servers apply gradients as they come, or all ranks go in rounds",
-        legal=("async", "sync"),
+        "run", "async", "servers apply gradients as they come, the same with a bound on clocks, "
+        "or all ranks go in rounds", legal=("async", "ssp", "sync"),
     )  # fmt: skip
     out: str = setting(
         "run", "", "folder of the run", metavar="DIR", unset="runs/<problem>-<mode>-<time>"
@@ -94,16 +96,16 @@ class Config:
     )  # fmt: skip
     inbox: int = setting(
         "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
-        ">= 1", modes=("async",),
+        ">= 1", modes=SERVED,
     )  # fmt: skip
     read: str = setting(
         "cluster", "relaxed", "what a pull may see; consistent: one version a shard",
-        legal=("relaxed", "consistent"), modes=("async",),
+        legal=("relaxed", "consistent"), modes=SERVED,
     )  # fmt: skip
     far_read: str = setting(
         "cluster", "auto", "how shards of other nodes are read: by one-sided Get or the owner's "
         "reply; auto: what is faster at the start", legal=("auto", "get", "reply"),
-        modes=("async",),
+        modes=SERVED,
     )  # fmt: skip
     prefetch: bool = setting(
         "cluster", False, "pull far shards during the gradient before; costs a replica, staleness",
@@ -111,11 +113,16 @@ class Config:
     )  # fmt: skip
     node_aggregation: bool = setting(
         "cluster", False, "workers of a node send far servers the mean of their gradients",
-        modes=("async",),
+        modes=SERVED,
     )  # fmt: skip
     share_pulls: bool = setting(
         "cluster", True, "workers of a node join each other's reads of far shards",
         modes=("async",),
+    )  # fmt: skip
+
+    staleness_bound: int | None = setting(
+        "consistency", None, "updates that a worker may be ahead of the slowest", ">= 0",
+        unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
 
     problem: str = setting(
@@ -200,6 +207,11 @@ class Config:
     def step_size(self) -> int:
         """Samples in one step of one worker."""
         return self.batch_size * self.accumulate
+
+    @property
+    def bound(self) -> int:
+        """The staleness bound of mode ssp."""
+        return STALENESS_BOUND if self.staleness_bound is None else self.staleness_bound
 
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:
@@ -317,6 +329,7 @@ def validate(config: Config) -> None:
         if not option.fits(getattr(config, name), config.mode):
             raise option.mode_error(getattr(config, name), config.mode)
     _check_servers(config)
+    _check_reads(config)
     _check_length(config)
     _check_schedule(config)
     parse_delays(config.inject_delay)
@@ -328,11 +341,17 @@ def validate(config: Config) -> None:
         raise UserError("eval_only without a checkpoint", "--resume or --init-from CHECKPOINT")
 
 
+def _check_reads(config: Config) -> None:
+    if config.mode == "ssp" and config.far_read == "get":
+        remedy = "the owner answers when the staleness bound holds"
+        raise UserError("far_read 'get' in mode ssp", "auto or reply", remedy)
+
+
 def _check_servers(config: Config) -> None:
     ranks = config.server_ranks
-    if config.mode == "async" and config.servers == 0:
+    if config.mode in SERVED and config.servers == 0:
         remedy = "only mode sync does without servers: use --mode sync"
-        raise UserError("servers 0 in mode async", "servers >= 1", remedy)
+        raise UserError(f"servers 0 in mode {config.mode}", "servers >= 1", remedy)
     if len(set(ranks)) < len(ranks):
         raise UserError(f"server_ranks {shown(ranks)}", "distinct ranks", "name each rank once")
     if ranks and config.servers not in (None, len(ranks)):

@@ -12,7 +12,7 @@ so what a read asks for goes out in two steps, `begin` before a push and `fetch`
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -69,6 +69,10 @@ class FarReads(ABC):
             torn += bool(self._last[server, BEGUN] > versions[server])
         return torn
 
+    def clocks(self) -> list[int]:
+        """Return each server's clock at the beginning of the read; not of a neighbour's."""
+        return [int(self._first[server, CLOCK]) for server, _, _ in self._owners]
+
 
 class GetReads(FarReads):
     """Reads by one-sided Get (MPI-4.1, 12.3)."""
@@ -104,13 +108,22 @@ class GetReads(FarReads):
 
 
 class ReplyReads(FarReads):
-    """Reads by message, of one version each if `consistent`."""
+    """Reads by message, of one version each if `consistent`.
+
+    Args:
+        needs: Returns what the owners must have applied before they answer (`mpips.gate.Needs`).
+    """
 
     def __init__(
-        self, cluster: Cluster, owners: Sequence[Owner], servers: int, consistent: bool
+        self,
+        cluster: Cluster,
+        owners: Sequence[Owner],
+        servers: int,
+        consistent: bool,
+        needs: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         super().__init__(cluster, owners, servers)
-        self._consistent = consistent
+        self._consistent, self._needs = consistent, needs
 
     def begin(self, out: np.ndarray) -> None:
         """See `FarReads.begin`: there is nothing to do."""
@@ -124,11 +137,16 @@ class ReplyReads(FarReads):
             for part in (self._first[server], *chunks(out[shard.range]), self._last[server]):
                 self._coming.append(self._cluster.comm.Irecv(part, rank, TAG_REPLY))
             self._ends.append(self._coming[-1])
-            self._cluster.send(rank, "read", self._consistent)
+            self._cluster.send(rank, "read", (self._consistent, *self._needs()))
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
         return all_done(self._ends) and all_done(self._coming)
+
+    def hurry(self) -> None:
+        """Have the owners answer what was asked for whether they meet its needs or not."""
+        for _, rank, _ in self._owners:
+            self._cluster.send(rank, "hurry")
 
 
 def chunks(array: np.ndarray) -> list[np.ndarray]:
@@ -151,7 +169,8 @@ class _Reply:
 
     def _words(self) -> np.ndarray:
         words = np.zeros(8, "i8")
-        words[[BEGUN, COMMITTED]] = observe(self._header, BEGUN), observe(self._header, COMMITTED)
+        for word in (BEGUN, COMMITTED, CLOCK):
+            words[word] = observe(self._header, word)
         return words
 
     def _send(self, part: np.ndarray) -> None:
@@ -210,7 +229,7 @@ class Replies:
         if self._copied is not None and self._copied.done(self._copied_header):
             self._copied = None
         if self._waiting and self._copied is None:
-            for word in (BEGUN, COMMITTED):
+            for word in (BEGUN, COMMITTED, CLOCK):
                 self._copied_header[word] = observe(self._header, word)
             copy = self._params.copy()
             self._copied = _Reply(self._cluster, self._waiting, self._header, copy)

@@ -29,7 +29,7 @@ LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 RUNS = "runs"
 DEFAULT_NAME = re.compile(
-    r"(?P<problem>.+)-(?P<mode>async|sync)-(?P<time>\d{8}-\d{6})(-(?P<number>\d+))?"
+    r"(?P<problem>.+)-(?P<mode>async|ssp|sync)-(?P<time>\d{8}-\d{6})(-(?P<number>\d+))?"
 )
 
 _held: list[IO[str]] = []

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from mpips.errors import UserError
 
+SERVED = ("async", "ssp")  # modes in which servers apply gradients as they come
+
 
 @dataclass(frozen=True)
 class Roles:
@@ -42,7 +44,7 @@ class Roles:
 
 def default_servers(mode: str, world: int) -> int:
     """Return the number of servers where the user names none."""
-    return max(1, world // 4) if mode == "async" else 0
+    return max(1, world // 4) if mode in SERVED else 0
 
 
 def assign(
@@ -56,7 +58,7 @@ def assign(
     """Split the world into servers and workers.
 
     Args:
-        mode: ``async`` or ``sync``.
+        mode: ``async``, ``ssp`` or ``sync``.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
         servers: Number of servers, or None for the mode's default.
@@ -64,7 +66,7 @@ def assign(
         server_hosts: Glob of host names; servers are placed on matching hosts only.
 
     Raises:
-        UserError: If no worker or, in async mode, no server is left, or if the placement
+        UserError: If no worker or, in a mode that needs one, no server is left, or if the placement
             contradicts itself or the world.
     """
     world = len(hosts)
@@ -96,14 +98,14 @@ def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world:
 
 
 def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
-    if mode == "async" and world == 1:
+    if mode in SERVED and world == 1:
         raise UserError(
-            "mode=async in a world of 1 rank",
+            f"mode={mode} in a world of 1 rank",
             "at least 2 ranks, a server and a worker",
             "use mpirun -n 2 or more, or --mode sync",
         )
-    if count < 0 or (mode == "async" and count == 0):
-        least = 1 if mode == "async" else 0
+    if count < 0 or (mode in SERVED and count == 0):
+        least = 1 if mode in SERVED else 0
         raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
     if count >= world:
         raise UserError(

@@ -171,8 +171,11 @@ class AsyncServer:
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "fin":
             self._final[source] = payload
+            self.store.clocks.finished(source, payload)
         elif kind == "read":
             self.store.want_read(source, payload)
+        elif kind == "hurry":
+            self.store.clocks.hurry(source)
         elif kind == "cut":
             self.cut.begin()
         elif kind == "write":

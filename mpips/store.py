@@ -11,11 +11,13 @@ between two updates until it has read.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpips.cluster import Cluster
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
+from mpips.gate import Clocks, Gate, Needs
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
@@ -50,6 +52,9 @@ class Puller:
     Args:
         consistent: Whether each shard is read between two updates of its server.
         far: How the shards of other nodes are read, "get" or "reply"; consistent ones by reply.
+        bound: Staleness bound s, if a read waits for other workers' pushes (`mpips.gate`); then
+            far shards are read by reply.
+        clock: Returns the pushes that this worker has made; used with `bound`.
     """
 
     def __init__(
@@ -60,6 +65,8 @@ class Puller:
         shards: Sequence[Shard],
         consistent: bool = False,
         far: str = "get",
+        bound: int | None = None,
+        clock: Callable[[], int] = int,
     ) -> None:
         self._cluster, self._window, self._worker = cluster, window, worker_id
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
@@ -69,6 +76,10 @@ class Puller:
             if cluster.near(r)
         ]
         self._far_owners = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
+        near = [r for _, r, _ in owners if cluster.near(r)]
+        words = [(window.view(r, "header"), window.view(r, "applied")) for r in near]
+        self.gate = None if bound is None else Gate(worker_id, bound, clock, words)
+        self._clocks = np.zeros(len(shards), "i8")
         self.versions = np.zeros(len(shards), "i8")
         self._granted = {
             k: window.view(r, "granted_reads") for k, r, _ in owners if cluster.near(r)
@@ -87,7 +98,9 @@ class Puller:
         """Read the far shards by "get" or by "reply" from now on; not during a read."""
         self._far: FarReads | None = None
         args = self._cluster, self._far_owners, len(self.versions)
-        if self._far_owners and way == "get" and not self._consistent:
+        if self._far_owners and self.gate is not None:
+            self._far = ReplyReads(*args, self._consistent, self.gate.needs)
+        elif self._far_owners and way == "get" and not self._consistent:
             self._far = GetReads(*args, self._window)
         elif self._far_owners:
             self._far = ReplyReads(*args, self._consistent)
@@ -119,7 +132,7 @@ class Puller:
 
     def pull_final(self, out: np.ndarray) -> None:
         """Read every shard into `out` once the servers apply nothing more and serve no reads."""
-        self._consistent = False
+        self._consistent, self.gate = False, None
         self.read_far_by("get")
         self.pull(out)
 
@@ -134,7 +147,7 @@ class Puller:
             in `out`. Valid until the next call.
 
         Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
-        updates unless reads are consistent.
+        updates unless reads are consistent or have a bound.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
         self.begin(out)
@@ -161,8 +174,30 @@ class Puller:
         """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
         return self._far is None or self._far.advance()
 
+    def ready(self) -> bool:
+        """Whether `finish` would wait for no other worker's push. Blocks: no; gets on."""
+        return self.gate is None or (self.gate.open() and self.advance())
+
+    def abandon(self) -> None:
+        """End the read that is under way, if there is one, without its result.
+
+        Blocks: as `finish` does, but never for other workers' pushes.
+        """
+        if self.reading and self.gate is not None and isinstance(self._far, ReplyReads):
+            self._far.hurry()
+            self._cluster.wait(self._far.advance)
+        elif self.reading and self.gate is None:
+            self.finish()
+        self.reading = False
+
     def finish(self) -> np.ndarray:
-        """Copy the near shards, and wait for the far ones; see `pull`."""
+        """Copy the near shards, and wait for the far ones; see `pull`.
+
+        Raises:
+            UserError: If the read breaks the staleness bound.
+        """
+        if self.gate is not None:
+            self._cluster.wait(self.gate.open)
         self._count += 1
         for k, shard, header, params in self._near:
             if self._consistent:
@@ -174,6 +209,8 @@ class Puller:
         if self._far is not None:
             self._cluster.wait(self._far.advance)
             self.torn += self._far.result(self.versions)
+        if self.gate is not None:
+            self._check_clocks(self.gate)
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
@@ -181,9 +218,14 @@ class Puller:
     def _is_granted(self, server: int) -> bool:
         return observe(self._granted[server], self._worker) == self._count
 
+    def _check_clocks(self, gate: Gate) -> None:
+        clocks = [int(self._clocks[k]) for k, *_ in self._near]
+        gate.passed(clocks + (self._far.clocks() if self._far is not None else []))
+
     def _pull_near(
         self, server: int, out: np.ndarray, header: np.ndarray, params: np.ndarray
     ) -> None:
+        self._clocks[server] = observe(header, CLOCK)
         committed = observe(header, COMMITTED)
         np.copyto(out, params)
         self.torn += observe(header, BEGUN) > committed
@@ -221,8 +263,9 @@ class Server:
             for w, r in workers
             if cluster.near(r)
         ]
-        self._clocks = [0] * self.applied.size
         self._replies = Replies(cluster, self._header, self.params)
+        ranks = cluster.roles.workers
+        self.clocks = Clocks(self._header, self.applied, ranks, self._replies.ask)
         self._block = BLOCK_BYTES // self.params.itemsize
         self.staleness = np.zeros(STALENESS_BINS, "i8")
         self.staleness_max = self.staleness_sum = 0
@@ -267,9 +310,9 @@ class Server:
             self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
         for part in push:
             publish(self.applied, part.worker, part.seq)
-            self._clocks[part.worker] = part.seq
-        publish(self._header, CLOCK, min(self._clocks))
+            self.clocks.advance(part.worker)
         publish(self._header, COMMITTED, version)
+        self.clocks.publish()
         self.busy_s += time.perf_counter() - start
         return version
 
@@ -285,15 +328,17 @@ class Server:
         self.staleness_max = max(self.staleness_max, staleness)
         self.staleness_sum += staleness
 
-    def want_read(self, rank: int, consistent: bool) -> None:
-        """Note that a far worker asked for a reply."""
-        self._replies.ask(rank, consistent)
+    def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
+        """Note that a far worker asked for a reply (`mpips.far.ReplyReads`)."""
+        consistent, *needs = request
+        self.clocks.want(rank, consistent, Needs(*needs))
 
     def serve_reads(self) -> None:
         """Let those who asked read the shard now, between two updates.
 
         Blocks: until near readers have copied the shard; far ones get a reply.
         """
+        self.clocks.let()
         held = []
         for worker, wants, reads in self._readers:
             want = observe(wants, self._server)

@@ -10,6 +10,7 @@ from mpips import __version__, metrics
 from mpips.cluster import Cluster, mpi_name
 from mpips.delay import delays_text
 from mpips.job import Job
+from mpips.roles import SERVED
 from mpips.strategies import Outcome
 
 
@@ -31,9 +32,11 @@ def summarise(
         "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
         "loss": None, "eval_loss": held_out.get("loss"), "accuracy": held_out.get("accuracy"),
         "pushes_sent": sum(w["pushes_sent"] for w in workers),
-        "pushes_applied": max(o["applied"] for o in owners) if c.mode == "async"
+        "pushes_applied": max(o["applied"] for o in owners) if c.mode in SERVED
         else sum(w["pushes_sent"] for w in workers),
         "staleness": _staleness(owners, c.mode),
+        "clock_distance_max": max(w["clock_distance_max"] for w in workers) if c.mode == "ssp"
+        else None,
         "torn_reads": sum(w["torn_reads"] for w in workers),
         "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
         "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
@@ -86,6 +89,14 @@ def _staleness(owners: list[dict[str, Any]], mode: str) -> dict[str, Any]:
     return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
 
 
+def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
+    """Return the line about clocks in mode ssp: every read was checked against the bound."""
+    if summary["clock_distance_max"] is None:
+        return []
+    found, bound = summary["clock_distance_max"], job.config.bound
+    return [f"largest clock distance of a read {found}, staleness bound {bound}"]
+
+
 def command() -> str:
     """Return the command line that started this rank."""
     return shlex.join(["python", "-m", "mpips.train", *sys.argv[1:]])
@@ -112,6 +123,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
+            *_clocks(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"]),
         ]

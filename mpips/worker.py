@@ -121,10 +121,24 @@ class AsyncWorker:
             for batch in self._feed.news():
                 submit(self._job, loader, batch)
                 self._queue.append(batch)
-            return bool(self._queue) or self._feed.exhausted or self._stopping or self._failed
+            if self._stopping or self._failed:
+                return True
+            return self._may_read() if self._queue else self._feed.exhausted
 
         self.times.wait_s += self._cluster.wait(ready)
         return bool(self._queue) and not self._stopping and not self._failed
+
+    def _may_read(self) -> bool:
+        """Whether the next read would wait for no other worker; where it might, it is begun."""
+        puller = self._puller
+        if puller.gate is None or self._ready:
+            return True
+        if not puller.reading:
+            if not self._writable(self._sender.seq + 1):
+                return False
+            puller.begin(self.replica)
+            puller.fetch()
+        return puller.ready()
 
     def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> None:
         """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere.
@@ -252,8 +266,7 @@ class AsyncWorker:
 
     def _finish(self) -> None:
         """Say how many pushes were sent, and wait until all are applied and the run is saved."""
-        if self._puller.reading:
-            self._puller.finish()
+        self._puller.abandon()
         for rank in self._cluster.roles.servers:
             self._cluster.send(rank, "fin", self._sender.seq)
 

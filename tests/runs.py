@@ -13,6 +13,7 @@ from launch import Running, run
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.config import from_toml
 from mpips.datasets.order import Order
+from mpips.roles import SERVED
 
 HERE = Path(__file__).parent
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"
@@ -128,7 +129,7 @@ def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> 
         assert np.array_equal(expected, np.full(n, float(epochs))), "the run is not over"
     np.testing.assert_array_equal(arrays["counts"], expected)
     assert checkpoint.state["samples"] == expected.sum()
-    if checkpoint.state["mode"] == "async":
+    if checkpoint.state["mode"] in SERVED:
         np.testing.assert_array_equal(arrays["updates"], float(checkpoint.step))
         assert sum(checkpoint.state["handout"]["clocks"]) == checkpoint.step
 

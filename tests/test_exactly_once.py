@@ -74,6 +74,20 @@ PLAIN = {
         8,
         "--server-ranks 0,1 --batch-size 4 --node-size 2 --node-aggregation --prefetch",
     ),
+    "in lock step": (5, "--servers 2 --batch-size 8 --mode ssp --staleness-bound 0"),
+    "with a bound": (6, "--servers 2 --batch-size 4 --mode ssp --staleness-bound 2"),
+    "in lock step on nodes": (
+        5,
+        "--servers 2 --batch-size 8 --mode ssp --staleness-bound 0 --node-size 2",
+    ),
+    "with a bound on nodes": (
+        6,
+        "--servers 2 --batch-size 4 --mode ssp --staleness-bound 2 --node-size 1",
+    ),
+    "more workers than batches, in lock step": (
+        8,
+        "--servers 1 --batch-size 115 --mode ssp --staleness-bound 0",
+    ),
     "one batch": (8, "--servers 2 --batch-size 230"),
     "batches of one": (4, "--servers 1 --batch-size 1"),
     "more servers than cache lines": (6, "--servers 3 --batch-size 2 --hidden 1"),
@@ -102,6 +116,13 @@ STOPPED = {
             "--servers 2 --server-ranks 0,1 --node-size 2 --node-aggregation --read consistent",
         ),
         (8, "--servers 2 --node-size 2 --node-aggregation"),
+    ),
+    "stops in lock step": (
+        (4, "--servers 1 --mode ssp --staleness-bound 0"),
+        (6, "--servers 3 --mode ssp --staleness-bound 0 --node-size 2"),
+        (5, "--servers 2 --mode ssp --staleness-bound 2"),
+        (3, "--servers 1 --mode async"), (8, "--servers 2 --mode ssp --staleness-bound 0"),
+        (5, "--servers 2 --mode ssp --staleness-bound 2 --node-size 1 --node-aggregation"),
     ),
     "stops with more servers than lines": (
         (6, "--servers 4 --hidden 1"), (5, "--servers 1"), (6, "--servers 3 --node-size 1"),

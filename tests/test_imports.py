@@ -25,7 +25,7 @@ push
 outbox
 inbox
 channel feed far
-neighbours
+neighbours gate
 job store
 rounds saver
 server worker
@@ -188,6 +188,7 @@ def test_light_modules_load_nothing_heavy() -> None:
 WORDS = {
     "channel": {"words", "_applied", "applied"},
     "far": {"_header", "header"},
+    "gate": {"_header", "header", "_applied", "applied"},
     "feed": {"_grants", "_ring", "ring", "_taken", "taken"},
     "inbox": {"_applied", "applied"},
     "neighbours": {"words"},
@@ -204,6 +205,7 @@ RECEIVERS = {
     "Carried",
     "Carrier",
     "Replies",
+    "Clocks",
     "_Reply",
     "_pull_near",
     "append",

@@ -59,12 +59,13 @@ def sharing(job: Job, rank: int) -> list[int]:
     owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
     near = [r for r in cluster.roles.workers if cluster.node_of[r] == node]
     far = any(cluster.node_of[r] != node for r in owners)
-    shared = far and len(near) > 1 and c.share_pulls and c.read == "relaxed"
+    alone = c.read == "consistent" or c.mode == "ssp"
+    shared = far and len(near) > 1 and c.share_pulls and not alone
     return near if shared else []
 
 
 def run(job: Job, log: Log) -> Outcome:
-    """Train asynchronously. Collective: yes.
+    """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
 
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
@@ -120,8 +121,11 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     cluster = job.cluster
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
-    puller = Puller(cluster, window, worker_id, job.shards, c.read == "consistent", way)
     sender = Sender(cluster, window, worker_id, job.shards, c.node_aggregation)
+    bound = c.bound if c.mode == "ssp" else None
+    args = cluster, window, worker_id, job.shards, c.read == "consistent", way
+    puller = Puller(*args, bound, lambda: sender.seq)
+    gate = puller.gate
     cluster.barrier()
     times = agree_on_far_reads(job, puller, cluster.wait_request)
     if times is not None:
@@ -136,6 +140,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
         "bytes_pulled": puller.bytes,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
+        "clock_distance_max": gate.distance_max if gate else 0,
     }
     if reason != "diverged":
         puller.pull_final(worker.replica)
@@ -173,7 +178,7 @@ def agree_on_far_reads(
     owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
     workers = cluster.roles.workers
     far = [w for w in workers if any(cluster.node_of[r] != cluster.node_of[w] for r in owners)]
-    if not far or c.far_read != "auto" or c.read == "consistent":
+    if not far or c.far_read != "auto" or c.read == "consistent" or c.mode == "ssp":
         return None
     times = np.zeros(2)
     if puller is not None and cluster.rank == far[0]:

@@ -1,6 +1,7 @@
 """Servers and workers of one exchange, put together as `mpips.strategies.async_sgd` does."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Rig:
         far: str = "get",
         share: bool = False,
         aggregate: bool = False,
+        bound: int | None = None,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
@@ -47,18 +49,19 @@ class Rig:
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
-            self.puller = Puller(cluster, self.window, self.id, self.shards, consistent, far)
             self.sender = Sender(cluster, self.window, self.id, self.shards, aggregate)
+            args = (cluster, self.window, self.id, self.shards, consistent, far, bound)
+            self.puller = Puller(*args, lambda: self.sender.seq)
             self.replica = np.zeros(n)
             if share:
                 self._share()
         else:
             self.id = self.roles.servers.index(cluster.rank)
             self.shard = self.shards[self.id]
-            args = (cluster, self.window, self.id, self.shard)
-            self.server = Server(*args, self.rule, lambda step: -1.0)
+            place = (cluster, self.window, self.id, self.shard)
+            self.server = Server(*place, self.rule, lambda step: -1.0)
             ledger = self.server.applied
-            self.receiver = Receiver(*args, "float64", ledger, INBOX, aggregate)
+            self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate)
         cluster.barrier()
 
     def _plan(self, rank: int, n: int) -> Plan:
@@ -96,15 +99,24 @@ class Rig:
             idle()
             self.server.serve_reads()
             for source, kind, payload in self.cluster.poll():
-                if kind == "read":
-                    self.server.want_read(source, payload)
-                else:
+                if kind == "fin":
+                    self.server.clocks.finished(source, payload)
                     final[self.roles.workers.index(source)] = payload
+                else:
+                    self.answer(source, kind, payload)
             if push is None:
                 self.cluster.progress()
                 backoff.pause()
             else:
                 backoff.reset()
+
+    def answer(self, source: int, kind: str, payload: Any) -> None:
+        """Act on a message about far reads."""
+        if kind == "read":
+            self.server.want_read(source, payload)
+        else:
+            assert kind == "hurry", kind
+            self.server.clocks.hurry(source)
 
     def _served(self, final: dict[int, int]) -> bool:
         ended = len(final) == len(self.roles.workers)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import channel, feed, inbox, kernels, outbox, server, session, store
+from mpips import channel, feed, gate, inbox, kernels, outbox, server, session, store
 from mpips.cluster import Cluster
 from mpips.command_line import parse_command_line
 from mpips.window import Window
@@ -67,7 +67,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (channel, feed, inbox, outbox, server, store):
+    for module in (channel, feed, gate, inbox, outbox, server, store):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
                 module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)
@@ -82,6 +82,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param("--mode=async", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=async --read=consistent", NEAR, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=async --node-aggregation", NEAR, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=ssp", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=sync", {"header"}),
     ],
 )

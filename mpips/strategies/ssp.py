@@ -1,0 +1,18 @@
+"""Stale synchronous parallel: asynchronous SGD in which no worker runs far ahead.
+
+At clock c, after c pushes of its own, a worker reads parameters that include every update of
+clock c - s - 1 and before of every worker, and all of its own; it may include later ones. Who is
+more than s pushes ahead of the slowest waits (`mpips.gate`). With s = 0 no worker begins its next
+step before all have ended theirs, as in bulk-synchronous SGD. Every read is checked by the clocks
+that it came with, and the summary gives the largest distance.
+
+Servers, channels, data and checkpoints are those of `mpips.strategies.async_sgd`. Clocks begin
+anew in a resumed run, for all workers alike.
+
+Reference: Ho et al., NeurIPS 2013, "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server".
+"""
+
+from mpips.strategies.async_sgd import run
+
+__all__ = ["run"]

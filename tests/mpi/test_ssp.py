@@ -1,0 +1,179 @@
+"""The bound on clocks: what a read has to hold, however slow the servers are."""
+
+import itertools
+import time
+
+import pytest
+from rig import Rig
+from verdict import check
+
+from mpips.cluster import Cluster
+from mpips.errors import UserError
+from mpips.gate import Gate, Needs
+from mpips.push import Push
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+ROWS = 64  # lines of a counter a worker: every shard has some
+PUSHES = 6
+
+
+def pushes_of(worker: int) -> int:
+    """Workers end at different clocks, so that some go on without the others."""
+    return PUSHES + 2 * worker
+
+
+def make(cluster: Cluster, servers: int, bound: int, *options: bool) -> Rig:
+    """Build a rig of counters; options: consistent, aggregate."""
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    consistent, aggregate = options or (False, False)
+    n = ROWS * (cluster.world - servers)
+    return Rig(cluster, n, servers, consistent, aggregate=aggregate, bound=bound)
+
+
+def push(rig: Rig) -> None:
+    """Add 1 to this worker's counter in every line."""
+    seq = rig.sender.seq + 1
+    rig.cluster.wait(lambda: rig.sender.writable(seq))
+    grad = rig.sender.buffer(seq)
+    grad.fill(0)
+    grad.reshape(ROWS, -1)[:, rig.id] = 1
+    rig.sender.push((0, seq, seq + 1), 1, 0.0, rig.puller.versions)
+
+
+def pull(rig: Rig) -> None:
+    """Pull as a worker's loop does: while it waits, its node's pushes get on."""
+    rig.puller.begin(rig.replica)
+    rig.puller.fetch()
+
+    def ready() -> bool:
+        rig.sender.resting()
+        return rig.puller.ready()
+
+    rig.cluster.wait(ready)
+    rig.puller.finish()
+
+
+def errors(rig: Rig, bound: int) -> list[object]:
+    """Compare the counters read with what a read at this clock has to hold."""
+    clock, counts = rig.sender.seq, rig.replica.reshape(ROWS, -1)
+    wrong: list[object] = []
+    for worker, least in enumerate(counts.min(0)):
+        if least < min(clock - bound, pushes_of(worker)):
+            wrong.append((f"clock {clock} misses pushes of worker {worker}", least))
+    if (counts[:, rig.id] != clock).any():
+        wrong.append((f"clock {clock} does not hold all of its own", counts[:, rig.id]))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("servers", "bound", "consistent", "aggregate"),
+    [
+        (1, 0, False, False),
+        (2, 0, False, False),
+        (1, 2, False, False),
+        (2, 1, True, False),
+        (2, 1, False, True),
+        (1, 0, True, True),
+    ],
+)
+def test_a_read_holds_what_its_clock_says(
+    cluster: Cluster, servers: int, bound: int, consistent: bool, aggregate: bool
+) -> None:
+    rig = make(cluster, servers, bound, consistent, aggregate)
+    wrong: list[object] = []
+    if rig.worker:
+        for _ in range(pushes_of(rig.id)):
+            pull(rig)
+            wrong += errors(rig, bound)
+            push(rig)
+        rig.finish()
+        gate = rig.puller.gate
+        if gate is None or gate.distance_max > bound:
+            wrong.append(("distance", gate))
+    else:
+        turn = itertools.count(rig.id)
+
+        def slowly(push: Push) -> None:
+            time.sleep(0.003 * (next(turn) % 2))
+            rig.server.apply(push)
+
+        rig.serve(slowly)
+    check(cluster.comm, not wrong, wrong[:3])
+    rig.free()
+
+
+def hold(rig: Rig) -> None:
+    """Answer reads and apply nothing, until every worker has been told."""
+    told = 0
+    while told < len(rig.roles.workers):
+        rig.server.serve_reads()
+        for source, kind, payload in rig.cluster.poll():
+            if kind == "told":
+                told += 1
+            else:
+                rig.answer(source, kind, payload)
+    rig.cluster.barrier()
+
+
+def tell(rig: Rig) -> None:
+    """End `hold` on the servers; no read is under way."""
+    for rank in rig.roles.servers:
+        rig.cluster.send(rank, "told")
+    rig.cluster.barrier()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_broken_bound_is_an_error(
+    cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that do not wait are found out by the clocks that they came with."""
+    monkeypatch.setattr(Gate, "needs", lambda gate: Needs())
+    rig = make(cluster, servers, 1)
+    wrong: list[object] = []
+    if rig.worker:
+        push(rig)
+        rig.puller.pull(rig.replica)  # a distance of 1 is as it should be
+        push(rig)
+        try:
+            rig.puller.pull(rig.replica)
+            wrong.append("no error")
+        except UserError as error:
+            if "clock distance 2, expected a distance of at most 1" not in str(error):
+                wrong.append(error)
+        tell(rig)
+        rig.finish()
+    else:
+        hold(rig)
+        rig.serve(lambda push: None if rig.server.apply(push) else wrong.append(push))
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_read_that_waits_can_be_given_up(cluster: Cluster, servers: int) -> None:
+    """As by a worker that is told to stop at the gate; and the servers answer none twice."""
+    rig = make(cluster, servers, 0)
+    wrong: list[object] = []
+    if rig.worker:
+        push(rig)
+        rig.puller.begin(rig.replica)
+        rig.puller.fetch()
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            cluster.progress()
+            if rig.puller.ready():
+                wrong.append("ready, and nothing was applied")
+        rig.puller.abandon()
+        if rig.puller.reading:
+            wrong.append("the read goes on")
+        tell(rig)
+        pull(rig)
+        wrong += errors(rig, 0)
+        rig.finish()
+    else:
+        hold(rig)
+        rig.serve(lambda push: None if rig.server.apply(push) else wrong.append(push))
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
