@@ -99,7 +99,7 @@ class Window:
         if far_reads and cluster.nodes > 1:
             self._far = MPI.Win.Create(own, 1, comm=cluster.comm)
             self._far.Lock_all(MPI.MODE_NOCHECK)
-        self._make_visible()
+        self.make_visible()
 
     def _allocate_shared(self, nbytes: int) -> dict[int, np.ndarray]:
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
@@ -113,7 +113,8 @@ class Window:
             rank: _aligned(np.asarray(query(k)[0])) for k, rank in enumerate(self._cluster.my_node)
         }
 
-    def _make_visible(self) -> None:
+    def make_visible(self) -> None:
+        """Let all ranks see what any has stored before. Collective: yes."""
         windows = [w for w in (self._near, self._far) if w is not None]
         for w in windows:
             w.Sync()

@@ -32,14 +32,14 @@ server worker
 strategies
 summary
 session
-train bench
+train bench doctor
 """
 LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
 # Those that DESIGN.md names, and those that hold requests, communicators or constants of MPI.
 IMPORT_MPI = {
     *("cluster", "window", "inbox"),
-    *("ending", "rounds", "bench.plain"),
+    *("ending", "rounds", "bench.plain", "doctor.library"),
 }
 LATE = {"train"}  # these import MPI in functions only: their first lines run on a login node
 
@@ -49,10 +49,11 @@ LOGIN_NODE = (
     *("mpips.datasets.loader", "mpips.datasets.order", "mpips.checkpoint", "mpips.evaluation"),
     *("mpips.checkpoint.__main__", "mpips.kernels", "mpips.train"),
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver"),
+    *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),
-    *("mpips.launch", "mpips.bench.__main__"),
+    *("mpips.launch", "mpips.bench.__main__", "mpips.doctor.__main__"),
 )
 
 

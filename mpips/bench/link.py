@@ -63,9 +63,11 @@ def _between(cluster: Cluster, options: Options) -> tuple[list[Row], float]:
 class Sides:
     """What the two ranks do in turn: through the store, and through a plain connection."""
 
-    def __init__(self, cluster: Cluster, size: int, prefetch: bool = True) -> None:
+    def __init__(
+        self, cluster: Cluster, size: int, prefetch: bool = True, node_size: int = 1
+    ) -> None:
         # Its own, as a server receives from whoever sends.
-        self.cluster = Cluster(cluster.comm, node_size=1)
+        self.cluster = Cluster(cluster.comm, node_size)
         job = make_job(self.cluster, size // 4, "async", servers=1, prefetch=prefetch)
         assert isinstance(job.problem, Vector)
         self.size, self.exchange, self.problem = size, Exchange(job), job.problem

@@ -1,0 +1,192 @@
+"""What a rank sees of its host and of its own limits by itself, without MPI."""
+
+import math
+import os
+import platform
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("mpich_shm_*", "mpich_*", "osc_*", "vader_*", "sm_segment*", "psm*_shm*", "ucx_shm*")
+LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "stack": resource.RLIMIT_STACK,
+    "address space": resource.RLIMIT_AS,
+    "core file": resource.RLIMIT_CORE,
+}
+VARIABLES = ("SLURM_", "OMPI_MCA_", "PRTE_MCA_", "MPIR_CVAR_", "UCX_", "FI_")
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+NO_LIMIT = 1 << 60  # control groups write a number near 2**63
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank sees; sizes in bytes.
+
+    Attributes:
+        host: Host name.
+        cores: Numbers of the cores that this process may run on.
+        online: Cores of the host.
+        quota: Cores' worth of time that the control group may take; infinite without a quota.
+        memory: Memory of the host, or of the control group where that has less.
+        shared_free: Free bytes of the file system that holds shared memory.
+        shared_total: All its bytes.
+        stale: Bytes in it of dead jobs of this user.
+        limits: Soft limits (`getrlimit`); infinite where there is none.
+        core_pattern: Where the kernel puts core files.
+        variables: Of the environment: SLURM's, the MPIs', the thread limits.
+        networks: Bits a second of each network device that says so and is up.
+    """
+
+    host: str
+    cores: frozenset[int]
+    online: int
+    quota: float
+    memory: float
+    shared_free: int
+    shared_total: int
+    stale: int
+    limits: Mapping[str, float]
+    core_pattern: str
+    variables: Mapping[str, str]
+    networks: Mapping[str, float]
+
+
+def gather_facts() -> Facts:
+    """Return the facts of this process."""
+    shared = os.statvfs(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
+    kept = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES) or k in THREADS}
+    return Facts(
+        host=platform.node(),
+        cores=frozenset(os.sched_getaffinity(0)),
+        online=os.cpu_count() or 1,
+        quota=quota(groups("cpu")),
+        memory=min(installed_memory(), memory_limit(groups("memory"))),
+        shared_free=shared.f_bavail * shared.f_frsize if shared else 0,
+        shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
+        stale=sum(_size(path) for path in stale_segments(SHARED_MEMORY)),
+        limits={name: _limit(number) for name, number in LIMITS.items()},
+        core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
+        variables=kept,
+        networks=networks(Path("/sys/class")),
+    )
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime_s - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def installed_memory() -> int:
+    """Return the bytes of memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limit(number: int) -> float:
+    soft = resource.getrlimit(number)[0]
+    return math.inf if soft == resource.RLIM_INFINITY else float(soft)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+# Control groups ------------------------------------------------------------------------------
+
+
+def groups(controller: str, root: Path = Path("/sys/fs/cgroup"), own: str = "") -> list[Path]:
+    """Return the control groups of this process, from its own up to the root, both versions.
+
+    Args:
+        controller: "cpu" or "memory".
+        root: Where control groups are mounted.
+        own: Text of ``/proc/self/cgroup``; read if empty.
+    """
+    found = []
+    for line in (own or _read(Path("/proc/self/cgroup"))).splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        base = root / controller if names else root
+        here = base / path.strip("/")
+        found += [p for p in (here, *here.parents) if p == base or base in p.parents]
+    return found
+
+
+def quota(of: list[Path]) -> float:
+    """Return the least quota of control groups, in cores; infinite if none has one."""
+    found = [math.inf]
+    for path in of:
+        words = _read(path / "cpu.max").split()
+        words = words or [_read(path / f"cpu.cfs_{part}_us") for part in ("quota", "period")]
+        if all(word.isdigit() for word in words) and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found)
+
+
+def memory_limit(of: list[Path]) -> float:
+    """Return the least memory limit of control groups, in bytes; infinite if none has one."""
+    found = [math.inf]
+    for path in of:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(path / name)
+            if text.isdigit() and int(text) < NO_LIMIT:
+                found.append(int(text))
+    return min(found)
+
+
+# Shared memory and networks ------------------------------------------------------------------
+
+
+def stale_segments(folder: Path, processes: Path = Path("/proc")) -> list[Path]:
+    """Return files of this user's MPI jobs in shared memory that no process has mapped.
+
+    A killed job leaves them there until the host is started again.
+    """
+    found = {p for pattern in SEGMENTS for p in folder.glob(pattern)}
+    mine = {p for p in found if _owner(p) == os.getuid()}
+    if not mine:
+        return []
+    mapped = {
+        line.split(maxsplit=5)[-1].strip()
+        for maps in processes.glob("[0-9]*/maps")
+        for line in _read(maps).splitlines()
+        if str(folder) in line
+    }
+    return sorted(p for p in mine if str(p) not in mapped)
+
+
+def _owner(path: Path) -> int:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return -1
+
+
+def networks(root: Path) -> dict[str, float]:
+    """Return the bits a second of network devices that are up, InfiniBand's ports included."""
+    found: dict[str, float] = {}
+    for device in sorted((root / "net").glob("*")):
+        mbit = _read(device / "speed")
+        if mbit.isdigit() and _read(device / "operstate") == "up":
+            found[device.name] = int(mbit) * 1e6
+    for port in sorted((root / "infiniband").glob("*/ports/*")):
+        words = _read(port / "rate").split()  # 100 Gb/sec (4X EDR)
+        if words[1:2] == ["Gb/sec"] and "ACTIVE" in _read(port / "state"):
+            found[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
+    return found

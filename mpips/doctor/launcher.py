@@ -1,0 +1,66 @@
+"""Judges how the world was started: SLURM's variables, the launcher, the way it took to start."""
+
+from collections.abc import Mapping, Sequence
+
+from mpips.doctor.finding import Finding, ok, warn
+
+SLOW_START_S = 60.0
+SLOW_LOADING_S = 5.0
+
+
+def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int) -> list[Finding]:
+    """Judge what SLURM says that it gave against what the world has.
+
+    Args:
+        variables: Of rank 0's environment.
+        world: Number of ranks.
+        hosts: Number of hosts with ranks.
+        cores: Cores that rank 0 may run on.
+    """
+    if "SLURM_JOB_ID" not in variables:
+        return [ok("slurm", "not in a SLURM job")]
+    tasks, nodes, each = (
+        int(text) if (text := variables.get(name, "")).isdigit() else 0
+        for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK")
+    )
+    found = []
+    if tasks > world and nodes != tasks:  # mpirun's own step has one task a node
+        remedy = f"start {tasks} ranks, or ask for --ntasks={world}"
+        found.append(warn("slurm", f"{world} ranks in an allocation of {tasks} tasks", remedy))
+    if 0 < tasks < world and tasks != hosts:
+        remedy = f"ask for --ntasks={world}, or start {tasks} ranks"
+        found.append(warn("slurm", f"{world} ranks in an allocation of {tasks} tasks", remedy))
+    if nodes > hosts:
+        remedy = f"ask for --nodes={hosts}, or spread the ranks: --ntasks-per-node"
+        found.append(warn("slurm", f"ranks on {hosts} of {nodes} nodes", remedy))
+    if each > cores:
+        remedy = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, or give srun -c"
+        found.append(warn("slurm", f"{cores} cores a rank, where {each} were asked for", remedy))
+    job = f"job {variables['SLURM_JOB_ID']}"
+    return found or [ok("slurm", f"{job}: {world} ranks on {hosts} nodes, as asked for")]
+
+
+def judge_start(seconds: Sequence[float]) -> Finding:
+    """Judge how long the ranks took from their first line of Python until MPI was up."""
+    longest = max(seconds)
+    told = f"Python and MPI were up after {longest:.1f} s"
+    if longest > SLOW_START_S:
+        remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
+        return warn("start", told, remedy, longest_s=longest)
+    return ok("start", told, longest_s=longest)
+
+
+def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
+    """Judge how long the compiled loops took to get.
+
+    Args:
+        compiled_s: On the first rank of each host, the longest.
+        loaded_s: On the others, which should find them in the cache.
+        turns: Ranks that share a core.
+    """
+    told = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
+    figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
+    if loaded_s > SLOW_LOADING_S * max(1.0, turns):
+        remedy = "set NUMBA_CACHE_DIR to a folder on a local disk that each rank can write"
+        return warn("kernels", told, remedy, **figures)
+    return ok("kernels", told, **figures)

@@ -1,0 +1,613 @@
+"""``python -m mpips.doctor``: what its findings mean, what it sees, and that it never hangs."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+
+from mpips.doctor import storage
+from mpips.doctor.__main__ import main
+from mpips.doctor.alone import judge_mpi
+from mpips.doctor.facts import (
+    Facts,
+    gather_facts,
+    groups,
+    memory_limit,
+    networks,
+    process_age_s,
+    quota,
+    stale_segments,
+)
+from mpips.doctor.finding import FAIL, OK, WARN, Finding, fail, lines, ok, per_host, summary, warn
+from mpips.doctor.finding import exit_code as code_of
+from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
+from mpips.doctor.machine import judge_cores, judge_limits, judge_machines, judge_threads
+from mpips.doctor.report import Report
+from mpips.doctor.storage import Storage
+from mpips.train import LAUNCHED
+
+DOCTOR = ["-m", "mpips.doctor"]
+MB, GB = 10**6, 10**9
+
+# Findings and their table --------------------------------------------------------------------
+
+FINDINGS = [ok("cores", "a: 2 ranks on 2 cores"), warn("locks", "there are none", "mount them")]
+TABLE = """\
+ok    cores  a: 2 ranks on 2 cores
+warn  locks  there are none
+             -> mount them"""
+
+
+def test_the_table() -> None:
+    assert lines(FINDINGS) == TABLE
+    assert summary([*FINDINGS, ok("x", "y")]) == "2 ok, 1 warn"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [((), 0), ((OK,), 0), ((OK, WARN), 3), ((FAIL, WARN, OK), 1), ((FAIL,), 1)],
+)
+def test_the_exit_code_is_that_of_the_worst(verdicts: Sequence[str], code: int) -> None:
+    assert code_of(Finding("c", v, "found", "remedy") for v in verdicts) == code
+
+
+def test_what_is_not_well_has_a_remedy() -> None:
+    for verdict in (WARN, FAIL):
+        with pytest.raises(AssertionError, match="no remedy"):
+            Finding("c", verdict, "found")
+
+
+def test_hosts_of_which_the_same_is_said_share_a_line() -> None:
+    free = {"a": 1, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}
+    found = per_host(free, lambda n: ok("memory", f"{n} GB"))
+    assert [f.found for f in found] == ["a, b, d and 2 more: 1 GB", "c: 2 GB"]
+
+
+def test_a_report_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("2 ranks on 1 node", tmp_path / "report.json")
+    report.add([warn("writing", "5 MB/s", "buy a disk", write_mb_s=5.0)])
+    assert report.end() == 3
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["verdict"] == WARN
+    assert data["findings"] == [
+        {
+            "check": "writing", "verdict": "warn", "found": "5 MB/s", "remedy": "buy a disk",
+            "figures": {"write_mb_s": 5.0},
+        }
+    ]  # fmt: skip
+    assert "2 ranks on 1 node" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("1 rank", tmp_path / "none" / "report.json")
+    report.add(FINDINGS)
+    assert report.end() == 1
+    shown = capsys.readouterr()
+    assert TABLE in shown.out
+    assert "No such file or directory" in shown.err
+
+
+# What a rank's facts mean --------------------------------------------------------------------
+
+HEALTHY = Facts(
+    host="a",
+    cores=frozenset(range(4)),
+    online=8,
+    quota=math.inf,
+    memory=64 * GB,
+    shared_free=32 * GB,
+    shared_total=32 * GB,
+    stale=0,
+    limits={
+        "open files": 4096,
+        "locked memory": 8 * MB,
+        "stack": 8 * MB,
+        "address space": math.inf,
+        "core file": 0,
+    },
+    core_pattern="core",
+    variables={},
+    networks={"eth0": 10e9},
+)
+
+
+def ranks(n: int, **changes: Any) -> list[Facts]:
+    return [dataclasses.replace(HEALTHY, **changes)] * n
+
+
+def pinned(*masks: set[int]) -> list[Facts]:
+    return [dataclasses.replace(HEALTHY, cores=frozenset(mask)) for mask in masks]
+
+
+def test_a_healthy_host_is_ok() -> None:
+    found = judge_machines(ranks(4))
+    assert {f.verdict for f in found} == {OK}
+    assert [f.check for f in found] == ["cores", "threads", "leftovers", "limits"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict", "text"),
+    [
+        (ranks(4), OK, "4 ranks on 4 cores"),
+        (pinned({0}, {1}, {2, 3}), OK, "3 ranks on 4 cores"),
+        (ranks(5), WARN, "5 ranks on 4 cores, of 8 there are .*--cpus-per-task"),
+        (ranks(9), WARN, "9 ranks on 4 cores .*at most 4 ranks"),
+        (ranks(8, online=4), WARN, "8 ranks on 4 cores .*at most 4 ranks"),
+        (ranks(4, quota=1.5), WARN, "the time of 1.5 cores .*docker --cpus"),
+        (pinned({0}, {0}, {1, 2}), WARN, "but 2 of them are bound to 1 core .*--bind-to"),
+        (pinned({0, 1}, {0}, {1}, {2, 3}), WARN, "3 of them are bound to 2 cores"),
+    ],
+)
+def test_cores(facts: list[Facts], verdict: str, text: str) -> None:
+    found = judge_cores(facts)
+    assert found.verdict == verdict
+    assert re.search(text, f"{found.found} {found.remedy}"), found
+
+
+@pytest.mark.parametrize(
+    ("n", "variables", "verdict", "text"),
+    [
+        (2, {}, OK, "2 a rank"),
+        (2, {"OMP_NUM_THREADS": "2"}, OK, "OMP_NUM_THREADS=2"),
+        (2, {"OMP_NUM_THREADS": "4"}, WARN, "for 2 a rank export OMP_NUM_THREADS=2:"),
+        (9, {"MKL_NUM_THREADS": "2"}, WARN, "for 1 a rank export MKL_NUM_THREADS=1:"),
+    ],
+)
+def test_threads(n: int, variables: dict[str, str], verdict: str, text: str) -> None:
+    found = judge_threads(ranks(n, variables=variables))
+    assert found.verdict == verdict
+    assert text in f"{found.found} {found.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "world", "text"),
+    [
+        ("open files", 256, 100, "256 open files, for 100 ranks ulimit -n 464"),
+        ("stack", 64 << 10, 1, "a stack of 65.5 kB ulimit -s"),
+        ("address space", 1 * GB, 1, "an address space of 1.0 GB ulimit -v"),
+        ("core file", math.inf, 1, "core files are written, to core ulimit -c 0"),
+    ],
+)
+def test_limits(limit: str, value: float, world: int, text: str) -> None:
+    (found,) = judge_limits(ranks(1, limits={**HEALTHY.limits, limit: value})[0], world)
+    assert found.verdict == WARN
+    assert f"{found.found} {found.remedy}".startswith(text)
+
+
+def test_limits_that_depend_on_something_else() -> None:
+    dumped = dataclasses.replace(
+        HEALTHY, core_pattern="|collect", limits={**HEALTHY.limits, "core file": math.inf}
+    )
+    (found,) = judge_limits(dumped, 1)
+    assert found.verdict == OK, "a handler takes the core files"
+    (found,) = judge_limits(dataclasses.replace(HEALTHY, networks={"mlx5_0/1": 1e11}), 1)
+    assert found.verdict == WARN, "InfiniBand needs locked memory"
+    assert "memlock" in found.remedy
+
+
+def test_what_dead_jobs_have_left() -> None:
+    found = {f.check: f for f in judge_machines(ranks(1, stale=GB))}["leftovers"]
+    assert found.verdict == WARN
+    assert found.found == "a: 1.0 GB of dead jobs in /dev/shm"
+
+
+# What a rank sees ----------------------------------------------------------------------------
+
+
+def test_facts_of_this_process() -> None:
+    facts = gather_facts()
+    assert facts.cores == os.sched_getaffinity(0)
+    assert set(facts.limits) == set(HEALTHY.limits)
+    assert facts.memory > 0
+    assert facts.shared_total >= facts.shared_free >= 0
+    assert 0 <= process_age_s() < 3600 * 24
+
+
+def test_limits_of_control_groups_version_2(tmp_path: Path) -> None:
+    job = tmp_path / "slurm" / "job"
+    job.mkdir(parents=True)
+    (job / "cpu.max").write_text("max 100000\n")
+    (job.parent / "cpu.max").write_text("250000 100000\n")
+    (job / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    found = groups("cpu", tmp_path, "0::/slurm/job\n")
+    assert found == [job, job.parent, tmp_path]
+    assert quota(found) == 2.5
+    assert memory_limit(found) == 1e6
+
+
+def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
+    job = tmp_path / "cpu" / "job"
+    job.mkdir(parents=True)
+    (job / "cpu.cfs_quota_us").write_text("50000\n")
+    (job / "cpu.cfs_period_us").write_text("100000\n")
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    found = groups("cpu", tmp_path, "3:memory:/other\n2:cpu:/job\n")
+    assert found == [job, tmp_path / "cpu"]
+    assert quota(found) == 0.5
+    assert memory_limit(found) == math.inf
+
+
+def test_stale_segments_are_those_that_nobody_has_mapped(tmp_path: Path) -> None:
+    shared, process = tmp_path / "shm", tmp_path / "proc" / "7"
+    shared.mkdir()
+    process.mkdir(parents=True)
+    for name in ("mpich_shm_1_0", "mpich_shm_2_0", "something else"):
+        (shared / name).write_bytes(b"x")
+    (process / "maps").write_text(f"7f00-7f01 rw-s 0 00:19 5    {shared}/mpich_shm_1_0\n")
+    assert stale_segments(shared, tmp_path / "proc") == [shared / "mpich_shm_2_0"]
+
+
+def test_networks(tmp_path: Path) -> None:
+    files = {
+        "net/eth0/speed": "25000", "net/eth0/operstate": "up",
+        "net/eth1/speed": "1000", "net/eth1/operstate": "down",
+        "net/veth/speed": "-1", "net/veth/operstate": "up",
+        "infiniband/mlx5_0/ports/1/rate": "100 Gb/sec (4X EDR)",
+        "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert networks(tmp_path) == {"eth0": 25e9, "mlx5_0/1": 100e9}
+
+
+# How it was started --------------------------------------------------------------------------
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "world", "hosts", "cores", "text"),
+    [
+        ({}, 8, 1, 1, "not in a SLURM job"),
+        (JOB, 8, 2, 1, "job 7: 8 ranks on 2 nodes"),
+        ({**JOB, "SLURM_NTASKS": "2"}, 8, 2, 1, "job 7: 8 ranks on 2 nodes"),
+        ({**JOB, "SLURM_CPUS_PER_TASK": "4"}, 8, 2, 4, "job 7: 8 ranks on 2 nodes"),
+        (JOB, 4, 2, 1, "4 ranks in an allocation of 8 tasks -> start 8 ranks"),
+        (JOB, 16, 2, 1, "16 ranks in an allocation of 8 tasks -> ask for --ntasks=16"),
+        (JOB, 8, 1, 1, "ranks on 1 of 2 nodes -> .*--ntasks-per-node"),
+        ({**JOB, "SLURM_CPUS_PER_TASK": "4"}, 8, 2, 1, "1 cores? a rank, where 4 .*-> .*srun"),
+    ],
+)
+def test_slurm(variables: dict[str, str], world: int, hosts: int, cores: int, text: str) -> None:
+    (found,) = judge_slurm(variables, world, hosts, cores)
+    assert found.verdict == (WARN if "->" in text else OK)
+    assert re.match(text, f"{found.found} -> {found.remedy}"), found
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "text"),
+    [
+        (("MPICH 5.0.2", "", "MPICH"), OK, "mpirun of MPICH"),
+        (("Open MPI v5.0.11", "", "MPICH"), FAIL, "but mpirun is that of MPICH"),
+        (("MPICH 5.0.2", "", "Open MPI"), FAIL, "but mpirun is that of Open MPI"),
+        (("MPICH 5.0.2", "", ""), WARN, "without an mpirun"),
+        (("", "no libmpi", "MPICH"), FAIL, "does not start: no libmpi"),
+    ],
+)
+def test_mpi_of_one_process(found: tuple[str, str, str], verdict: str, text: str) -> None:
+    judged = judge_mpi(*found)
+    assert judged.verdict == verdict
+    assert text in judged.found
+
+
+def test_start_and_kernels() -> None:
+    assert judge_start([1.0, 2.0]).verdict == OK
+    assert judge_start([1.0, 61.0]).verdict == WARN
+    assert judge_kernels(20.0, 1.0, 1.0).verdict == OK
+    assert judge_kernels(20.0, 6.0, 1.0).verdict == WARN
+    assert judge_kernels(20.0, 6.0, 4.0).verdict == OK, "four ranks take turns on a core"
+
+
+# The folder of runs --------------------------------------------------------------------------
+
+GOOD = Storage("/scratch", "lustre", 100 * GB, 1e-9, 0.01, 0.0, storage.HELD, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "text"),
+    [
+        ({}, OK, ""),
+        ({"free": 25 * GB}, WARN, "three checkpoints take 30.0 GB .*--keep 1"),
+        ({"free": 9 * GB}, FAIL, "a checkpoint takes 10.0 GB .*another --out"),
+        ({"kind": "tmpfs"}, WARN, "/scratch is tmpfs .*on a disk"),
+        ({"write_s": 1 / (20 * MB)}, WARN, "20.0 MB/s .*takes 500.0 s .*--checkpoint-every"),
+        ({"lock": storage.NONE}, WARN, "there are none .*flock"),
+        ({"lock": storage.FREE}, WARN, "does not keep others out"),
+        ({"hdf5": "unable to lock file"}, FAIL, "unable to lock file .*HDF5_USE_FILE_LOCKING"),
+        ({"ahead_s": -90.0}, WARN, "90.0 s behind this host's clock .*NTP"),
+    ],
+)
+def test_storage(changes: dict[str, Any], verdict: str, text: str) -> None:
+    found = storage.judge_storage(dataclasses.replace(GOOD, **changes), 10 * GB)
+    assert len(found) == 5
+    bad = [f for f in found if f.verdict != OK]
+    assert [f.verdict for f in bad] == [verdict] * (verdict != OK)
+    assert all(re.search(text, f"{f.found} {f.remedy}") for f in bad), bad
+
+
+def test_sharing() -> None:
+    assert storage.judge_seen(["a"], [True]).verdict == OK
+    assert storage.judge_seen(["a", "b"], [True, True]).verdict == OK
+    found = storage.judge_seen(list("abcdefg"), [True, *[False] * 5, True])
+    assert found.verdict == FAIL
+    assert found.found == "what rank 0 writes is not seen on b, c, d and 2 more"
+    assert storage.judge_lock_afar("b", storage.HELD).verdict == OK
+    assert storage.judge_lock_afar("b", storage.FREE).verdict == WARN
+
+
+def test_a_folder_that_works(tmp_path: Path) -> None:
+    folder, found = storage.try_folder(str(tmp_path), 1)
+    assert folder is not None
+    assert folder.parent == tmp_path
+    verdicts = {f.check: f.verdict for f in found}
+    assert verdicts["locks"] == verdicts["hdf5"] == OK
+    assert [f.figures["write_mb_s"] > 0 for f in found if f.check == "writing"] == [True]
+    storage.remove(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(**_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    folder, (found,) = storage.try_folder(str(tmp_path), 1)
+    assert folder is None
+    assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: Permission denied")
+
+
+def test_a_disk_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    folder, (found,) = storage.try_folder(str(tmp_path), 1)
+    assert folder is None
+    assert (found.verdict, found.found) == (FAIL, f"{tmp_path}: No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert storage.lock_state(path) == storage.FREE
+    assert storage.try_lock(path, lambda: storage.lock_state(path)) == storage.HELD
+    assert storage.lock_state(path) == storage.FREE
+
+
+def test_the_folder_that_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert storage.run_folder(str(tmp_path / "there")) == tmp_path / "there"
+    assert storage.run_folder(str(tmp_path / "there" / "runs" / "new")) == tmp_path / "there"
+
+
+def test_what_another_host_does_not_see(tmp_path: Path) -> None:
+    assert storage.wait_for(tmp_path, 0.0)
+    assert not storage.wait_for(tmp_path / "none", 0.2)
+
+
+def test_file_systems() -> None:
+    mounts = "/dev/sda1 / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\ntmp /a\\040b tmpfs rw 0 0\n"
+    assert storage.file_system(Path("/home/me/runs"), mounts) == "nfs4"
+    assert storage.file_system(Path("/homes"), mounts) == "ext4"
+    assert storage.file_system(Path("/a b/c"), mounts) == "tmpfs"
+
+
+# The command line ----------------------------------------------------------------------------
+
+
+def alone(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command without a launcher."""
+    return subprocess.run(
+        [sys.executable, *DOCTOR, *args],
+        cwd=cwd,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help(tmp_path: Path) -> None:
+    done = alone("--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("--limit", "--node-size K", "3 after a warning"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--limit", "0"], "--limit 0.0, expected seconds > 0"),
+        (["--limit", "nan"], "--limit nan, expected seconds > 0"),
+        (["--parameters", "0"], "--parameters 0, expected an integer >= 1"),
+        (["--node-size", "-1"], "--node-size -1, expected an integer >= 0"),
+        (["--fast"], "command line: unrecognized arguments: --fast, expected what --help"),
+    ],
+)
+def test_mistakes(
+    args: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mpips: {message}")
+
+
+@pytest.mark.launch
+def test_one_process_says_how_to_start_it(tmp_path: Path) -> None:
+    done = alone("--json", "report.json", cwd=tmp_path)
+    data = json.loads((tmp_path / "report.json").read_text())
+    found = {f["check"]: f for f in data["findings"]}
+    assert found["world"]["remedy"].startswith("mpirun -n 8 python -m mpips.doctor")
+    assert found["mpi"]["verdict"] == OK, found["mpi"]
+    assert {"cores", "limits", "folder", "writing", "locks"} <= set(found)
+    assert done.returncode == {WARN: 3, FAIL: 1}[data["verdict"]], done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+# Worlds --------------------------------------------------------------------------------------
+
+
+def examine(size: int, *args: str, cwd: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run the doctor in a world; returns its findings by check."""
+    command = [*DOCTOR, *args, "--limit", "60", "--json", "report.json"]
+    done = launch.run(size, command, cwd, timeout_s=180)
+    data = json.loads((cwd / "report.json").read_text())
+    assert done.code == {OK: 0, WARN: 3, FAIL: 1}[data["verdict"]], done.output
+    assert done.output.count("mpips 0.1.0, doctor") == 1, "once, by one rank"
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in data["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+        assert finding["found"] in done.output
+        assert finding["remedy"] or finding["verdict"] == OK
+    return found
+
+
+def failed(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    return [f["check"] for findings in found.values() for f in findings if f["verdict"] == FAIL]
+
+
+ALWAYS = {
+    *("world", "slurm", "mpi", "software", "processor", "start", "cores", "threads", "leftovers"),
+    *("limits", "clocks", "folder", "writing", "locks", "hdf5", "file times", "sharing"),
+    *("kernels", "memory", "window", "far get", "ulfm"),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("size", "node_size", "links"), [(1, 0, 0), (2, 0, 1), (4, 2, 1), (3, 1, 2)]
+)
+def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Path) -> None:
+    options = ["--parameters", "1000", "--node-size", str(node_size)]
+    found = examine(size, *options, cwd=tmp_path)
+    assert ALWAYS - set(found) == set()
+    assert failed(found) == []
+    rates = [f["figures"] for f in found.get("link", [])]
+    assert len(rates) == links
+    names = {"send_mb_s", "pull_mb_s", "push_mb_s", "allreduce_mb_s"}
+    assert all(set(r) == names and min(r.values()) > 0 for r in rates)
+    if node_size:
+        (far,) = found["busy owner"]
+        assert min(far["figures"][k] for k in ("polling_us", "busy_ms", "helped_ms")) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"], "nothing is left"
+
+
+@pytest.mark.launch
+def test_more_ranks_than_cores_are_told(tmp_path: Path) -> None:
+    size = len(os.sched_getaffinity(0)) + 1
+    if size > 8:
+        pytest.skip("would start more ranks than other tests do")
+    found = examine(size, "--parameters", "1000", cwd=tmp_path)
+    (cores,) = found["cores"]
+    assert cores["verdict"] == WARN
+    assert f"{size} ranks on {size - 1} cores" in cores["found"]
+
+
+@pytest.mark.launch
+def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    found = examine(2, "--parameters", str(10**12), cwd=tmp_path)
+    assert set(failed(found)) == {"memory", "folder"}
+    assert all(f["verdict"] == OK for f in found["window"]), "the rest is examined all the same"
+
+
+@pytest.mark.launch
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    done = launch.run(3, [*DOCTOR, "--limit", "never"], tmp_path).check(2)
+    assert done.output.count("invalid float value") == 1, done.output
+
+
+SCRIPT = """
+import os, sys, time
+from mpips.doctor import world
+from mpips.doctor.finding import ok
+from mpips.doctor.options import Options
+from mpips.doctor.report import Report
+from mpips.doctor.watch import GRACE_S, Watch
+from mpips.errors import UserError
+from mpips.train import LAUNCHED
+
+def stuck(visit):
+    if visit.cluster.rank == 1:
+        time.sleep(600)
+    if how == "inside MPI":
+        visit.cluster.comm.Barrier()
+    return []
+
+def broken(visit):
+    if visit.cluster.rank == 1:
+        raise ValueError("a broken check")
+    return [ok("broken", "half of it")]
+
+def refused(visit):
+    raise UserError("no shared memory", "some", "buy some")
+
+def fine(visit):
+    return [ok("fine", "all is well")] if visit.cluster.rank == 0 else []
+
+how = sys.argv[1]
+first = next(os.environ[name] for name in LAUNCHED if name in os.environ) == "0"
+report = Report("?", None, first)
+watch = Watch(3 + (0 if first else GRACE_S), report.expire)
+run = {"broken": broken, "refused": refused}.get(how, stuck)
+checks = [world.Check("before", fine), world.Check("it", run), world.Check("after", fine)]
+sys.exit(world.run(Options(), watch, report, checks))
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("how", ["outside MPI", "inside MPI"])
+def test_a_check_that_hangs_is_a_line_that_says_so(how: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = launch.run(3, ["-c", SCRIPT, how], tmp_path)
+    assert done.code != 0
+    assert time.monotonic() - start < 45
+    assert re.search(r"^fail  it    not over after 3 s", done.output, re.M), done.output
+    assert done.output.count("all is well") == 1, "what came before it is told, and no more"
+
+
+@pytest.mark.launch
+def test_a_check_that_raises_is_a_line_that_says_so(tmp_path: Path) -> None:
+    done = launch.run(3, ["-c", SCRIPT, "broken"], tmp_path).check(1)
+    told = r"^fail  it .*rank 1 on .*: ValueError: a broken check"
+    assert re.search(told, done.output, re.M), done.output
+    assert done.output.count("all is well") == 2, "the rest is examined all the same"
+
+
+@pytest.mark.launch
+def test_a_check_that_refuses_is_a_line_with_its_remedy(tmp_path: Path) -> None:
+    done = launch.run(3, ["-c", SCRIPT, "refused"], tmp_path).check(1)
+    assert len(re.findall(r"^fail  it .*no shared memory, expected some$", done.output, re.M)) == 1
+    assert len(re.findall(r"^ +-> buy some$", done.output, re.M)) == 1
+
+
+@pytest.mark.launch
+def test_worlds_of_one_rank_are_refused_once(tmp_path: Path) -> None:
+    """As a wrong ``srun --mpi`` starts them."""
+    for rank, told in ((0, 1), (1, 0)):
+        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
+        done = subprocess.run(
+            [sys.executable, *DOCTOR],
+            cwd=tmp_path, env={**launch.environment(), **env}, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stdout.count("use srun --mpi=") == told, done.stdout + done.stderr
