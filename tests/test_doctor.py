@@ -28,11 +28,21 @@ from mpips.doctor.facts import (
     quota,
     stale_segments,
 )
-from mpips.doctor.finding import FAIL, OK, WARN, Finding, fail, lines, ok, per_host, summary, warn
+from mpips.doctor.finding import FAIL, OK, WARN, Finding, lines, ok, per_host, summary, warn
 from mpips.doctor.finding import exit_code as code_of
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.doctor.machine import judge_cores, judge_limits, judge_machines, judge_threads
+from mpips.doctor.memory import (
+    FarGet,
+    Need,
+    judge_far_get,
+    judge_needs,
+    judge_quota,
+    judge_window,
+)
+from mpips.doctor.network import Link, judge_clocks, judge_links, pairs
 from mpips.doctor.report import Report
+from mpips.doctor.software import Library, judge_libraries
 from mpips.doctor.storage import Storage
 from mpips.train import LAUNCHED
 
@@ -407,6 +417,150 @@ def test_file_systems() -> None:
     assert storage.file_system(Path("/a b/c"), mounts) == "tmpfs"
 
 
+# Memory and windows --------------------------------------------------------------------------
+
+
+def test_a_small_shared_memory_is_told() -> None:
+    """Such as that of a container."""
+    needs = {"a": Need(10 * GB, 64 << 20, ""), "b": Need(10 * GB, 20 * GB, "")}
+    small, large = judge_needs(needs, 10**6)
+    assert (small.verdict, large.verdict) == (FAIL, OK)
+    told = "67.1 MB free in /dev/shm, windows for 1,000,000 parameters take 10.0 GB"
+    assert small.found == f"a: {told}"
+    assert "--shm-size" in small.remedy
+    assert "--window private" in small.remedy
+
+
+def test_a_model_larger_than_the_memory_is_told_once() -> None:
+    needs = {"a": Need(100 * GB, 200 * GB, "4 workers take too much")}
+    (found,) = judge_needs(needs, 10**9)
+    assert (found.verdict, found.found) == (FAIL, "a: 4 workers take too much")
+    assert judge_quota(ranks(2), needs) == []
+
+
+def test_a_control_group_s_memory_counts() -> None:
+    needs = {"a": Need(10 * GB, 20 * GB, "")}
+    assert judge_quota(ranks(2), needs) == []
+    (found,) = judge_quota(ranks(2, memory=2 * GB), needs)
+    assert found.verdict == FAIL
+    assert found.found == "a: 2.0 GB of memory, for windows of 10.0 GB"
+
+
+def test_windows() -> None:
+    assert judge_window({0: [], 1: []}, 0.1).verdict == OK
+    assert judge_window({0: [], 1: []}, 3.0).verdict == WARN
+    found = judge_window({0: [], 1: [3]}, 0.1)
+    assert (found.verdict, found.found) == (FAIL, "rank 1 does not read what rank 3 wrote")
+
+
+@pytest.mark.parametrize(
+    ("times", "verdicts", "text"),
+    [
+        (FarGet(30e-6, 0.3, 1e-3), [OK, OK], "300 ms from one that computes for 300 ms, 1.0 ms"),
+        (FarGet(30e-6, 2e-6, 2e-6), [OK, OK], "0 ms from one that computes"),
+        (FarGet(5e-3, 0.3, 1e-3), [WARN, OK], "5000 us from an owner that polls"),
+        (FarGet(30e-6, 0.3, 0.3), [OK, WARN], "300.0 ms with a thread"),
+    ],
+)
+def test_far_reads(times: FarGet, verdicts: list[str], text: str) -> None:
+    found = judge_far_get(times)
+    assert [f.check for f in found] == ["far get", "busy owner"]
+    assert [f.verdict for f in found] == verdicts
+    assert any(text in f.found for f in found)
+
+
+# Between hosts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("node_of", "expected"),
+    [
+        ([0], []),
+        ([0, 0, 0], [(0, 1)]),
+        ([0, 0, 1, 1, 2], [(0, 2), (0, 4)]),
+        ([0, 1, 0, 1], [(0, 1)]),
+        (list(range(10)), [(0, 1), (0, 3), (0, 5), (0, 7), (0, 9)]),
+    ],
+)
+def test_which_links_are_measured(node_of: list[int], expected: list[tuple[int, int]]) -> None:
+    assert pairs(node_of) == expected
+
+
+def link_of(send: float = 100e6, host: str = "b", **rates: float) -> Link:
+    found = {"pull": 0.9 * send, "push": 0.9 * send, "allreduce": 0.8 * send, **rates}
+    return Link(("a", host), (0, 4), send, **found)
+
+
+@pytest.mark.parametrize(
+    ("link", "verdict", "text"),
+    [
+        (link_of(), OK, "a to b: send 100.0 MB/s, pull 90.0 MB/s"),
+        (link_of(host="a"), OK, "ranks 0 and 4 on a: send"),
+        (link_of(pull=49e6), WARN, "^pull should reach 0.5 of a send"),
+        (link_of(push=1e6, allreduce=1e6), WARN, "^push and allreduce should reach 0.5"),
+        (link_of(10e9, pull=2e9), OK, "pull 2.0 GB/s"),
+        (link_of(10e9, pull=0.9e9), WARN, "^pull should reach 0.1 of a send"),
+    ],
+)
+def test_links(link: Link, verdict: str, text: str) -> None:
+    (found,) = judge_links([link], {})
+    assert found.verdict == verdict
+    assert re.search(text, found.found if verdict == OK else found.remedy), found
+    assert found.figures["send_mb_s"] == link.send / 1e6
+
+
+def test_one_slow_link_among_many() -> None:
+    *measured, slow = judge_links([link_of(), link_of(host="c"), link_of(20e6, host="d")], {})
+    assert {f.verdict for f in measured} == {OK}
+    assert slow.verdict == WARN
+    assert slow.found == "a to d carries 0.20 of what the others do"
+
+
+def test_a_network_that_mpi_does_not_use() -> None:
+    fabric = {"eth0": 1e9, "mlx5_0/1": 100e9}
+    _, found = judge_links([link_of(1e9)], fabric)
+    assert (found.check, found.verdict) == ("network", WARN)
+    assert found.found == "mlx5_0/1 is for 12.5 GB/s, a send reaches 1.0 GB/s"
+    _, found = judge_links([link_of(11e9)], fabric)
+    assert found.verdict == OK
+    assert len(judge_links([link_of(1e9, host="a")], fabric)) == 1, "one host uses no network"
+
+
+def test_links_that_are_not_there() -> None:
+    assert [f.verdict for f in judge_links([], {"eth0": 1e9})] == [OK]
+    assert judge_links([link_of()], {}, left_out=3)[1].found.startswith("3 more")
+
+
+def test_clocks() -> None:
+    assert judge_clocks({}).verdict == OK
+    assert judge_clocks({"b": 0.001, "c": -0.4}).found == "at most 0.4 s apart, on c"
+    found = judge_clocks({"b": 0.001, "c": -40.0})
+    assert (found.verdict, found.figures["skew_s"]) == (WARN, -40.0)
+
+
+# What the ranks run on -----------------------------------------------------------------------
+
+LIBRARY = Library("MPICH 5.0.2", "ch4:ucx", ("UCX",), True, (("numpy", "2.0"),), "EPYC")
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "verdicts", "text"),
+    [
+        ({}, 2, [OK, OK, OK], "MPICH 5.0.2, device ch4:ucx, UCX loaded, threads allowed"),
+        ({"multiple": False}, 1, [OK, OK, OK], "without threads"),
+        ({"multiple": False}, 2, [WARN, OK, OK], "without threads"),
+        ({"mpi": "MPICH 4.2"}, 2, [FAIL, OK, OK], "MPICH 4.2 and MPICH 5.0.2"),
+        ({"versions": (("numpy", "1.26"),)}, 2, [OK, FAIL, OK], "numpy 2.0; elsewhere numpy 1.26"),
+        ({"cpu": "Xeon"}, 2, [OK, OK, WARN], "EPYC; Xeon"),
+    ],
+)
+def test_libraries(changes: dict[str, Any], nodes: int, verdicts: list[str], text: str) -> None:
+    found = judge_libraries([LIBRARY, dataclasses.replace(LIBRARY, **changes)], nodes)
+    assert [f.check for f in found] == ["mpi", "software", "processor"]
+    assert [f.verdict for f in found] == verdicts
+    assert any(text in f.found for f in found)
+
+
 # The command line ----------------------------------------------------------------------------
 
 
@@ -540,7 +694,17 @@ import os, sys, time
 from mpips.doctor import world
 from mpips.doctor.finding import ok
 from mpips.doctor.options import Options
+from mpips.doctor.memory import (
+    FarGet,
+    Need,
+    judge_far_get,
+    judge_needs,
+    judge_quota,
+    judge_window,
+)
+from mpips.doctor.network import Link, judge_clocks, judge_links, pairs
 from mpips.doctor.report import Report
+from mpips.doctor.software import Library, judge_libraries
 from mpips.doctor.watch import GRACE_S, Watch
 from mpips.errors import UserError
 from mpips.train import LAUNCHED

@@ -50,6 +50,7 @@ LOGIN_NODE = (
     *("mpips.checkpoint.__main__", "mpips.kernels", "mpips.train"),
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
+    *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),

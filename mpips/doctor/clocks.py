@@ -1,16 +1,15 @@
 """How far the hosts' clocks are apart: by the quickest of some messages there and back."""
 
 import time
-from collections.abc import Mapping
 
 import numpy as np
 
 from mpips.cluster import Cluster
-from mpips.doctor.finding import Finding, ok, warn
+from mpips.doctor.finding import Finding
+from mpips.doctor.network import judge_clocks
 
 TAG_CLOCK = 40
 TRIES = 10
-SKEW_S = 1.0
 
 
 def try_clocks(cluster: Cluster) -> list[Finding]:
@@ -49,15 +48,3 @@ def _answer(cluster: Cluster) -> None:
     for _ in range(TRIES):
         cluster.wait_request(cluster.comm.Irecv(np.zeros(1), 0, TAG_CLOCK))
         cluster.wait_request(cluster.comm.Isend(np.array([time.time()]), 0, TAG_CLOCK))
-
-
-def judge_clocks(skews: Mapping[str, float]) -> Finding:
-    """Judge the seconds by which the clocks of other hosts are ahead of rank 0's."""
-    if not skews:
-        return ok("clocks", "one host, one clock")
-    host = max(skews, key=lambda name: abs(skews[name]))
-    told = f"at most {abs(skews[host]):.3g} s apart, on {host}"
-    if abs(skews[host]) > SKEW_S:
-        remedy = "have its clock set by NTP: dates in logs and of files mislead"
-        return warn("clocks", told, remedy, skew_s=skews[host])
-    return ok("clocks", told, skew_s=skews[host])

@@ -2,18 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from mpips.bench.vector import gradient_of, make_job
 from mpips.cluster import Background, Backoff, Cluster
-from mpips.doctor.facts import SHARED_MEMORY, Facts
-from mpips.doctor.finding import Finding, fail, ok, per_host, warn
+from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
 from mpips.job import check_memory
-from mpips.metrics import human_bytes
 from mpips.roles import Roles
 from mpips.strategies.async_sgd import plan
 from mpips.window import Field, Plan, Window, shared_bytes_free
@@ -21,25 +18,7 @@ from mpips.window import Field, Plan, Window, shared_bytes_free
 FIELD = "numbers"
 N = 1 << 16  # items of a segment that is tried
 READS = 20
-BUSY_S = 0.3
-SLOW_MAKING_S = 2.0
-LATE_S = 0.05
-SLOW_READ_S = 2e-3
 PAGES = 1 << 20  # doubles that a busy owner goes over
-
-
-class Need(NamedTuple):
-    """What the windows of a host's ranks take and what there is, in bytes.
-
-    Attributes:
-        needed: Of the windows of an asynchronous run with Adam.
-        free: Of shared memory.
-        memory: Why the model is too large for the host's memory; empty if it is not.
-    """
-
-    needed: int
-    free: int
-    memory: str
 
 
 def gather_need(cluster: Cluster, parameters: int) -> Need:
@@ -58,35 +37,6 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
         refused = str(error).partition("; ")[0]
     cluster.roles = Roles((), tuple(range(cluster.world)))  # as they were
     return Need(needed, shared_bytes_free(), refused)
-
-
-def judge_needs(needs: Mapping[str, Need], parameters: int) -> list[Finding]:
-    """Judge the shared memory of each host, by host name."""
-    return per_host(needs, lambda need: _judge_need(need, parameters))
-
-
-def _judge_need(need: Need, parameters: int) -> Finding:
-    free, needed = (human_bytes(size) for size in (need.free, need.needed))
-    figures = {"free_bytes": float(need.free), "needed_bytes": float(need.needed)}
-    told = f"{free} free in {SHARED_MEMORY}, windows for {parameters:,} parameters take {needed}"
-    if need.memory:
-        remedy = "use a smaller model, or more nodes with fewer ranks each"
-        return fail("memory", need.memory, remedy, **figures)
-    if need.free < need.needed:
-        remedy = "enlarge it (docker: --shm-size, or mount -o remount,size=), use more nodes, or "
-        return fail("memory", told, f"{remedy}--window private", **figures)
-    return ok("memory", told, **figures)
-
-
-def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Finding]:
-    """Judge the memory limit of each host's control group: shared memory counts in it."""
-    found = []
-    for host, limit in {f.host: f.memory for f in facts}.items():
-        if limit < needs[host].needed and not needs[host].memory:
-            told = f"{host}: {human_bytes(limit)} of memory, for windows of "
-            remedy = "ask for more memory (--mem, docker --memory)"
-            found.append(fail("memory", told + human_bytes(needs[host].needed), remedy))
-    return found
 
 
 # Making one ----------------------------------------------------------------------------------
@@ -127,35 +77,7 @@ def wrong_reads(cluster: Cluster, window: Window) -> list[int]:
     return wrong
 
 
-def judge_window(wrong: Mapping[int, Sequence[int]], seconds: float) -> Finding:
-    """Judge how long a window took to make, and which ranks read which others wrongly."""
-    bad = {reader: list(read) for reader, read in wrong.items() if read}
-    if bad:
-        reader, read = next(iter(bad.items()))
-        told = f"rank {reader} does not read what rank {read[0]} wrote"
-        return fail("window", told, "use another MPI, or another transport (see mpi above)")
-    told = f"made in {seconds * 1e3:.1f} ms, all ranks read what others wrote"
-    if seconds > SLOW_MAKING_S:
-        remedy = "expect as much at each start; another transport may be faster"
-        return warn("window", told, remedy, making_s=seconds)
-    return ok("window", told, making_s=seconds)
-
-
 # Far reads -----------------------------------------------------------------------------------
-
-
-class FarGet(NamedTuple):
-    """Seconds of a Get of 64 bytes across nodes.
-
-    Attributes:
-        polling_s: From an owner that polls; the median.
-        busy_s: From an owner that computes for `BUSY_S` and does not enter MPI.
-        helped_s: From one that computes, with mpips's thread that enters MPI; the median.
-    """
-
-    polling_s: float
-    busy_s: float
-    helped_s: float
 
 
 def try_far_get(cluster: Cluster, window: Window) -> FarGet | None:
@@ -232,27 +154,3 @@ def _compute() -> None:
     ends = time.perf_counter() + BUSY_S
     while time.perf_counter() < ends:
         gradient_of(a, b)
-
-
-def judge_far_get(found: FarGet) -> list[Finding]:
-    """Judge the times of far reads."""
-    poll = found.polling_s
-    told = f"{poll * 1e6:.0f} us from an owner that polls"
-    figures = {"polling_us": poll * 1e6, "busy_ms": found.busy_s * 1e3}
-    figures["helped_ms"] = found.helped_s * 1e3
-    out = []
-    if poll > SLOW_READ_S:
-        remedy = "give each rank a core (see cores), or use another transport"
-        out.append(warn("far get", told, remedy, **figures))
-    else:
-        out.append(ok("far get", told, **figures))
-    busy = f"{found.busy_s * 1e3:.0f} ms from one that computes for {BUSY_S * 1e3:.0f} ms"
-    helped = f"{found.helped_s * 1e3:.1f} ms with a thread that enters MPI"
-    told = f"{busy}, {helped}"
-    if found.helped_s > LATE_S:
-        remedy = "leave a core for the thread (fewer ranks on a host), use an MPI with "
-        remedy += "MPI_THREAD_MULTIPLE, or servers that do not compute (--mode async)"
-        out.append(warn("busy owner", told, remedy, **figures))
-    else:
-        out.append(ok("busy owner", told, **figures))
-    return out

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpips import cluster as clusters
 from mpips import ending
 from mpips.cluster import Cluster
-from mpips.doctor import clocks, library, links, storage, windows
+from mpips.doctor import clocks, library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
 from mpips.doctor.finding import Finding, count, fail, ok, warn
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
@@ -87,7 +87,7 @@ def check_launch(visit: Visit) -> list[Finding]:
     return [
         _judge_world(ranks, visit.options.node_size),
         *slurm,
-        *library.judge_libraries([part[1] for part in parts], ranks.nodes),
+        *software.judge_libraries([part[1] for part in parts], ranks.nodes),
         judge_start([part[2] for part in parts]),
         *judge_machines(visit.facts),
     ]
@@ -165,8 +165,8 @@ def check_memory(visit: Visit) -> list[Finding]:
         return []
     needs = dict(zip(ranks.hosts, parts, strict=True))
     return [
-        *windows.judge_needs(needs, parameters),
-        *windows.judge_quota(visit.facts, needs),
+        *memory.judge_needs(needs, parameters),
+        *memory.judge_quota(visit.facts, needs),
     ]
 
 
@@ -178,7 +178,7 @@ def check_window(visit: Visit) -> list[Finding]:
     if parts is None:
         return []
     wrong = {rank: part[0] for rank, part in enumerate(parts)}
-    return [windows.judge_window(wrong, max(part[1] for part in parts))]
+    return [memory.judge_window(wrong, max(part[1] for part in parts))]
 
 
 def check_far_reads(visit: Visit) -> list[Finding]:
@@ -189,7 +189,7 @@ def check_far_reads(visit: Visit) -> list[Finding]:
     if visit.window is None:
         return [fail("far get", "not tried without a window", "see window above")]
     parts = ranks.gather(windows.try_far_get(ranks, visit.window))
-    return [] if parts is None else windows.judge_far_get(next(filter(None, parts)))
+    return [] if parts is None else memory.judge_far_get(next(filter(None, parts)))
 
 
 def close_window(visit: Visit) -> list[Finding]:
@@ -203,13 +203,13 @@ def close_window(visit: Visit) -> list[Finding]:
 def check_links(visit: Visit) -> list[Finding]:
     """Measure links, one after the other."""
     ranks = visit.cluster
-    pairs = links.pairs(ranks.node_of)
+    pairs = network.pairs(ranks.node_of)
     found = [links.try_link(ranks, pair) for pair in pairs]
     if ranks.rank != 0:
         return []
     left_out = max(0, ranks.nodes - 1 - len(pairs))
     measured = [link for link in found if link is not None]
-    return links.judge_links(measured, visit.facts[0].networks, left_out)
+    return network.judge_links(measured, visit.facts[0].networks, left_out)
 
 
 def check_ulfm(visit: Visit) -> list[Finding]:

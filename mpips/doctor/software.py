@@ -1,0 +1,62 @@
+"""Judges what the ranks run on: MPI, packages, processors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpips.doctor.finding import Finding, fail, ok, warn
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a rank runs on.
+
+    Attributes:
+        mpi: Library and version.
+        device: The library's own word for its transport; empty if it has none.
+        loaded: Transport libraries that are mapped into the process.
+        multiple: Whether any thread may call MPI at any time.
+        versions: Of mpips, Python, NumPy and mpi4py.
+        cpu: Model of the processor.
+    """
+
+    mpi: str
+    device: str
+    loaded: tuple[str, ...]
+    multiple: bool
+    versions: tuple[tuple[str, str], ...]
+    cpu: str
+
+
+def judge_libraries(ranks: Sequence[Library], nodes: int) -> list[Finding]:
+    """Judge what the ranks run on; they should all run on the same."""
+    first = ranks[0]
+    found = [_judge_mpi(ranks, nodes)]
+    told = ", ".join(f"{name} {version}" for name, version in first.versions)
+    if len({r.versions for r in ranks}) > 1:
+        others = {f"{k} {v}" for r in ranks for k, v in r.versions if (k, v) not in first.versions}
+        remedy = "start the same virtual environment on all hosts"
+        found.append(fail("software", f"{told}; elsewhere {', '.join(sorted(others))}", remedy))
+    else:
+        found.append(ok("software", told))
+    cpus = sorted({r.cpu for r in ranks})
+    if len(cpus) > 1:
+        remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
+        found.append(warn("processor", "; ".join(cpus), remedy))
+    else:
+        found.append(ok("processor", cpus[0]))
+    return found
+
+
+def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
+    first = ranks[0]
+    names = sorted({r.mpi for r in ranks})
+    if len(names) > 1:
+        return fail("mpi", " and ".join(names), "start the same virtual environment on all hosts")
+    way = [f"device {first.device}"] if first.device else []
+    way += [f"{' and '.join(first.loaded)} loaded"] if first.loaded else []
+    told = ", ".join([first.mpi, *way])
+    if not all(r.multiple for r in ranks):
+        told += ", without threads, which several nodes want"
+        remedy = "use an MPI built with MPI_THREAD_MULTIPLE: else ranks that compute do not answer"
+        return warn("mpi", told, remedy) if nodes > 1 else ok("mpi", told)
+    return ok("mpi", f"{told}, threads allowed")
