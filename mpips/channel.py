@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpips.cluster import Cluster
+from mpips.codecs import Codec
 from mpips.inbox import Inbox
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
@@ -20,6 +21,7 @@ from mpips.ledger import Range
 from mpips.outbox import BUFFERS, PUSHED, Announced, Carried, Carrier, Direct, Outbox, carriers
 from mpips.push import Push, pack
 from mpips.window import Window
+from mpips.wire import Packing
 
 
 class Sender:
@@ -27,6 +29,7 @@ class Sender:
 
     Args:
         aggregate: Whether the gradients of a node go to far servers in one message.
+        packing: How what goes to far servers is packed.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Sender:
         worker_id: int,
         shards: Sequence[Shard],
         aggregate: bool = False,
+        packing: Packing | None = None,
     ) -> None:
         self._worker, self._me = worker_id, Announced.of(window, worker_id, cluster.rank)
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
@@ -43,7 +47,7 @@ class Sender:
         far = [owner for owner in owners if not cluster.near(owner[1])]
         self.outbox: Outbox | None = None
         if far:
-            self.outbox = self._make_outbox(cluster, window, far, aggregate)
+            self.outbox = self._make_outbox(cluster, window, far, aggregate, packing or Packing())
         self.seq = 0
 
     def _make_outbox(
@@ -52,16 +56,22 @@ class Sender:
         window: Window,
         far: Sequence[tuple[int, int, Shard]],
         aggregate: bool,
+        packing: Packing,
     ) -> Outbox:
         carrier = carriers(cluster, aggregate)[cluster.rank]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.near(r)]
         if not aggregate or len(members) == 1:
-            return Direct(cluster, far, self._me)
+            return Direct(cluster, far, self._me, packing)
         carried = window.view(carrier, "carried")
         if carrier != cluster.rank:
             return Carried(carried, self._me)
-        return Carrier(cluster, far, carried, self._me, members)
+        return Carrier(cluster, far, carried, self._me, members, packing)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other nodes."""
+        return self.outbox.bytes_sent if self.outbox else 0
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
@@ -110,6 +120,7 @@ class Receiver:
         applied: The server's ledger, shape (workers,); read here, written by the store.
         inbox: Far bodies held at a time.
         aggregate: Whether the gradients of a node come in one message from afar.
+        codec: What large far bodies are packed by, or None.
     """
 
     def __init__(
@@ -122,6 +133,7 @@ class Receiver:
         applied: np.ndarray,
         inbox: int,
         aggregate: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         self._server, self._shard, self._applied = server_id, shard, applied
         workers = list(enumerate(cluster.roles.workers))
@@ -131,7 +143,7 @@ class Receiver:
         for worker, rank in workers:
             if not cluster.near(rank):
                 sources.setdefault(carrier[rank], []).append(worker)
-        self._far = Inbox(cluster, sources, shard.size, dtype, applied, inbox)
+        self._far = Inbox(cluster, sources, shard.size, dtype, applied, inbox, codec)
         self._far_first = False
 
     @property

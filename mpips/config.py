@@ -30,6 +30,7 @@ LEARNING_RATES = {
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
+CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
 # What the shapes, the slots or the order of the samples depend on.
@@ -124,6 +125,18 @@ class Config:
         "consistency", None, "updates that a worker may be ahead of the slowest", ">= 0",
         unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
+
+    codec: str = setting(
+        "messages", "none", "what pushes to other nodes are packed by", legal=CODECS, modes=SERVED
+    )
+    topk_ratio: float = setting("messages", 0.01, "part that codec topk sends", "in (0, 1)")
+    topk_momentum: float = setting(
+        "messages", 0.0, "momentum that codec topk corrects for; the optimizer is sgd then",
+        "in [0, 1)",
+    )  # fmt: skip
+    topk_warmup: int = setting(
+        "messages", 0, "pushes in which the part comes down from a quarter", ">= 0"
+    )
 
     problem: str = setting(
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
@@ -313,7 +326,7 @@ def resolve(
 
 def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """Return the values of a job of another mode without what `mode` does not have."""
-    none = {"servers"} if mode == "async" and values.get("servers") == 0 else set()
+    none = {"servers"} if mode in SERVED and values.get("servers") == 0 else set()
     return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
 
 
@@ -333,6 +346,7 @@ def validate(config: Config) -> None:
     _check_length(config)
     _check_schedule(config)
     parse_delays(config.inject_delay)
+    _check_codecs(config)
     if not config.dataset:
         raise UserError("dataset ''", "a name or the path of a file", "set --dataset")
     if config.classes == 1:
@@ -385,6 +399,18 @@ def _check_schedule(config: Config) -> None:
     if config.mode == "sync" and 0 < config.steps <= config.warmup_steps:
         got = f"warmup_steps {config.warmup_steps} with steps {config.steps}"
         raise UserError(got, f"warmup_steps < {config.steps}", "set --warmup-steps")
+
+
+def _check_codecs(config: Config) -> None:
+    for name in ("topk_ratio", "topk_momentum", "topk_warmup"):
+        value = getattr(config, name)
+        if config.codec != "topk" and value != OPTIONS[name].default:
+            got = f"{name} {value} with codec {config.codec!r}"
+            raise UserError(got, "codec 'topk'", "set --codec topk")
+    if config.topk_momentum and config.optimizer != "sgd":
+        got = f"topk_momentum {config.topk_momentum} with optimizer {config.optimizer!r}"
+        remedy = "the servers' rule would smooth once more: use --optimizer sgd"
+        raise UserError(got, "optimizer 'sgd'", remedy)
 
 
 def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:

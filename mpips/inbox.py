@@ -2,7 +2,8 @@
 
 A pool of fixed size holds their bodies. Each place in it is a receive posted to whoever sends
 first: the MPI library matches it and lets the body come as soon as it is announced, without
-waiting for the server's loop.
+waiting for the server's loop. A packed body is unpacked when it is taken, into one vector a server,
+and its place is free again at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.cluster import Cluster, all_done
+from mpips.codecs import Codec
 from mpips.kernels import observe
 from mpips.outbox import BODY_TAGS, TAG_HEADER, TAG_REST
 from mpips.push import HEADER_WORDS, Push
 from mpips.window import transfer_pieces
+from mpips.wire import Unpacker
 
 
 @dataclass(eq=False)
@@ -23,14 +26,14 @@ class _Body:
     """A place in the pool that is being filled, or is full.
 
     Attributes:
-        grad: The place, shape (shard.size,).
+        place: Shape (shard.size,) of the gradients' dtype, or a packed message's bytes.
         requests: What has to complete; the first piece, of whoever sends it, at first.
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
         withdrawn: Whether the receive was cancelled.
     """
 
-    grad: np.ndarray
+    place: np.ndarray
     requests: list[MPI.Request]
     status: MPI.Status
     key: tuple[int, int] | None = None
@@ -46,6 +49,7 @@ class Inbox:
         dtype: Of the gradients.
         applied: The server's ledger, shape (workers,); read here, written by the store.
         places: Bodies held at a time; with 2, one is received while the other is applied.
+        codec: What large ones are packed by, or None.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class Inbox:
         dtype: str,
         applied: np.ndarray,
         places: int,
+        codec: Codec | None = None,
     ) -> None:
         self._cluster, self._sources, self._applied = cluster, sources, applied
-        self._free = [np.zeros(size, dtype) for _ in range(places if sources and size else 0)]
+        places = places if sources and size else 0
+        self._unpacker = Unpacker(codec, size if places else 0, dtype)
+        self._free = [self._unpacker.place() for _ in range(places)]
         self._announced = dict.fromkeys(sources, 0)  # messages, by rank
         self._taken = dict.fromkeys(sources, 0)
         self._headers: dict[tuple[int, int], np.ndarray] = {}
@@ -97,10 +104,10 @@ class Inbox:
             self._post_up_to(limit)
 
     def _post(self, source: int) -> None:
-        grad, status = self._free.pop(), MPI.Status()
-        first = transfer_pieces(grad)[0]
+        place, status = self._free.pop(), MPI.Status()
+        first = transfer_pieces(place)[0]
         request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
-        self._posted.append(_Body(grad, [request], status))
+        self._posted.append(_Body(place, [request], status))
 
     def _post_up_to(self, limit: np.ndarray) -> None:
         """Make room for pushes up to `limit`, one at a time: others might fill the pool."""
@@ -124,11 +131,11 @@ class Inbox:
             if not body.requests[0].Test(body.status):
                 waiting.append(body)
             elif body.status.Is_cancelled():
-                self._free.append(body.grad)
+                self._free.append(body.place)
             else:
                 rank = body.status.Get_source()
                 body.key = rank, body.status.Get_tag()
-                rest = transfer_pieces(body.grad)[1:]
+                rest = transfer_pieces(body.place)[1:]
                 body.requests = [self._cluster.comm.Irecv(p, rank, TAG_REST) for p in rest]
                 self._bodies.append(body)
         self._posted = waiting
@@ -145,8 +152,12 @@ class Inbox:
                 continue
             self._bodies.remove(body)
             self._taken[rank] += 1
-            self._lent = body.grad
-            return Push.unpack_all(self._headers.pop(body.key), body.grad)
+            grad = self._unpacker.unpack(body.place)
+            if grad is body.place:
+                self._lent = grad
+            else:
+                self._free.append(body.place)
+            return Push.unpack_all(self._headers.pop(body.key), grad)
         return None
 
     def give_back(self) -> None:

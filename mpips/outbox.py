@@ -10,6 +10,8 @@ they lie, and frees their buffers at once. It waits for a gradient of every work
 is on its way, for no longer than the last message took. So a link that is not the bottleneck
 delays nobody by much, and one that is carries each node's gradients as one. All far servers get
 the same pushes in the same message, and apply the mean at as many times the rate.
+
+A body may be packed: see `mpips.wire`.
 """
 
 import time
@@ -23,7 +25,8 @@ from mpips.cluster import Cluster, Request, all_done
 from mpips.kernels import observe, publish, sum_rows
 from mpips.layout import Shard
 from mpips.push import HEADER_WORDS
-from mpips.window import Field, Window, transfer_pieces
+from mpips.window import Field, Window
+from mpips.wire import Packer, Packing
 
 TAG_HEADER, TAG_REST = 2, 3
 BODY_TAGS = 1 << 14  # a body's tag is the message's number modulo this; MPI promises 32767 tags
@@ -88,7 +91,19 @@ def carriers(cluster: Cluster, aggregate: bool) -> dict[int, int]:
 
 
 class Outbox(ABC):
-    """A worker's far pushes. Collective: no."""
+    """A worker's far pushes. Collective: no.
+
+    Attributes:
+        packers: What packs for each far server, where this rank sends.
+    """
+
+    packers: Sequence[Packer] = ()
+    _messages: "Sequence[_Message]" = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of the bodies and headers that this rank has sent, as they were sent."""
+        return sum(message.bytes_sent for message in self._messages)
 
     @abstractmethod
     def writable(self, seq: int) -> bool:
@@ -116,16 +131,19 @@ class _Message:
         self._headers: list[np.ndarray] = []
         self._sent_s = 0.0
         self.took_s = 0.0  # until the last one was seen to have left
+        self.bytes_sent = 0
 
-    def send(self, number: int, parts: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        """Send (rank, headers, body) each. Blocks: no; all is left alone until `done`."""
+    def send(
+        self, number: int, parts: Sequence[tuple[int, np.ndarray, Sequence[np.ndarray]]]
+    ) -> None:
+        """Send (rank, headers, body in pieces) each. Blocks: no; leave all alone until `done`."""
         cluster, comm = self._cluster, self._cluster.comm
         requests = []
-        for rank, headers, body in parts:
+        for rank, headers, (first, *rest) in parts:
             requests.append(comm.Isend(headers, rank, TAG_HEADER))
-            first, *rest = transfer_pieces(body)
             requests.append(cluster.bodies.Issend(first, rank, number % BODY_TAGS))
             requests += [comm.Issend(piece, rank, TAG_REST) for piece in rest]
+            self.bytes_sent += sum(part.nbytes for part in (headers, first, *rest))
         self._requests, self._headers = requests, [headers for _, headers, _ in parts]
         self._sent_s = time.perf_counter()
 
@@ -142,19 +160,31 @@ def _all_left(messages: Sequence[_Message]) -> bool:
     return all(left)
 
 
+def _packers(
+    packing: Packing, far: Sequence[tuple[int, int, Shard]], me: Announced
+) -> list[Packer]:
+    return [Packer(packing, shard, me.grads.dtype, me.worker, BUFFERS) for *_, shard in far]
+
+
 class Direct(Outbox):
     """Each worker sends its own.
 
     Args:
         far: Server number, rank and shard of each far server with a shard; there may be none.
         me: This worker.
+        packing: How bodies are packed.
     """
 
     def __init__(
-        self, cluster: Cluster, far: Sequence[tuple[int, int, Shard]], me: Announced
+        self,
+        cluster: Cluster,
+        far: Sequence[tuple[int, int, Shard]],
+        me: Announced,
+        packing: Packing,
     ) -> None:
         self._far, self._me = far, me
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
+        self.packers = _packers(packing, far, me)
 
     def writable(self, seq: int) -> bool:
         """See `Outbox.writable`."""
@@ -163,7 +193,10 @@ class Direct(Outbox):
     def send(self, seq: int) -> None:
         """See `Outbox.send`."""
         me, grad = self._me, self._me.grads[seq % BUFFERS]
-        parts = [(r, me.header(seq, k)[None], grad[shard.range]) for k, r, shard in self._far]
+        parts = []
+        for (server, rank, shard), packer in zip(self._far, self.packers, strict=True):
+            body = packer.pack(grad[shard.range], seq, seq % BUFFERS)
+            parts.append((rank, me.header(seq, server)[None], body))
         self._messages[seq % BUFFERS].send(seq, parts)
 
     def empty(self) -> bool:
@@ -211,6 +244,7 @@ class Carrier(Outbox):
         carried: Its word a worker, shape (workers,), dtype int64.
         me: This worker.
         members: The workers of the node, itself included.
+        packing: How bodies are packed.
 
     Attributes:
         messages: Messages sent, each to every far server.
@@ -224,11 +258,13 @@ class Carrier(Outbox):
         carried: np.ndarray,
         me: Announced,
         members: Sequence[Announced],
+        packing: Packing,
     ) -> None:
         self._far, self._carried, self._me, self._members = far, carried, me, members
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
         kind = me.grads.dtype
         self._bodies = [[np.zeros(shard.size, kind) for *_, shard in far] for _ in range(BUFFERS)]
+        self.packers = _packers(packing, far, me)
         self._first_s: float | None = None  # when a push was first seen that waits
         self.messages = self.pushes = 0
 
@@ -277,11 +313,12 @@ class Carrier(Outbox):
         rows = np.array([m.grads[seq % BUFFERS].ctypes.data for m, seq in ready], "i8")
         weights = np.full(len(ready), 1 / len(ready))
         parts = []
-        for (server, rank, shard), body in zip(self._far, self._bodies[slot], strict=True):
+        self.messages += 1
+        both = zip(self._bodies[slot], self.packers, strict=True)
+        for (server, rank, shard), (body, packer) in zip(self._far, both, strict=True):
             sum_rows(rows, weights, shard.range.start, body)
             headers = np.stack([member.header(seq, server) for member, seq in ready])
-            parts.append((rank, headers, body))
-        self.messages += 1
+            parts.append((rank, headers, packer.pack(body, self.messages, slot)))
         self.pushes += len(ready)
         self._messages[slot].send(self.messages, parts)
         for member, seq in ready:

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpips import __version__, cluster, folder, metrics, signals
+from mpips import __version__, cluster, codecs, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
 from mpips.command_line import CommandLine
@@ -23,6 +23,7 @@ from mpips.problems import load_problem
 from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
 from mpips.summary import mean_evaluation, summarise, summary_text
+from mpips.wire import push_codec
 
 T = TypeVar("T")
 
@@ -147,12 +148,14 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
 def _compile(ranks: Cluster, config: Config) -> None:
     """Compile the loops once a host, by one rank, and let all load them. Collective: yes."""
-    rule = make_rule(config.optimizer)
+    rule, codec = make_rule(config.optimizer), push_codec(config)
     first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    if first and not is_compiled(rule):
+    if first and not (codec is None and is_compiled(rule)):
         warm(rule, config.dtype)
+        codecs.warm(codec, config.dtype)
     ranks.barrier()
     warm(rule, config.dtype)
+    codecs.warm(codec, config.dtype)
 
 
 def _train(job: Job, found: Run) -> int:

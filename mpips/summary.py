@@ -40,6 +40,7 @@ def summarise(
         "torn_reads": sum(w["torn_reads"] for w in workers),
         "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
         "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
+        "bytes_sent": sum(w["bytes_sent"] for w in workers),
         "per_worker": [
             {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
             for w in workers

@@ -529,6 +529,10 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--mode sync --steps 9 --warmup-steps 9", "warmup_steps 9 with steps 9, expected warmup_"),
         ("--classes 1", "classes 1, expected 0 (inferred) or at least 2"),
         ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
+        ("--codec int8 --mode sync", "codec 'int8' in mode sync, expected mode async or ssp"),
+        ("--topk-ratio 0.1", "topk_ratio 0.1 with codec 'none', expected codec 'topk'"),
+        ("--codec int8 --topk-warmup 9", "topk_warmup 9 with codec 'int8', expected codec 'topk'"),
+        ("--codec topk --topk-momentum 0.9", "with optimizer 'adam', expected optimizer 'sgd'"),
         ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
         ("--inject-delay 1:2,01:3", "inject_delay '1:2,01:3', expected distinct workers; name"),
@@ -809,6 +813,10 @@ def mended(values: dict[str, Any]) -> Config:
             values[name] = OPTIONS[name].default
     if values["mode"] == "ssp" and values["far_read"] == "get":
         values["far_read"] = "reply"
+    if values["codec"] != "topk":
+        values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}
+    if values["topk_momentum"]:
+        values["optimizer"] = "sgd"
     return Config(**values)
 
 

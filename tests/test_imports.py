@@ -21,7 +21,7 @@ evaluation folder
 accumulate
 cluster ending
 window
-push
+push wire
 outbox
 inbox
 channel feed far

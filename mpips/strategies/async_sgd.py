@@ -28,6 +28,7 @@ from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
 from mpips.strategies import Outcome
 from mpips.window import Plan, Window
+from mpips.wire import Packing, push_codec
 from mpips.worker import AsyncWorker
 
 WAYS = ("get", "reply")
@@ -87,7 +88,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     server.start_from(job.base_step)
     config = job.config
     args = cluster, window, server_id, shard, config.dtype, server.applied
-    receiver = Receiver(*args, config.inbox, config.node_aggregation)
+    receiver = Receiver(*args, config.inbox, config.node_aggregation, push_codec(config))
     slots = dict(zip(job.rule.slots, server.slots, strict=True))
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)
@@ -121,7 +122,8 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     cluster = job.cluster
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
-    sender = Sender(cluster, window, worker_id, job.shards, c.node_aggregation)
+    packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
+    sender = Sender(cluster, window, worker_id, job.shards, c.node_aggregation, packing)
     bound = c.bound if c.mode == "ssp" else None
     args = cluster, window, worker_id, job.shards, c.read == "consistent", way
     puller = Puller(*args, bound, lambda: sender.seq)
@@ -138,6 +140,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
         "pushes_sent": sender.seq,
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
+        "bytes_sent": sender.bytes_sent,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
         "clock_distance_max": gate.distance_max if gate else 0,

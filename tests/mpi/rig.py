@@ -9,6 +9,7 @@ from mpips import neighbours, outbox, store
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Backoff, Cluster, cluster_subset
 from mpips.cluster import free as cluster_free
+from mpips.codecs import Codec
 from mpips.kernels import observe
 from mpips.layout import cut
 from mpips.neighbours import Neighbour
@@ -17,6 +18,7 @@ from mpips.push import Push
 from mpips.roles import assign
 from mpips.store import Puller, Server
 from mpips.window import Plan, Window
+from mpips.wire import Packing
 
 INBOX = 2  # far bodies that a server holds
 
@@ -38,6 +40,7 @@ class Rig:
         share: bool = False,
         aggregate: bool = False,
         bound: int | None = None,
+        codec: Codec | None = None,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
@@ -49,7 +52,8 @@ class Rig:
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
-            self.sender = Sender(cluster, self.window, self.id, self.shards, aggregate)
+            packing = Packing(codec, seed=1)
+            self.sender = Sender(cluster, self.window, self.id, self.shards, aggregate, packing)
             args = (cluster, self.window, self.id, self.shards, consistent, far, bound)
             self.puller = Puller(*args, lambda: self.sender.seq)
             self.replica = np.zeros(n)
@@ -61,7 +65,7 @@ class Rig:
             place = (cluster, self.window, self.id, self.shard)
             self.server = Server(*place, self.rule, lambda step: -1.0)
             ledger = self.server.applied
-            self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate)
+            self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate, codec)
         cluster.barrier()
 
     def _plan(self, rank: int, n: int) -> Plan:

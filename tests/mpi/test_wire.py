@@ -1,0 +1,162 @@
+"""Packed pushes between nodes: what arrives is what the codec makes of what was sent."""
+
+import numpy as np
+import pytest
+from rig import Rig
+from verdict import check
+
+from mpips import window as windows
+from mpips.cluster import Cluster
+from mpips.codecs import CODECS, Codec, Origin, buffer_for, codec_for, make_codec
+from mpips.codecs.topk import TopK
+from mpips.layout import Shard
+from mpips.outbox import BUFFERS
+from mpips.push import HEADER_WORDS, Push
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+N = 40013  # of float64: three shards of it are large enough to be packed
+PUSHES = 6
+ALL = {name: kind() for name, kind in CODECS.items()}
+ALL["topk-warm"] = TopK(ratio=0.05, momentum=0.5, warmup=4)
+
+
+def gradient(worker: int, seq: int) -> np.ndarray:
+    return np.random.default_rng([worker, seq]).standard_normal(N)
+
+
+def arrive(codec: Codec, worker: int, shard: Shard) -> list[np.ndarray]:
+    """Return what a far server sees of a worker's pushes, one after another."""
+    state, out = codec.fresh_state(shard.size, "f8"), []
+    for seq in range(1, PUSHES + 1):
+        message = buffer_for(codec.wire_bytes(shard.size, "f8"))
+        grad = gradient(worker, seq)[shard.range].copy()
+        codec.encode(grad, message, state, Origin(1, worker, seq, shard.begin))
+        out.append(np.zeros(shard.size))
+        codec.decode(message, out[-1])
+    return out
+
+
+def push_all(rig: Rig) -> None:
+    """Push `PUSHES` times; a buffer that may be written is overwritten at once."""
+    for seq in range(1, PUSHES + 1):
+        rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
+        rig.sender.buffer(seq).fill(np.nan)
+        rig.sender.buffer(seq)[:] = gradient(rig.id, seq)
+        rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(len(rig.shards), "i8"))
+    rig.finish()
+
+
+def far_bytes(rig: Rig, codec: Codec) -> int:
+    """Return what a worker's pushes to far servers take."""
+    total = 0
+    for rank, shard in zip(rig.roles.servers, rig.shards, strict=True):
+        if shard.size and not rig.cluster.near(rank):
+            kind = codec_for(codec, shard.size, "f8")
+            for seq in range(1, PUSHES + 1):
+                total += 8 * HEADER_WORDS
+                if isinstance(kind, TopK):
+                    total += 8 + 12 * kind.count(shard.size, seq)
+                else:
+                    total += kind.wire_bytes(shard.size, "f8") if kind else 8 * shard.size
+    return total
+
+
+@pytest.mark.parametrize("piece_bytes", [None, 1024])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_what_arrives_is_what_the_codec_makes(
+    cluster: Cluster,
+    name: str,
+    servers: int,
+    piece_bytes: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    if piece_bytes:
+        monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
+    codec = ALL[name]
+    rig = Rig(cluster, N, servers, codec=codec)
+    wrong: list[object] = []
+    if rig.worker:
+        push_all(rig)
+        if rig.sender.bytes_sent != far_bytes(rig, codec):
+            wrong.append((rig.sender.bytes_sent, far_bytes(rig, codec)))
+    else:
+        packed = codec_for(codec, rig.shard.size, "f8")
+        assert packed, "the shard is too small for this test"
+        far = {
+            w: arrive(packed, w, rig.shard)
+            for w, r in enumerate(rig.roles.workers)
+            if not cluster.near(r)
+        }
+
+        def compare(push: Push) -> None:
+            expected = gradient(push.worker, push.seq)[rig.shard.range]
+            if push.worker in far:
+                expected = far[push.worker][push.seq - 1]
+            if not np.array_equal(push.grad, expected):
+                wrong.append((push.worker, push.seq, push.grad, expected))
+            rig.server.apply(push)
+
+        rig.serve(compare)
+        if rig.server.version != PUSHES * len(rig.roles.workers):
+            wrong.append(rig.server.version)
+    check(cluster.comm, not wrong, wrong[:2])
+    rig.free()
+
+
+@pytest.mark.world(min_nodes=2)
+@pytest.mark.parametrize("name", ["onebit", "topk"])
+def test_carried_means_and_their_residuals_lose_nothing(cluster: Cluster, name: str) -> None:
+    """What came from a node, and what its sender kept, is all that was pushed there."""
+    rig = Rig(cluster, N, 1, codec=make_codec(name), aggregate=True)
+    kept: dict[int, np.ndarray] = {}
+    lost = np.zeros((cluster.nodes, N))
+    messages = 0
+    if rig.worker:
+        push_all(rig)
+        for packer in rig.sender.outbox.packers if rig.sender.outbox else ():
+            kept[cluster.node_of[cluster.rank]] = packer.state[0].copy()
+    else:
+
+        def note(push: Push) -> None:
+            nonlocal messages
+            mean = sum(gradient(part.worker, part.seq) for part in push) / push.count
+            lost[cluster.node_of[rig.roles.workers[push.worker]]] += mean - push.grad
+            messages += 1
+            rig.server.apply(push)
+
+        rig.serve(note)
+    found = cluster.comm.allgather(kept)
+    wrong: list[object] = []
+    if not rig.worker:
+        for node, residual in ((k, v) for part in found for k, v in part.items()):
+            if not np.abs(residual).max() > 0 or np.abs(residual - lost[node]).max() > 1e-12:
+                wrong.append((node, np.abs(residual - lost[node]).max()))
+            lost[node] = 0
+        if lost.any() or not messages:
+            wrong.append((lost, messages))
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+def test_small_shards_are_not_packed(cluster: Cluster) -> None:
+    rig = Rig(cluster, 8000, 1, codec=make_codec("onebit"))
+    wrong: list[object] = []
+    if rig.worker:
+        for seq in range(1, BUFFERS + 1):
+            rig.sender.buffer(seq)[:] = seq + np.arange(8000)
+            rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(1, "i8"))
+        rig.finish()
+        far = not cluster.near(rig.roles.servers[0])
+        if rig.sender.bytes_sent != far * BUFFERS * (64000 + 8 * HEADER_WORDS):
+            wrong.append(rig.sender.bytes_sent)
+    else:
+        rig.serve(rig.server.apply)
+        expected = len(rig.roles.workers) * (3 + 2.0 * np.arange(8000))
+        if not np.array_equal(rig.server.params, expected):
+            wrong.append(rig.server.params - expected)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()

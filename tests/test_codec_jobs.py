@@ -1,0 +1,56 @@
+"""Whole jobs with packed messages: what they reach, and what they send."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Plan, summary
+
+from mpips.codecs import CODECS, make_codec
+from mpips.push import HEADER_WORDS
+
+pytestmark = pytest.mark.launch
+
+ACCURACY = 0.96
+PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
+JOB = ["jobs/digits.toml", "--servers", "1", "--node-size", "1", "--checkpoint-every", "0"]
+DGC = "--codec topk --topk-momentum 0.9 --topk-warmup 300 --optimizer sgd --lr 0.05"
+PUSHES = {name: f"--codec {name}" for name in ("none", *CODECS)}
+CASES = {
+    **PUSHES,
+    "dgc": DGC,
+    "float64": "--codec int8 --dtype float64",
+    "aggregated": "--codec onebit --node-size 2 --node-aggregation",
+}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    made = Plan(tmp_path_factory.mktemp("codecs"))
+    root = Path(__file__).parent.parent
+    for name, options in CASES.items():
+        ranks = 6 if name == "aggregated" else 3
+        job = [str(root / JOB[0]), *JOB[1:]]
+        made.add(name, ranks, [*job, *options.split()])
+    made.run(timeout_s=200)
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
+    assert summary(plan.out(name))["accuracy"] >= ACCURACY
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None:
+    found: dict[str, Any] = summary(plan.out(name))
+    codec = make_codec(name)
+    body = codec.wire_bytes(PARAMETERS, "f4") if codec else 4 * PARAMETERS
+    assert found["parameters"] == PARAMETERS
+    assert found["bytes_pushed"] == found["pushes_sent"] * 4 * PARAMETERS
+    assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
+
+
+def test_a_warm_up_sends_more_at_first(plan: Plan) -> None:
+    dgc, plain = (summary(plan.out(name)) for name in ("dgc", "topk"))
+    assert 1.5 * plain["bytes_sent"] < dgc["bytes_sent"] < dgc["bytes_pushed"] / 10
