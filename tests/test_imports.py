@@ -17,7 +17,7 @@ errors layout signals
 kernels roles ledger metrics optim options launch delay
 codecs
 command_line config checkpoint datasets problems
-evaluation folder
+evaluation folder traffic
 accumulate
 cluster ending
 window

@@ -1,0 +1,170 @@
+"""Bytes over links: `mpips.traffic` against what the papers and a count by hand say."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips.layout import cut
+from mpips.roles import Roles, assign
+from mpips.traffic import (
+    SERVERS,
+    WORKERS,
+    Case,
+    Flow,
+    busy_s,
+    flows,
+    link_s,
+    pull_s,
+    step_s,
+    totals,
+)
+
+M = 64 * 3600  # bytes: as many cache lines for each of up to 6, or 8, 10 or 12 owners
+PATIENT = settings(deadline=None)
+
+
+def case(mode: str, node_of: list[int], servers: int | tuple[int, ...], **options: object) -> Case:
+    """Return the case of M bytes in a world; servers by number or by their ranks."""
+    by_hand = () if isinstance(servers, int) else servers
+    count = servers if isinstance(servers, int) else None
+    roles = assign(mode, ["host"] * len(node_of), node_of, count, by_hand)
+    shards = tuple(4 * s.size for s in cut(M // 4, len(roles.owners)))
+    made = Case(roles, tuple(node_of), shards, rounds=mode == "sync")
+    return dataclasses.replace(made, **options)  # type: ignore[arg-type]
+
+
+def each_way(found: Case) -> list[tuple[float, float]]:
+    return [(flow.sent, flow.received) for flow in totals(flows(found))]
+
+
+# The formulas.
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 1), (4, 2), (3, 3), (2, 4), (6, 5)])
+def test_dedicated_servers_carry_n_m_over_k(n: int, k: int) -> None:
+    """On nodes of their own: max(M, n M / k) each way."""
+    found = case("async", list(range(n + k)), tuple(range(k)))
+    assert each_way(found) == [(n * M / k,) * 2] * k + [(M, M)] * n
+    assert link_s(found, 1.0) == max(M, n * M / k)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
+def test_a_round_is_the_best_allreduce(n: int) -> None:
+    """2 (n - 1) M / n each way, with one rank a node or with several."""
+    expected = 2 * (n - 1) * M / n
+    for ranks in (1, 2):
+        found = case("sync", [node for node in range(n) for _ in range(ranks)], 0)
+        assert each_way(found) == [(expected, expected)] * n
+        assert link_s(found, 1.0) == expected
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_plain_allreduce_carries_the_broadcasts_too(n: int) -> None:
+    found = case("sync", list(range(n)), 0, allreduce=True)
+    around = 2 * (n - 1) * M / n
+    received = [flow.received for flow in totals(flows(found))]
+    assert received == [around + (n - 1) * M / n] * n
+    assert link_s(found, 1.0) > link_s(dataclasses.replace(found, allreduce=False), 1.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_node_s_workers_count_once_or_each(workers: int) -> None:
+    """One server on node 0, and `workers` on node 1."""
+    found = case("async", [0] + [1] * workers, 1)
+    assert flows(found)[1][WORKERS] == Flow(grads_out=workers * M, params_in=workers * M)
+    assert flows(found)[0][SERVERS] == Flow(grads_in=workers * M, params_out=workers * M)
+    once = dataclasses.replace(found, one_push=True)
+    assert flows(once)[1][WORKERS] == Flow(grads_out=M, params_in=workers * M)
+    once = dataclasses.replace(found, one_pull=True)
+    assert flows(once)[0][SERVERS] == Flow(grads_in=workers * M, params_out=M)
+
+
+def test_what_is_near_crosses_no_link() -> None:
+    assert each_way(case("async", [0, 0, 0], 1)) == [(0, 0)]
+    assert each_way(case("sync", [0, 0, 0], 0)) == [(0, 0)]
+    found = flows(case("async", [0, 0, 1, 1], 2))  # a server and a worker on each
+    assert found[0][WORKERS] == Flow(grads_out=M / 2, params_in=M / 2)
+    assert found[0][SERVERS] == Flow(grads_in=M / 2, params_out=M / 2)
+
+
+def test_a_node_without_workers_gets_no_results() -> None:
+    """Rounds with a server on node 0 alone, and workers on the nodes 1 and 2."""
+    found = flows(case("sync", [0, 1, 2], (0,)))
+    assert found[0][SERVERS] == Flow(grads_in=2 * M, params_out=2 * M)
+    assert found[1][WORKERS] == found[2][WORKERS] == Flow(grads_out=M, params_in=M)
+
+
+def worlds(mode: str) -> st.SearchStrategy[Case]:
+    """Any roles on up to 4 nodes, a node without a rank left out."""
+
+    @st.composite
+    def make(draw: st.DrawFn) -> Case:
+        nodes = sorted(draw(st.lists(st.integers(0, 3), min_size=2, max_size=9)))
+        node_of = [sorted(set(nodes)).index(node) for node in nodes]
+        least = 1 if mode == "async" else 0
+        servers = draw(st.integers(least, len(nodes) - 1))
+        ranks = draw(st.permutations(range(len(nodes))))[:servers]
+        roles = Roles(tuple(sorted(ranks)), tuple(r for r in range(len(nodes)) if r not in ranks))
+        shards = tuple(4 * s.size for s in cut(draw(st.integers(1, 9999)), len(roles.owners)))
+        one_push, one_pull = draw(st.booleans()), draw(st.booleans())
+        return Case(roles, tuple(node_of), shards, mode == "sync", False, one_push, one_pull)
+
+    return make()
+
+
+@PATIENT
+@given(worlds("async") | worlds("sync"), st.integers(1, 5))
+def test_what_is_sent_is_received(found: Case, every: int) -> None:
+    moved = totals(flows(found))
+    assert sum(f.grads_out for f in moved) == sum(f.grads_in for f in moved)
+    assert sum(f.params_out for f in moved) == sum(f.params_in for f in moved)
+    seldom = totals(flows(dataclasses.replace(found, every=every, grads=0.5, params=0.25)))
+    for often, rare in zip(moved, seldom, strict=True):
+        assert rare.grads_out == pytest.approx(0.5 * often.grads_out / every)
+        assert rare.params_in == pytest.approx(0.25 * often.params_in / every)
+
+
+@PATIENT
+@given(worlds("async"))
+def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
+    """Each worker and each far server, one by one."""
+    every_pair = dataclasses.replace(found, one_push=False, one_pull=False)
+    expected = [[0, 0] for _ in range(found.nodes)]
+    for worker in found.roles.workers:
+        for server, size in zip(found.roles.servers, found.shards, strict=True):
+            a, b = found.node_of[worker], found.node_of[server]
+            if a != b:  # a gradient one way, parameters the other way
+                for node in (a, b):
+                    expected[node][0] += size
+                    expected[node][1] += size
+    assert each_way(every_pair) == [tuple(pair) for pair in expected]
+
+
+# Times.
+
+
+def test_rounds_add_up_and_served_modes_overlap() -> None:
+    apart = (0,)
+    sync, served = case("sync", [0, 1, 2], apart), case("async", [0, 1, 2], apart)
+    assert each_way(sync) == each_way(served)
+    assert link_s(served, M) == 2
+    assert link_s(sync, M) == 4  # the results come after the sums
+    assert busy_s(sync, [Flow(3, 5, 7, 1)], 1.0) == 12
+    assert busy_s(served, [Flow(3, 5, 7, 1)], 1.0) == 10
+    assert step_s(sync, M, 3.0) == 7
+    assert step_s(served, M, 3.0) == 4  # computing, and the pull before it
+    assert step_s(served, M, 0.5) == 2
+    assert pull_s(served, M) == 1
+    ahead = dataclasses.replace(served, prefetch=True)
+    assert (pull_s(ahead, M), step_s(ahead, M, 3.0)) == (0, 3)
+
+
+@PATIENT
+@given(worlds("async") | worlds("sync"), st.floats(0, 10))
+def test_a_step_is_no_shorter_than_its_parts(found: Case, compute_s: float) -> None:
+    took = step_s(found, 1e6, compute_s)
+    assert took >= max(compute_s, link_s(found, 1e6))
+    assert step_s(found, 2e6, compute_s) <= took
+    assert step_s(dataclasses.replace(found, every=2), 1e6, compute_s) <= took
