@@ -1,21 +1,55 @@
 """The command line of a job: options, a job file, and the texts that it may ask for."""
 
+import dataclasses
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips import __version__
 from mpips.config import OPTIONS, Config, check_resume, groups, read_toml, resolve, to_toml
 from mpips.errors import UserError, nearest
-from mpips.options import HELP_WIDTH, Option, help_entry, help_row, metavar
+from mpips.options import HELP_WIDTH, Option, help_entry, help_row, metavar, setting
 
 FLAGS = {
     "--help": "show this text, and end",
     "--version": "show the version, and end",
     "--print-config": "show the resolved job as a job file, and end",
+    "--explain": "show what crosses each link in a step, and what would relieve it, and end",
 }
-_BY_FLAG = {option.flag: option for option in OPTIONS.values()}
+RATE = re.compile(r"(?P<number>[1-9][0-9]{0,5}(\.[0-9]{1,6})?)(?P<unit>kbit|mbit|gbit)")
+BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What ``--explain`` is asked beside the job; no key of a job file."""
+
+    link: str = setting(
+        "explain", "10gbit", "rate of a node's link, each way", pattern=RATE,
+        form="a rate such as 100mbit or 25gbit", metavar="RATE",
+    )  # fmt: skip
+    step_ms: float = setting(
+        "explain", 0.0, "milliseconds in which a worker computes a gradient; 0: links only", ">= 0"
+    )
+    ranks: int = setting(
+        "explain", 0, "answer for a world of N ranks, without starting it", ">= 0",
+        unset="that of mpirun",
+    )  # fmt: skip
+    nodes: int = setting("explain", 1, "nodes of that world, filled one after the other", ">= 1")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of a link, each way."""
+        match = RATE.fullmatch(self.link)
+        assert match is not None, "checked on the command line"
+        return float(match["number"]) * BITS[match["unit"]] / 8
+
+
+QUESTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Question)}
+_BY_FLAG = {option.flag: option for option in (*OPTIONS.values(), *QUESTIONS.values())}
 _NEGATED = {f"--no-{o.flag[2:]}": o for o in OPTIONS.values() if o.kind is bool}
 
 
@@ -25,12 +59,19 @@ class CommandLine(NamedTuple):
     Attributes:
         job: Path of the job file, or None.
         options: Values of the options that were given, typed and checked one by one.
-        flags: Those of ``help``, ``version``, ``print_config`` that were given.
+        flags: Those of ``help``, ``version``, ``print_config``, ``explain`` that were given.
+        question: What ``--explain`` is asked.
     """
 
     job: Path | None
     options: dict[str, Any]
     flags: frozenset[str]
+    question: Question = Question()
+
+    @property
+    def needs_no_world(self) -> bool:
+        """Whether one process alone can answer, once it has read the job."""
+        return "print_config" in self.flags or bool(self.question.ranks)
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -56,7 +97,11 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             raise UserError(f"a second job file {word!r}", "only one", "options begin with --")
         else:
             job = Path(word)
-    return CommandLine(job, options, frozenset(flags))
+    asked = {name: options.pop(name) for name in QUESTIONS if name in options}
+    if asked and "explain" not in flags:
+        flag = QUESTIONS[next(iter(asked))].flag
+        raise UserError(f"{flag} without --explain", "--explain with it", f"leave out {flag}")
+    return CommandLine(job, options, frozenset(flags), Question(**asked))
 
 
 def _take_option(word: str, words: list[str]) -> tuple[str, Any]:
@@ -140,5 +185,6 @@ def help_text() -> str:
     ]
     for group, options in groups().items():
         parts.append(f"{group}:\n" + "".join(map(help_entry, options)))
+    parts.append("explain:\n" + "".join(map(help_entry, QUESTIONS.values())))
     parts.append("other:\n" + "".join(help_row(*row) for row in FLAGS.items()))
     return "\n".join(parts)

@@ -15,6 +15,7 @@ from mpips.datasets import DataInfo, Dataset, open_dataset
 from mpips.delay import check_delays, delays_text
 from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
+from mpips.explain import explain_world
 from mpips.folder import Run
 from mpips.job import Job, check_checkpoint, check_memory, check_samples
 from mpips.metrics import Log
@@ -41,6 +42,8 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     world = cluster.whole_world() if comm is None else comm
+    if "explain" in line.flags:
+        return _explain(line, world)
     try:
         found = on_root(world, lambda: _find(line, world))
         try:
@@ -53,6 +56,27 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
         folder.release()
 
 
+def _explain(line: CommandLine, comm: cluster.Comm) -> int:
+    """Say what the job would do in this world, instead of doing it. Collective: yes."""
+
+    def find() -> Config:
+        cluster.check_world(comm)
+        return folder.find_config(line)[0]
+
+    config = on_root(comm, find)
+    ranks = make_cluster(comm, config)
+    text = on_root(comm, lambda: explain_world(config, line.question, ranks.hosts, ranks.node_of))
+    if comm.rank == 0:
+        print(text, end="", flush=True)
+    ranks.free()
+    return 0
+
+
+def make_cluster(comm: cluster.Comm, config: Config) -> Cluster:
+    """Return the job's ranks, on the nodes that the job sees. Collective: yes."""
+    return Cluster(comm, 1 if config.window == "private" else config.node_size)
+
+
 def _find(line: CommandLine, comm: cluster.Comm) -> Run:
     cluster.check_world(comm)
     return folder.find_run(line)
@@ -60,7 +84,7 @@ def _find(line: CommandLine, comm: cluster.Comm) -> Run:
 
 def _run(found: Run, comm: cluster.Comm, started: float) -> int:
     config = found.config
-    ranks = Cluster(comm, 1 if config.window == "private" else config.node_size)
+    ranks = make_cluster(comm, config)
     ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
     ranks.limit_threads(config.threads)
     job = make_job(found, ranks, started)

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         return _refuse(error, rank)
     text = command_line.requested_text(line, None)
-    if text is None and rank is not None and "print_config" not in line.flags:
+    if text is None and rank is not None and not line.needs_no_world:
         return _start(line)  # one rank reads the job file: the others might not find it
     if rank not in (None, "0"):
         return 0
@@ -53,12 +53,20 @@ def main(argv: Sequence[str]) -> int:
 def _first_look(line: "CommandLine") -> str | None:
     """Resolve the job; returns the text that is asked for, or None to go on.
 
+    An explanation of a world that is only spoken of needs no other.
+
     Raises:
         UserError: If the command line, the job file or the run to be continued is wrong.
     """
     from mpips import folder
 
-    return command_line.requested_text(line, folder.find_config(line)[0])
+    config = folder.find_config(line)[0]
+    text = command_line.requested_text(line, config)
+    if text is None and "explain" in line.flags:
+        from mpips.explain import explain_alone
+
+        return explain_alone(config, line.question)
+    return text
 
 
 def _refuse(error: UserError, rank: str | None) -> int:

@@ -49,20 +49,31 @@ def test_texts_need_no_mpi(tmp_path: Path) -> None:
         ["--version", "--mode", "sync"],
         ["job.toml", "--seed", "4", "--print-config"],
         ["--resume", "auto", "--print-config"],
+        ["--explain", "--ranks", "4", "--nodes", "2"],
     ]
     code = f"from mpips.train import main\nfor a in {lines}: assert main(a) == 0; print('====')"
-    helped, version, job, fresh, _ = alone(code, tmp_path).split("====\n")
+    helped, version, job, fresh, told, _ = alone(code, tmp_path).split("====\n")
     assert helped == help_text()
     assert version == f"mpips {__version__}\n"
     assert from_toml(job) == Config(mode="sync", seed=4, keep=7)
     assert from_toml(fresh) == Config(resume="auto")
+    assert told.startswith("mode async, 17,226 parameters of 4 bytes: 68.9 kB\n")
     assert os.listdir(tmp_path) == ["job.toml"]
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version", "--print-config"])
+FIRST = {
+    "--help": "usage: ",
+    "--version": "mpips ",
+    "--print-config": "# run",
+    "--explain": "mode async, ",
+    "--explain --ranks 9": "mode async, ",
+}
+
+
+@pytest.mark.parametrize("flag", FIRST)
 def test_texts_come_once(flag: str, tmp_path: Path) -> None:
-    done = train(3, flag, cwd=tmp_path, timeout_s=LIMIT_S).check()
-    first = {"--help": "usage: ", "--version": "mpips ", "--print-config": "# run"}[flag]
+    done = train(3, *flag.split(), cwd=tmp_path, timeout_s=LIMIT_S).check()
+    first = FIRST[flag]
     assert len(re.findall(f"(?m)^{first}", done.output)) == 1
     assert not os.listdir(tmp_path) or all(n.startswith("output-") for n in os.listdir(tmp_path))
 

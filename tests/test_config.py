@@ -170,9 +170,9 @@ def test_an_empty_command_line_says_nothing() -> None:
     ],
 )
 def test_the_job_file_may_stand_anywhere(argv: list[str]) -> None:
-    job, options, _ = parse_command_line(argv)
-    assert job == Path("a.toml")
-    assert options == {"seed": 3, "resume": "yes"}
+    line = parse_command_line(argv)
+    assert line.job == Path("a.toml")
+    assert line.options == {"seed": 3, "resume": "yes"}
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if OPTIONS[n].kind is not bool])
@@ -248,6 +248,12 @@ def test_an_option_at_the_end_without_a_value(name: str) -> None:
         (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
         (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
         (["--inject-delay", "0:5,"], ["inject_delay '0:5,', expected WORKER:FACTOR"]),
+        (["--link", "1gbit"], ["--link without --explain, expected --explain with it"]),
+        (["--explain", "--link", "fast"], ["link 'fast', expected a rate such as 100mbit or 25gb"]),
+        (["--explain", "--link", "0gbit"], ["link '0gbit', expected a rate"]),
+        (["--explain", "--step-ms", "-1"], ["step_ms -1.0, expected a number >= 0"]),
+        (["--explain", "--nodes", "0"], ["nodes 0, expected an integer >= 1"]),
+        (["--explain", "--rank", "2"], ["unknown option --rank", "did you mean '--ranks'?"]),
         (["--out", "\udcff"], ["out '\\udcff', expected text"]),
         (["async"], ["job file 'async', expected a path that ends in .toml", "--help"]),
         (["a.toml", "b.toml"], ["a second job file 'b.toml', expected only one"]),
@@ -329,7 +335,7 @@ def test_help_is_narrow_and_grouped() -> None:
     assert all(line == line.rstrip() for line in lines)
     heads = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
     groups = [*dict.fromkeys(o.group for o in OPTIONS.values())]
-    assert heads == [*groups, "other"]
+    assert heads == [*groups, "explain", "other"]
 
 
 def test_fields_of_a_group_stand_together() -> None:

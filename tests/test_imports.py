@@ -17,7 +17,7 @@ errors layout signals
 kernels roles ledger metrics optim options launch delay
 codecs
 command_line config checkpoint datasets problems
-evaluation folder traffic
+evaluation folder traffic explain
 accumulate
 cluster ending
 window

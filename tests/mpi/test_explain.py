@@ -1,0 +1,148 @@
+"""What is said to cross the links, against the messages and Gets of whole jobs, counted."""
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips import far, outbox, rounds, session
+from mpips.cluster import MPI, Cluster
+from mpips.command_line import parse_command_line
+from mpips.config import resolve
+from mpips.explain import Place, explain
+from mpips.traffic import totals
+from mpips.window import Window
+
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
+
+STEPS = 6
+GRADS, PARAMS = range(2)
+KIND = {
+    outbox.TAG_REST: GRADS,
+    rounds.TAG_PARTIAL: GRADS,
+    far.TAG_REPLY: PARAMS,
+    rounds.TAG_RESULT: PARAMS,
+}
+
+
+class Counter:
+    """Bytes that this rank moved between nodes, shape (kinds, nodes, sent and received)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.moved = np.zeros((2, cluster.nodes, 2))
+
+    def note(self, kind: int, source: int, dest: int, nbytes: int) -> None:
+        a, b = self._cluster.node_of[source], self._cluster.node_of[dest]
+        if a != b:
+            self.moved[kind, a, 0] += nbytes
+            self.moved[kind, b, 1] += nbytes
+
+
+class Counted(MPI.Intracomm):
+    """A communicator that counts what is sent; what has no kind (headers) apart."""
+
+    counter: Counter
+    bodies = False
+
+    def _note(self, buffer: Any, dest: int, tag: int) -> None:
+        kind = GRADS if self.bodies else KIND.get(tag)
+        words = kind == PARAMS and buffer.nbytes == 64 and tag == far.TAG_REPLY  # versions
+        if kind is not None and not words:
+            self.counter.note(kind, self.rank, dest, buffer.nbytes)
+
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
+        self._note(buf, dest, tag)
+        return super().Isend(buf, dest, tag)
+
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
+        self._note(buf, dest, tag)
+        return super().Issend(buf, dest, tag)
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
+    """Count in the jobs from now on; returns the counter of each."""
+    made: list[Counter] = []
+
+    class Counting(Cluster):
+        def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
+            super().__init__(comm, node_size)
+            made.append(Counter(self))
+            self.comm, self.bodies = Counted(self.comm), Counted(self.bodies)
+            self.comm.counter = self.bodies.counter = made[-1]
+            self.bodies.bodies = True
+
+    plain = Window.get
+
+    def get(window: Window, rank: int, name: str, out: np.ndarray, begin: int = 0) -> Any:
+        if name == "params":
+            made[-1].note(PARAMS, rank, window._cluster.rank, out.nbytes)
+        return plain(window, rank, name, out, begin)
+
+    monkeypatch.setattr(session, "Cluster", Counting)
+    monkeypatch.setattr(Window, "get", get)
+    return made
+
+
+def count(cluster: Cluster, words: list[str], counters: list[Counter]) -> np.ndarray:
+    """Run a job; returns the bytes of all ranks, shape (kinds, nodes, sent and received)."""
+    folder = cluster.comm.bcast(tempfile.mkdtemp() if cluster.rank == 0 else None)
+    line = parse_command_line([*words, f"--out={Path(folder) / 'run'}"])
+    code = session.run(line, time.perf_counter())
+    check(cluster.comm, code == 0, code)
+    if cluster.rank == 0:
+        shutil.rmtree(folder)
+    moved: np.ndarray = cluster.comm.allreduce(counters[-1].moved)
+    return moved
+
+
+def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
+    """Return what a step is said to move, of the shape of `count`."""
+    config = resolve({**parse_command_line(words).options, **changes})
+    n = 64 * 300 + 300 + 300 * 10 + 10
+    told = explain(config, Place(cluster.hosts, cluster.node_of, n, 1.0))
+    found = totals(told.flows)
+    grads = [(flow.grads_out, flow.grads_in) for flow in found]
+    return np.array([grads, [(flow.params_out, flow.params_in) for flow in found]])
+
+
+def words_of(options: str, node_size: int) -> list[str]:
+    """Return the command line of a job of `STEPS` steps of each worker."""
+    job = f"--steps={STEPS} --hidden=300 --batch-size=8 --quiet --eval-every=0"
+    return [*options.split(), *job.split(), f"--node-size={node_size}"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--no-share-pulls --far-read=get",
+        "--no-share-pulls --far-read=reply --prefetch",
+        "--share-pulls --far-read=reply --node-aggregation --servers=1",
+    ],
+)
+def test_servers(cluster: Cluster, node_size: int, options: str, counters: list[Counter]) -> None:
+    words = words_of(options, node_size)
+    moved = count(cluster, words, counters)
+    least = STEPS * said(cluster, words)
+    most = STEPS * said(cluster, words, node_aggregation=False, share_pulls=False)
+    at_end = 3  # pulls of a worker that are ahead at the end, and the last of all
+    check(cluster.comm, bool((least <= moved).all()), (least, moved))
+    check(cluster.comm, bool((moved[GRADS] <= most[GRADS]).all()), (moved, most))
+    with_end = most[PARAMS] * (STEPS + at_end) / STEPS
+    check(cluster.comm, bool((moved[PARAMS] <= with_end).all()), (moved, with_end))
+
+
+@pytest.mark.parametrize("options", ["--servers=0", "--servers=1"])
+def test_rounds(cluster: Cluster, node_size: int, options: str, counters: list[Counter]) -> None:
+    words = words_of(f"--mode=sync {options}", node_size)
+    moved = count(cluster, words, counters)
+    step = said(cluster, words)
+    check(cluster.comm, bool((moved[GRADS] == STEPS * step[GRADS]).all()), (moved, step))
+    first = step[PARAMS]  # the initial parameters
+    check(cluster.comm, bool((moved[PARAMS] == STEPS * step[PARAMS] + first).all()), (moved, step))

@@ -1,0 +1,254 @@
+"""``--explain``: what it says of the bottleneck, what would relieve it, and what a run counts."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT
+from runs import Plan, summary
+
+from mpips import config, explain
+from mpips.command_line import Question, parse_command_line
+from mpips.config import OPTIONS, Config, resolve
+from mpips.errors import UserError
+from mpips.explain import (
+    ROUNDS,
+    Explanation,
+    Place,
+    case_of,
+    explain_alone,
+    explanation_text,
+    has,
+)
+from mpips.options import Option, setting
+
+README = (ROOT / "README.md").read_text()
+N = 16 * 3600  # parameters: as many cache lines for each of up to 6 owners
+M = 4 * N
+RATE = 1e6
+
+
+def told(node_of: list[int], compute_s: float = 0.0, n: int = N, **options: Any) -> Explanation:
+    """Explain a job on these nodes, with links of `RATE`."""
+    place = Place(["host"] * len(node_of), node_of, n, RATE, compute_s)
+    return explain.explain(resolve(options), place)
+
+
+def gains(found: Explanation) -> dict[str, float]:
+    return {relief.option: relief.gain for relief in found.reliefs}
+
+
+def test_every_mode_has_its_formula() -> None:
+    assert set(ROUNDS) == set(OPTIONS["mode"].legal)
+
+
+# What it says.
+
+
+def test_one_server_is_the_bottleneck_and_more_servers_or_rounds_relieve_it() -> None:
+    """Four nodes of one rank: (samples a step, M a step) now 3, 3; 2, 1; in rounds 4, 3/2."""
+    found = told([0, 1, 2, 3])
+    assert (found.pushed, found.pulled) == (3 * M, 3 * M)
+    assert (found.busiest, found.bound_by_link) == (0, True)
+    assert found.link_s == found.step_s == 3 * M / RATE
+    assert found.samples_per_s == pytest.approx(3 * 32 * RATE / (3 * M))
+    assert gains(found) == pytest.approx({"--mode sync": 4 / 1.5, "--servers 2": 2})
+    assert found.reliefs[1].step_s == M / RATE
+
+
+def test_reliefs_of_a_node_s_workers() -> None:
+    """A server on node 0, three workers on node 1."""
+    apart: dict[str, Any] = {"server_ranks": (0,)}
+    node_of = [0, 1, 1, 1]
+    found = gains(told(node_of, **apart, share_pulls=False))
+    assert "--share-pulls" not in found  # the pushes still cross the link one by one
+    assert "--node-aggregation" not in found
+    assert gains(told(node_of, **apart))["--node-aggregation"] == pytest.approx(3)
+    found = gains(told(node_of, **apart, node_aggregation=True, share_pulls=False))
+    assert found["--share-pulls"] == pytest.approx(3)
+
+
+def test_time_for_computing_limits_what_is_gained() -> None:
+    """Four nodes of one rank, one of them a server; computing takes 2 M / RATE."""
+    found = told([0, 1, 2, 3], compute_s=2 * M / RATE)
+    assert found.bound_by_link
+    assert found.step_s == 3 * M / RATE  # and not 2 + 1 for computing and the pull
+    assert gains(found) == pytest.approx({"--mode sync": 4 / 3.5 * 3 / 3})
+    slow = told([0, 1, 2, 3], compute_s=9 * M / RATE)
+    assert not slow.bound_by_link
+    assert slow.step_s == 10 * M / RATE
+    assert gains(slow)["--prefetch"] == pytest.approx(10 / 9)
+    assert "bottleneck: computing" in explanation_text(slow, "8mbit")
+
+
+def test_what_the_job_has_is_not_proposed() -> None:
+    found = told([0, 1, 2, 3], mode="sync")
+    assert gains(found) == {}
+    assert gains(told([0, 1, 2, 3], mode="sync", reduce="allreduce")).keys() == {"--reduce auto"}
+    both = told([0, 0, 1, 1], server_ranks=(0, 2), prefetch=True, node_aggregation=True)
+    assert not gains(both).keys() & {"--prefetch", "--node-aggregation", "--servers 2"}
+
+
+def test_one_node_has_no_link() -> None:
+    found = told([0, 0, 0, 0])
+    assert (found.link_s, found.step_s, found.reliefs) == (0, 0, ())
+    assert "one node: no link is crossed" in explanation_text(found, "1gbit")
+
+
+def test_roles_that_the_world_does_not_allow() -> None:
+    with pytest.raises(UserError, match="servers=4 leaves no worker in a world of 4"):
+        told([0, 1, 2, 3], servers=4)
+
+
+def test_the_text() -> None:
+    text = explanation_text(told([0, 0, 1, 1], servers=1), "8mbit")
+    assert text.splitlines() == [
+        "mode async, 57,600 parameters of 4 bytes: 230.4 kB",
+        "a step is 32 samples of each of 3 workers, who push 691.2 kB in it, and pull as much",
+        "what crosses each node's link in a step, at least:",
+        "node  host              ranks             sent    received  time",
+        "   0  host              1 server      230.4 kB    460.8 kB",
+        "   0  host              1 worker           0 B         0 B",
+        "   0  host              link          230.4 kB    460.8 kB  461 ms",
+        "   1  host              2 workers     460.8 kB    230.4 kB",
+        "   1  host              link          460.8 kB    230.4 kB  461 ms",
+        "bottleneck: node 0's link sends 230.4 kB and receives 460.8 kB: 461 ms at 8mbit each way "
+        "(--link)",
+        "a step takes at least 461 ms: at most 208 samples/s (computing not counted: give "
+        "--step-ms)",
+        "what would relieve it, the most first (speed alone, not what it does to the result):",
+        "  --mode sync              230 ms a step, 2.67 times the samples/s",
+        "  --node-aggregation       230 ms a step, 2 times the samples/s",
+        "  --servers 2              230 ms a step, 1.33 times the samples/s",
+    ]
+
+
+# Options that space pushes out, or make them smaller.
+
+
+@dataclasses.dataclass(frozen=True)
+class Smaller(Config):
+    """A job with such options, whatever this version has."""
+
+    accumulate: int = setting("optimisation", 1, "batches of a step", ">= 1")
+    codec: str = setting("cluster", "none", "of pushes", legal=("none", "int8", "topk"))
+    pull_codec: str = setting("cluster", "none", "of pulls", legal=("none", "int8"))
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> Place:
+    for field in dataclasses.fields(Smaller):
+        if field.name in Smaller.__annotations__:
+            monkeypatch.setitem(config.OPTIONS, field.name, Option.of(field))
+    codecs = {"int8": 0.25, "topk": 0.02}
+    return Place(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs=codecs)
+
+
+def test_smaller_and_fewer_messages_are_proposed(smaller: Place) -> None:
+    found = gains(explain.explain(Smaller(), smaller))
+    assert found["--accumulate 4"] == pytest.approx(4)
+    # The server receives 3 M of gradients and sends 3 M of parameters, both at once.
+    assert found["--codec int8 --pull-codec int8"] == pytest.approx(4)
+    assert not {"--codec int8", "--pull-codec int8", "--codec topk"} & found.keys()
+    found = gains(explain.explain(Smaller(pull_codec="int8"), smaller))
+    assert found["--codec int8"] == found["--codec topk"] == pytest.approx(4)
+
+
+def test_such_options_count(smaller: Place) -> None:
+    case = case_of(Smaller(accumulate=3, codec="topk", pull_codec="int8"), smaller)
+    assert (case.every, case.grads, case.params) == (3, 0.02, 0.25)
+    found = explain.explain(Smaller(accumulate=3), smaller)
+    assert found.pushed == 3 * M / 3
+    assert found.step_s == M / RATE
+
+
+def test_options_of_other_modes_are_not_had() -> None:
+    assert has("prefetch", "async")
+    assert not has("prefetch", "sync")
+    assert not has("no_such_option", "async")
+
+
+# On the command line.
+
+
+def test_the_example_in_the_readme() -> None:
+    (command, shown) = re.findall(
+        r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", README, re.M
+    )[0]
+    line = parse_command_line(command.split())
+    assert shown == explain_alone(resolve(line.options), line.question)
+
+
+@pytest.mark.parametrize(
+    ("link", "rate"), [("1gbit", 1.25e8), ("100mbit", 1.25e7), ("2.5gbit", 3.125e8)]
+)
+def test_rates(link: str, rate: float) -> None:
+    line = parse_command_line(["--explain", "--link", link, "--step-ms", "5", "--mode", "sync"])
+    assert line.question == Question(link=link, step_ms=5.0)
+    assert line.question.bytes_per_s == rate
+    assert line.options == {"mode": "sync"}
+    assert line.flags == {"explain"}
+    assert not line.needs_no_world
+    assert parse_command_line(["--explain", "--ranks", "3"]).needs_no_world
+
+
+def test_worlds_that_are_only_spoken_of() -> None:
+    text = explain_alone(Config(), Question(ranks=5, nodes=4))
+    rows = [line.split()[:4] for line in text.splitlines() if line.startswith("   ")]
+    assert [row[:2] for row in rows if row[2] == "link"] == [[str(k), f"node{k}"] for k in range(4)]
+    ranks = [row[2:] for row in rows if row[2] != "link"]
+    assert ranks == [["1", "server"], ["1", "worker"], *3 * [["1", "worker"]]]
+    assert explain_alone(Config(node_size=3), Question(ranks=6)).count("  link  ") == 2
+    assert max(map(len, text.splitlines())) <= 100
+    with pytest.raises(UserError, match="nodes 3 with ranks 2, expected nodes <= 2"):
+        explain_alone(Config(), Question(ranks=2, nodes=3))
+    with pytest.raises(UserError, match="without a world, expected --ranks N"):
+        explain_alone(Config(), Question())
+
+
+# Against the run.
+
+STEPS = 5
+JOBS = {  # options, ranks, parameters
+    f"{name} {node_size}": (f"{options} --node-size {node_size} --hidden 64", 4)
+    for node_size in (1, 2)
+    for name, options in {"async": "--servers 1", "sync": "--mode sync"}.items()
+}
+PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    plan = Plan(tmp_path_factory.mktemp("explained"))
+    for name, (options, ranks) in JOBS.items():
+        plan.add(name, ranks, [*options.split(), "--steps", str(STEPS)])
+    plan.run(240)
+    return plan
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", JOBS)
+def test_a_run_counts_what_is_said(name: str, plan: Plan) -> None:
+    """Workers far from a server ask for two replicas at the end that nobody needs any more."""
+    options, ranks = JOBS[name]
+    size = int(name[-1])
+    line = parse_command_line(options.split())
+    place = Place(["vm"] * ranks, [rank // size for rank in range(ranks)], PARAMETERS, RATE)
+    said = explain.explain(resolve(line.options), place)
+    found = summary(plan.out(name))
+    assert found["bytes_pushed"] == STEPS * said.pushed
+    unused = 2 if found["mode"] == "async" else 0
+    assert STEPS * said.pulled <= found["bytes_pulled"] <= (STEPS + unused) * said.pulled
+    nodes = [node["ranks"] for node in found["nodes"]]
+    assert nodes == [[r for r in range(ranks) if r // size == k] for k in range(ranks // size)]
+
+
+@pytest.mark.launch
+def test_nothing_is_trained(tmp_path: Path) -> None:
+    plan = Plan(tmp_path)
+    plan.add("told", 2, ["--explain", "--node-size", "1", "--resume", "auto"])
+    plan.run(60)
+    assert not plan.out("told").exists()
+    assert not (tmp_path / "runs").exists()
