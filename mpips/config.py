@@ -31,6 +31,7 @@ LEARNING_RATES = {
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
 CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit")
+PULL_CODECS = ("none", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
 # What the shapes, the slots or the order of the samples depend on.
@@ -129,6 +130,10 @@ class Config:
     codec: str = setting(
         "messages", "none", "what pushes to other nodes are packed by", legal=CODECS, modes=SERVED
     )
+    pull_codec: str = setting(
+        "messages", "none", "what shards of other nodes are packed by when they are read",
+        legal=PULL_CODECS, modes=SERVED,
+    )  # fmt: skip
     topk_ratio: float = setting("messages", 0.01, "part that codec topk sends", "in (0, 1)")
     topk_momentum: float = setting(
         "messages", 0.0, "momentum that codec topk corrects for; the optimizer is sgd then",
@@ -402,6 +407,9 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_codecs(config: Config) -> None:
+    if config.pull_codec != "none" and config.far_read == "get":
+        got = f"pull_codec {config.pull_codec!r} with far_read 'get'"
+        raise UserError(got, "far_read 'reply'", "only an owner packs: leave out --far-read")
     for name in ("topk_ratio", "topk_momentum", "topk_warmup"):
         value = getattr(config, name)
         if config.codec != "topk" and value != OPTIONS[name].default:

@@ -8,6 +8,8 @@ that was not committed at its start.
 
 A link carries both directions at once only if no request waits behind the other direction's bulk:
 so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
+
+A reply may be packed, chunk by chunk as it leaves: see `mpips.wire`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,9 +19,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpips.cluster import Cluster, Request, all_done
+from mpips.codecs import Codec, Origin
 from mpips.kernels import observe
 from mpips.layout import Shard
 from mpips.window import Window
+from mpips.wire import Chunked, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
 TAG_REPLY = 4
@@ -44,6 +48,12 @@ class FarReads(ABC):
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
         self._out = np.zeros(0)
         self._coming: list[Request] = []
+        self._received = 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of shards that this rank has asked for, as they are sent."""
+        return self._received
 
     @abstractmethod
     def begin(self, out: np.ndarray) -> None:
@@ -98,6 +108,7 @@ class GetReads(FarReads):
         """See `FarReads.fetch`."""
         self._checks, out = None, self._out
         found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
+        self._received += sum(out[shard.range].nbytes for *_, shard in self._owners)
         self._coming = [request for requests in found for request in requests]
 
     def advance(self) -> bool:
@@ -111,6 +122,7 @@ class ReplyReads(FarReads):
     """Reads by message, of one version each if `consistent`.
 
     Args:
+        codec: What the owners pack by, or None.
         needs: Returns what the owners must have applied before they answer (`mpips.gate.Needs`).
     """
 
@@ -120,10 +132,13 @@ class ReplyReads(FarReads):
         owners: Sequence[Owner],
         servers: int,
         consistent: bool,
+        codec: Codec | None = None,
         needs: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         super().__init__(cluster, owners, servers)
-        self._consistent, self._needs = consistent, needs
+        self._consistent, self._codec, self._needs = consistent, codec, needs
+        self._ends: list[Request] = []
+        self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
 
     def begin(self, out: np.ndarray) -> None:
         """See `FarReads.begin`: there is nothing to do."""
@@ -131,17 +146,29 @@ class ReplyReads(FarReads):
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        self._coming, out = [], self._out
-        self._ends = []
+        self._coming, self._ends, out = [], [], self._out
         for server, rank, shard in self._owners:
-            for part in (self._first[server], *chunks(out[shard.range]), self._last[server]):
-                self._coming.append(self._cluster.comm.Irecv(part, rank, TAG_REPLY))
-            self._ends.append(self._coming[-1])
+            chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
+            chunks = chunked.cut(out[shard.range])
+            messages = chunked.messages(chunks)
+            comes = [
+                self._cluster.comm.Irecv(part, rank, TAG_REPLY)
+                for part in (self._first[server], *messages, self._last[server])
+            ]
+            if messages is not chunks:
+                rows = zip(comes[1:-1], messages, chunks, strict=True)
+                self._packed.extend((come, chunked, a, b) for come, a, b in rows)
+            self._coming += comes
+            self._ends.append(comes[-1])
+            self._received += sum(message.nbytes for message in messages)
             self._cluster.send(rank, "read", (self._consistent, *self._needs()))
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
-        return all_done(self._ends) and all_done(self._coming)
+        while self._packed and self._packed[0][0].Test():
+            _, chunked, message, chunk = self._packed.popleft()
+            chunked.unpack(message, chunk)
+        return not self._packed and all_done(self._ends) and all_done(self._coming)
 
     def hurry(self) -> None:
         """Have the owners answer what was asked for whether they meet its needs or not."""
@@ -149,20 +176,22 @@ class ReplyReads(FarReads):
             self._cluster.send(rank, "hurry")
 
 
-def chunks(array: np.ndarray) -> list[np.ndarray]:
-    """Cut a 1-D array into views of at most `CHUNK_BYTES`."""
-    step = CHUNK_BYTES // array.itemsize
-    return [array[b : b + step] for b in range(0, array.size, step)]
-
-
 class _Reply:
     """An answer on its way: header, shard, and the header as it is when the shard has left."""
 
     def __init__(
-        self, cluster: Cluster, ranks: Sequence[int], header: np.ndarray, params: np.ndarray
+        self,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        header: np.ndarray,
+        chunked: Chunked,
+        params: np.ndarray,
+        origin: Origin,
     ) -> None:
-        self._cluster, self._ranks, self._header, self._params = cluster, ranks, header, params
-        self._left = deque(chunks(params))
+        self._cluster, self._ranks, self._header = cluster, ranks, header
+        self._chunked, self._origin = chunked, origin
+        self._chunks = chunked.cut(params)
+        self._next = 0  # the first chunk that has not been sent
         self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
         self._closing = False
         self._send(self._words())
@@ -184,9 +213,10 @@ class _Reply:
         Args:
             versions: The last header to send, if not the live one.
         """
-        while self._room() and self._left:
-            self._send(self._left.popleft())
-        if self._left or self._room() < WINDOW:
+        while self._room() and self._next < len(self._chunks):
+            self._send(self._chunked.pack(self._chunks, self._next, self._origin))
+            self._next += 1
+        if self._next < len(self._chunks) or self._room() < WINDOW:
             return False
         if not self._closing:  # all of the shard has left
             self._closing = True
@@ -206,10 +236,23 @@ class Replies:
     Args:
         header: Of this server, shape (8,), dtype int64.
         params: Its shard, shape (shard.size,).
+        shard: Where that lies.
+        server: Number of the server.
+        packing: How replies are packed.
     """
 
-    def __init__(self, cluster: Cluster, header: np.ndarray, params: np.ndarray) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        header: np.ndarray,
+        params: np.ndarray,
+        shard: Shard,
+        server: int,
+        packing: Packing,
+    ) -> None:
         self._cluster, self._header, self._params = cluster, header, params
+        self._chunked = Chunked(packing.codec, shard, params.dtype, CHUNK_BYTES)
+        self._packing, self._server, self._count = packing, server, 0
         self._relaxed: list[_Reply] = []
         self._copied: _Reply | None = None
         self._copied_header = np.zeros(8, "i8")
@@ -220,8 +263,15 @@ class Replies:
         if consistent:
             self._waiting.append(rank)
         else:
-            self._relaxed.append(_Reply(self._cluster, [rank], self._header, self._params))
+            self._relaxed.append(self._reply([rank], self._params))
             self.serve()
+
+    def _reply(self, ranks: Sequence[int], params: np.ndarray) -> _Reply:
+        self._count += 1
+        p = self._packing
+        # Workers are numbered from 0, so that no push has the draws of a reply.
+        origin = Origin(p.seed, -1 - self._server, p.before + self._count)
+        return _Reply(self._cluster, ranks, self._header, self._chunked, params, origin)
 
     def serve(self) -> None:
         """Get on with the answers; one copy at a time, to all who wait. Blocks: no."""
@@ -232,5 +282,5 @@ class Replies:
             for word in (BEGUN, COMMITTED, CLOCK):
                 self._copied_header[word] = observe(self._header, word)
             copy = self._params.copy()
-            self._copied = _Reply(self._cluster, self._waiting, self._header, copy)
+            self._copied = self._reply(self._waiting, copy)
             self._waiting = []

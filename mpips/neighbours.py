@@ -85,6 +85,11 @@ class SharedReads(FarReads):
         self._torn = self.joined = 0
         self._asked_s = self._longest_s = 0.0
 
+    @property
+    def bytes_received(self) -> int:
+        """See `FarReads`: what this worker fetched itself."""
+        return self._own.bytes_received
+
     def begin(self, out: np.ndarray) -> None:
         """Join a fetch that is under way, or claim the next; see `FarReads.begin`.
 

@@ -24,7 +24,7 @@ from mpips.problems import load_problem
 from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
 from mpips.summary import mean_evaluation, summarise, summary_text
-from mpips.wire import push_codec
+from mpips.wire import pull_codec, push_codec
 
 T = TypeVar("T")
 
@@ -172,14 +172,18 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
 def _compile(ranks: Cluster, config: Config) -> None:
     """Compile the loops once a host, by one rank, and let all load them. Collective: yes."""
-    rule, codec = make_rule(config.optimizer), push_codec(config)
-    first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    if first and not (codec is None and is_compiled(rule)):
+    rule, packed = make_rule(config.optimizer), (push_codec(config), pull_codec(config))
+
+    def load() -> None:
         warm(rule, config.dtype)
-        codecs.warm(codec, config.dtype)
+        for codec in packed:
+            codecs.warm(codec, config.dtype)
+
+    first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
+    if first and not (is_compiled(rule) and packed == (None, None)):
+        load()
     ranks.barrier()
-    warm(rule, config.dtype)
-    codecs.warm(codec, config.dtype)
+    load()
 
 
 def _train(job: Job, found: Run) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpips.cluster import Cluster
+from mpips.codecs import Codec
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
 from mpips.gate import Clocks, Gate, Needs
 from mpips.kernels import observe, publish
@@ -24,6 +25,7 @@ from mpips.neighbours import Neighbour, SharedReads
 from mpips.optim import Rule
 from mpips.push import Push
 from mpips.window import Field, Window
+from mpips.wire import Packing
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
 BLOCK_BYTES = 1 << 20  # a server enters MPI between two blocks of an update
@@ -55,6 +57,7 @@ class Puller:
         bound: Staleness bound s, if a read waits for other workers' pushes (`mpips.gate`); then
             far shards are read by reply.
         clock: Returns the pushes that this worker has made; used with `bound`.
+        codec: What replies are packed by, or None.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Puller:
         far: str = "get",
         bound: int | None = None,
         clock: Callable[[], int] = int,
+        codec: Codec | None = None,
     ) -> None:
         self._cluster, self._window, self._worker = cluster, window, worker_id
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
@@ -86,7 +90,7 @@ class Puller:
         }
         self._wants = window.view(cluster.rank, "wants")
         self._reads = window.view(cluster.rank, "reads")
-        self._count, self._consistent = 0, consistent
+        self._count, self._consistent, self._codec = 0, consistent, codec
         self._out = np.zeros(0)
         self.reading = False
         self._shared: SharedReads | None = None
@@ -99,11 +103,11 @@ class Puller:
         self._far: FarReads | None = None
         args = self._cluster, self._far_owners, len(self.versions)
         if self._far_owners and self.gate is not None:
-            self._far = ReplyReads(*args, self._consistent, self.gate.needs)
+            self._far = ReplyReads(*args, self._consistent, self._codec, self.gate.needs)
         elif self._far_owners and way == "get" and not self._consistent:
             self._far = GetReads(*args, self._window)
         elif self._far_owners:
-            self._far = ReplyReads(*args, self._consistent)
+            self._far = ReplyReads(*args, self._consistent, self._codec)
 
     def share(self, me: Neighbour, others: Sequence[Neighbour]) -> None:
         """Share far reads with the other workers of the node from now on."""
@@ -115,6 +119,11 @@ class Puller:
     def joined(self) -> int:
         """Reads that came from a neighbour's fetch."""
         return self._shared.joined if self._shared else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of far shards that this rank has read itself, as they were sent."""
+        return self._far.bytes_received if self._far else 0
 
     @property
     def looks_ahead(self) -> bool:
@@ -238,7 +247,7 @@ class Server:
     Args:
         rule: Update rule.
         rate: Learning rate as a function of the update's number.
-        version: Updates that the shard has seen before, in the run that is resumed.
+        packing: How replies to far readers are packed.
     """
 
     def __init__(
@@ -249,6 +258,7 @@ class Server:
         shard: Shard,
         rule: Rule,
         rate: Callable[[int], float],
+        packing: Packing | None = None,
     ) -> None:
         self._cluster, self._server, self._rule, self._rate = cluster, server_id, rule, rate
         self.shard = shard
@@ -263,7 +273,8 @@ class Server:
             for w, r in workers
             if cluster.near(r)
         ]
-        self._replies = Replies(cluster, self._header, self.params)
+        packing = packing or Packing()
+        self._replies = Replies(cluster, self._header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
         self.clocks = Clocks(self._header, self.applied, ranks, self._replies.ask)
         self._block = BLOCK_BYTES // self.params.itemsize

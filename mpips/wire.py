@@ -5,7 +5,8 @@ A slice goes by its codec if it has one and is large enough, and else as it is (
 that a codec keeps lives with the sender, a part for each far shard.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from mpips.config import Config
 from mpips.layout import Shard
 from mpips.window import transfer_pieces
 
+CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
+
 
 def push_codec(config: Config) -> Codec | None:
     """Return the codec of far pushes that a job asks for, or None."""
@@ -21,6 +24,11 @@ def push_codec(config: Config) -> Codec | None:
     if c.codec != "topk":
         return make_codec(c.codec)
     return make_codec("topk", ratio=c.topk_ratio, momentum=c.topk_momentum, warmup=c.topk_warmup)
+
+
+def pull_codec(config: Config) -> Codec | None:
+    """Return the codec of far pulls that a job asks for, or None; it keeps no state."""
+    return make_codec(config.pull_codec)
 
 
 @dataclass(frozen=True)
@@ -108,3 +116,62 @@ class Unpacker:
             return place
         self._codec.decode(place, self._grad)
         return self._grad
+
+
+class Chunked:
+    """A shard that is read from afar, cut into chunks that are packed each on its own.
+
+    Both halves have one of their own. Collective: no.
+
+    Args:
+        codec: What a large shard is packed by, or None.
+        shard: The shard.
+        dtype: Of the parameters.
+        chunk_bytes: The most that one message may take.
+    """
+
+    def __init__(
+        self, codec: Codec | None, shard: Shard, dtype: np.typing.DTypeLike, chunk_bytes: int
+    ) -> None:
+        self._codec, self._dtype = codec_for(codec, shard.size, dtype), np.dtype(dtype)
+        self._begin, self._chunk_bytes = shard.begin, chunk_bytes
+        self._step = chunk_bytes // self._dtype.itemsize
+        if self._codec is not None:
+            self._step = self._largest(self._codec)
+
+    def _largest(self, codec: Codec) -> int:
+        """Return the elements of a chunk: whole buckets of any codec."""
+        each = codec.wire_bytes(CHUNK_UNIT, self._dtype)
+        return CHUNK_UNIT * (self._chunk_bytes // each)
+
+    def cut(self, vector: np.ndarray) -> list[np.ndarray]:
+        """Return the chunks of the shard in `vector`, shape (shard.size,), as views of it."""
+        return [vector[b : b + self._step] for b in range(0, vector.size, self._step)]
+
+    def messages(self, chunks: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Return what to receive for each chunk: the chunk itself, or room for its message."""
+        if self._codec is None:
+            return chunks
+        sizes = [self._codec.wire_bytes(chunk.size, self._dtype) for chunk in chunks]
+        return [buffer_for(size) for size in sizes]
+
+    def pack(self, chunks: Sequence[np.ndarray], k: int, origin: Origin) -> np.ndarray:
+        """Return the message of chunk `k`, as it is now: the chunk itself, or new memory.
+
+        Args:
+            chunks: What `cut` gave.
+            k: Number of the chunk.
+            origin: Of the reply; where in the vector it begins is filled in here.
+        """
+        chunk = chunks[k]
+        if self._codec is None:
+            return chunk
+        message = buffer_for(self._codec.wire_bytes(chunk.size, self._dtype))
+        origin = replace(origin, begin=self._begin + k * self._step)
+        self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), origin)
+        return message
+
+    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
+        """Read a message into its chunk, unless that is where it came."""
+        if self._codec is not None:
+            self._codec.decode(message, chunk)

@@ -16,8 +16,11 @@ PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
 JOB = ["jobs/digits.toml", "--servers", "1", "--node-size", "1", "--checkpoint-every", "0"]
 DGC = "--codec topk --topk-momentum 0.9 --topk-warmup 300 --optimizer sgd --lr 0.05"
 PUSHES = {name: f"--codec {name}" for name in ("none", *CODECS)}
+PULLS = {f"pull {name}": f"--pull-codec {name}" for name in ("fp16", "bf16", "int8")}
 CASES = {
     **PUSHES,
+    **PULLS,
+    "both ways": "--codec int8 --pull-codec int8 --prefetch --node-size 2",
     "dgc": DGC,
     "float64": "--codec int8 --dtype float64",
     "aggregated": "--codec onebit --node-size 2 --node-aggregation",
@@ -29,7 +32,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     made = Plan(tmp_path_factory.mktemp("codecs"))
     root = Path(__file__).parent.parent
     for name, options in CASES.items():
-        ranks = 6 if name == "aggregated" else 3
+        ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
         made.add(name, ranks, [*job, *options.split()])
     made.run(timeout_s=200)
@@ -49,6 +52,17 @@ def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None
     assert found["parameters"] == PARAMETERS
     assert found["bytes_pushed"] == found["pushes_sent"] * 4 * PARAMETERS
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
+
+
+@pytest.mark.parametrize("name", PULLS)
+def test_the_summary_has_the_bytes_that_were_read(name: str, plan: Plan) -> None:
+    """At least a pull a step, and perhaps one more of each worker that it did not use."""
+    found = summary(plan.out(name))
+    codec = make_codec(name.removeprefix("pull "))
+    assert codec is not None
+    one, pushes = codec.wire_bytes(PARAMETERS, "f4"), found["pushes_sent"]
+    assert pushes * one <= found["bytes_received"] <= (pushes + 2) * one
+    assert found["bytes_pulled"] == found["bytes_received"] // one * 4 * PARAMETERS
 
 
 def test_a_warm_up_sends_more_at_first(plan: Plan) -> None:

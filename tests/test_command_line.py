@@ -219,7 +219,7 @@ SUMMARY = {
     **dict.fromkeys(("mode", "optimizer", "command", "stop_reason", "mpi", "version"), is_text),
     **dict.fromkeys(("world", "servers", "workers", "parameters", "seed", "samples"), is_count),
     **dict.fromkeys(("global_step", "pushes_sent", "pushes_applied", "torn_reads"), is_count),
-    **dict.fromkeys(("bytes_pulled", "bytes_pushed", "bytes_sent"), is_count),
+    **dict.fromkeys(("bytes_pulled", "bytes_pushed", "bytes_sent", "bytes_received"), is_count),
     **dict.fromkeys(("epochs", "wall_s", "train_s", "samples_per_s"), is_number),
     **dict.fromkeys(("loss", "eval_loss", "accuracy"), is_number),
     "nodes": is_list(is_table(host=is_text, ranks=is_list(is_count))),

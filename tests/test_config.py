@@ -536,6 +536,8 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--classes 1", "classes 1, expected 0 (inferred) or at least 2"),
         ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
         ("--codec int8 --mode sync", "codec 'int8' in mode sync, expected mode async or ssp"),
+        ("--pull-codec fp16 --mode sync", "pull_codec 'fp16' in mode sync, expected mode async or"),
+        ("--pull-codec fp16 --far-read get", "with far_read 'get', expected far_read 'reply'"),
         ("--topk-ratio 0.1", "topk_ratio 0.1 with codec 'none', expected codec 'topk'"),
         ("--codec int8 --topk-warmup 9", "topk_warmup 9 with codec 'int8', expected codec 'topk'"),
         ("--codec topk --topk-momentum 0.9", "with optimizer 'adam', expected optimizer 'sgd'"),
@@ -817,7 +819,7 @@ def mended(values: dict[str, Any]) -> Config:
     for name in OF_MODES:
         if not OPTIONS[name].fits(values[name], values["mode"]):
             values[name] = OPTIONS[name].default
-    if values["mode"] == "ssp" and values["far_read"] == "get":
+    if values["far_read"] == "get" and (values["mode"] == "ssp" or values["pull_codec"] != "none"):
         values["far_read"] = "reply"
     if values["codec"] != "topk":
         values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}

@@ -28,7 +28,7 @@ from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
 from mpips.strategies import Outcome
 from mpips.window import Plan, Window
-from mpips.wire import Packing, push_codec
+from mpips.wire import Packing, pull_codec, push_codec
 from mpips.worker import AsyncWorker
 
 WAYS = ("get", "reply")
@@ -83,7 +83,8 @@ def run(job: Job, log: Log) -> Outcome:
 def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
-    server = Server(cluster, window, server_id, shard, job.rule, job.rate())
+    packing = Packing(pull_codec(job.config), job.config.seed, job.base_step)
+    server = Server(cluster, window, server_id, shard, job.rule, job.rate(), packing)
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
     config = job.config
@@ -122,11 +123,11 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     cluster = job.cluster
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
+    args = cluster, window, worker_id, job.shards
     packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
-    sender = Sender(cluster, window, worker_id, job.shards, c.node_aggregation, packing)
-    bound = c.bound if c.mode == "ssp" else None
-    args = cluster, window, worker_id, job.shards, c.read == "consistent", way
-    puller = Puller(*args, bound, lambda: sender.seq)
+    sender = Sender(*args, c.node_aggregation, packing)
+    bound, consistent = c.bound if c.mode == "ssp" else None, c.read == "consistent"
+    puller = Puller(*args, consistent, way, bound, lambda: sender.seq, pull_codec(c))
     gate = puller.gate
     cluster.barrier()
     times = agree_on_far_reads(job, puller, cluster.wait_request)
@@ -141,6 +142,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
         "bytes_sent": sender.bytes_sent,
+        "bytes_received": puller.bytes_received,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
         "clock_distance_max": gate.distance_max if gate else 0,
@@ -181,7 +183,8 @@ def agree_on_far_reads(
     owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
     workers = cluster.roles.workers
     far = [w for w in workers if any(cluster.node_of[r] != cluster.node_of[w] for r in owners)]
-    if not far or c.far_read != "auto" or c.read == "consistent" or c.mode == "ssp":
+    decided = c.far_read != "auto" or c.read == "consistent" or c.pull_codec != "none"
+    if not far or decided or c.mode == "ssp":
         return None
     times = np.zeros(2)
     if puller is not None and cluster.rank == far[0]:

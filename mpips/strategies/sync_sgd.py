@@ -263,7 +263,7 @@ class SyncLoop:
             outcome.stats = {
                 **dataclasses.asdict(self.times),
                 "pushes_sent": self.times.steps, "bytes_pushed": moved, "bytes_pulled": moved,
-                "bytes_sent": 0, "torn_reads": 0,
+                "bytes_sent": 0, "bytes_received": 0, "torn_reads": 0,
             }  # fmt: skip
         if self._saver:
             outcome.stats |= {

@@ -41,6 +41,7 @@ class Rig:
         aggregate: bool = False,
         bound: int | None = None,
         codec: Codec | None = None,
+        pull_codec: Codec | None = None,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
@@ -52,10 +53,10 @@ class Rig:
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
-            packing = Packing(codec, seed=1)
-            self.sender = Sender(cluster, self.window, self.id, self.shards, aggregate, packing)
-            args = (cluster, self.window, self.id, self.shards, consistent, far, bound)
-            self.puller = Puller(*args, lambda: self.sender.seq)
+            args = (cluster, self.window, self.id, self.shards)
+            self.sender = Sender(*args, aggregate, Packing(codec, seed=1))
+            clock = lambda: self.sender.seq  # noqa: E731
+            self.puller = Puller(*args, consistent, far, bound, clock, pull_codec)
             self.replica = np.zeros(n)
             if share:
                 self._share()
@@ -63,7 +64,8 @@ class Rig:
             self.id = self.roles.servers.index(cluster.rank)
             self.shard = self.shards[self.id]
             place = (cluster, self.window, self.id, self.shard)
-            self.server = Server(*place, self.rule, lambda step: -1.0)
+            packing = Packing(pull_codec, seed=1)
+            self.server = Server(*place, self.rule, lambda step: -1.0, packing)
             ledger = self.server.applied
             self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate, codec)
         cluster.barrier()

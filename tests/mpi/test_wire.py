@@ -160,3 +160,60 @@ def test_small_shards_are_not_packed(cluster: Cluster) -> None:
             wrong.append(rig.server.params - expected)
     check(cluster.comm, not wrong, wrong)
     rig.free()
+
+
+# Pulls ------------------------------------------------------------------------------------------
+
+
+def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:
+    """Whether `came` is within the codec's error of `params`, and within no smaller one."""
+    if codec is None:
+        return bool(np.array_equal(came, params))
+    bound = {"fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 127}[codec.name]
+    error = np.abs(came - params).max() / np.abs(params).max()
+    return bool(bound / 100 < error <= bound * 1.001)
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
+def test_far_shards_are_read_packed(
+    cluster: Cluster, name: str, share: bool, consistent: bool
+) -> None:
+    servers = min(2, cluster.world - 1)
+    codec = make_codec(name)
+    args = {"consistent": consistent, "far": "reply", "share": share, "pull_codec": codec}
+    rig = Rig(cluster, N, servers, **args)  # type: ignore[arg-type]
+    wrong: list[object] = []
+    params = np.random.default_rng(5).standard_normal(N)
+    if rig.worker:
+        cluster.barrier()
+        seen = []
+        for _ in range(3):
+            rig.puller.pull(rig.replica)
+            seen.append(rig.replica.copy())
+        expected = 0
+        for rank, shard in zip(rig.roles.servers, rig.shards, strict=True):
+            far = not cluster.near(rank)
+            kind = codec if far else None
+            parts = [came[shard.range] for came in seen]
+            if not all(close(kind, part, params[shard.range]) for part in parts):
+                wrong.append((rank, far, parts))
+            if kind is not None and np.array_equal(parts[0], parts[1]) != (name != "int8"):
+                wrong.append("draws of two replies that are alike")
+            chunk = {"none": 8, "fp16": 2, "bf16": 2, "int8": 1}[name] * shard.size
+            expected += far * (chunk + (name == "int8") * 8 * -(-shard.size // 512))
+        if not share and rig.puller.bytes_received != 3 * expected:
+            wrong.append((rig.puller.bytes_received, expected))
+        rig.finish()
+    else:
+        rig.server.params[:] = params[rig.shard.range]
+        cluster.barrier()
+        rig.serve(rig.server.apply)
+    cluster.barrier()
+    if rig.worker:
+        rig.puller.pull_final(rig.replica)
+        if not np.array_equal(rig.replica, params):
+            wrong.append("the last read is not exact")
+    check(cluster.comm, not wrong, wrong[:2])
+    rig.free()
