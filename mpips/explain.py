@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpips import traffic
+from mpips.codecs import CODECS, codec_for, make_codec
 from mpips.command_line import Question
 from mpips.config import OPTIONS, Config, validate
 from mpips.datasets import open_dataset
@@ -24,7 +25,11 @@ from mpips.problems import load_problem
 from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
 
-ROUNDS = {"async": False, "sync": True}  # by mode: served, or in rounds (see `mpips.traffic`)
+ROUNDS = {
+    "async": False,
+    "ssp": False,
+    "sync": True,
+}  # by mode: served, or in rounds (see `mpips.traffic`)
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
@@ -225,8 +230,17 @@ def explain_world(
     """
     parameters = load_problem(config.problem, open_dataset(config).info, config).layout.size
     compute_s = question.step_ms / 1e3
-    place = Place(hosts, node_of, parameters, question.bytes_per_s, compute_s)
+    rate, codecs = question.bytes_per_s, codec_ratios(parameters, config.dtype)
+    place = Place(hosts, node_of, parameters, rate, compute_s, codecs)
     return explanation_text(explain(config, place), question.link)
+
+
+def codec_ratios(n: int, dtype: str) -> dict[str, float]:
+    """Return the bytes on the wire over those in memory of `n` parameters, by codec."""
+    raw = n * np.dtype(dtype).itemsize
+    if codec_for(make_codec("fp16"), n, dtype) is None:  # too small to be packed
+        return {}
+    return {name: codec().wire_bytes(n, dtype) / raw for name, codec in CODECS.items()}
 
 
 def explanation_text(told: Explanation, link: str) -> str:

@@ -37,7 +37,9 @@ def told(node_of: list[int], compute_s: float = 0.0, n: int = N, **options: Any)
 
 
 def gains(found: Explanation) -> dict[str, float]:
-    return {relief.option: relief.gain for relief in found.reliefs}
+    """Return what each option gives, but for accumulating, which divides all by 4."""
+    every = {relief.option: relief.gain for relief in found.reliefs}
+    return {option: gain for option, gain in every.items() if "accumulate" not in option}
 
 
 def test_every_mode_has_its_formula() -> None:
@@ -55,7 +57,8 @@ def test_one_server_is_the_bottleneck_and_more_servers_or_rounds_relieve_it() ->
     assert found.link_s == found.step_s == 3 * M / RATE
     assert found.samples_per_s == pytest.approx(3 * 32 * RATE / (3 * M))
     assert gains(found) == pytest.approx({"--mode sync": 4 / 1.5, "--servers 2": 2})
-    assert found.reliefs[1].step_s == M / RATE
+    steps = {relief.option: relief.step_s for relief in found.reliefs}
+    assert (steps["--servers 2"], steps["--accumulate 4"]) == (M / RATE, 3 * M / RATE / 4)
 
 
 def test_reliefs_of_a_node_s_workers() -> None:
@@ -119,6 +122,7 @@ def test_the_text() -> None:
         "a step takes at least 461 ms: at most 208 samples/s (computing not counted: give "
         "--step-ms)",
         "what would relieve it, the most first (speed alone, not what it does to the result):",
+        "  --accumulate 4           115 ms a step, 4 times the samples/s",
         "  --mode sync              230 ms a step, 2.67 times the samples/s",
         "  --node-aggregation       230 ms a step, 2 times the samples/s",
         "  --servers 2              230 ms a step, 1.33 times the samples/s",
@@ -148,7 +152,6 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def test_smaller_and_fewer_messages_are_proposed(smaller: Place) -> None:
     found = gains(explain.explain(Smaller(), smaller))
-    assert found["--accumulate 4"] == pytest.approx(4)
     # The server receives 3 M of gradients and sends 3 M of parameters, both at once.
     assert found["--codec int8 --pull-codec int8"] == pytest.approx(4)
     assert not {"--codec int8", "--pull-codec int8", "--codec topk"} & found.keys()
