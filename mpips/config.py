@@ -17,7 +17,7 @@ from typing import Any
 from mpips.delay import DELAYS, FORM, parse_delays
 from mpips.errors import UserError, nearest
 from mpips.options import Option, setting, shown
-from mpips.roles import SERVED
+from mpips.roles import ROUND_MODES, SERVED
 
 LEARNING_RATES = {
     "sgd": 0.1,
@@ -51,8 +51,9 @@ class Config:
     """A resolved job; ``--help`` tells the meaning of each field. `resolve` makes valid ones."""
 
     mode: str = setting(
-        "run", "async", "servers apply gradients as they come, the same with a bound on clocks, "
-        "or all ranks go in rounds", legal=("async", "ssp", "sync"),
+        "run", "async", "servers apply gradients as they come (async), the same with a bound on "
+        "clocks (ssp), or all ranks go in rounds, of gradients (sync) or of averages after local "
+        "steps (local_sgd)", legal=("async", "ssp", "sync", "local_sgd"),
     )  # fmt: skip
     out: str = setting(
         "run", "", "folder of the run", metavar="DIR", unset="runs/<problem>-<mode>-<time>"
@@ -76,8 +77,8 @@ class Config:
     )  # fmt: skip
 
     servers: int | None = setting(
-        "cluster", None, "number of servers; 0 (sync only): every rank is a worker", ">= 0",
-        unset="async: max(1, ranks // 4), sync: 0",
+        "cluster", None, "number of servers; 0 (sync, local_sgd): every rank is a worker", ">= 0",
+        unset="async: max(1, ranks // 4), sync and local_sgd: 0",
     )  # fmt: skip
     server_ranks: tuple[int, ...] = setting(
         "cluster", (), "the ranks that are servers", ">= 0", unset="spread over the nodes"
@@ -94,7 +95,7 @@ class Config:
     )  # fmt: skip
     reduce: str = setting(
         "cluster", "auto", "how a round sums: in node-shared memory or by MPI_Allreduce",
-        legal=("auto", "shared", "allreduce"), modes=("sync",),
+        legal=("auto", "shared", "allreduce"), modes=ROUND_MODES,
     )  # fmt: skip
     inbox: int = setting(
         "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
@@ -196,8 +197,17 @@ class Config:
     warmup_steps: int = setting("optimisation", 0, "updates of linear warm-up", ">= 0")
     step_every: int = setting("optimisation", 0, "updates between steps of schedule step", ">= 0")
     step_factor: float = setting("optimisation", 0.1, "factor of each step of the schedule", "> 0")
+    local_steps: int = setting(
+        "optimisation", 8, "steps of each worker by itself before the replicas are averaged",
+        ">= 1", modes=("local_sgd",),
+    )  # fmt: skip
+    outer_momentum: float = setting(
+        "optimisation", 0.0, "momentum of what a round changes", "in [0, 1)", modes=("local_sgd",)
+    )
     epochs: int = setting("optimisation", 40, "passes over the data, resumed ones included", ">= 0")
-    steps: int = setting("optimisation", 0, "steps of each worker; 0: as --epochs says", ">= 0")
+    steps: int = setting(
+        "optimisation", 0, "steps of each worker, rounds in local_sgd; 0: as --epochs says", ">= 0"
+    )
     target_accuracy: float = setting(
         "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
     )
@@ -230,6 +240,16 @@ class Config:
     def bound(self) -> int:
         """The staleness bound of mode ssp."""
         return STALENESS_BOUND if self.staleness_bound is None else self.staleness_bound
+
+    @property
+    def unit_size(self) -> int:
+        """Samples that one worker takes at a time: of all its steps up to a push or round."""
+        return self.step_size * (self.local_steps if self.mode == "local_sgd" else 1)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all ranks go in rounds."""
+        return self.mode in ROUND_MODES
 
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:
@@ -331,7 +351,7 @@ def resolve(
 
 def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """Return the values of a job of another mode without what `mode` does not have."""
-    none = {"servers"} if mode in SERVED and values.get("servers") == 0 else set()
+    none = {"servers"} if mode not in ROUND_MODES and values.get("servers") == 0 else set()
     return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
 
 
@@ -368,8 +388,8 @@ def _check_reads(config: Config) -> None:
 
 def _check_servers(config: Config) -> None:
     ranks = config.server_ranks
-    if config.mode in SERVED and config.servers == 0:
-        remedy = "only mode sync does without servers: use --mode sync"
+    if not config.in_rounds and config.servers == 0:
+        remedy = f"only {' and '.join(ROUND_MODES)} do without servers: use --mode sync"
         raise UserError(f"servers 0 in mode {config.mode}", "servers >= 1", remedy)
     if len(set(ranks)) < len(ranks):
         raise UserError(f"server_ranks {shown(ranks)}", "distinct ranks", "name each rank once")
@@ -400,8 +420,8 @@ def _check_schedule(config: Config) -> None:
     if config.schedule == "warmup" and not config.warmup_steps:
         remedy = "set --warmup-steps"
         raise UserError("schedule 'warmup' with warmup_steps 0", "warmup_steps >= 1", remedy)
-    # In mode async an update is one worker's step, so that only a world gives their number.
-    if config.mode == "sync" and 0 < config.steps <= config.warmup_steps:
+    # Elsewhere an update is one worker's step, so that only a world gives their number.
+    if config.in_rounds and 0 < config.steps <= config.warmup_steps:
         got = f"warmup_steps {config.warmup_steps} with steps {config.steps}"
         raise UserError(got, f"warmup_steps < {config.steps}", "set --warmup-steps")
 

@@ -25,11 +25,8 @@ from mpips.problems import load_problem
 from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
 
-ROUNDS = {
-    "async": False,
-    "ssp": False,
-    "sync": True,
-}  # by mode: served, or in rounds (see `mpips.traffic`)
+# By mode: served, or in rounds (see `mpips.traffic`).
+ROUNDS = {"async": False, "ssp": False, "sync": True, "local_sgd": True}
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
@@ -126,7 +123,7 @@ def case_of(config: Config, place: Place) -> Case:
     roles = assign(mode, place.hosts, place.node_of, c.servers, c.server_ranks, c.server_hosts)
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in cut(place.parameters, len(roles.owners), item)]
-    given = {k: getattr(c, k) for k in ("codec", "pull_codec", "accumulate") if has(k, mode)}
+    given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
     return Case(
         roles,
         tuple(place.node_of),
@@ -136,7 +133,7 @@ def case_of(config: Config, place: Place) -> Case:
         one_push=c.node_aggregation,
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
-        every=given.get("accumulate", 1),
+        every=c.unit_size // c.batch_size,
         grads=place.codecs.get(given.get("codec", ""), 1.0),
         params=place.codecs.get(given.get("pull_codec", ""), 1.0),
     )

@@ -28,8 +28,9 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 RUNS = "runs"
+MODES = "|".join(OPTIONS["mode"].legal)
 DEFAULT_NAME = re.compile(
-    r"(?P<problem>.+)-(?P<mode>async|ssp|sync)-(?P<time>\d{8}-\d{6})(-(?P<number>\d+))?"
+    rf"(?P<problem>.+)-(?P<mode>{MODES})-(?P<time>\d{{8}}-\d{{6}})(-(?P<number>\d+))?"
 )
 
 _held: list[IO[str]] = []

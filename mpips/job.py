@@ -18,9 +18,10 @@ from mpips.errors import UserError
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
-from mpips.optim import Rule, make_rule, schedule
+from mpips.optim import RULES, Rule, make_rule, schedule
 from mpips.problems import Problem
 
+OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
@@ -65,6 +66,8 @@ class Job:
             c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
+        outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
+        self.slots: tuple[str, ...] = self.rule.slots + outer  # owned beside the parameters
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
@@ -86,13 +89,13 @@ class Job:
     def updates_per_epoch(self) -> int:
         """Updates that one epoch makes."""
         workers = len(self.cluster.roles.workers)
-        together = self.config.step_size * (workers if self.config.mode == "sync" else 1)
+        together = self.config.unit_size * (workers if self.config.in_rounds else 1)
         return -(-self.info.n_train // together)
 
     @property
     def total_steps(self) -> int:
         """Updates of the whole run, resumed parts included."""
-        workers = 1 if self.config.mode == "sync" else len(self.cluster.roles.workers)
+        workers = 1 if self.config.in_rounds else len(self.cluster.roles.workers)
         steps = self.config.steps
         return steps * workers if steps else self.config.epochs * self.updates_per_epoch
 
@@ -109,9 +112,9 @@ class Job:
 
         A synchronous run has one taker, the round, whose batch all workers share.
         """
-        c, sync = self.config, self.config.mode == "sync"
+        c, sync = self.config, self.config.in_rounds
         workers = len(self.cluster.roles.workers)
-        size = c.step_size * (workers if sync else 1)
+        size = c.unit_size * (workers if sync else 1)
         out = HandOut(
             samples=self.info.n_train,
             batch_size=size,
@@ -143,6 +146,8 @@ class Job:
         """Return what a synchronous run's bits depend on (see `differences`)."""
         cluster, c = self.cluster, self.config
         fields = set(BITWISE_FIELDS)
+        if c.mode == "local_sgd":
+            fields |= {"local_steps", "outer_momentum"}
         if c.schedule == "cosine":
             fields |= {"epochs", "steps"}
         return {
@@ -177,8 +182,9 @@ class Job:
         else:
             self.checkpoint.read_params(shard.begin, shard.end, out=params)
         if self.checkpoint is not None and self.resumed:
-            for name, slot in zip(self.rule.slots, slots, strict=True):
-                self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
+            for name, slot in zip(self.slots, slots, strict=True):
+                if name in self.checkpoint.slot_names:  # else the saved run's mode had none
+                    self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
         else:
             self.rule.init(params, slots)
 
@@ -214,14 +220,16 @@ def check_memory(layout: Layout, config: Config, workers: int) -> None:
 
     Args:
         layout: Of the model.
-        config: Its fields mode, reduce, window, prefetch and dtype are used.
+        config: Its fields mode, optimizer, reduce, window, prefetch and dtype are used.
         workers: Workers on this host.
 
     Raises:
         UserError: If the host has less memory than that.
     """
-    shared = config.mode == "sync" and config.window == "shared" and config.reduce != "allreduce"
+    shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
     vectors = workers + 1 if shared else (2 + config.prefetch) * workers
+    if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
+        vectors = (1 + len(RULES[config.optimizer].slots)) * vectors + workers
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if workers and needed > there:

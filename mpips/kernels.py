@@ -282,6 +282,19 @@ def copy_finite(src: Vector, dst: Vector) -> bool:
     return not bad
 
 
+@kernel()
+def slow_momentum(params: Vector, mean: Vector, velocity: Vector, beta: float) -> None:
+    """Apply `mpips.averaging.SlowMomentum` in place."""
+    if params.size != mean.size or params.size != velocity.size:
+        raise ValueError("slow_momentum: vectors of one length are expected")
+    beta = params.dtype.type(beta)
+    for i in range(params.size):
+        w = params[i]
+        v = beta * velocity[i] + (w - mean[i])
+        velocity[i] = v
+        params[i] = w - v
+
+
 # Update rules: the equations stand in optim.py ------------------------------------------------
 #
 # Scalars come as float64 and are rounded to the vectors' dtype here, since one float64 operand

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mpips.errors import UserError
 
 SERVED = ("async", "ssp")  # modes in which servers apply gradients as they come
+ROUND_MODES = ("sync", "local_sgd")  # all ranks go in rounds; these do without servers
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Roles:
 
 def default_servers(mode: str, world: int) -> int:
     """Return the number of servers where the user names none."""
-    return max(1, world // 4) if mode in SERVED else 0
+    return 0 if mode in ROUND_MODES else max(1, world // 4)
 
 
 def assign(
@@ -58,7 +59,7 @@ def assign(
     """Split the world into servers and workers.
 
     Args:
-        mode: ``async``, ``ssp`` or ``sync``.
+        mode: As in `mpips.config.Config`; those of `ROUND_MODES` do without servers.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
         servers: Number of servers, or None for the mode's default.
@@ -98,14 +99,14 @@ def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world:
 
 
 def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
-    if mode in SERVED and world == 1:
+    least = 0 if mode in ROUND_MODES else 1
+    if least and world == 1:
         raise UserError(
             f"mode={mode} in a world of 1 rank",
             "at least 2 ranks, a server and a worker",
             "use mpirun -n 2 or more, or --mode sync",
         )
-    if count < 0 or (mode in SERVED and count == 0):
-        least = 1 if mode in SERVED else 0
+    if count < least:
         raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
     if count >= world:
         raise UserError(

@@ -26,7 +26,7 @@ from mpips.cluster import all_done, begin_sum, cluster_subset, free
 from mpips.job import Job
 from mpips.kernels import meet, sum_rows, sum_squares
 from mpips.layout import CACHE_LINE_BYTES, Shard
-from mpips.optim import Slots, clip_factor
+from mpips.optim import Rule, Slots, clip_factor
 from mpips.window import Field, Plan, Window, transfer_pieces
 
 LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
@@ -76,8 +76,10 @@ class Round(ABC):
     params: np.ndarray
     slots: tuple[np.ndarray, ...]
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, rule: Rule | None = None) -> None:
+        """Make the round of `job`, or one whose sum goes to `rule` as it is, not clipped."""
         self._job, self._cluster = job, job.cluster
+        self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
         self._rate = job.rate()
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.waited_s = self.busy_s = 0.0
@@ -124,7 +126,7 @@ class Round(ABC):
     def _apply(self, step: int, sources: tuple[np.ndarray, np.ndarray] | None = None) -> None:
         """Apply the rule block by block; a block's gradient is the sum of rows with weights."""
         start = perf_counter()
-        apply, lr, far = self._job.rule.apply, self._rate(step), self._cluster.nodes > 1
+        apply, lr, far = self._rule.apply, self._rate(step), self._cluster.nodes > 1
         for begin, params, grad, slots in self._blocks:
             if sources:
                 sum_rows(*sources, begin, grad)
@@ -137,10 +139,10 @@ class Round(ABC):
         """Scale an owner's slice of the mean gradient by the norm of the whole."""
         total = np.array([sum_squares(grad)])
         self._wait([begin_sum(self._owners, total)])
-        grad *= grad.dtype.type(clip_factor(float(total[0]), self._job.config.clip))
+        grad *= grad.dtype.type(clip_factor(float(total[0]), self._max_norm))
 
 
-def _plan(job: Job, rank: int) -> Plan:
+def _plan(job: Job, rule: Rule, rank: int) -> Plan:
     cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
     found = [Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))]
     if rank == cluster.node_of.index(cluster.node_of[rank]):
@@ -149,17 +151,17 @@ def _plan(job: Job, rank: int) -> Plan:
         found.append(Field("grad", dtype, (n,)))
     if rank in cluster.roles.owners:
         size = job.shards[cluster.roles.owners.index(rank)].size
-        found += [Field(f"slots/{name}", dtype, (size,)) for name in job.rule.slots]
+        found += [Field(f"slots/{name}", dtype, (size,)) for name in rule.slots]
     return Plan(tuple(found))
 
 
 class SharedRound(Round):
     """Rounds in node-shared memory, by messages between nodes."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, rule: Rule | None = None) -> None:
+        super().__init__(job, rule)
         cluster = self._cluster
-        plans = [_plan(job, rank) for rank in range(cluster.world)]
+        plans = [_plan(job, self._rule, rank) for rank in range(cluster.world)]
         self._window = Window(cluster, plans, job.config.window == "shared", far_reads=False)
         view = self._window.view
         self._leader = cluster.my_node[0]
@@ -190,14 +192,14 @@ class SharedRound(Round):
     def _own_shard(self, shard: Shard) -> None:
         cluster, dtype = self._cluster, self._job.dtype
         self.params = self.replica[shard.range]
-        names = self._job.rule.slots
+        names = self._rule.slots
         self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
         far = [n for n in self._with_workers if n != cluster.node_of[cluster.rank]]
         self._agents = [self._agent(n, cluster.roles.owners.index(cluster.rank)) for n in far]
         self._partials = [np.zeros(shard.size, dtype) for _ in far if shard.size]
         relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
         self._rows = np.concatenate([self._addresses, addresses_of(self._partials) - relative])
-        size = shard.size if self._job.config.clip else BLOCK_BYTES // dtype.itemsize
+        size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
         self._sum = np.zeros(min(size, shard.size), dtype)
         self._cut(shard, self._sum)
 
@@ -291,7 +293,7 @@ class SharedRound(Round):
 
     def _update(self, step: int, weights: np.ndarray) -> None:
         """Sum the rows of the shard and apply the rule."""
-        if self._job.config.clip:
+        if self._max_norm:
             sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
             self._clip(self._sum)
             self._apply(step)
@@ -320,14 +322,14 @@ def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
 class AllreduceRound(Round):
     """Rounds by MPI's collectives alone, each rank with a private replica."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, rule: Rule | None = None) -> None:
+        super().__init__(job, rule)
         n, dtype = job.layout.size, job.dtype
         self.replica, self.grad = _aligned_zeros(n, dtype), _aligned_zeros(n, dtype)
         if self._cluster.rank in self._cluster.roles.owners:
             shard = job.shard
             self.params = self.replica[shard.range]
-            self.slots = tuple(_aligned_zeros(shard.size, dtype) for _ in job.rule.slots)
+            self.slots = tuple(_aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
             self._cut(shard, self.grad[shard.range])
         self._sums = np.zeros(8)
 
@@ -355,17 +357,19 @@ class AllreduceRound(Round):
         parts = [self._sums, *transfer_pieces(self.grad)]
         self._wait([begin_sum(comm, part) for part in parts])
         if self._cluster.rank in self._cluster.roles.owners:
-            if self._job.config.clip:
+            if self._max_norm:
                 self._clip(self.grad[self._job.shard.range])
             self._apply(step)
         self.publish_start()
         return Report._make(REPORT.unpack_from(self._sums.data))
 
 
-def make_round(job: Job) -> Round:
-    """Build the round that the configuration asks for. Collective: yes.
+def make_round(job: Job, rule: Rule | None = None) -> Round:
+    """Build the round that the configuration asks for, with a `rule` of its own if one is given.
+
+    Collective: yes.
 
     Raises:
         UserError: If the shared memory of a host is too small.
     """
-    return AllreduceRound(job) if job.config.reduce == "allreduce" else SharedRound(job)
+    return (AllreduceRound if job.config.reduce == "allreduce" else SharedRound)(job, rule)

@@ -132,7 +132,7 @@ class Contents:
     def of(cls, job: Job) -> "Contents":
         """Return the contents for a run."""
         c = job.config
-        return cls(job.layout, c.dtype, job.rule.slots, to_toml(c), c.keep)
+        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep)
 
 
 class Committer:

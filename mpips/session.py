@@ -222,7 +222,7 @@ def _say_start(job: Job, found: Run, log: Log) -> None:
     if not job.cluster.is_chief:
         return
     ranks, c = job.cluster, job.config
-    item = job.dtype.itemsize * (1 + len(job.rule.slots))
+    item = job.dtype.itemsize * (1 + len(job.slots))
     owned = dict(zip(ranks.roles.owners, (s.size * item for s in job.shards), strict=True))
     sizes = [owned.get(r, 0) for r in range(ranks.world)]
     names = [ranks.roles.name(r) for r in range(ranks.world)]
@@ -244,7 +244,7 @@ def _say_start(job: Job, found: Run, log: Log) -> None:
 def _say_resumed(job: Job, log: Log) -> None:
     assert job.checkpoint is not None
     log.say(f"resumed at step {job.base_step} from {job.checkpoint.path}")
-    if job.config.mode == "sync":
+    if job.config.in_rounds:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")

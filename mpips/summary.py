@@ -10,7 +10,6 @@ from mpips import __version__, metrics
 from mpips.cluster import Cluster, mpi_name
 from mpips.delay import delays_text
 from mpips.job import Job
-from mpips.roles import SERVED
 from mpips.strategies import Outcome
 
 
@@ -32,9 +31,9 @@ def summarise(
         "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
         "loss": None, "eval_loss": held_out.get("loss"), "accuracy": held_out.get("accuracy"),
         "pushes_sent": sum(w["pushes_sent"] for w in workers),
-        "pushes_applied": max(o["applied"] for o in owners) if c.mode in SERVED
+        "pushes_applied": max(o["applied"] for o in owners) if not c.in_rounds
         else sum(w["pushes_sent"] for w in workers),
-        "staleness": _staleness(owners, c.mode),
+        "staleness": _staleness(owners, c.in_rounds),
         "clock_distance_max": max(w["clock_distance_max"] for w in workers) if c.mode == "ssp"
         else None,
         "torn_reads": sum(w["torn_reads"] for w in workers),
@@ -81,9 +80,9 @@ def _server(part: dict[str, Any]) -> dict[str, Any]:
     return {**{k: part[k] for k in ("bytes", "applied", "busy_s")}, "staleness_mean": stale}
 
 
-def _staleness(owners: list[dict[str, Any]], mode: str) -> dict[str, Any]:
+def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
     """Summarise over all shards; a synchronous update is never stale."""
-    if mode == "sync":
+    if in_rounds:
         applied = sum(o["applied"] for o in owners)
         return metrics.staleness_summary([applied], 0, 0)
     bins = [sum(column) for column in zip(*(o["staleness"] for o in owners), strict=True)]

@@ -580,7 +580,7 @@ MODES = OPTIONS["mode"].legal
 
 def other_value(option: Option) -> Any:
     """Return a legal value that is not the default."""
-    known: dict[Any, Any] = {bool: not option.default, int: 5}
+    known: dict[Any, Any] = {bool: not option.default, int: 5, float: 0.5}
     return next((v for v in option.legal[::-1] if v != option.default), known.get(option.kind))
 
 

@@ -37,9 +37,9 @@ def told(node_of: list[int], compute_s: float = 0.0, n: int = N, **options: Any)
 
 
 def gains(found: Explanation) -> dict[str, float]:
-    """Return what each option gives, but for accumulating, which divides all by 4."""
+    """Return what each option gives, but for those that make a step of several batches."""
     every = {relief.option: relief.gain for relief in found.reliefs}
-    return {option: gain for option, gain in every.items() if "accumulate" not in option}
+    return {k: gain for k, gain in every.items() if "accumulate" not in k and "local" not in k}
 
 
 def test_every_mode_has_its_formula() -> None:
@@ -122,6 +122,7 @@ def test_the_text() -> None:
         "a step takes at least 461 ms: at most 208 samples/s (computing not counted: give "
         "--step-ms)",
         "what would relieve it, the most first (speed alone, not what it does to the result):",
+        "  --mode local_sgd        28.8 ms a step, 21.3 times the samples/s",
         "  --accumulate 4           115 ms a step, 4 times the samples/s",
         "  --mode sync              230 ms a step, 2.67 times the samples/s",
         "  --node-aggregation       230 ms a step, 2 times the samples/s",

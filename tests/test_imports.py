@@ -17,8 +17,8 @@ errors layout signals
 kernels roles ledger metrics optim options launch delay
 codecs
 command_line config checkpoint datasets problems
-evaluation folder traffic explain
-accumulate
+evaluation folder traffic explain averaging
+accumulate replica
 cluster ending
 window
 push wire

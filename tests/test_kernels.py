@@ -506,11 +506,15 @@ def arguments(name, dtype):
         "all_finite": [x],
         "scale": [x, 0.5],
         "add_scaled": [x, 0.5, y, 0.5],
+        "slow_momentum": [x, y, np.ones(8, dtype), 0.5],
         "copy_finite": [x, y],
     }[name]
 
 
-LOOPS = ["sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "copy_finite", *UPDATES]
+LOOPS = [
+    *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "slow_momentum"),
+    *("copy_finite", *UPDATES),
+]
 
 
 @pytest.mark.parametrize("name", LOOPS)

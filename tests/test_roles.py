@@ -24,6 +24,8 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
         ("sync", 1, None, ()),
         ("sync", 8, None, ()),
         ("sync", 1, 0, ()),
+        ("local_sgd", 3, None, ()),
+        ("local_sgd", 3, 1, (0,)),
         ("sync", 4, 2, (0, 1)),
         ("sync", 4, 3, (0, 1, 2)),
         ("async", 1, None, "at least 2 ranks"),

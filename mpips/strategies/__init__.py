@@ -42,6 +42,6 @@ def strategy(mode: str) -> "Callable[[Job, Log], Outcome]":
     """Return the strategy called `mode`; it is imported only now."""
     import importlib
 
-    name = f"{mode}_sgd" if mode in ("async", "sync") else mode
+    name = {"async": "async_sgd", "sync": "sync_sgd"}.get(mode, mode)
     run: Callable[[Job, Log], Outcome] = importlib.import_module(f"mpips.strategies.{name}").run
     return run

@@ -55,7 +55,7 @@ class SyncLoop:
         self._committer: Committer | None = None
         self._loader: Loader | None = None
         if self._cluster.rank in self._cluster.roles.owners:
-            slots = dict(zip(job.rule.slots, rounds.slots, strict=True))
+            slots = dict(zip(job.slots, rounds.slots, strict=True))
             stall = job.config.snapshot == "stall"
             self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
         if self._cluster.is_chief:
@@ -110,12 +110,17 @@ class SyncLoop:
         while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
             self._ahead.append(batch)
             if self._loader:
-                submit(self._job, self._loader, self._part(batch))
+                for step in self._steps(batch):
+                    submit(self._job, self._loader, step)
         return self._ahead.popleft() if self._ahead else None
 
     def _part(self, batch: Range) -> Range:
         assert self._worker_id is not None, "servers have no part of a batch"
         return part(batch, self._worker_id, len(self._cluster.roles.workers))
+
+    def _steps(self, batch: Range) -> list[Range]:
+        """Return what this worker reads for a round, one part a step."""
+        return [self._part(batch)]
 
     def _round(self, batch: Range) -> str:
         """Run one round; returns why the run ends with it, or an empty text."""

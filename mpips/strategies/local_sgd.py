@@ -1,0 +1,148 @@
+"""Local SGD: each worker makes H steps by itself, then the replicas are averaged.
+
+In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule,
+``x_k <- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then
+``w <- sum_k (n_k / n) x_k``, n_k of the n samples being its own; or, with an outer momentum b,
+``v <- b v + (w - sum_k (n_k / n) x_k)`` and ``w <- w - v`` (see `mpips.averaging`). With H = 1
+and plain SGD it is synchronous SGD. A round moves as much as one of `sync_sgd`, for H steps.
+
+The slots of the rule are averaged as well, with the same weights (for momentum as in Yu, Jin and
+Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`,
+a checkpoint holds all of it, and any number of workers may resume it. Step h of round r has the
+number ``(r - 1) H + h`` in Adam's bias correction, and the learning rate of update r. The last
+round of an epoch has fewer steps, equally many on each worker.
+
+References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020.
+"""
+
+import math
+
+import numpy as np
+
+from mpips.accumulate import taken
+from mpips.averaging import Average, SlowMomentum
+from mpips.job import Job
+from mpips.ledger import Range, split
+from mpips.metrics import Log
+from mpips.replica import Replica
+from mpips.rounds import Report, Round, Weights, make_round
+from mpips.strategies import Outcome
+from mpips.strategies.sync_sgd import SyncLoop
+
+
+def run(job: Job, log: Log) -> Outcome:
+    """Train in rounds of local steps. Collective: yes.
+
+    Raises:
+        UserError: If shared memory is too small, or a file cannot be read or written.
+    """
+    rounds = AveragingRound(job)
+    if job.cluster.rank in job.cluster.roles.owners:
+        job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    return LocalLoop(job, rounds, log).run()
+
+
+class AveragingRound(Round):
+    """The averages of a round: of the replicas, and of each slot of the rule.
+
+    Here `grad` is not a gradient but this worker's own parameters, and `slots` of an owner are
+    those of the job: the rule's, averaged, and the outer velocity.
+
+    Attributes:
+        own_slots: This worker's slots, each of shape (n_params,).
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        beta = job.config.outer_momentum
+        self._slots = [make_round(job, Average()) for _ in job.rule.slots]
+        self._main = make_round(job, SlowMomentum(momentum=beta) if beta else Average())
+        self._all = [*self._slots, self._main]
+        self.replica = self._main.replica
+        if job.worker_id is not None:
+            self.grad = self._main.grad
+            self.own_slots = tuple(r.grad for r in self._slots)
+        if self._cluster.rank in self._cluster.roles.owners:
+            self.params = self._main.params
+            self.slots = (*(r.params for r in self._slots), *self._main.slots)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of the parameters' size that a round averages."""
+        return len(self._all)
+
+    def begin(self) -> None:
+        """Let this worker's parameters and slots begin at the averages. Collective: no."""
+        for each in self._all:
+            np.copyto(each.grad, each.replica)
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`."""
+        for each in self._slots:
+            each.exchange(step, weights, Report())
+        agreed = self._main.exchange(step, weights, report)
+        self.waited_s = sum(r.waited_s for r in self._all)
+        self.busy_s = sum(r.busy_s for r in self._all)
+        return agreed
+
+    def publish_start(self) -> None:
+        """See `Round.publish_start`."""
+        for each in self._all:
+            each.publish_start()
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        super().free()
+        self.own_slots = ()
+        for each in self._all:
+            each.free()
+
+
+class LocalLoop(SyncLoop):
+    """The rounds of a run; every rank has one, and all do the same."""
+
+    def __init__(self, job: Job, rounds: AveragingRound, log: Log) -> None:
+        super().__init__(job, rounds, log)
+        self._averages, self._rate = rounds, job.rate()
+        self._taken_part = 0
+        if self._loader:
+            self._own = Replica(job, rounds.grad, rounds.own_slots)
+
+    def _steps(self, batch: Range) -> list[Range]:
+        """Return this worker's part of a round, cut into as many steps as every worker makes."""
+        together = self._job.config.step_size * len(self._cluster.roles.workers)
+        count = -(-(batch[2] - batch[1]) // together)
+        return [step for step in split(self._part(batch), count) if step[2] > step[1]]
+
+    def _compute(self, batch: Range) -> tuple[float, int]:
+        """Make the local steps of a round; returns the mean loss and the number of samples."""
+        steps = self._steps(batch) if self._loader else []
+        if not self._loader or not steps:
+            return 0.0, 0
+        self._averages.begin()
+        self._taken_part += 1
+        total, samples = 0.0, 0
+        for h, step in enumerate(steps, 1):
+            number = self.step * self._job.config.local_steps + h
+            size, batches = step[2] - step[1], taken(self._job, self._loader, step)
+            loss = self._own.step(batches, size, number, self._rate(self.step + 1))
+            total, samples = total + loss * size, samples + size
+            self.times.steps += 1
+            if not math.isfinite(loss):
+                break  # the run ends with this round
+        self.times.samples += samples
+        self.times.compute_s = self._own.busy_s
+        return total / samples, samples
+
+    def _outcome(self, reason: str) -> Outcome:
+        outcome = super()._outcome(reason)
+        if self._loader:
+            for moved in ("bytes_pushed", "bytes_pulled"):
+                outcome.stats[moved] *= self._averages.vectors
+            outcome.stats["pushes_sent"] = self._taken_part
+        return outcome
+
+    def _release(self) -> None:
+        vars(self).pop("_own", None)
+        super()._release()

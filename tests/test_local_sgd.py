@@ -1,0 +1,211 @@
+"""Local SGD against a run without any MPI, written from the equations of `strategies.local_sgd`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import MODELS, Plan, assert_same_state, final, newest, summary
+from test_serial import TOLERANCE
+
+from mpips.averaging import Average, SlowMomentum
+from mpips.command_line import parse_command_line
+from mpips.config import Config, resolve
+from mpips.datasets import Batch, open_dataset
+from mpips.datasets.order import Order
+from mpips.job import initial_vector
+from mpips.ledger import HandOut, split
+from mpips.problems import load_problem
+
+JOB = "--mode local_sgd --hidden 24 --eval-every 0 --checkpoint-every 0 --epochs 2"
+CASES = {  # ranks, options; an epoch's last round is a partial one
+    "sgd": (2, "--optimizer sgd --lr 0.1 --local-steps 4 --batch-size 16 --dtype float64"),
+    "adam": (3, "--optimizer adam --local-steps 5 --batch-size 8 --dtype float64"),
+    "single": (3, "--optimizer momentum --lr 0.02 --local-steps 3 --batch-size 32"),
+    "alone": (1, "--optimizer adam --local-steps 7 --batch-size 16 --dtype float64"),
+    "outer": (
+        3,
+        "--optimizer adam --local-steps 6 --batch-size 8 --outer-momentum 0.5 --dtype float64",
+    ),
+    "nodes": (
+        5,
+        "--optimizer momentum --lr 0.02 --local-steps 4 --batch-size 8 --node-size 2 --servers 1 "
+        "--outer-momentum 0.3 --clip 0.5 --dtype float64",
+    ),
+    "allreduce": (
+        3,
+        "--optimizer adam --local-steps 6 --batch-size 8 --outer-momentum 0.5 --reduce allreduce "
+        "--accumulate 2 --schedule cosine --dtype float64",
+    ),
+    "tiny": (4, "--optimizer sgd --local-steps 3 --batch-size 100 --dtype float64"),
+}
+SAME = ("--optimizer", "sgd", "--epochs", "2", "--hidden", "16", "--dtype", "float64")
+STOPPED = {
+    "stopped adam": (4, "--optimizer adam --local-steps 3 --outer-momentum 0.5"),
+    "stopped servers": (5, "--optimizer momentum --local-steps 4 --servers 2 --node-size 2"),
+}
+
+
+def local_step(config: Config, w: np.ndarray, g: np.ndarray, slots: Any, t: int, lr: float) -> None:
+    """One step of the rule, in place, as the papers have it."""
+    if config.clip:
+        g = g * min(1.0, config.clip / np.linalg.norm(g))
+    if config.optimizer == "sgd":
+        w -= lr * g
+    elif config.optimizer == "momentum":
+        slots[0][:] = config.momentum * slots[0] + g
+        w -= lr * slots[0]
+    else:
+        m, v = slots
+        m[:] = config.beta1 * m + (1 - config.beta1) * g
+        v[:] = config.beta2 * v + (1 - config.beta2) * g * g
+        root = np.sqrt(v / (1 - config.beta2**t)) + config.eps
+        w -= lr * (m / (1 - config.beta1**t)) / root
+
+
+SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
+
+
+def serial(config: Config, workers: int, rate: Callable[[int, int], float]) -> tuple[Any, Any]:
+    """Train in one process; returns the named parameters, and the averaged slots."""
+    data, dtype = open_dataset(config), np.dtype(config.dtype)
+    problem = load_problem(config.problem, data.info, config)
+    order = Order(data.train.n, 1, 0, config.seed)
+    step_size = config.batch_size * config.accumulate
+    size = step_size * config.local_steps * workers
+    rounds = list(iter_rounds(HandOut(data.train.n, size, workers=1, epochs=config.epochs)))
+    w = initial_vector(problem, config.seed, dtype)
+    slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
+    outer, g = np.zeros_like(w), np.zeros_like(w)
+    for r, whole in enumerate(rounds, 1):
+        mean, means = np.zeros_like(w), [np.zeros_like(w) for _ in slots]
+        n = whole[2] - whole[1]
+        for part in split(whole, workers):
+            x, own = w.copy(), [slot.copy() for slot in slots]
+            for h, step in enumerate(split(part, -(-n // (step_size * workers))), 1):
+                if step[1] == step[2]:
+                    continue
+                ids = order.sample_ids(*step)
+                batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
+                problem.loss_and_grad(problem.layout.views(x), batch, problem.layout.views(g))
+                number = (r - 1) * config.local_steps + h
+                local_step(config, x, g, own, number, rate(r, len(rounds)))
+            share = (part[2] - part[1]) / n
+            mean += share * x
+            for total, slot in zip(means, own, strict=True):
+                total += share * slot
+        outer = config.outer_momentum * outer + (w - mean)
+        w, slots = w - outer, means
+    return problem.layout.views(w), slots
+
+
+def iter_rounds(handout: HandOut) -> Any:
+    while (batch := handout.next(0)) is not None:
+        yield batch
+
+
+def rate_of(config: Config) -> Callable[[int, int], float]:
+    lr = config.learning_rate
+    if config.schedule == "constant":
+        return lambda r, rounds: lr
+    return lambda r, rounds: lr * 0.5 * (1 + np.cos(np.pi * (r - 1) / rounds))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name, (ranks, options) in CASES.items():
+        plan.add(name, ranks, [*JOB.split(), *options.split()])
+    plan.add("sync", 3, ["--mode", "sync", *SAME])
+    plan.add("one step", 3, ["--mode", "local_sgd", "--local-steps", "1", *SAME])
+    for name, (ranks, options) in STOPPED.items():
+        words = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "local_sgd", "--hidden", "8"]
+        words += ["--batch-size", "8", *options.split(), "--epochs"]
+        plan.add(f"{name} whole", ranks, [*words, "3"])
+        for k in range(2):
+            more = ["1000000", *["--resume"] * k]
+            plan.add(f"{name} parts", ranks, [*words, *more], code=85)
+        plan.add(f"{name} parts", ranks, [*words, "3", "--resume"])
+    add_changes_of_mode(plan)
+    plan.run(250)
+    return plan
+
+
+def add_changes_of_mode(plan: Plan) -> None:
+    """Add a run that begins in rounds of gradients, goes on locally, and then asynchronously."""
+    words = ("--hidden", "8", "--batch-size", "16", "--epochs")
+    plan.add("modes", 3, ["--mode", "sync", *words, "1"])
+    local = ["--mode", "local_sgd", "--outer-momentum", "0.5"]
+    plan.add("modes", 4, [*local, *words, "2", "--resume"])
+    plan.add("modes", 2, [*local, *words, "3", "--servers", "1", "--resume"])
+    plan.add("modes", 3, ["--mode", "async", *words, "4", "--resume"])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", CASES)
+def test_run_equals_a_serial_one(name: str, runs: Plan) -> None:
+    ranks, options = CASES[name]
+    config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
+    expected, slots = serial(config, ranks - (config.servers or 0), rate_of(config))
+    checkpoint = final(runs.out(name))
+    found = checkpoint.layout.views(checkpoint.read_params())
+    norm = np.linalg.norm
+    # Adam divides by roots that may be tiny, which enlarges what was rounded.
+    tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 1)
+    for key, array in expected.items():
+        assert norm(found[key] - array) <= tolerance * norm(array), key
+    names = checkpoint.slot_names[: len(slots)]
+    for key, slot in zip(names, slots, strict=True):
+        assert norm(checkpoint.read_slot(key) - slot) <= 10 * tolerance * norm(slot), key
+    assert ("outer_velocity" in checkpoint.slot_names) == bool(config.outer_momentum)
+
+
+@pytest.mark.launch
+def test_one_local_step_of_sgd_is_a_synchronous_round(runs: Plan) -> None:
+    a, b = (final(runs.out(name)) for name in ("sync", "one step"))
+    assert a.step == b.step
+    np.testing.assert_allclose(a.read_params(), b.read_params(), rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
+    assert_same_state(final(runs.out(f"{name} whole")), final(runs.out(f"{name} parts")))
+
+
+@pytest.mark.launch
+def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
+    """No sample is lost or repeated; slots that the mode before had not begin at zero."""
+    checkpoint = newest(runs.out("modes"))
+    assert checkpoint.state["handout"]["cursor"] == [4, 0]
+    assert checkpoint.state["samples"] == 4 * 1438
+    assert checkpoint.slot_names == ("m", "v")
+    assert summary(runs.out("modes"))["mode"] == "async"
+    assert np.isfinite(checkpoint.read_params()).all()
+
+
+@pytest.mark.launch
+def test_summary_counts_steps_and_rounds(runs: Plan) -> None:
+    """1438 samples, 48 a round: 30 rounds an epoch, the last of them of 46 samples, 3 steps."""
+    found, moved = summary(runs.out("alone")), 2 * -(-1438 // (7 * 16))
+    assert found["global_step"] == found["pushes_sent"] == moved
+    assert found["per_worker"][0]["steps"] == 2 * -(-1438 // 16)
+    assert found["samples"] == 2 * 1438
+    assert found["staleness"]["max"] == 0
+    assert found["bytes_pushed"] == 3 * moved * found["parameters"] * 8
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rules_of_averaging(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    w, mean, velocity = (rng.standard_normal(5000).astype(dtype) for _ in range(3))
+    params = w.copy()
+    Average().apply(params, mean, (), 1, 0.1)
+    np.testing.assert_array_equal(params, mean)
+    params, v = w.copy(), velocity.copy()
+    SlowMomentum(momentum=0.5).apply(params, mean, (v,), 1, 0.1)
+    np.testing.assert_array_equal(v, w.dtype.type(0.5) * velocity + (w - mean))
+    np.testing.assert_array_equal(params, w - v)
+    with pytest.raises(ValueError, match="one length"):
+        SlowMomentum().apply(params, mean[1:], (v,), 1, 0.1)
