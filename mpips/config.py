@@ -52,8 +52,9 @@ class Config:
 
     mode: str = setting(
         "run", "async", "servers apply gradients as they come (async), the same with a bound on "
-        "clocks (ssp), or all ranks go in rounds, of gradients (sync) or of averages after local "
-        "steps (local_sgd)", legal=("async", "ssp", "sync", "local_sgd"),
+        "clocks (ssp), or hold a centre that the workers' replicas are drawn to (easgd); or all "
+        "ranks go in rounds, of gradients (sync) or of averages after local steps (local_sgd)",
+        legal=("async", "ssp", "sync", "local_sgd", "easgd"),
     )  # fmt: skip
     out: str = setting(
         "run", "", "folder of the run", metavar="DIR", unset="runs/<problem>-<mode>-<time>"
@@ -78,7 +79,7 @@ class Config:
 
     servers: int | None = setting(
         "cluster", None, "number of servers; 0 (sync, local_sgd): every rank is a worker", ">= 0",
-        unset="async: max(1, ranks // 4), sync and local_sgd: 0",
+        unset="max(1, ranks // 4); sync and local_sgd: 0",
     )  # fmt: skip
     server_ranks: tuple[int, ...] = setting(
         "cluster", (), "the ranks that are servers", ">= 0", unset="spread over the nodes"
@@ -120,7 +121,7 @@ class Config:
     )  # fmt: skip
     share_pulls: bool = setting(
         "cluster", True, "workers of a node join each other's reads of far shards",
-        modes=("async",),
+        modes=("async", "easgd"),
     )  # fmt: skip
 
     staleness_bound: int | None = setting(
@@ -129,7 +130,11 @@ class Config:
     )  # fmt: skip
 
     codec: str = setting(
-        "messages", "none", "what pushes to other nodes are packed by", legal=CODECS, modes=SERVED
+        "messages",
+        "none",
+        "what pushes to other nodes are packed by",
+        legal=CODECS,
+        modes=("async", "ssp"),
     )
     pull_codec: str = setting(
         "messages", "none", "what shards of other nodes are packed by when they are read",
@@ -204,10 +209,19 @@ class Config:
     outer_momentum: float = setting(
         "optimisation", 0.0, "momentum of what a round changes", "in [0, 1)", modes=("local_sgd",)
     )
+    tau: int = setting(
+        "optimisation", 8, "steps of each worker by itself between two exchanges with the centre",
+        ">= 1", modes=("easgd",),
+    )  # fmt: skip
+    elastic_rate: float | None = setting(
+        "optimisation", None, "share of its distance from the centre that an exchange moves both",
+        "in (0, 1)", unset="0.9 / workers", modes=("easgd",),
+    )  # fmt: skip
     epochs: int = setting("optimisation", 40, "passes over the data, resumed ones included", ">= 0")
     steps: int = setting(
-        "optimisation", 0, "steps of each worker, rounds in local_sgd; 0: as --epochs says", ">= 0"
-    )
+        "optimisation", 0, "steps of each worker, in local_sgd its rounds, in easgd its exchanges; "
+        "0: as --epochs says", ">= 0",
+    )  # fmt: skip
     target_accuracy: float = setting(
         "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
     )
@@ -244,7 +258,8 @@ class Config:
     @property
     def unit_size(self) -> int:
         """Samples that one worker takes at a time: of all its steps up to a push or round."""
-        return self.step_size * (self.local_steps if self.mode == "local_sgd" else 1)
+        local = {"local_sgd": self.local_steps, "easgd": self.tau}
+        return self.step_size * local.get(self.mode, 1)
 
     @property
     def in_rounds(self) -> bool:

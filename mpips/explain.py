@@ -26,7 +26,7 @@ from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
 
 # By mode: served, or in rounds (see `mpips.traffic`).
-ROUNDS = {"async": False, "ssp": False, "sync": True, "local_sgd": True}
+ROUNDS = {"async": False, "ssp": False, "sync": True, "local_sgd": True, "easgd": False}
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8

@@ -67,7 +67,8 @@ class Job:
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
         outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
-        self.slots: tuple[str, ...] = self.rule.slots + outer  # owned beside the parameters
+        local = c.mode == "easgd"  # there the slots are the workers' own
+        self.slots: tuple[str, ...] = () if local else self.rule.slots + outer  # the owners'
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
@@ -181,12 +182,11 @@ class Job:
             )
         else:
             self.checkpoint.read_params(shard.begin, shard.end, out=params)
+        self.rule.init(params, slots)
         if self.checkpoint is not None and self.resumed:
             for name, slot in zip(self.slots, slots, strict=True):
                 if name in self.checkpoint.slot_names:  # else the saved run's mode had none
                     self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
-        else:
-            self.rule.init(params, slots)
 
 
 def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
@@ -228,8 +228,11 @@ def check_memory(layout: Layout, config: Config, workers: int) -> None:
     """
     shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
     vectors = workers + 1 if shared else (2 + config.prefetch) * workers
+    slots = len(RULES[config.optimizer].slots)
     if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
-        vectors = (1 + len(RULES[config.optimizer].slots)) * vectors + workers
+        vectors = (1 + slots) * vectors + workers
+    if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
+        vectors += (2 + slots) * workers
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if workers and needed > there:

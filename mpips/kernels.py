@@ -295,6 +295,19 @@ def slow_momentum(params: Vector, mean: Vector, velocity: Vector, beta: float) -
         params[i] = w - v
 
 
+@kernel()
+def elastic(params: Vector, centre: Vector, change: Vector, rate: float) -> None:
+    """Set ``change = rate * (params - centre)`` and subtract it from `params`."""
+    if params.size != centre.size or params.size != change.size:
+        raise ValueError("elastic: vectors of one length are expected")
+    rate = params.dtype.type(rate)
+    for i in range(params.size):
+        x = params[i]
+        d = rate * (x - centre[i])
+        change[i] = d
+        params[i] = x - d
+
+
 # Update rules: the equations stand in optim.py ------------------------------------------------
 #
 # Scalars come as float64 and are rounded to the vectors' dtype here, since one float64 operand

@@ -24,7 +24,7 @@ Slots = tuple[np.ndarray, ...]
 # What every run calls, beside the loop of its rule.
 SHARED_KERNELS = (
     *("publish", "observe", "meet", "sum_rows", "sum_squares", "all_finite"),
-    *("scale", "copy_finite", "add_scaled", "slow_momentum"),
+    *("scale", "copy_finite", "add_scaled"),
 )
 
 
@@ -388,6 +388,5 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
     kernels.copy_finite(grad, params)
     kernels.scale(grad, 1.0)
     kernels.add_scaled(grad, 1.0, params, 1.0)
-    kernels.slow_momentum(params, grad, np.zeros(1, dtype), 0.5)
     rule.init(params, tuple(slots))
     rule.apply(params, grad, tuple(slots), 1, 0.1)

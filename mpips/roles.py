@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpips.errors import UserError
 
-SERVED = ("async", "ssp")  # modes in which servers apply gradients as they come
+SERVED = ("async", "ssp", "easgd")  # servers apply what comes, as it comes
 ROUND_MODES = ("sync", "local_sgd")  # all ranks go in rounds; these do without servers
 
 

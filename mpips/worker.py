@@ -87,7 +87,8 @@ class AsyncWorker:
             while self._has_batch(loader):
                 batch = self._queue.popleft()
                 self._feed.take()
-                batches = taken(self._job, loader, batch)
+                steps = self._steps(batch)
+                batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 self.step(batch, next(batches), batches)
                 if self._worker == 0:
                     self._evaluate_when_due(batch)
@@ -119,7 +120,8 @@ class AsyncWorker:
             self._attend()
             self._sender.resting()
             for batch in self._feed.news():
-                submit(self._job, loader, batch)
+                for step in self._steps(batch):
+                    submit(self._job, loader, step)
                 self._queue.append(batch)
             if self._stopping or self._failed:
                 return True
@@ -139,6 +141,10 @@ class AsyncWorker:
             puller.begin(self.replica)
             puller.fetch()
         return puller.ready()
+
+    def _steps(self, batch: Range) -> list[Range]:
+        """Return the local steps that are made of what is handed out at once."""
+        return [batch]
 
     def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> None:
         """Pull, compute and push once. Blocks: until two pushes ago was applied everywhere.

@@ -844,7 +844,8 @@ def test_what_is_unset_is_left_out(name: str) -> None:
 
 
 def test_a_written_job_file_is_whole_and_grouped() -> None:
-    text = to_toml(Config(mode="ssp", servers=2, lr=0.1, hidden=(512, 256), staleness_bound=2))
+    consistency = {"staleness_bound": 2, "elastic_rate": 0.1}
+    text = to_toml(Config(mode="ssp", servers=2, lr=0.1, hidden=(512, 256), **consistency))
     assert list(tomllib.loads(text)) == list(OPTIONS)
     assert "hidden = [512, 256]\n" in text
     heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]

@@ -13,6 +13,7 @@ EXPECTED = {  # ranks, least held-out accuracy
     "digits-sync.toml": (8, 0.95),
     "digits-accumulate.toml": (4, 0.94),
     "digits-ssp.toml": (8, 0.96),
+    "digits-easgd.toml": (6, 0.94),
     "digits-local-sgd.toml": (4, 0.94),
     "hdf5.toml": (4, 0.90),
     "softmax-libsvm.toml": (4, 0.90),

@@ -506,6 +506,7 @@ def arguments(name, dtype):
         "all_finite": [x],
         "scale": [x, 0.5],
         "add_scaled": [x, 0.5, y, 0.5],
+        "elastic": [x, y, np.ones(8, dtype), 0.5],
         "slow_momentum": [x, y, np.ones(8, dtype), 0.5],
         "copy_finite": [x, y],
     }[name]
@@ -513,7 +514,7 @@ def arguments(name, dtype):
 
 LOOPS = [
     *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "slow_momentum"),
-    *("copy_finite", *UPDATES),
+    *("elastic", "copy_finite", *UPDATES),
 ]
 
 
@@ -539,6 +540,8 @@ from mpips import kernels, optim
 for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)
+        for one_mode in (kernels.slow_momentum, kernels.elastic):
+            one_mode(np.ones(1, dtype), np.ones(1, dtype), np.ones(1, dtype), 0.5)
 found = {k: v.stats for k, v in vars(kernels).items() if hasattr(v, "stats")}
 print(sorted(k for k, v in found.items() if v.cache_hits and not v.cache_misses))
 print(sorted(k for k, v in found.items() if v.cache_misses))

@@ -25,6 +25,8 @@ def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
         ("sync", 8, None, ()),
         ("sync", 1, 0, ()),
         ("local_sgd", 3, None, ()),
+        ("easgd", 8, None, (0, 1)),
+        ("easgd", 3, 0, "servers >= 1"),
         ("local_sgd", 3, 1, (0,)),
         ("sync", 4, 2, (0, 1)),
         ("sync", 4, 3, (0, 1, 2)),

@@ -23,6 +23,7 @@ from mpips.folder import CHECKPOINTS
 from mpips.job import Job
 from mpips.metrics import Log
 from mpips.neighbours import Neighbour
+from mpips.optim import Rule
 from mpips.saver import Committer, Contents, Saver
 from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
@@ -33,6 +34,7 @@ from mpips.worker import AsyncWorker
 
 WAYS = ("get", "reply")
 TRIES = 3
+Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
 GAIN = 0.8  # a Get has to be so much faster to be chosen
 
 
@@ -42,7 +44,7 @@ def plan(job: Job, rank: int) -> Plan:
     workers, servers = len(roles.workers), len(roles.servers)
     if rank in roles.servers:
         size = job.shards[roles.servers.index(rank)].size
-        fields = store.server_fields(size, job.rule.slots, dtype, workers)
+        fields = store.server_fields(size, job.slots, dtype, workers)
         return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
     fields = outbox.worker_fields(job.layout.size, servers, dtype)
     fields += store.reader_fields(servers) + feed.worker_fields()
@@ -65,8 +67,16 @@ def sharing(job: Job, rank: int) -> list[int]:
     return near if shared else []
 
 
-def run(job: Job, log: Log) -> Outcome:
+def run(
+    job: Job, log: Log, update: Update | None = None, worker: type[AsyncWorker] = AsyncWorker
+) -> Outcome:
     """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
+
+    Args:
+        job: The run.
+        log: Where it is told.
+        update: What servers do with a push; by default the job's rule with the job's rate.
+        worker: What workers do.
 
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
@@ -76,21 +86,21 @@ def run(job: Job, log: Log) -> Outcome:
     window = Window(cluster, plans, job.config.window == "shared")
     servers = cluster_subset(cluster, cluster.roles.servers)
     if job.worker_id is None:
-        return _serve(job, window, servers, log)
-    return _work(job, window, job.worker_id)
+        return _serve(job, window, servers, log, update or (job.rule, job.rate()))
+    return _work(job, window, job.worker_id, worker)
 
 
-def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
+def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) -> Outcome:
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
     packing = Packing(pull_codec(job.config), job.config.seed, job.base_step)
-    server = Server(cluster, window, server_id, shard, job.rule, job.rate(), packing)
+    server = Server(cluster, window, server_id, shard, *update, packing)
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
     config = job.config
     args = cluster, window, server_id, shard, config.dtype, server.applied
     receiver = Receiver(*args, config.inbox, config.node_aggregation, push_codec(config))
-    slots = dict(zip(job.rule.slots, server.slots, strict=True))
+    slots = dict(zip(job.slots, server.slots, strict=True))
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)
     handout = job.handout()
@@ -119,7 +129,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log) -> Outcome:
     return outcome
 
 
-def _work(job: Job, window: Window, worker_id: int) -> Outcome:
+def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorker]) -> Outcome:
     cluster = job.cluster
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
@@ -134,7 +144,7 @@ def _work(job: Job, window: Window, worker_id: int) -> Outcome:
     if times is not None:
         puller.read_far_by(faster(times))
     replicas = share_far_reads(job, window, puller)
-    worker = AsyncWorker(job, puller, sender, Feed(cluster, window, worker_id), replicas)
+    worker = make_worker(job, puller, sender, Feed(cluster, window, worker_id), replicas)
     reason = worker.work()
     stats = {
         **dataclasses.asdict(worker.times),

@@ -1,0 +1,162 @@
+"""Elastic averaging against a run without any MPI, and within bounds where workers race."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Plan, counting, final, samples_file, summary
+from test_local_sgd import SLOTS, local_step
+from test_serial import TOLERANCE
+
+from mpips import kernels
+from mpips.command_line import parse_command_line
+from mpips.config import Config, resolve
+from mpips.datasets import Batch, open_dataset
+from mpips.datasets.order import Order
+from mpips.job import initial_vector
+from mpips.ledger import HandOut, pieces
+from mpips.problems import load_problem
+
+JOB = "--mode easgd --hidden 24 --eval-every 0 --checkpoint-every 0"
+ALONE = {  # ranks, options, epochs of each part; one worker, so that nothing races
+    "sgd": (2, "--optimizer sgd --tau 4 --batch-size 16 --dtype float64", (2,)),
+    "adam": (3, "--optimizer adam --tau 5 --servers 2 --elastic-rate 0.3 --dtype float64", (2,)),
+    "single": (2, "--optimizer momentum --lr 0.02 --tau 3 --clip 0.5", (2,)),
+    "accumulated": (
+        2,
+        "--optimizer momentum --lr 0.02 --tau 3 --accumulate 2 --schedule cosine --dtype float64",
+        (2,),
+    ),
+    "resumed": (2, "--optimizer adam --tau 6 --batch-size 8 --dtype float64", (1, 3)),
+}
+N, EPOCHS = 230, 3
+COUNTED = {
+    "near": (5, "--servers 2 --tau 3 --batch-size 4"),
+    "far": (5, "--servers 2 --tau 2 --batch-size 8 --node-size 2"),
+    "carried": (6, "--servers 2 --tau 2 --batch-size 4 --node-size 3 --node-aggregation"),
+    "consistent": (4, "--servers 1 --tau 4 --batch-size 4 --read consistent --node-size 2"),
+    "private": (3, "--servers 1 --tau 4 --batch-size 4 --window private"),
+}
+
+
+def serial(config: Config, epochs: Sequence[int]) -> dict[str, np.ndarray]:
+    """Train one worker in one process; it begins anew from the centre in each part."""
+    data, dtype = open_dataset(config), np.dtype(config.dtype)
+    problem = load_problem(config.problem, data.info, config)
+    order = Order(data.train.n, 1, 0, config.seed)
+    step_size = config.batch_size * config.accumulate
+    per_epoch = -(-data.train.n // (step_size * config.tau))
+    centre, g = initial_vector(problem, config.seed, dtype), np.zeros(problem.layout.size, dtype)
+    handout, done = HandOut(data.train.n, step_size * config.tau, workers=1), 0
+    alpha = 0.9 if config.elastic_rate is None else config.elastic_rate
+    for last in epochs:
+        x, number = centre.copy(), 0
+        slots: Any = [np.zeros_like(x) for _ in range(SLOTS[config.optimizer])]
+        while done < last * per_epoch:
+            lr = config.learning_rate
+            if config.schedule == "cosine":
+                lr *= 0.5 * (1 + np.cos(np.pi * rate_version(done) / (last * per_epoch)))
+            batch = handout.next(0)
+            assert batch is not None
+            for step in pieces(batch, step_size):
+                ids = order.sample_ids(*step)
+                samples = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
+                problem.loss_and_grad(problem.layout.views(x), samples, problem.layout.views(g))
+                number += 1
+                local_step(config, x, g, slots, number, lr)
+            change = dtype.type(alpha) * (x - centre)
+            x, centre, done = x - change, centre + change, done + 1
+    return problem.layout.views(centre)
+
+
+def rate_version(done: int) -> int:
+    """Return the version from which a rate is taken: the last one pulled, before the push."""
+    return max(0, done - 1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name, (ranks, options, epochs) in ALONE.items():
+        for k, last in enumerate(epochs):
+            more = ["--epochs", str(last), *["--resume"] * bool(k)]
+            plan.add(name, ranks, [*JOB.split(), *options.split(), *more])
+    data = samples_file(plan.folder, N)
+    for name, (ranks, options) in COUNTED.items():
+        words = [*counting(data), "--mode", "easgd", "--checkpoint-every", "3steps"]
+        plan.add(name, ranks, [*words, *options.split(), "--epochs", str(EPOCHS)])
+    stopping = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", "--tau", "2"]
+    for k, (ranks, servers) in enumerate(((4, 1), (6, 3), (5, 2))):
+        words = ["--servers", str(servers), "--batch-size", "4", *["--resume"] * bool(k)]
+        last = ["--epochs", "30" if k == 2 else "1000000"]
+        plan.add("stopped", ranks, [*stopping, *words, *last], 0 if k == 2 else 85)
+    words = ["--epochs", "1", "--mode", "sync", "--hidden", "8", "--optimizer", "adam"]
+    plan.add("modes", 3, words)
+    plan.add("modes", 3, ["--epochs", "2", "--mode", "easgd", "--resume"])
+    plan.add("modes", 2, ["--epochs", "3", "--mode", "sync", "--resume"])
+    plan.run(250)
+    return plan
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ALONE)
+def test_one_worker_equals_a_serial_run(name: str, runs: Plan) -> None:
+    _, options, epochs = ALONE[name]
+    config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
+    expected = serial(config, epochs)
+    checkpoint = final(runs.out(name))
+    assert checkpoint.slot_names == ()
+    found = checkpoint.layout.views(checkpoint.read_params())
+    # Adam divides by roots that may be tiny, which enlarges what was rounded.
+    tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 2)
+    for key, array in expected.items():
+        assert np.linalg.norm(found[key] - array) <= tolerance * np.linalg.norm(array), key
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_centre_is_drawn_by_every_batch_and_not_beyond(name: str, runs: Plan) -> None:
+    """Centre and replicas together have counted each sample 3 times, each of them some of it."""
+    checkpoint = final(runs.out(name))
+    arrays = checkpoint.layout.views(checkpoint.read_params())
+    assert (arrays["counts"] > 0).all()
+    assert (arrays["counts"] < EPOCHS).all()
+    found = summary(runs.out(name))
+    options = resolve(parse_command_line(["--mode", "easgd", *COUNTED[name][1].split()]).options)
+    exchanges = EPOCHS * -(-N // (options.batch_size * options.tau))
+    assert found["pushes_sent"] == found["pushes_applied"] == exchanges == found["global_step"]
+    assert sum(w["steps"] for w in found["per_worker"]) == EPOCHS * -(-N // options.batch_size)
+    assert found["samples"] == sum(w["samples"] for w in found["per_worker"]) == EPOCHS * N
+    assert (arrays["updates"] > 0).all()
+    assert (arrays["updates"] < sum(w["steps"] for w in found["per_worker"])).all()
+
+
+@pytest.mark.launch
+def test_stopped_run_hands_out_each_batch_once(runs: Plan) -> None:
+    checkpoint = final(runs.out("stopped"))
+    assert checkpoint.state["handout"]["cursor"] == [30, 0]
+    assert checkpoint.state["handout"]["pending"] == []
+    assert checkpoint.state["samples"] == 30 * N
+    counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
+    assert (counts > 0).all()
+    assert (counts < 30).all()
+
+
+@pytest.mark.launch
+def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
+    checkpoint = final(runs.out("modes"))
+    assert checkpoint.state["samples"] == 3 * 1438
+    assert checkpoint.slot_names == ("m", "v")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_an_exchange_takes_both_differences_from_the_old_values(dtype: str) -> None:
+    x, centre = (np.random.default_rng(k).standard_normal(5000).astype(dtype) for k in (0, 1))
+    old, change = x.copy(), np.zeros_like(x)
+    kernels.elastic(x, centre, change, 0.3)
+    np.testing.assert_array_equal(change, x.dtype.type(0.3) * (old - centre))
+    np.testing.assert_array_equal(x, old - change)
+    with pytest.raises(ValueError, match="one length"):
+        kernels.elastic(x, centre[1:], change, 0.3)
