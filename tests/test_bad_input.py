@@ -134,7 +134,7 @@ LINES = {
     "--explain --ranks 2 --dataset digit": "unknown dataset 'digit', .*; did you mean 'digits'",
     "--mode sync --prefetch": "prefetch true in mode sync, expected mode async; leave out --pref",
     "--no-share-pulls --mode sync": "share_pulls false in mode sync, .* --no-share-pulls, or use",
-    "--reduce shared": "reduce 'shared' in mode async, expected mode sync; .*--mode sync",
+    "--reduce shared": "reduce 'shared' in mode async, expected mode sync or local_sgd; leave",
     "--eval-only": "eval_only without a checkpoint, expected --resume or --init-from",
     "{data}/absent.toml": "job file .*absent.toml' not found, expected an existing file",
     "{data}/good.npz": "job file .*, expected a path that ends in .toml",
@@ -303,7 +303,7 @@ def test_a_rank_that_dies_without_a_word_ends_the_job(tmp_path: Path) -> None:
 # A loss that is not finite.
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "local_sgd", "easgd"])
 @pytest.mark.parametrize("problem", ["NanLoss", "NanGradient"])
 def test_a_loss_that_is_nan(problem: str, mode: str, tmp_path: Path) -> None:
     options = (
@@ -314,7 +314,7 @@ def test_a_loss_that_is_nan(problem: str, mode: str, tmp_path: Path) -> None:
     check_diverged(done, tmp_path / "run")
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "local_sgd", "easgd"])
 def test_a_learning_rate_that_is_too_large(mode: str, tmp_path: Path) -> None:
     # Two layers are needed: the loss of a softmax regression grows without ever overflowing.
     options = ("--mode", mode, "--optimizer", "sgd", "--lr", "1e30", "--out", "run", "--quiet")

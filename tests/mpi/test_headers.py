@@ -83,7 +83,9 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param("--mode=async --read=consistent", NEAR, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=async --node-aggregation", NEAR, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=ssp", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param("--mode=easgd --tau=2", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=sync", {"header"}),
+        pytest.param("--mode=local_sgd --local-steps=2", {"header"}),
     ],
 )
 def test_jobs_touch_no_header_word(
