@@ -16,7 +16,7 @@ A body may be packed: see `mpips.wire`.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,28 @@ class Outbox(ABC):
     def bytes_sent(self) -> int:
         """Bytes of the bodies and headers that this rank has sent, as they were sent."""
         return sum(message.bytes_sent for message in self._messages)
+
+    def state(self, n: int) -> dict[str, np.ndarray]:
+        """Return copies of what codecs keep between two pushes, by name.
+
+        Args:
+            n: Number of parameters.
+
+        Returns:
+            Vectors of shape (n,), zero where nothing is kept: near shards, and small ones.
+        """
+        found: dict[str, np.ndarray] = {}
+        for packer in self.packers:
+            for name, part in packer.state.items():
+                whole = found.setdefault(name, np.zeros(n, part.dtype))
+                whole[packer.shard.range] = part
+        return found
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continue from what `state` gave; a name that is missing begins with zeroes."""
+        for packer in self.packers:
+            for name, part in packer.state.items():
+                part[:] = state[name][packer.shard.range] if name in state else 0
 
     @abstractmethod
     def writable(self, seq: int) -> bool:

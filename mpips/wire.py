@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpips.codecs import Codec, Origin, State, buffer_for, codec_for, make_codec
+from mpips.codecs import Codec, Origin, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.layout import Shard
 from mpips.window import transfer_pieces
@@ -55,7 +55,7 @@ class Packer:
 
     Attributes:
         shard: The server's shard.
-        state: What the codec keeps, each of shape (shard.size,).
+        state: What the codec keeps, by name, each of shape (shard.size,).
     """
 
     def __init__(
@@ -67,11 +67,13 @@ class Packer:
         buffers: int,
     ) -> None:
         self._packing, self._source, self.shard = packing, source, shard
-        self._codec, self.state = codec_for(packing.codec, shard.size, dtype), State()
+        self._codec = codec_for(packing.codec, shard.size, dtype)
+        self.state: dict[str, np.ndarray] = {}
         if self._codec is not None:
             nbytes = self._codec.wire_bytes(shard.size, dtype)
             self._messages = [buffer_for(nbytes) for _ in range(buffers)]
-            self.state = self._codec.fresh_state(shard.size, dtype)
+            fresh = self._codec.fresh_state(shard.size, dtype)
+            self.state = dict(zip(self._codec.state, fresh, strict=True))
 
     def pack(self, grad: np.ndarray, number: int, slot: int) -> list[np.ndarray]:
         """Return what to send for `grad`, shape (shard.size,), as pieces of one transfer each.
@@ -89,7 +91,7 @@ class Packer:
         message = self._messages[slot]
         p = self._packing
         origin = Origin(p.seed, self._source, p.before + number, self.shard.begin)
-        used = self._codec.encode(grad, message, self.state, origin)
+        used = self._codec.encode(grad, message, tuple(self.state.values()), origin)
         pieces, at = [], 0
         for piece in transfer_pieces(message):
             pieces.append(piece[: max(0, used - at)])

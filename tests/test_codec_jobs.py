@@ -35,11 +35,17 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
         made.add(name, ranks, [*job, *options.split()])
+    for name in CODECS:
+        faulty = ["--problem", f"{root}/tests/problems/faulty.py:NanGradientOfMlp"]
+        made.add(f"nan {name}", 3, [*JOB[1:], *faulty, "--codec", name], code=1)
+    first = "--codec topk --pull-codec fp16 --epochs 10 --checkpoint-every 100steps"
+    made.add("resumed", 3, [str(root / JOB[0]), *JOB[1:], *first.split()])
+    made.add("resumed", 4, ["--resume", "--epochs", "40"])
     made.run(timeout_s=200)
     return made
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "resumed"])
 def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
     assert summary(plan.out(name))["accuracy"] >= ACCURACY
 
@@ -52,6 +58,14 @@ def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None
     assert found["parameters"] == PARAMETERS
     assert found["bytes_pushed"] == found["pushes_sent"] * 4 * PARAMETERS
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> None:
+    found = summary(plan.out(f"nan {name}"))
+    assert found["stop_reason"] == "diverged"
+    assert found["global_step"] < 100
+    assert not (plan.out(f"nan {name}") / "DONE").exists()
 
 
 @pytest.mark.parametrize("name", PULLS)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpips.datasets import Batch
+from mpips.problems.mlp import MLP
 from mpips.problems.softmax import Softmax
 
 FAULTY_STEP = 5
@@ -54,6 +55,21 @@ class NanGradient(Faulty):
 
     def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
         out["w"][0] = np.nan
+        return loss
+
+
+class NanGradientOfMlp(MLP):
+    """The same in a model that is large enough to be packed, at every worker."""
+
+    calls = 0
+
+    def loss_and_grad(
+        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
+    ) -> float:
+        self.calls += 1
+        loss = super().loss_and_grad(params, batch, out)
+        if self.calls == FAULTY_STEP:
+            out["w1"][1, 2] = np.nan
         return loss
 
 
