@@ -133,10 +133,10 @@ class Inbox:
             elif body.status.Is_cancelled():
                 self._free.append(body.place)
             else:
-                rank = body.status.Get_source()
-                body.key = rank, body.status.Get_tag()
+                body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
                 rest = transfer_pieces(body.place)[1:]
-                body.requests = [self._cluster.comm.Irecv(p, rank, TAG_REST) for p in rest]
+                tag += TAG_REST
+                body.requests = [self._cluster.comm.Irecv(p, rank, tag) for p in rest]
                 self._bodies.append(body)
         self._posted = waiting
         return bool(waiting)

@@ -28,8 +28,10 @@ from mpips.push import HEADER_WORDS
 from mpips.window import Field, Window
 from mpips.wire import Packer, Packing
 
-TAG_HEADER, TAG_REST = 2, 3
+TAG_HEADER = 2
 BODY_TAGS = 1 << 14  # a body's tag is the message's number modulo this; MPI promises 32767 tags
+# Plus the body's tag: of two bodies the later one may be seen to have come first.
+TAG_REST = 16
 BUFFERS = 2  # open pushes a worker, and open messages a carrier
 PUSHED = 0  # word of a worker: number of pushes announced
 
@@ -164,7 +166,8 @@ class _Message:
         for rank, headers, (first, *rest) in parts:
             requests.append(comm.Isend(headers, rank, TAG_HEADER))
             requests.append(cluster.bodies.Issend(first, rank, number % BODY_TAGS))
-            requests += [comm.Issend(piece, rank, TAG_REST) for piece in rest]
+            tag = TAG_REST + number % BODY_TAGS
+            requests += [comm.Issend(piece, rank, tag) for piece in rest]
             self.bytes_sent += sum(part.nbytes for part in (headers, first, *rest))
         self._requests, self._headers = requests, [headers for _, headers, _ in parts]
         self._sent_s = time.perf_counter()
