@@ -1,5 +1,7 @@
 """Codecs: the papers' bounds and references in plain NumPy, sizes, and what is not finite."""
 
+import importlib
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numba import njit
 
 from mpips import codecs
 from mpips.codecs import CODECS, Codec, Origin, State, buffer_for, codec_for, int8, make_codec
@@ -395,6 +398,43 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
 
 
 # Compilation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+def test_packing_is_vectorised(name: str) -> None:
+    """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
+    module = importlib.import_module(f"mpips.codecs.{name}")
+    x, message = normal(4096, "float32"), buffer_for(8192)
+    words = message.view("u2")
+    arguments: dict[str, tuple[object, ...]] = {"pack": (x, words), "unpack": (words, x)}
+    if name == "int8":
+        scales, levels = message[:32].view("f4"), message[32:4128].view("i1")
+        bits = (x.view("i4"), scales, scales.view("i4"), levels, np.uint64(1))
+        arguments = {"pack": (x, *bits), "unpack": (scales, levels, x)}
+    for loop, args in arguments.items():
+        dispatcher = getattr(module, loop)
+        kept = {k: v for k, v in dispatcher.targetoptions.items() if k != "nopython"}
+        fresh = njit(**kept)(dispatcher.py_func)  # one from the cache cannot be inspected
+        fresh(*args)
+        code = next(iter(fresh.inspect_llvm().values()))
+        assert re.search(r"store <\d+ x (i8|i16|float|i32)>", code), loop
+        assert re.search(r"<\d+ x i32>|<\d+ x float>", code), loop
+
+
+@every_codec
+@both_dtypes
+def test_shards_and_chunks_use_the_loops_that_were_compiled(codec: Codec, dtype: str) -> None:
+    codecs.warm(codec, dtype)
+    module = importlib.import_module(f"mpips.codecs.{codec.name}")
+    loops = [v for k, v in vars(module).items() if hasattr(v, "signatures") and k != "kernel"]
+    before = [list(loop.signatures) for loop in loops]
+    vector = normal(9000, dtype)
+    for part in (vector[16:5017], vector[16:].copy(), vector[8992:]):
+        state = codec.fresh_state(part.size, dtype)
+        sent(codec, part, state)
+        sent(codec, part, state, Origin(number=2))
+    assert [loop.signatures for loop in loops] == before
+
 
 CACHE_CHECK = """
 from mpips import codecs
