@@ -179,14 +179,21 @@ def _owner(path: Path) -> int:
 
 
 def networks(root: Path) -> dict[str, float]:
-    """Return the bits a second of network devices that are up, InfiniBand's ports included."""
+    """Return the bits a second of network devices that are up, InfiniBand's ports included.
+
+    Virtual ones are left out: what they say of themselves is made up.
+    """
     found: dict[str, float] = {}
     for device in sorted((root / "net").glob("*")):
         mbit = _read(device / "speed")
-        if mbit.isdigit() and _read(device / "operstate") == "up":
+        if mbit.isdigit() and (device / "device").exists() and _up(device):
             found[device.name] = int(mbit) * 1e6
     for port in sorted((root / "infiniband").glob("*/ports/*")):
         words = _read(port / "rate").split()  # 100 Gb/sec (4X EDR)
         if words[1:2] == ["Gb/sec"] and "ACTIVE" in _read(port / "state"):
             found[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
     return found
+
+
+def _up(device: Path) -> bool:
+    return _read(device / "operstate") == "up"

@@ -11,6 +11,7 @@ LINKS_MAX = 8
 FAST = 300e6  # bytes a second of a send, above which processors are the limit
 SHARE, FAST_SHARE = 0.5, 0.1  # of a send's rate; of that of a fast one
 EVEN = 0.5  # of the median of all links
+ALLREDUCE = 0.5  # of these shares: a vector goes both ways, often one after the other
 FABRIC = 0.2  # of what the fastest device says of itself
 SKEW_S = 1.0
 
@@ -83,10 +84,12 @@ def _judge_link(link: Link) -> Finding:
     told += "".join(f", {name} {human_bytes(rate)}/s" for name, rate in rates.items())
     figures = {f"{k}_mb_s": v / 1e6 for k, v in {"send": link.send, **rates}.items()}
     share = FAST_SHARE if link.send > FAST else SHARE
-    slow = [name for name, rate in rates.items() if rate < share * link.send]
+    aims = {"pull": share, "push": share, "allreduce": share * ALLREDUCE}
+    slow = [name for name, rate in rates.items() if rate < aims[name] * link.send]
     if slow:
-        remedy = f"{' and '.join(slow)} should reach {share:g} of a send: leave a core free, or "
-        remedy += "try another transport (MPICH: UCX_TLS; Open MPI: --mca pml, --mca btl)"
+        wanted = " and ".join(f"{name} {aims[name]:g}" for name in slow)
+        remedy = f"of a send's rate {wanted} should be reached: leave a core free, or try another "
+        remedy += "transport (MPICH: UCX_TLS; Open MPI: --mca pml, --mca btl)"
         return warn("link", told, remedy, **figures)
     return ok("link", told, **figures)
 
@@ -122,8 +125,10 @@ def judge_clocks(skews: Mapping[str, float]) -> Finding:
     if not skews:
         return ok("clocks", "one host, one clock")
     host = max(skews, key=lambda name: abs(skews[name]))
-    told = f"at most {abs(skews[host]):.3g} s apart, on {host}"
-    if abs(skews[host]) > SKEW_S:
+    most = abs(skews[host])
+    told = f"at most {most:.1f} s apart" if most >= 1 else f"at most {most * 1e3:.2f} ms apart"
+    told += f", on {host}"
+    if most > SKEW_S:
         remedy = "have its clock set by NTP: dates in logs and of files mislead"
         return warn("clocks", told, remedy, skew_s=skews[host])
     return ok("clocks", told, skew_s=skews[host])
