@@ -501,6 +501,8 @@ def link_of(send: float = 100e6, host: str = "b", **rates: float) -> Link:
         (link_of(pull=49e6), WARN, "^of a send's rate pull 0.5 should be reached"),
         (link_of(push=1e6, allreduce=1e6), WARN, "rate push 0.5 and allreduce 0.25 should"),
         (link_of(10e9, pull=2e9), OK, "pull 2.0 GB/s"),
+        (link_of(10e9, host="a", pull=0.9e9), OK, "pull 900.0 MB/s"),
+        (link_of(10e9, host="a", pull=0.1e9), WARN, "rate pull 0.02 should"),
         (link_of(10e9, pull=0.9e9), WARN, "rate pull 0.1 should"),
     ],
 )

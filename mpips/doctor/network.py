@@ -10,6 +10,7 @@ from mpips.metrics import human_bytes
 LINKS_MAX = 8
 FAST = 300e6  # bytes a second of a send, above which processors are the limit
 SHARE, FAST_SHARE = 0.5, 0.1  # of a send's rate; of that of a fast one
+LOCAL_SHARE = 0.02  # of one within a host, where ranks may have to share cores
 EVEN = 0.5  # of the median of all links
 ALLREDUCE = 0.5  # of these shares: a vector goes both ways, often one after the other
 FABRIC = 0.2  # of what the fastest device says of itself
@@ -83,7 +84,7 @@ def _judge_link(link: Link) -> Finding:
     told = f"{link.name}: send {human_bytes(link.send)}/s"
     told += "".join(f", {name} {human_bytes(rate)}/s" for name, rate in rates.items())
     figures = {f"{k}_mb_s": v / 1e6 for k, v in {"send": link.send, **rates}.items()}
-    share = FAST_SHARE if link.send > FAST else SHARE
+    share = SHARE if link.send <= FAST else FAST_SHARE if link.real else LOCAL_SHARE
     aims = {"pull": share, "push": share, "allreduce": share * ALLREDUCE}
     slow = [name for name, rate in rates.items() if rate < aims[name] * link.send]
     if slow:
