@@ -14,6 +14,7 @@ MULTI_RANK = Path(__file__).parent / "mpi"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("worlds", "multi-rank tests")
     group.addoption("--node-size", default="0", help="ranks of a node, e.g. 0,1,2; 0: real nodes")
+    group.addoption("--need-slurm", action="store_true", help="fail where SLURM cannot be started")
     group.addoption("--ran", type=Path, help="file to which the names of tests that ran are added")
 
 
