@@ -32,7 +32,7 @@ server worker
 strategies
 summary
 session
-train bench doctor
+train bench doctor results
 """
 LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
@@ -48,7 +48,7 @@ LOGIN_NODE = (
     *("mpips.metrics", "mpips.optim", "mpips.config", "mpips.problems", "mpips.datasets"),
     *("mpips.datasets.loader", "mpips.datasets.order", "mpips.checkpoint", "mpips.evaluation"),
     *("mpips.checkpoint.__main__", "mpips.kernels", "mpips.train"),
-    *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver"),
+    *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver", "mpips.results"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
     *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
 )

@@ -1,0 +1,67 @@
+"""The table of runs: what differs between them, and what came of each."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpips.config import Config
+from mpips.errors import UserError
+from mpips.folder import save_config
+from mpips.results import find_runs, main, results, table
+
+SUMMARY = {
+    "global_step": 1800, "epochs": 40.0, "loss": 0.0025, "eval_loss": 0.07641, "accuracy": 0.98046,
+    "samples_per_s": 64112.3, "wall_s": 5.21, "stop_reason": "epochs", "world": 8,
+}  # fmt: skip
+
+
+def make_run(out: Path, config: Config, summary: dict[str, object] | None, done: bool) -> None:
+    out.mkdir(parents=True)
+    save_config(out, config)
+    if summary is not None:
+        (out / "summary.json").write_text(json.dumps(summary))
+    if done:
+        (out / "DONE").write_text("epochs\n")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Three runs: one is done, one was stopped, one has only begun."""
+    make_run(tmp_path / "2", Config(lr=0.01, quiet=True), SUMMARY, done=True)
+    stopped = {**SUMMARY, "eval_loss": None, "accuracy": None, "stop_reason": "SIGUSR1"}
+    make_run(tmp_path / "10", Config(lr=0.002, hidden=(8,)), stopped, done=False)
+    make_run(tmp_path / "9", Config(lr=0.002, seed=3), None, done=False)
+    (tmp_path / "results.lock").write_text("")
+    return tmp_path
+
+
+def test_table(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options that are the same everywhere are left out, and numbers are in their order."""
+    assert main([str(sweep)]) == 0
+    assert capsys.readouterr().out == (
+        "run  seed  hidden     lr     global_step  epochs  loss    eval_loss  accuracy  "
+        "samples_per_s  wall_s  state\n"
+        "2    0     [128, 64]  0.01   1800         40.00   0.0025  0.0764     0.9805    "
+        "64112          5.2     done\n"
+        "9    3     [128, 64]  0.002  -            -       -       -          -         "
+        "-              -       not done (not ended)\n"
+        "10   0     [8]        0.002  1800         40.00   0.0025  -          -         "
+        "64112          5.2     not done (SIGUSR1)\n"
+    )
+
+
+def test_one_run(sweep: Path) -> None:
+    (row,) = results(find_runs([sweep / "2"]))
+    assert list(row)[:2] == ["run", "global_step"]
+    assert table([row]).count("\n") == 2
+
+
+def test_errors(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"no run in .*empty, expected folders with config.toml"):
+        find_runs([sweep / "empty"])
+    (sweep / "2" / "summary.json").write_text("{")
+    assert main([str(sweep)]) == 2
+    assert "summary.json: " in capsys.readouterr().err
+    assert main([]) == 2
+    assert "usage: " in capsys.readouterr().err
