@@ -85,8 +85,9 @@ class Config:
         "cluster", (), "the ranks that are servers", ">= 0", unset="spread over the nodes"
     )
     server_hosts: str = setting(
-        "cluster", "", "place the servers on the hosts that match", metavar="GLOB", unset="any host"
-    )
+        "cluster", "", "place the servers on the hosts that match", metavar="GLOB,...",
+        unset="any host",
+    )  # fmt: skip
     node_size: int = setting(
         "cluster", 0, "treat N consecutive ranks as a node; 0: the real nodes", ">= 0"
     )

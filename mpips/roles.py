@@ -64,7 +64,8 @@ def assign(
         node_of: Node number of each rank.
         servers: Number of servers, or None for the mode's default.
         server_ranks: Ranks to be servers; placed by hand.
-        server_hosts: Glob of host names; servers are placed on matching hosts only.
+        server_hosts: Globs of host names, separated by commas; servers are placed on hosts
+            only that match one.
 
     Raises:
         UserError: If no worker or, in a mode that needs one, no server is left, or if the placement
@@ -117,7 +118,8 @@ def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
 
 
 def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
-    ranks = [r for r, h in enumerate(hosts) if not glob or fnmatch.fnmatch(h, glob)]
+    globs = glob.split(",") if glob else ["*"]
+    ranks = [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
     if len(ranks) < count:
         raise UserError(
             f"server_hosts={glob!r} matches {len(ranks)} ranks",

@@ -128,6 +128,7 @@ def test_placed_by_host() -> None:
     assert assign("async", hosts, node_of, 2, server_hosts="big*").servers == (0, 4)
     assert assign("async", hosts, node_of, 3, server_hosts="big*").servers == (0, 1, 4)
     assert assign("async", hosts, node_of, 2, server_hosts="small?").servers == (2, 3)
+    assert assign("async", hosts, node_of, 2, server_hosts="big2,small1").servers == (2, 4)
     with pytest.raises(UserError, match=r"matches 2 ranks.*hosts are big1, big2, small1"):
         assign("async", hosts, node_of, 3, server_hosts="small1")
     with pytest.raises(UserError, match="matches 0 ranks"):
