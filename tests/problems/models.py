@@ -1,5 +1,8 @@
 """Multi-layer perceptrons with a twist, for tests of stopping and resuming."""
 
+import os
+import time
+
 import numpy as np
 from countdown import Slow, Stopping
 
@@ -7,9 +10,20 @@ from mpips.datasets import Batch
 from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 
+HELD_S = 0.2
+
 
 class SlowMLP(Slow, MLP):
     """Slow enough to be stopped in the middle of it."""
+
+
+class HeldMLP(MLP):
+    """Nearly stands still while the folder that it runs in has a file called ``hold``."""
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        if os.path.exists("hold"):
+            time.sleep(HELD_S)
+        return super().loss_and_grad(params, batch, out)
 
 
 class StoppingMLP(Stopping, MLP):
