@@ -24,7 +24,7 @@ prepare() {
     if [ -r "$site" ]; then . "$site"; fi
     set -u
     export PYTHONUNBUFFERED=1
-    export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} OMP_PLACES=cores OMP_PROC_BIND=close
+    export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
     export OPENBLAS_NUM_THREADS=$OMP_NUM_THREADS MKL_NUM_THREADS=$OMP_NUM_THREADS
     export NUMBA_NUM_THREADS=$OMP_NUM_THREADS
     export SRUN_CPUS_PER_TASK=$OMP_NUM_THREADS    # since 22.05 srun does not take sbatch's
@@ -47,9 +47,11 @@ print(*MPI.Get_library_version().replace("\x00", " ").split(",")[0].split()[:4])
 
 commit() { git -C "$(dirname "${BASH_SOURCE[0]}")" describe --always --dirty 2>/dev/null || echo unknown; }
 
-# Sets the array `launcher`. With a wrong --mpi srun starts N worlds of one rank each.
+# Sets the array `launcher`. With a wrong --mpi srun starts N worlds of one rank each. Ranks are
+# pinned where SLURM does it, or where all cores of this shell's mask are theirs: elsewhere mpirun
+# would pin them to cores of other jobs.
 pick_launcher() {
-    local plugin library cores
+    local plugin library mask
     library=$(mpi_library)
     case $library in
         *"Open MPI"*) plugin=pmix ;;
@@ -58,33 +60,33 @@ pick_launcher() {
             "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh" ;;
     esac
     if [ -z "${LAUNCHER:-}" ]; then
-        if srun --mpi=list 2>&1 | grep -qw "$plugin"; then LAUNCHER=srun; else LAUNCHER=mpirun; fi
+        LAUNCHER=mpirun
+        if grep -qw "$plugin" <<<"$(srun --mpi=list 2>&1)"; then LAUNCHER=srun; fi
     fi
     case $LAUNCHER in
         srun)
             launcher=(srun "--mpi=$plugin" --kill-on-bad-exit=1)
-            if scontrol show config | grep -q '^TaskPlugin .*affinity'; then
+            if grep -q '^TaskPlugin .*affinity' <<<"$(scontrol show config)"; then
                 launcher+=(--cpu-bind=cores)
+                export OMP_PLACES=cores OMP_PROC_BIND=close
             fi ;;
         mpirun)
-            cores=$(nproc)
+            mask=$(env -u OMP_NUM_THREADS nproc)
             launcher=(mpirun -n "$SLURM_NTASKS")
-            if [ "$((${SLURM_NTASKS_PER_NODE:-1} * OMP_NUM_THREADS))" -gt "$cores" ]; then
-                if [ "$plugin" = pmix ]; then launcher+=(--bind-to none); fi
-            elif [ "$plugin" = pmix ]; then
-                launcher+=(--map-by "slot:PE=$OMP_NUM_THREADS" --bind-to core)
-            else
-                launcher+=(-bind-to "core:$OMP_NUM_THREADS")
-            fi ;;
+            case $plugin,$((${SLURM_NTASKS_PER_NODE:-1} * OMP_NUM_THREADS)) in
+                "pmix,$mask") launcher+=(--map-by "slot:PE=$OMP_NUM_THREADS" --bind-to core) ;;
+                "pmi2,$mask") launcher+=(-bind-to "core:$OMP_NUM_THREADS") ;;
+                pmix,*) launcher+=(--bind-to none) ;;
+            esac ;;
         *) refuse "LAUNCHER '$LAUNCHER', expected srun or mpirun" ;;
     esac
     # shellcheck disable=SC2206    # several words
     launcher+=(${LAUNCHER_FLAGS:-})
-    if [ "$LAUNCHER" = srun ] && [ "$plugin" = pmi2 ]; then fresh_step_id; fi
+    if [ "$LAUNCHER" = srun ]; then fresh_step_id; fi
 }
 
-# MPICH names its shared memory by job and step: what a killed step of this job has left on a node
-# breaks the start of the next one of the same number.
+# MPICH names its shared memory, and SLURM's pmix its folders, by job and step: what a killed step of
+# this job has left on a node breaks the start of another one of the same number.
 fresh_step_id() {
     local k
     for ((k = 0; k < ${SLURM_RESTART_COUNT:-0}; k++)); do
@@ -123,7 +125,7 @@ find_out() {
     out=$(sed -n 's/^out = "\(.*\)"$/\1/p' <<<"$config")
     out=${out:-$default}
     if grep -q '^eval_only = true' <<<"$config"; then
-        attempt "${launcher[@]}" python -m mpips.train "$@"
+        start "$@"
         exit "$rc"
     fi
 }
@@ -152,6 +154,10 @@ got_further() {
     [ "$step" != -1 ] && [ "$(tail -n 3 "$out/tries" | grep -c "^$step ")" -lt 3 ]
 }
 
+# What a script may say differently: how ranks start, and what else to do once the run is done.
+start() { attempt "${launcher[@]}" python -m mpips.train "$@"; }
+on_done() { :; }
+
 # train_once OPTIONS...: train in `out`, from where an earlier try has left it. Exits where the run
 # is done or can get no further; returns where there is something left to do.
 train_once() {
@@ -162,8 +168,12 @@ train_once() {
             "submit it again with --out $out"
         exit 1
     fi
-    attempt "${launcher[@]}" python -m mpips.train "${words[@]}"
-    if [ "$rc" = 0 ] && [ -e "$out/DONE" ]; then say "done: $out"; exit 0; fi
+    start "${words[@]}"
+    if [ "$rc" = 0 ] && [ -e "$out/DONE" ]; then
+        say "done: $out"
+        on_done
+        exit 0
+    fi
     if [ "$rc" = "$EXIT_REFUSED" ]; then exit "$rc"; fi
     if [ "$rc" = 1 ] && [ "$(saved_step)" = "$step" ]; then exit "$rc"; fi
     say "not done: step $(saved_step) is saved in $out"
@@ -172,14 +182,14 @@ train_once() {
 # Put this job back into the queue, where it keeps its number and goes on. Not where somebody has
 # cancelled it: its state is COMPLETING then, as at the time limit, which the reason tells apart.
 requeue() {
-    trap '' TERM
+    trap - TERM    # SLURM ends this shell by it, once the job is requeued
     if [ "$(job_field JobState)" != RUNNING ] && [ "$(job_field Reason)" != TimeLimit ]; then
         say "cancelled; go on with --out $out"
         exit 1
     fi
     if scontrol requeue "$SLURM_JOB_ID"; then
         say "requeued"
-        sleep 600    # SLURM ends this shell
+        sleep 600
     fi
     say "cannot be requeued; submit it again with --out $out"
     exit "$EXIT_SAVED"

@@ -4,9 +4,14 @@ Without ``--with-mpi`` the multi-rank tests in ``mpi/`` are left to ``test_world
 them by mpirun. With it, this process is a rank of such a run and runs them alone.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from slurm_cluster import SlurmCluster
 
 MULTI_RANK = Path(__file__).parent / "mpi"
 
@@ -33,3 +38,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--with-mpi"):
         return True if collection_path.is_file() and not multi_rank else None
     return True if multi_rank else None
+
+
+@pytest.fixture(scope="session")
+def slurm(request: pytest.FixtureRequest) -> "Iterator[SlurmCluster]":
+    """A SLURM of three nodes, for all tests."""
+    from slurm_cluster import SlurmCluster, missing
+
+    why = missing()
+    if why and request.config.getoption("--need-slurm"):
+        pytest.fail(why)
+    if why:
+        pytest.skip(why)
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """A file that holds the jobs of a test: while it is there they hardly get on."""
+    path = tmp_path / "hold"
+    path.touch()
+    return path

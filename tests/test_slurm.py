@@ -1,91 +1,18 @@
-"""The job scripts on a real SLURM of three nodes: they train, are stopped, go on, and finish."""
+"""`slurm/train.sbatch` on a real SLURM: jobs train, are stopped, go on, and finish."""
 
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import ROOT
-from runs import MODELS, assert_same_state, final, list_checkpoints, newest, summary
-from slurm_cluster import SlurmCluster, missing, until
+from runs import assert_same_state, final, newest, summary
+from slurm_cluster import SlurmCluster
+from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Submitted
 
 from mpips.launch import is_open_mpi
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
-
-SCRIPTS = ROOT / "slurm"
-TRAIN = str(SCRIPTS / "train.sbatch")
-LAUNCHERS = ("srun", "mpirun")
-TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--mem-per-cpu=600M", "--time=5")
-# 90 rounds an epoch, of 0.2 s while a file called hold is there; `mlp` does the same without.
-SYNC = ("--mode", "sync", "--batch-size", "4", "--hidden", "16", "--eval-every", "0")
-HELD = ("--problem", f"{MODELS}:HeldMLP", *SYNC, "--checkpoint-every", "1")
-TEN = ("--epochs", "10", "--seed", "3")
-HOLDS = "bitwise equality with an uninterrupted run holds"
-
-
-@pytest.fixture(scope="module")
-def slurm(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
-    why = missing()
-    if why and request.config.getoption("--need-slurm"):
-        pytest.fail(why)
-    if why:
-        pytest.skip(why)
-    with SlurmCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def hold(tmp_path: Path) -> Path:
-    """The file that holds the jobs of this test."""
-    path = tmp_path / "hold"
-    path.touch()
-    return path
-
-
-class Submitted:
-    """A job in the queue, its log and its run."""
-
-    def __init__(self, slurm: SlurmCluster, folder: Path, *words: str, launcher: str = "srun"):
-        self.slurm, self.folder = slurm, folder
-        self.id = slurm.submit(f"--export=ALL,LAUNCHER={launcher}", *words, cwd=folder)
-        self.out = folder / "runs" / f"mpips-{self.id}"
-
-    def log(self) -> str:
-        """Return what it has printed."""
-        path = self.folder / f"mpips-{self.id}.out"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait_for(self, text: str, timeout_s: float = 90) -> None:
-        """Wait until it has printed a text."""
-        until(lambda: text in self.log(), timeout_s, self.told)
-
-    def wait_until_saved(self) -> None:
-        """Wait until there is a checkpoint beside that of step 0."""
-        until(lambda: newest_step(self.out) > 0, 90, self.told)
-
-    def wait(self, state: str = "COMPLETED", timeout_s: float = 150) -> dict[str, str]:
-        """Wait for the end, which must be `state`; returns what SLURM says of the job."""
-        found = self.slurm.wait(self.id, timeout_s, self.log)
-        assert found == state, self.told()
-        return self.slurm.show(self.id)
-
-    def resumed_steps(self) -> list[int]:
-        """Return the steps at which its runs went on."""
-        return [int(s) for s in re.findall(r"resumed at step (\d+)", self.log())]
-
-    def told(self) -> str:
-        """Return all that is known of it."""
-        return f"{self.slurm.show(self.id)}\n{self.log()}\n{self.slurm.logs()}"
-
-
-def newest_step(out: Path) -> int:
-    """Return the step of the newest committed checkpoint, -1 if there is none."""
-    whole = [p for p in list_checkpoints(out) if (p / "index.h5").exists()]
-    return int(whole[-1].name.partition("-")[2]) if whole else -1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -112,7 +39,7 @@ def test_time_limit(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Pa
     job = Submitted(slurm, tmp_path, *words, launcher=launcher)
     job.wait_until_saved()
     slurm.ask("scontrol", "update", f"jobid={job.id}", "EndTime=now+45")
-    job.wait_for("requeued", 80)
+    job.wait_until_requeued()
     hold.unlink()
     slurm.ask("scontrol", "update", f"jobid={job.id}", "TimeLimit=5")
     whole = Submitted(slurm, tmp_path, *TWO_BY_TWO, TRAIN, *SYNC, *TEN, launcher=launcher)
@@ -146,7 +73,7 @@ def test_crashed_node(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: 
     job.wait_until_saved()
     try:
         slurm.crash("n2")
-        until(lambda: slurm.show(job.id).get("Restarts") == "1", 60, job.told)
+        job.wait_until_requeued(60)
     finally:
         slurm.wait_idle()
     hold.unlink()
@@ -204,31 +131,12 @@ def test_refused_job_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> 
 
 def test_wrong_mpi_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Without the right --mpi, srun starts as many worlds of one rank as there are tasks."""
-    line = "srun python -m mpips.train --epochs 1"
-    words = (*TWO_BY_TWO, "--job-name=mpips", "--output=%x-%j.out", "--wrap", line)
-    job = Submitted(slurm, tmp_path, *words)
-    job.wait("FAILED", 40)
-    right = "pmix" if is_open_mpi() else "pmi2"
-    got = "a world of 1 rank in a SLURM step of 4 tasks, expected a world of 4"
-    assert f"mpips: {got}; use srun --mpi={right}\n" in job.log()
+    right, wrong = ("pmix", ("none", "pmi2")) if is_open_mpi() else ("pmi2", ("none",))
+    for plugin in wrong:
+        line = f"srun --mpi={plugin} python -m mpips.train --epochs 1"
+        words = (*TWO_BY_TWO, "--job-name=mpips", "--output=%x-%j.out", "--wrap", line)
+        job = Submitted(slurm, tmp_path, *words)
+        job.wait("FAILED", 40)
+        got = "a world of 1 rank in a SLURM step of 4 tasks, expected a world of 4"
+        assert f"mpips: {got}; use srun --mpi={right}\n" in job.log()
     assert not (tmp_path / "runs").exists()
-
-
-def test_scripts_are_clean(slurm: SlurmCluster) -> None:
-    """For shellcheck, for sbatch, and in what sbatch lets through."""
-    scripts = sorted(SCRIPTS.glob("*.sbatch"))
-    assert scripts
-    for script in scripts:
-        slurm.ask("sbatch", "--test-only", str(script))
-        lines = script.read_text().splitlines()
-        assert lines[0] == "#!/bin/bash"
-        first = next(k for k, line in enumerate(lines) if line and not line.startswith("#"))
-        found = [k for k, line in enumerate(lines) if re.match(r"#+ ?SBATCH", line)]
-        assert max(found) < first, f"{script}: a directive after the first command is ignored"
-        assert not [k for k in found if "$" in lines[k] or not lines[k].startswith("#SBATCH --")]
-    shellcheck = shutil.which("shellcheck")
-    assert shellcheck, "install shellcheck"
-    files = [*scripts, *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.example")]
-    command = [shellcheck, "-x", "-P", "SCRIPTDIR", *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout

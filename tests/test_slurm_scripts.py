@@ -1,0 +1,138 @@
+"""The other job scripts on a real SLURM: a sweep, a heterogeneous job, a chain."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+from runs import MODELS, newest, summary
+from slurm_cluster import SlurmCluster, until
+from slurm_jobs import HELD, SCRIPTS, TEN, TWO_BY_TWO, Submitted, newest_step
+
+pytestmark = [pytest.mark.launch, pytest.mark.long]
+
+
+def test_scripts_are_clean(slurm: SlurmCluster) -> None:
+    """For shellcheck, for sbatch, and in what sbatch lets through."""
+    scripts = sorted(SCRIPTS.glob("*.sbatch"))
+    assert scripts
+    for script in scripts:
+        slurm.ask("sbatch", "--test-only", str(script))
+        lines = script.read_text().splitlines()
+        assert lines[0] == "#!/bin/bash"
+        first = next(k for k, line in enumerate(lines) if line and not line.startswith("#"))
+        found = [k for k, line in enumerate(lines) if re.match(r"#+ ?SBATCH", line)]
+        assert max(found) < first, f"{script}: a directive after the first command is ignored"
+        assert not [k for k in found if not re.match(r"#SBATCH (hetjob$|--[^$]+$)", lines[k])]
+    shellcheck = shutil.which("shellcheck")
+    assert shellcheck, "install shellcheck"
+    files = [*scripts, *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.example")]
+    command = [shellcheck, "-x", "-P", "SCRIPTDIR", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Two lines of a table, one run each; the table of results has both."""
+    (tmp_path / "table").write_text("# two\n--lr 0.001 --seed 1\n\n--lr 0.01\n")
+    words = (
+        "--array=1-2",
+        "--ntasks-per-node=2",
+        "--mem-per-cpu=600M",
+        str(SCRIPTS / "sweep.sbatch"),
+    )
+    more = ("--epochs", "2", "--quiet")
+    array = slurm.submit(*words, f"{ROOT}/jobs/digits.toml", "table", *more, cwd=tmp_path)
+    folder = tmp_path / "runs" / f"sweep-{array}"
+
+    def told() -> str:
+        return "\n".join(path.read_text() for path in tmp_path.glob("sweep-*.out"))
+
+    until(lambda: all((folder / k / "DONE").exists() for k in "12"), 90, told)
+    for k in "12":
+        assert slurm.wait(f"{array}_{k}", 30, told) == "COMPLETED"
+    head, *rows = (line.split() for line in (folder / "results.txt").read_text().splitlines())
+    assert head[:4] == ["run", "seed", "lr", "global_step"]
+    assert [row[:3] for row in rows] == [["1", "1", "0.001"], ["2", "0", "0.01"]]
+    assert [row[-1] for row in rows] == ["done"] * 2
+    assert [float(row[3]) for row in rows] == [summary(folder / k)["global_step"] for k in "12"]
+
+
+def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "table").write_text("--seed 1\n")
+    words = ("--array=2", "--mem-per-cpu=600M", "--output=log", str(SCRIPTS / "sweep.sbatch"))
+    array = slurm.submit(*words, f"{ROOT}/jobs/digits.toml", "table", cwd=tmp_path)
+    assert slurm.wait(f"{array}_2", 30) == "FAILED"
+    expected = "run 2 of table, which has 1, expected sbatch --array=1-1"
+    assert expected in (tmp_path / "log").read_text()
+
+
+def test_het(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
+    """Servers on the big node, workers on the small ones, one world; requeued as a whole."""
+    components = ("--ntasks-per-node=1", "--constraint=big", ":", "--constraint=small")
+    components += ("--nodes=2", "--ntasks-per-node=2", "--mem-per-cpu=600M")
+    options = ("--problem", f"{MODELS}:HeldMLP", "--checkpoint-every", "1", "--epochs", "10")
+    job = Submitted(slurm, tmp_path, *components, str(SCRIPTS / "het.sbatch"), *options)
+    job.wait_until_saved()
+    slurm.ask("scancel", "--batch", "-s", "USR1", job.id)
+    job.wait_until_requeued()
+    hold.unlink()
+    job.wait()
+    found = summary(job.out)
+    assert found["world"] == 5
+    assert found["servers"] == 1
+    assert found["nodes"] == [
+        {"host": "n1", "ranks": [0]},
+        {"host": "n2", "ranks": [1, 2]},
+        {"host": "n3", "ranks": [3, 4]},
+    ]
+    assert re.search(r"0 +0 +n1 +server 0", job.log())
+    assert job.resumed_steps()[0] > 0
+    assert (job.out / "DONE").exists()
+
+
+def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
+    """Each link goes on from the one before, and one that comes too late has nothing to do."""
+    words = ("--job-name=mpips", "--output=%x-%j.out", *TWO_BY_TWO, str(SCRIPTS / "chain.sbatch"))
+    links = [Submitted(slurm, tmp_path, *words, *HELD, *TEN) for _ in range(3)]
+    out = tmp_path / "runs" / "mpips"
+    until(lambda: newest_step(out) > 0, 90, links[0].told)
+    slurm.ask("scancel", "--batch", "-s", "USR1", links[0].id)
+    links[0].wait()
+    hold.unlink()
+    assert not (out / "DONE").exists()
+    saved = [int(s) for s in re.findall(r"step (\d+) is saved", links[0].log())]
+    for link in links[1:]:
+        link.wait()
+    assert links[1].resumed_steps() == saved
+    assert "runs/mpips is done" in links[2].log()
+    assert newest(out).step == summary(out)["global_step"] == 900
+
+
+def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """What slurm/site.sh sets holds; a Python without mpips is refused in one line."""
+    shutil.copytree(SCRIPTS, tmp_path / "slurm")
+    own = str(tmp_path / "slurm" / "train.sbatch")
+    site = tmp_path / "slurm" / "site.sh"
+    site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\n")
+    job = Submitted(slurm, tmp_path, *TWO_BY_TWO, own, "--lr", "-1")
+    job.wait("FAILED", 40)
+    assert re.search(r"4 ranks on \S+ by mpirun -n 4 .*-genv A B$", job.log(), re.M)
+    assert "mpips: lr -1.0, expected a number > 0" in job.log()
+    site.write_text("PATH=/usr/bin:/bin\n")
+    job = Submitted(slurm, tmp_path, *TWO_BY_TWO, own, "--lr", "0.1")
+    job.wait("FAILED", 40)
+    assert re.search(r"mpips: \S+.* cannot import mpips, expected one that can; act", job.log())
+
+
+def test_evaluation(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job that only evaluates ends with its result; nothing is left to do again."""
+    train = str(SCRIPTS / "train.sbatch")
+    first = Submitted(slurm, tmp_path, *TWO_BY_TWO, train, "--problem", "softmax", "--epochs", "1")
+    first.wait()
+    options = ("--eval-only", "--init-from", str(first.out), "--problem", "softmax")
+    second = Submitted(slurm, tmp_path, *TWO_BY_TWO, train, *options)
+    assert second.wait()["Restarts"] == "0"
+    assert re.search(r"on 359 held-out samples: accuracy 0\.\d+, loss", second.log())
