@@ -30,9 +30,9 @@ job store
 rounds saver
 server worker
 strategies
-summary
+summary needs
 session
-train bench doctor results
+train bench doctor results sbatch
 """
 LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
@@ -51,6 +51,7 @@ LOGIN_NODE = (
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver", "mpips.results"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
     *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
+    *("mpips.needs", "mpips.sbatch"),
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),
