@@ -1,8 +1,10 @@
 """The other job scripts on a real SLURM: a sweep, a heterogeneous job, a chain."""
 
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,39 @@ def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert links[1].resumed_steps() == saved
     assert "runs/mpips is done" in links[2].log()
     assert newest(out).step == summary(out)["global_step"] == 900
+
+
+def test_readme_lines(slurm: SlurmCluster) -> None:
+    """What the README tells to submit names files that are there, and options that sbatch knows."""
+    text = (ROOT / "README.md").read_text()
+    lines = [
+        line.removeprefix("for link in 1 2 3; do ").removesuffix("; done")
+        for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+        for line in block.splitlines()
+        if "sbatch -" in line or "sbatch slurm" in line
+    ]
+    assert len(lines) == 5
+    assert {s.name for s in SCRIPTS.glob("*.sbatch")} <= set(re.findall(r"\w+\.sbatch", text))
+    for line in lines:
+        words = shlex.split(line.replace("--constraint=bigmem", "--constraint=big"))
+        assert words[0] == "sbatch"
+        slurm.ask("sbatch", "--test-only", *words[1:], cwd=ROOT)
+        assert all((ROOT / w).is_file() for w in words if w.startswith(("slurm/", "jobs/"))), line
+
+
+def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """It trains with the memory and the time that it asks for."""
+    command = ["-m", "mpips.sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
+    text = subprocess.check_output(
+        [sys.executable, *command, "--job-name", "mpips"], env=slurm.env, text=True, timeout=60
+    )
+    (tmp_path / "my.sbatch").write_text(text)
+    assert re.search(r"^#SBATCH --mem-per-cpu=\d+M$", text, re.M)
+    slurm.ask("shellcheck", str(tmp_path / "my.sbatch"))
+    job = Submitted(slurm, tmp_path, "my.sbatch")
+    job.wait()
+    assert summary(job.out)["world"] == 8
+    assert (job.out / "DONE").exists()
 
 
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
