@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpips.codecs import Codec, Origin, buffer_for, codec_for, make_codec
+from mpips.codecs import Codec, Origin, buffer_for, codec_for, is_large, make_codec
 from mpips.config import Config
 from mpips.layout import Shard
+from mpips.roles import Roles
 from mpips.window import transfer_pieces
 
 CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
@@ -29,6 +30,34 @@ def push_codec(config: Config) -> Codec | None:
 def pull_codec(config: Config) -> Codec | None:
     """Return the codec of far pulls that a job asks for, or None; it keeps no state."""
     return make_codec(config.pull_codec)
+
+
+def told(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> str | None:
+    """Return a line that says what is packed, and how much of what crosses nodes; None if nothing.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers.
+    """
+    codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
+    if not any(codecs.values()):
+        return None
+    owners = zip(roles.servers, shards, strict=True)
+    sizes = [
+        shard.size
+        for rank, shard in owners
+        for worker in roles.workers
+        if shard.size and node_of[rank] != node_of[worker]
+    ]
+    if not sizes:
+        return "nothing is packed: no worker is on another node than a server"
+    words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
+    large = sum(is_large(n, config.dtype) for n in sizes)
+    return f"packed between nodes: {words}; {large} of {len(sizes)} slices are large enough"
 
 
 @dataclass(frozen=True)

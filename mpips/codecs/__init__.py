@@ -12,7 +12,17 @@ from mpips.codecs.onebit import OneBit
 from mpips.codecs.topk import TopK
 from mpips.errors import unknown
 
-__all__ = ["CODECS", "Codec", "Origin", "State", "buffer_for", "codec_for", "make_codec", "warm"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Origin",
+    "State",
+    "buffer_for",
+    "codec_for",
+    "is_large",
+    "make_codec",
+    "warm",
+]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Fp16, Bf16, Int8, TopK, OneBit)}
 
@@ -36,7 +46,12 @@ def make_codec(name: str, **options: float) -> Codec | None:
 
 def codec_for(codec: Codec | None, n: int, dtype: np.typing.DTypeLike) -> Codec | None:
     """Return the codec for a slice of `n` elements, or None where it goes as it is."""
-    return codec if n * np.dtype(dtype).itemsize >= RAW_BYTES else None
+    return codec if is_large(n, dtype) else None
+
+
+def is_large(n: int, dtype: np.typing.DTypeLike) -> bool:
+    """Whether a slice of `n` elements is worth packing."""
+    return n * np.dtype(dtype).itemsize >= RAW_BYTES
 
 
 @cache

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import feed, neighbours, outbox, store
+from mpips import feed, neighbours, outbox, store, wire
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import Feed, Granter
@@ -113,6 +113,9 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     times = agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
     if times is not None:
         log.say(_told(times))
+    packed = wire.told(config, cluster.roles, cluster.node_of, job.shards)
+    if packed is not None:
+        log.say(packed)
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=_release(window, loop))
     if loop.chief:
