@@ -1,9 +1,13 @@
-"""What a job says about its packing."""
+"""Chunks of packed replies, and what a job says about its packing."""
 
+import numpy as np
+import pytest
+
+from mpips.codecs import Origin, make_codec
 from mpips.config import Config
-from mpips.layout import cut
+from mpips.layout import Shard, cut
 from mpips.roles import assign
-from mpips.wire import told
+from mpips.wire import Chunked, told
 
 
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
@@ -29,3 +33,32 @@ def test_what_is_packed_is_said() -> None:
 def test_one_node_packs_nothing() -> None:
     told_so = "nothing is packed: no worker is on another node than a server"
     assert line(Config(codec="topk"), 4, 1, 1 << 20) == told_so
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> None:
+    shard, chunk_bytes = Shard(64, 64 + 150_001), 60 << 10
+    owner, reader = (Chunked(make_codec(name), shard, dtype, chunk_bytes) for _ in range(2))
+    params = np.random.default_rng(0).standard_normal(shard.size).astype(dtype)
+    out = np.zeros_like(params)
+    theirs, mine = owner.cut(params), reader.cut(out)
+    places = reader.messages(mine)
+    for k, (place, chunk) in enumerate(zip(places, mine, strict=True)):
+        message = owner.pack(theirs, k, Origin())
+        assert message.nbytes == place.nbytes <= chunk_bytes
+        assert k == len(mine) - 1 or message.nbytes > 0.9 * chunk_bytes
+        place[:] = message
+        reader.unpack(place, chunk)
+    error = np.abs(out - params).max() / np.abs(params).max()
+    bounds = {"none": 0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 127}
+    assert error <= bounds[name]
+    assert (error > 0) == (name != "none")
+
+
+def test_chunks_of_a_reply_have_draws_of_their_own() -> None:
+    chunked = Chunked(make_codec("int8"), Shard(0, 200_000), "float32", 60 << 10)
+    alike = chunked.cut(np.tile(np.linspace(-1, 1, 512, dtype="f4"), 400)[:200_000])
+    first, second = (chunked.pack(alike, k, Origin()) for k in (0, 1))
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(first, chunked.pack(alike, 0, Origin()))
