@@ -2,7 +2,8 @@
 
 On the chief's node a worker publishes how many batches it has taken and the chief publishes
 grants in a ring of shared memory, two ahead; every word has one writer. From another node a
-worker asks by message, two ahead as well, and the chief answers each request by a message.
+worker asks by message, two ahead as well, and the chief answers each request by a message. Each
+batch comes with its number in the order in which they are handed out, from 0 in each job.
 """
 
 from collections import deque
@@ -14,6 +15,7 @@ from mpips.window import Field, Window
 
 AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again
+Grant = tuple[int, int, int, int]  # a batch and its number
 COUNT = 0  # word of a worker's ring: grants given
 TAKEN = 0  # word of a worker's segment: grants taken
 
@@ -29,10 +31,17 @@ def worker_fields() -> tuple[Field, ...]:
 
 
 class Granter:
-    """The chief's half: gives batches to workers. Collective: no."""
+    """The chief's half: gives batches to workers. Collective: no.
 
-    def __init__(self, cluster: Cluster, window: Window, handout: HandOut) -> None:
-        self._cluster, self._handout = cluster, handout
+    Args:
+        ahead: Batches granted beside the one that a worker works on.
+    """
+
+    def __init__(
+        self, cluster: Cluster, window: Window, handout: HandOut, ahead: int = AHEAD
+    ) -> None:
+        assert ahead < RING, "an entry would be written before it is read"
+        self._cluster, self._handout, self._ahead = cluster, handout, ahead
         self._grants = window.view(cluster.rank, "grants")
         workers = list(enumerate(cluster.roles.workers))
         self._near = [(w, window.view(r, "taken")) for w, r in workers if cluster.near(r)]
@@ -44,18 +53,19 @@ class Granter:
         for worker, taken in self._near:
             if not self._open[worker]:
                 continue
-            while self._open[worker] and self._given[worker] < observe(taken, TAKEN) + AHEAD:
+            while self._open[worker] and self._given[worker] < observe(taken, TAKEN) + self._ahead:
                 self._put(worker, self._next(worker))
 
-    def _next(self, worker: int) -> Range:
+    def _next(self, worker: int) -> Grant:
+        number = self._handout.issued
         batch = self._handout.next(worker)
         self._open[worker] = batch is not None
-        return EXHAUSTED if batch is None else batch
+        return (*(EXHAUSTED if batch is None else batch), number)
 
-    def _put(self, worker: int, batch: Range) -> None:
+    def _put(self, worker: int, grant: Grant) -> None:
         ring = self._grants[worker]
         at = 8 + 8 * (self._given[worker] % RING)
-        ring[at : at + 3] = batch
+        ring[at : at + 4] = grant
         self._given[worker] += 1
         publish(ring, COUNT, self._given[worker])
 
@@ -68,28 +78,35 @@ class Granter:
 class Feed:
     """A worker's half: the batches granted to it, oldest first. Collective: no.
 
+    Args:
+        ahead: Batches asked for beside the one that is worked on.
+
     Attributes:
+        numbers: Of the batches that have come and on which no work has begun, oldest first.
         exhausted: Whether no grant will follow those that have come.
     """
 
-    def __init__(self, cluster: Cluster, window: Window, worker_id: int) -> None:
-        self._cluster, self._chief = cluster, cluster.roles.chief
+    def __init__(
+        self, cluster: Cluster, window: Window, worker_id: int, ahead: int = AHEAD
+    ) -> None:
+        self._cluster, self._chief, self._ahead = cluster, cluster.roles.chief, ahead
         self._taken = window.view(cluster.rank, "taken")
         near = cluster.near(self._chief)
         self._ring = window.view(self._chief, "grants")[worker_id] if near else None
-        self._come: deque[Range] = deque()
+        self._come: deque[Grant] = deque()
+        self.numbers: deque[int] = deque()
         self._seen = self._used = 0
         self.exhausted = False
 
     def open(self) -> None:
         """Ask for the first batches. On the chief's node they come unasked."""
         if self._ring is None:
-            for _ in range(AHEAD):
+            for _ in range(self._ahead):
                 self._cluster.send(self._chief, "more")
 
-    def granted(self, batch: Range) -> None:
+    def granted(self, grant: Grant) -> None:
         """Note a grant that came by message."""
-        self._come.append(batch)
+        self._come.append(grant)
 
     def news(self) -> list[Range]:
         """Return the batches granted since the last call. Blocks: no."""
@@ -97,18 +114,24 @@ class Feed:
             given = observe(self._ring, COUNT)
             for k in range(self._seen, given):
                 at = 8 + 8 * (k % RING)
-                epoch, begin, end = self._ring[at : at + 3].tolist()
-                self._come.append((epoch, begin, end))
+                epoch, begin, end, number = self._ring[at : at + 4].tolist()
+                self._come.append((epoch, begin, end, number))
             self._seen = given
-        batches = [b for b in self._come if b != EXHAUSTED]
-        self.exhausted |= len(batches) < len(self._come)
+        grants = [grant for grant in self._come if grant[:3] != EXHAUSTED]
+        self.exhausted |= len(grants) < len(self._come)
         self._come.clear()
-        return batches
+        self.numbers.extend(number for *_, number in grants)
+        return [grant[:3] for grant in grants]
 
-    def take(self) -> None:
-        """Say that work on the oldest batch begins, so that another may be granted."""
+    def take(self) -> int:
+        """Say that work on the oldest batch begins, so that another may be granted.
+
+        Returns:
+            The number of the batch.
+        """
         self._used += 1
         if self._ring is not None:
             publish(self._taken, TAKEN, self._used)
         elif not self.exhausted:
             self._cluster.send(self._chief, "more")
+        return self.numbers.popleft()

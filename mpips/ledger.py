@@ -29,6 +29,9 @@ class HandOut:
         cursor: ``(epoch, position)`` of the first sample that was never handed out.
         pending: Ranges to be handed out first.
         clocks: Steps that each worker has done before.
+
+    Attributes:
+        issued: Batches handed out by this object; the next one has this number.
     """
 
     samples: int
@@ -46,6 +49,7 @@ class HandOut:
         self.clocks = list(self.clocks) or [0] * self.workers
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
         self._open: list[deque[Range]] = [deque() for _ in range(self.workers)]
+        self.issued = 0
         self.stopped = False
 
     def next(self, worker: int) -> Range | None:
@@ -56,6 +60,7 @@ class HandOut:
         batch = self._take(worker)
         if batch is not None:
             self._open[worker].append(batch)
+            self.issued += 1
         return batch
 
     def _take(self, worker: int) -> Range | None:

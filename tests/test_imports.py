@@ -214,8 +214,8 @@ RECEIVERS = {
     "append",
 }
 DATA = {
-    ("feed", "ring[at:at + 3]"): "words from 8 on are data: written before COUNT is published",
-    ("feed", "self._ring[at:at + 3]"): "the same data, read after COUNT was observed",
+    ("feed", "ring[at:at + 4]"): "words from 8 on are data: written before COUNT is published",
+    ("feed", "self._ring[at:at + 4]"): "the same data, read after COUNT was observed",
 }
 
 

@@ -1,5 +1,7 @@
 """How batches reach the workers: each exactly once, near and far."""
 
+import itertools
+
 import pytest
 from verdict import check
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.mpi(min_size=2)
 class Handing:
     """A chief that gives batches, and workers that take them; nothing is computed."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, ahead: int = AHEAD) -> None:
+        self.ahead = ahead
+        self.numbers: list[int] = []
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         self.cluster, self.roles = cluster, cluster.roles
         self.workers = len(self.roles.workers)
@@ -28,7 +32,7 @@ class Handing:
     def give(self, handout: HandOut, stop_at: int | None = None) -> list[tuple[int, Range]]:
         """Serve until every worker has ended; returns what each said that it took, in order."""
         cluster = self.cluster
-        granter = Granter(cluster, self.window, handout)
+        granter = Granter(cluster, self.window, handout, self.ahead)
         backoff, ended = Backoff(cluster.crowded), 0
         taken: list[tuple[int, Range]] = []
         while ended < self.workers:
@@ -54,22 +58,25 @@ class Handing:
         """Take until there is nothing more; returns the batches, in order."""
         cluster, mine = self.cluster, []
         me = self.roles.workers.index(cluster.rank)
-        source = Feed(cluster, self.window, me)
+        source = Feed(cluster, self.window, me, self.ahead)
         source.open()
         queue: list[Range] = []
+        numbers: list[int] = []
 
         def ready() -> bool:
-            for _, _, batch in cluster.poll():
-                source.granted(batch)
+            for _, _, grant in cluster.poll():
+                source.granted(grant)
             queue.extend(source.news())
-            assert len(queue) <= AHEAD, queue
+            assert len(queue) == len(source.numbers) <= self.ahead, queue
             return bool(queue) or source.exhausted
 
         while cluster.wait(ready) >= 0 and queue:
             batch = queue.pop(0)
-            source.take()
+            numbers.append(source.take())
             mine.append(batch)
             cluster.send(self.roles.chief, "took", batch)
+        assert numbers == sorted(set(numbers))
+        self.numbers = numbers
         assert source.exhausted
         assert not source.news()
         cluster.send(self.roles.chief, "ended")
@@ -88,11 +95,14 @@ class Handing:
         else:
             mine = self.take()
         by_rank = cluster.comm.allgather(mine)
+        numbers = cluster.comm.allgather(self.numbers)
         wrong: list[object] = []
         if chief:
             for worker, rank in enumerate(self.roles.workers):
                 if [batch for w, batch in told if w == worker] != by_rank[rank]:
                     wrong.append((worker, by_rank[rank]))
+            if sorted(itertools.chain(*numbers)) != list(range(len(told))):
+                wrong.append(numbers)
             if handout.unfinished():
                 wrong.append(handout.unfinished())
         vars(self).pop("window").free()
@@ -104,9 +114,9 @@ def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
     return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_every_batch_is_granted_exactly_once(cluster: Cluster, chunk: int) -> None:
-    handing = Handing(cluster)
+@pytest.mark.parametrize(("chunk", "ahead"), [(1, AHEAD), (3, AHEAD), (1, 1)])
+def test_every_batch_is_granted_exactly_once(cluster: Cluster, chunk: int, ahead: int) -> None:
+    handing = Handing(cluster, ahead)
     handout = HandOut(103, 10, handing.workers, epochs=3, chunk=chunk)
     taken, wrong = handing.run(handout)
     check(cluster.comm, sorted(taken) == everything(103, 10, 3) and not wrong, (taken, wrong))
