@@ -83,7 +83,9 @@ class Sender:
         far = self.outbox is None or self.outbox.writable(seq)
         return far and not any(observe(applied, self._worker) < last for applied in self._near)
 
-    def push(self, batch: Range, samples: int, loss: float, versions: np.ndarray) -> int:
+    def push(
+        self, batch: Range, samples: int, loss: float, versions: np.ndarray, number: int = 0
+    ) -> int:
         """Announce the gradient in ``buffer(seq + 1)``. Blocks: no.
 
         Args:
@@ -91,13 +93,14 @@ class Sender:
             samples: Samples in the batch.
             loss: Mean loss over the batch.
             versions: Version read of each shard, shape (shards,), dtype int64.
+            number: Of the batch, in the order in which batches are handed out.
 
         Returns:
             The push's number.
         """
         self.seq += 1
         me, slot = self._me, self.seq % BUFFERS
-        pack(me.headers[slot], self._worker, self.seq, batch, samples, loss)
+        pack(me.headers[slot], self._worker, self.seq, batch, samples, loss, number)
         me.versions[slot] = versions
         publish(me.words, PUSHED, self.seq)
         if self.outbox is not None:

@@ -126,7 +126,7 @@ class Config:
     )  # fmt: skip
 
     staleness_bound: int | None = setting(
-        "consistency", None, "updates that a worker may be ahead of the slowest", ">= 0",
+        "consistency", None, "clocks that a worker may be ahead of the slowest", ">= 0",
         unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
 

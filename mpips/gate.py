@@ -1,12 +1,18 @@
 """What bounds the distance of clocks in mode ssp: a worker's half and a server's half.
 
-A worker's **clock** is the number of pushes that it has made in this run; a server's clock is the
-smallest number that it has applied of any worker's. Before a worker reads at clock c it waits
-until each server's clock is c - s or more, and until its own pushes are applied. So a read at
-clock c holds every update of clock c - s - 1 and before of every worker (the update of clock k is
-push k + 1), and all of its own. Near servers say their clocks in their headers; to far ones the
-request says what is needed, and they answer when that holds. A worker that has finished, and
-whose pushes are all applied, is for ever ahead, so that nobody waits for it.
+Batches are numbered in the order in which they are handed out; number i of W workers has **clock**
+i // W, and so has the update made of it, and the worker while it is at it. A server's clock is that
+of the first update that it has not applied. Before a worker reads at clock c it waits until each
+server's clock is c - s or more, and until its own pushes are applied. So a read at clock c holds
+every update of clock c - s - 1 and before, whoever makes it, and all of the worker's own.
+
+Where each worker makes as many steps as the others, this is the clock of Ho et al., the number of
+a worker's own steps. Where batches go to who asks, a worker that is five times slower takes a fifth
+of them, and holds the others up only if a batch of its takes longer than they need for s clocks.
+
+Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
+say their clocks in their headers; to far ones the request says what is needed, and they answer when
+that holds.
 
 Reference: Ho et al., NeurIPS 2013, section 3.
 """
@@ -20,14 +26,26 @@ from mpips.errors import UserError
 from mpips.far import CLOCK
 from mpips.kernels import observe, publish
 
-FOREVER = 1 << 62  # the clock of a worker that has finished
+
+class Bound(NamedTuple):
+    """A bound on what a worker's reads may lack.
+
+    Attributes:
+        staleness: The staleness bound s.
+        clock: Returns the clock of the next batch, when a read for it begins.
+        own: Returns the pushes that this worker has made.
+    """
+
+    staleness: int
+    clock: Callable[[], int]
+    own: Callable[[], int]
 
 
 class Needs(NamedTuple):
     """What a server has to have applied before it is read.
 
     Attributes:
-        clock: Pushes of every worker that has not finished.
+        clock: All updates of a smaller clock.
         own: Pushes of the worker that reads.
     """
 
@@ -43,8 +61,7 @@ class Gate:
 
     Args:
         worker: Worker number.
-        bound: The staleness bound s.
-        clock: Returns the pushes that this worker has made.
+        bound: What its reads may lack.
         near: Header and ledger of each near server with a shard.
 
     Attributes:
@@ -52,19 +69,18 @@ class Gate:
     """
 
     def __init__(
-        self,
-        worker: int,
-        bound: int,
-        clock: Callable[[], int],
-        near: Sequence[tuple[np.ndarray, np.ndarray]],
+        self, worker: int, bound: Bound, near: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> None:
-        self._worker, self._bound, self._clock, self._near = worker, bound, clock, near
-        self.distance_max = 0
+        self._worker, self._bound, self._near = worker, bound, near
+        self._clock = self.distance_max = 0
+
+    def begin(self) -> None:
+        """Note the clock of the read that begins."""
+        self._clock = self._bound.clock()
 
     def needs(self) -> Needs:
-        """Return what a read now has to hold."""
-        own = self._clock()
-        return Needs(own - self._bound, own)
+        """Return what the read has to hold, as far as this worker has pushed by now."""
+        return Needs(self._clock - self._bound.staleness, self._bound.own())
 
     def open(self) -> bool:
         """Whether every near server may be read now. Blocks: no."""
@@ -75,21 +91,21 @@ class Gate:
         )
 
     def passed(self, clocks: Sequence[int]) -> None:
-        """Check what a read holds, by the clocks that the servers had when it began.
+        """Check what the read holds, by the clocks that the servers had when it began.
 
         Raises:
             UserError: If the distance of clocks exceeds the bound.
         """
-        own = self._clock()
-        distance = max((own - clock for clock in clocks), default=0)
+        distance = max((self._clock - clock for clock in clocks), default=0)
         self.distance_max = max(self.distance_max, distance)
-        if distance > self._bound:
-            got = f"a read of worker {self._worker} at clock {own} with clock distance {distance}"
-            raise UserError(got, f"a distance of at most {self._bound}, the staleness bound")
+        if distance > self._bound.staleness:
+            where = f"a read of worker {self._worker} at clock {self._clock}"
+            expected = f"a distance of at most {self._bound.staleness}, the staleness bound"
+            raise UserError(f"{where} with clock distance {distance}", expected)
 
 
 class Clocks:
-    """A server's half: the smallest clock, and the far reads that wait for it. Collective: no.
+    """A server's half: its clock, and the far reads that wait for it. Collective: no.
 
     Args:
         header: Of the server, shape (8,), dtype int64; the clock is published there.
@@ -107,25 +123,21 @@ class Clocks:
     ) -> None:
         self._header, self._applied, self._ask = header, applied, ask
         self._workers = {rank: worker for worker, rank in enumerate(workers)}
-        self._clocks = [0] * len(workers)
-        self._last = [FOREVER] * len(workers)  # pushes that each worker will have made
+        self._first = 0  # number of the first update that is not applied
+        self._later: set[int] = set()  # those applied beyond it
         self._held: list[tuple[int, bool, Needs]] = []
 
-    def finished(self, rank: int, pushes: int) -> None:
-        """Note that a worker will have made so many pushes, and no more."""
-        worker = self._workers[rank]
-        self._last[worker] = pushes
-        self.advance(worker)
-        self.publish()
-
-    def advance(self, worker: int) -> None:
-        """Note what the ledger has of a worker."""
-        seq = observe(self._applied, worker)
-        self._clocks[worker] = seq if seq < self._last[worker] else FOREVER
+    def advance(self, number: int) -> None:
+        """Note that the update of a batch is applied."""
+        if number >= self._first:
+            self._later.add(number)
+        while self._first in self._later:
+            self._later.remove(self._first)
+            self._first += 1
 
     def publish(self) -> None:
-        """Show the smallest clock to all who read, after the parameters that it is about."""
-        publish(self._header, CLOCK, min(self._clocks))
+        """Show the clock to all who read, after the parameters that it is about."""
+        publish(self._header, CLOCK, self._first // len(self._workers))
 
     def want(self, rank: int, consistent: bool, needs: Needs) -> None:
         """Note that a far worker asked to read; call it between two updates. Blocks: no."""

@@ -7,7 +7,8 @@ import numpy as np
 
 from mpips.ledger import Range
 
-HEADER_WORDS = 8  # worker, seq, epoch, begin, end, samples, loss (its bits), version read
+# Worker, seq, epoch, begin, end, samples, loss (its bits), version read, number of the batch.
+HEADER_WORDS = 9
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Push:
         loss: Mean loss over the batch.
         version: Version of this shard that the worker had read.
         grad: Gradient of the shard, shape (shard.size,); with `others`, the mean of all.
+        number: Of the batch, in the order in which batches are handed out.
         others: The further pushes whose gradients are in `grad`, each of another worker.
     """
 
@@ -32,14 +34,15 @@ class Push:
     loss: float
     version: int
     grad: np.ndarray
+    number: int = 0
     others: "tuple[Push, ...]" = ()
 
     @classmethod
     def unpack(cls, words: np.ndarray, grad: np.ndarray) -> "Push":
         """Build a push from its header, shape (HEADER_WORDS,), dtype int64."""
-        worker, seq, epoch, begin, end, samples, _, version = words.tolist()
+        worker, seq, epoch, begin, end, samples, _, version, number = words.tolist()
         loss = float(words[6:7].view("f8")[0])
-        return cls(worker, seq, (epoch, begin, end), samples, loss, version, grad)
+        return cls(worker, seq, (epoch, begin, end), samples, loss, version, grad, number)
 
     @classmethod
     def unpack_all(cls, rows: np.ndarray, grad: np.ndarray) -> "Push":
@@ -58,7 +61,10 @@ class Push:
         yield from self.others
 
 
-def pack(words: np.ndarray, worker: int, seq: int, batch: Range, samples: int, loss: float) -> None:
+def pack(
+    words: np.ndarray, worker: int, seq: int, batch: Range, samples: int, loss: float, number: int
+) -> None:
     """Write a push's header, shape (HEADER_WORDS,), dtype int64, but for the version."""
     words[:6] = (worker, seq, *batch, samples)
     words[6:7].view("f8")[0] = loss
+    words[8] = number

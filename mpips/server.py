@@ -171,7 +171,6 @@ class AsyncServer:
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "fin":
             self._final[source] = payload
-            self.store.clocks.finished(source, payload)
         elif kind == "read":
             self.store.want_read(source, payload)
         elif kind == "hurry":

@@ -18,7 +18,7 @@ import numpy as np
 from mpips.cluster import Cluster
 from mpips.codecs import Codec
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
-from mpips.gate import Clocks, Gate, Needs
+from mpips.gate import Bound, Clocks, Gate, Needs
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
@@ -54,9 +54,8 @@ class Puller:
     Args:
         consistent: Whether each shard is read between two updates of its server.
         far: How the shards of other nodes are read, "get" or "reply"; consistent ones by reply.
-        bound: Staleness bound s, if a read waits for other workers' pushes (`mpips.gate`); then
+        bound: What reads may lack, if they wait for other workers' pushes (`mpips.gate`); then
             far shards are read by reply.
-        clock: Returns the pushes that this worker has made; used with `bound`.
         codec: What replies are packed by, or None.
     """
 
@@ -68,8 +67,7 @@ class Puller:
         shards: Sequence[Shard],
         consistent: bool = False,
         far: str = "get",
-        bound: int | None = None,
-        clock: Callable[[], int] = int,
+        bound: Bound | None = None,
         codec: Codec | None = None,
     ) -> None:
         self._cluster, self._window, self._worker = cluster, window, worker_id
@@ -82,7 +80,7 @@ class Puller:
         self._far_owners = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
         near = [r for _, r, _ in owners if cluster.near(r)]
         words = [(window.view(r, "header"), window.view(r, "applied")) for r in near]
-        self.gate = None if bound is None else Gate(worker_id, bound, clock, words)
+        self.gate = None if bound is None else Gate(worker_id, bound, words)
         self._clocks = np.zeros(len(shards), "i8")
         self.versions = np.zeros(len(shards), "i8")
         self._granted = {
@@ -171,6 +169,8 @@ class Puller:
         """
         assert not self.reading, "a read is under way"
         self._out, self.reading = out, True
+        if self.gate is not None:
+            self.gate.begin()
         if self._far is not None:
             self._far.begin(out)
 
@@ -321,7 +321,7 @@ class Server:
             self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
         for part in push:
             publish(self.applied, part.worker, part.seq)
-            self.clocks.advance(part.worker)
+            self.clocks.advance(part.number)
         publish(self._header, COMMITTED, version)
         self.clocks.publish()
         self.busy_s += time.perf_counter() - start

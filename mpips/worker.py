@@ -73,6 +73,7 @@ class AsyncWorker:
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = self._failed = self._long = False
         self._next_eval: float | None = None
+        self._batch_number = 0
         self.times = Times()
         self.reason: str | None = None
 
@@ -86,10 +87,13 @@ class AsyncWorker:
         with make_loader(self._job) as loader:
             while self._has_batch(loader):
                 batch = self._queue.popleft()
-                self._feed.take()
+                bounded = self._puller.gate is not None
+                self._batch_number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps(batch)
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 self.step(batch, next(batches), batches)
+                if bounded:  # what waits behind a slow step would hold the others up
+                    self._feed.take()
                 if self._worker == 0:
                     self._evaluate_when_due(batch)
         self._finish()
@@ -229,7 +233,8 @@ class AsyncWorker:
         behind its announcement, so that the body is let in before their bulk comes.
         """
         puller, times, versions = self._puller, self.times, self._versions.copy()
-        if puller.looks_ahead:
+        ahead = puller.looks_ahead and puller.gate is None  # else the next batch is not known
+        if ahead:
             times.wait_s += self._cluster.wait(lambda: self._writable(seq + 1))
             start = time.perf_counter()
             if self._ahead:
@@ -238,9 +243,9 @@ class AsyncWorker:
             puller.begin(self.replica)
             times.pull_s += time.perf_counter() - start
         start = time.perf_counter()
-        self._sender.push(batch, samples, loss, versions)
+        self._sender.push(batch, samples, loss, versions, self._batch_number)
         times.push_s += time.perf_counter() - start
-        if puller.looks_ahead:
+        if ahead:
             puller.fetch()
         if self._ahead:
             self._current = 1 - self._current

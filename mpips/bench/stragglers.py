@@ -37,6 +37,7 @@ class Mode:
 
 MODES = {
     "async": Mode((), 12),
+    "ssp, bound 8": Mode(("--mode", "ssp", "--staleness-bound", "8"), 12),
     "sync": Mode(("--mode", "sync"), 3, None),
 }
 

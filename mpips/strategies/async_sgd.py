@@ -18,8 +18,9 @@ import numpy as np
 from mpips import feed, neighbours, outbox, store, wire
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
-from mpips.feed import Feed, Granter
+from mpips.feed import AHEAD, Feed, Granter
 from mpips.folder import CHECKPOINTS
+from mpips.gate import Bound
 from mpips.job import Job
 from mpips.metrics import Log
 from mpips.neighbours import Neighbour
@@ -106,7 +107,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     handout = job.handout()
     if cluster.is_chief:
         committer = Committer(cluster, job.out / CHECKPOINTS, Contents.of(job))
-        granter = Granter(cluster, window, handout)
+        granter = Granter(cluster, window, handout, granted_ahead(job))
         loop.chief = Chief(job, loop, granter, handout, committer, log)
     loop.start()
     cluster.barrier()  # the parameters are there before the first pull
@@ -139,15 +140,16 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
     args = cluster, window, worker_id, job.shards
     packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
     sender = Sender(*args, c.node_aggregation, packing)
-    bound, consistent = c.bound if c.mode == "ssp" else None, c.read == "consistent"
-    puller = Puller(*args, consistent, way, bound, lambda: sender.seq, pull_codec(c))
+    source = Feed(cluster, window, worker_id, granted_ahead(job))
+    bound = bound_of(job, source, sender) if c.mode == "ssp" else None
+    puller = Puller(*args, c.read == "consistent", way, bound, pull_codec(c))
     gate = puller.gate
     cluster.barrier()
     times = agree_on_far_reads(job, puller, cluster.wait_request)
     if times is not None:
         puller.read_far_by(faster(times))
     replicas = share_far_reads(job, window, puller)
-    worker = make_worker(job, puller, sender, Feed(cluster, window, worker_id), replicas)
+    worker = make_worker(job, puller, sender, source, replicas)
     reason = worker.work()
     stats = {
         **dataclasses.asdict(worker.times),
@@ -165,6 +167,17 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
     return Outcome(
         reason, params=worker.replica, stats=stats, release=_release(window, puller, sender, worker)
     )
+
+
+def granted_ahead(job: Job) -> int:
+    """Return the batches granted beside those taken: in mode ssp the one that is worked on."""
+    return 1 if job.config.mode == "ssp" else AHEAD
+
+
+def bound_of(job: Job, source: Feed, sender: Sender) -> Bound:
+    """Return the bound on what a worker's reads may lack."""
+    workers = len(job.cluster.roles.workers)
+    return Bound(job.config.bound, lambda: source.numbers[0] // workers, lambda: sender.seq)
 
 
 def share_far_reads(job: Job, window: Window, puller: Puller) -> list[np.ndarray]:

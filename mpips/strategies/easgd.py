@@ -109,7 +109,7 @@ class ElasticWorker(AsyncWorker):
         start = time.perf_counter()
         change = self._sender.buffer(seq)
         elastic(self._own.params, self.replica, change, self._elastic_rate)
-        self._sender.push(batch, batch[2] - batch[1], loss, self._versions)
+        self._sender.push(batch, batch[2] - batch[1], loss, self._versions, self._batch_number)
         times.push_s += time.perf_counter() - start
 
     def _pull(self) -> None:

@@ -1,10 +1,10 @@
 """Stale synchronous parallel: asynchronous SGD in which no worker runs far ahead.
 
-At clock c, after c pushes of its own, a worker reads parameters that include every update of
-clock c - s - 1 and before of every worker, and all of its own; it may include later ones. Who is
-more than s pushes ahead of the slowest waits (`mpips.gate`). With s = 0 no worker begins its next
-step before all have ended theirs, as in bulk-synchronous SGD. Every read is checked by the clocks
-that it came with, and the summary gives the largest distance.
+At clock c a worker reads parameters that include every update of clock c - s - 1 and before, and
+all of its own; it may include later ones. Clocks are those of the batches as they are handed out,
+W to a clock (`mpips.gate`). Who is more than s clocks ahead of the slowest waits. With s = 0 no
+batch of a clock is begun before all of the clock before are applied, as in bulk-synchronous SGD.
+Every read is checked by the clocks that it came with, and the summary gives the largest distance.
 
 Servers, channels, data and checkpoints are those of `mpips.strategies.async_sgd`. Clocks begin
 anew in a resumed run, for all workers alike.

@@ -10,6 +10,7 @@ from mpips.channel import Receiver, Sender
 from mpips.cluster import Backoff, Cluster, cluster_subset
 from mpips.cluster import free as cluster_free
 from mpips.codecs import Codec
+from mpips.gate import Bound
 from mpips.kernels import observe
 from mpips.layout import cut
 from mpips.neighbours import Neighbour
@@ -53,10 +54,11 @@ class Rig:
         self.worker = self.roles.name(cluster.rank).startswith("worker")
         if self.worker:
             self.id = self.roles.workers.index(cluster.rank)
+            self.number = self.id  # of the next batch, where reads have a bound
             args = (cluster, self.window, self.id, self.shards)
             self.sender = Sender(*args, aggregate, Packing(codec, seed=1))
-            clock = lambda: self.sender.seq  # noqa: E731
-            self.puller = Puller(*args, consistent, far, bound, clock, pull_codec)
+            limit = None if bound is None else Bound(bound, self.clock, lambda: self.sender.seq)
+            self.puller = Puller(*args, consistent, far, limit, pull_codec)
             self.replica = np.zeros(n)
             if share:
                 self._share()
@@ -69,6 +71,10 @@ class Rig:
             ledger = self.server.applied
             self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate, codec)
         cluster.barrier()
+
+    def clock(self) -> int:
+        """Return the clock of the next batch."""
+        return self.number // len(self.roles.workers)
 
     def _plan(self, rank: int, n: int) -> Plan:
         workers, servers = len(self.roles.workers), len(self.roles.servers)
@@ -106,7 +112,6 @@ class Rig:
             self.server.serve_reads()
             for source, kind, payload in self.cluster.poll():
                 if kind == "fin":
-                    self.server.clocks.finished(source, payload)
                     final[self.roles.workers.index(source)] = payload
                 else:
                     self.answer(source, kind, payload)

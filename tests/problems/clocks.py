@@ -1,9 +1,9 @@
-"""A problem whose parameters show which pushes a read holds, and which checks it.
+"""A problem whose parameters show which updates a read holds, and which checks it.
 
-Every line of ``clocks`` has a counter a rank, and sgd with rate 1 adds 1 to a worker's counter in
-every line with each of its pushes, so that each shard counts the pushes of each worker. ``--hidden
-R,W,SLOW`` gives R lines in a world of W ranks, and makes rank SLOW slow, if it is one; workers are
-the last ranks, and make as many steps each.
+Every line of ``clocks`` has a place for each training sample, and sgd with rate 1 adds 1 to that of
+a batch of one sample in every line, so that each shard shows what was applied to it. Samples are
+handed out in their order (``--no-shuffle --epochs 1``), so their numbers are those of the batches.
+``--hidden R,W,SLOW`` gives R lines in a job of W workers, and makes rank SLOW slow, if it is one.
 """
 
 import time
@@ -15,7 +15,7 @@ from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 
-PAUSE_S = 0.02
+PAUSE_S = 0.1
 
 
 class Clocks(Problem):
@@ -23,10 +23,10 @@ class Clocks(Problem):
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
-        lines, self._world, self._slow = config.hidden
-        self._servers, self._bound = config.servers or 1, config.bound
-        self._clock = 0
-        self.layout = Layout.of({"clocks": (lines, self._world)})
+        lines, self._workers, self._slow = config.hidden
+        self._bound = config.bound
+        self._own: list[int] = []
+        self.layout = Layout.of({"clocks": (lines, data.n_train)})
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         return self.layout.views(np.zeros(self.layout.size))
@@ -34,17 +34,19 @@ class Clocks(Problem):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         from mpi4py import MPI
 
-        rank, counts = MPI.COMM_WORLD.rank, params["clocks"]
-        for other, least in list(enumerate(counts.min(0)))[self._servers :]:
-            if least < self._clock - self._bound:
-                raise ValueError(f"at clock {self._clock} rank {other} is at {least}")
-        if (counts[:, rank] != self._clock).any():
-            raise ValueError(f"at clock {self._clock} own pushes are missing")
-        if rank == self._slow:
+        (number,), counts = batch.ids, params["clocks"]
+        clock = number // self._workers
+        promised = max(0, self._workers * (clock - self._bound))
+        if (counts[:, :promised] != 1).any():
+            missing = np.flatnonzero((counts[:, :promised] != 1).any(0))
+            raise ValueError(f"at clock {clock} updates {missing[:5]} are missing")
+        if (counts[:, self._own] != 1).any():
+            raise ValueError(f"at clock {clock} own pushes are missing")
+        if MPI.COMM_WORLD.rank == self._slow:
             time.sleep(PAUSE_S)
-        self._clock += 1
+        self._own.append(number)
         out["clocks"].fill(0)
-        out["clocks"][:, rank] = -1
+        out["clocks"][:, number] = -1
         return 1.0
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
