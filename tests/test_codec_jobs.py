@@ -11,11 +11,15 @@ from mpips.push import HEADER_WORDS
 
 pytestmark = pytest.mark.launch
 
-ACCURACY = 0.96
+ACCURACY = {"adam": 0.96, "sgd": 0.95}  # what is reached without a codec, less a margin
 PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
 JOB = ["jobs/digits.toml", "--servers", "1", "--node-size", "1", "--checkpoint-every", "0"]
+SGD = "--optimizer sgd --lr 0.3"  # error feedback goes with a linear rule
 DGC = "--codec topk --topk-momentum 0.9 --topk-warmup 300 --optimizer sgd --lr 0.05"
-PUSHES = {name: f"--codec {name}" for name in ("none", *CODECS)}
+PUSHES = {
+    name: f"--codec {name} {SGD if name in ('topk', 'onebit') else ''}"
+    for name in ("none", *CODECS)
+}
 PULLS = {f"pull {name}": f"--pull-codec {name}" for name in ("fp16", "bf16", "int8")}
 CASES = {
     **PUSHES,
@@ -23,7 +27,7 @@ CASES = {
     "both ways": "--codec int8 --pull-codec int8 --prefetch --node-size 2",
     "dgc": DGC,
     "float64": "--codec int8 --dtype float64",
-    "aggregated": "--codec onebit --node-size 2 --node-aggregation",
+    "aggregated": f"--codec onebit {SGD} --node-size 2 --node-aggregation",
 }
 
 
@@ -38,16 +42,17 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name in CODECS:
         faulty = ["--problem", f"{root}/tests/problems/faulty.py:NanGradientOfMlp"]
         made.add(f"nan {name}", 3, [*JOB[1:], *faulty, "--codec", name], code=1)
-    first = "--codec topk --pull-codec fp16 --epochs 10 --checkpoint-every 100steps"
+    first = f"--codec topk {SGD} --pull-codec fp16 --epochs 10 --checkpoint-every 100steps"
     made.add("resumed", 3, [str(root / JOB[0]), *JOB[1:], *first.split()])
     made.add("resumed", 4, ["--resume", "--epochs", "40"])
-    made.run(timeout_s=200)
+    made.run(timeout_s=400)
     return made
 
 
 @pytest.mark.parametrize("name", [*CASES, "resumed"])
 def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
-    assert summary(plan.out(name))["accuracy"] >= ACCURACY
+    found = summary(plan.out(name))
+    assert found["accuracy"] >= ACCURACY[found["optimizer"]]
 
 
 @pytest.mark.parametrize("name", PUSHES)
