@@ -30,6 +30,7 @@ class Sender:
     Args:
         aggregate: Whether the gradients of a node go to far servers in one message.
         packing: How what goes to far servers is packed.
+        origins: Whether the replicas that they were computed from are pushed as well.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Sender:
         shards: Sequence[Shard],
         aggregate: bool = False,
         packing: Packing | None = None,
+        origins: bool = False,
     ) -> None:
-        self._worker, self._me = worker_id, Announced.of(window, worker_id, cluster.rank)
+        self._worker = worker_id
+        self._me = Announced.of(window, worker_id, cluster.rank, origins)
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
         self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
         far = [owner for owner in owners if not cluster.near(owner[1])]
@@ -124,6 +127,7 @@ class Receiver:
         inbox: Far bodies held at a time.
         aggregate: Whether the gradients of a node come in one message from afar.
         codec: What large far bodies are packed by, or None.
+        origins: Whether the replicas that they were computed from come as well.
     """
 
     def __init__(
@@ -137,16 +141,19 @@ class Receiver:
         inbox: int,
         aggregate: bool = False,
         codec: Codec | None = None,
+        origins: bool = False,
     ) -> None:
         self._server, self._shard, self._applied = server_id, shard, applied
         workers = list(enumerate(cluster.roles.workers))
-        self._near = deque(Announced.of(window, w, r) for w, r in workers if cluster.near(r))
+        near = [(w, r) for w, r in workers if cluster.near(r)]
+        self._near = deque(Announced.of(window, w, r, origins) for w, r in near)
         sources: dict[int, list[int]] = {}
         carrier = carriers(cluster, aggregate)
         for worker, rank in workers:
             if not cluster.near(rank):
                 sources.setdefault(carrier[rank], []).append(worker)
-        self._far = Inbox(cluster, sources, shard.size, dtype, applied, inbox, codec)
+        args = cluster, sources, shard.size, dtype, applied, inbox
+        self._far = Inbox(*args, codec, origins)
         self._far_first = False
 
     @property
@@ -187,5 +194,6 @@ class Receiver:
             if limit is not None and seq > limit[source.worker]:
                 continue
             grad = source.grads[seq % BUFFERS, self._shard.range]
-            return Push.unpack(source.header(seq, self._server), grad)
+            origin = source.origin(seq, self._shard)
+            return Push.unpack(source.header(seq, self._server), grad, origin)
         return None

@@ -130,6 +130,21 @@ class Config:
         unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
 
+    max_staleness: int | None = setting(
+        "consistency", None, "drop and count a push that is more updates old", ">= 0",
+        unset="no limit", modes=("async", "ssp"),
+    )  # fmt: skip
+    staleness_lr: bool = setting(
+        "consistency", False, "divide the rate of a push by its staleness", modes=("async", "ssp")
+    )
+    delay_compensation: float = setting(
+        "consistency", 0.0, "factor c of DC-ASGD: g + c g^2 (w - w_read) in place of g; 0: off",
+        ">= 0", modes=("async", "ssp"),
+    )  # fmt: skip
+    delay_adaptive: bool = setting(
+        "consistency", False, "divide c by the root of the mean square of g; one more slot",
+        modes=("async", "ssp"),
+    )  # fmt: skip
     codec: str = setting(
         "messages",
         "none",
@@ -384,6 +399,7 @@ def validate(config: Config) -> None:
             raise option.mode_error(getattr(config, name), config.mode)
     _check_servers(config)
     _check_reads(config)
+    _check_staleness(config)
     _check_length(config)
     _check_schedule(config)
     parse_delays(config.inject_delay)
@@ -394,6 +410,17 @@ def validate(config: Config) -> None:
         raise UserError("classes 1", "0 (inferred) or at least 2", "set --classes")
     if config.eval_only and not (config.resume or config.init_from):
         raise UserError("eval_only without a checkpoint", "--resume or --init-from CHECKPOINT")
+
+
+def _check_staleness(config: Config) -> None:
+    if config.delay_adaptive and not config.delay_compensation:
+        remedy = "give --delay-compensation X"
+        raise UserError("delay_adaptive without delay_compensation", "both", remedy)
+    for name in ("prefetch", "node_aggregation"):
+        if config.delay_compensation and getattr(config, name):
+            expected = "one of the two"
+            remedy = "a server has to know what each gradient was computed from"
+            raise UserError(f"delay_compensation and {name}", expected, remedy)
 
 
 def _check_reads(config: Config) -> None:

@@ -134,7 +134,7 @@ def case_of(config: Config, place: Place) -> Case:
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
-        grads=place.codecs.get(given.get("codec", ""), 1.0),
+        grads=place.codecs.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
         params=place.codecs.get(given.get("pull_codec", ""), 1.0),
     )
 
@@ -150,7 +150,7 @@ def explain(config: Config, place: Place) -> Explanation:
     whole = len(case.roles.workers) * case.vector / case.every
     loads = [traffic.busy_s(case, [flow], place.rate) for flow in traffic.totals(found)]
     now = Explanation(
-        config, place, case, found, whole, whole,
+        config, place, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
         link_s=traffic.link_s(case, place.rate),
         step_s=traffic.step_s(case, place.rate, place.compute_s),
         busiest=loads.index(max(loads)), reliefs=(),
@@ -245,11 +245,12 @@ def explanation_text(told: Explanation, link: str) -> str:
     c, case = told.config, told.case
     item = np.dtype(c.dtype).itemsize
     bound = "" if case.rounds and not case.allreduce else ", at least"
+    pulled = "as much" if told.pulled == told.pushed else human_bytes(told.pulled)
     lines = [
         f"mode {c.mode}, {told.place.parameters:,} parameters of {item} bytes: "
         f"{human_bytes(case.vector)}",
         f"a step is {c.batch_size} samples of each of {len(case.roles.workers)} workers, who push "
-        f"{human_bytes(told.pushed)} in it, and pull as much",
+        f"{human_bytes(told.pushed)} in it, and pull {pulled}",
         f"what crosses each node's link in a step{bound}:" if case.nodes > 1 else "",
         *(_table(told) if case.nodes > 1 else ["one node: no link is crossed"]),
         *_verdict(told, link),

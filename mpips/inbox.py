@@ -3,7 +3,7 @@
 A pool of fixed size holds their bodies. Each place in it is a receive posted to whoever sends
 first: the MPI library matches it and lets the body come as soon as it is announced, without
 waiting for the server's loop. A packed body is unpacked when it is taken, into one vector a server,
-and its place is free again at once.
+and its place is free again at once, unless what the gradient was computed from lies there too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,15 @@ class _Body:
     """A place in the pool that is being filled, or is full.
 
     Attributes:
-        place: Shape (shard.size,) of the gradients' dtype, or a packed message's bytes.
+        place: Room for the message: shape (shard.size,) of the gradients' dtype, or a packed
+            message's bytes; and, where servers need it, for what the gradient was computed from.
         requests: What has to complete; the first piece, of whoever sends it, at first.
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
         withdrawn: Whether the receive was cancelled.
     """
 
-    place: np.ndarray
+    place: tuple[np.ndarray, ...]
     requests: list[MPI.Request]
     status: MPI.Status
     key: tuple[int, int] | None = None
@@ -50,6 +51,7 @@ class Inbox:
         applied: The server's ledger, shape (workers,); read here, written by the store.
         places: Bodies held at a time; with 2, one is received while the other is applied.
         codec: What large ones are packed by, or None.
+        origins: Whether each gradient comes with what it was computed from.
     """
 
     def __init__(
@@ -61,17 +63,19 @@ class Inbox:
         applied: np.ndarray,
         places: int,
         codec: Codec | None = None,
+        origins: bool = False,
     ) -> None:
         self._cluster, self._sources, self._applied = cluster, sources, applied
         places = places if sources and size else 0
         self._unpacker = Unpacker(codec, size if places else 0, dtype)
-        self._free = [self._unpacker.place() for _ in range(places)]
+        rows = int(origins), size
+        self._free = [(self._unpacker.place(), *np.zeros(rows, dtype)) for _ in range(places)]
         self._announced = dict.fromkeys(sources, 0)  # messages, by rank
         self._taken = dict.fromkeys(sources, 0)
         self._headers: dict[tuple[int, int], np.ndarray] = {}
         self._posted: list[_Body] = []
         self._bodies: list[_Body] = []
-        self._lent: np.ndarray | None = None
+        self._lent: tuple[np.ndarray, ...] | None = None
 
     @property
     def bodies(self) -> int:
@@ -105,7 +109,7 @@ class Inbox:
 
     def _post(self, source: int) -> None:
         place, status = self._free.pop(), MPI.Status()
-        first = transfer_pieces(place)[0]
+        first = transfer_pieces(place[0])[0]
         request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
         self._posted.append(_Body(place, [request], status))
 
@@ -134,7 +138,7 @@ class Inbox:
                 self._free.append(body.place)
             else:
                 body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
-                rest = transfer_pieces(body.place)[1:]
+                rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
                 tag += TAG_REST
                 body.requests = [self._cluster.comm.Irecv(p, rank, tag) for p in rest]
                 self._bodies.append(body)
@@ -152,12 +156,13 @@ class Inbox:
                 continue
             self._bodies.remove(body)
             self._taken[rank] += 1
-            grad = self._unpacker.unpack(body.place)
-            if grad is body.place:
-                self._lent = grad
+            message, *origin = body.place
+            grad = self._unpacker.unpack(message)
+            if grad is message or origin:
+                self._lent = body.place
             else:
                 self._free.append(body.place)
-            return Push.unpack_all(self._headers.pop(body.key), grad)
+            return Push.unpack_all(self._headers.pop(body.key), grad, *origin)
         return None
 
     def give_back(self) -> None:

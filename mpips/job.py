@@ -20,6 +20,7 @@ from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
 from mpips.optim import RULES, Rule, make_rule, schedule
 from mpips.problems import Problem
+from mpips.staleness import Staleness
 
 OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
@@ -66,9 +67,11 @@ class Job:
             c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
+        self.staleness = Staleness.of(c)
         outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
+        own = self.rule.slots + outer + self.staleness.slots
         local = c.mode == "easgd"  # there the slots are the workers' own
-        self.slots: tuple[str, ...] = () if local else self.rule.slots + outer  # the owners'
+        self.slots: tuple[str, ...] = () if local else own  # the owners'
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
@@ -185,7 +188,7 @@ class Job:
         self.rule.init(params, slots)
         if self.checkpoint is not None and self.resumed:
             for name, slot in zip(self.slots, slots, strict=True):
-                if name in self.checkpoint.slot_names:  # else the saved run's mode had none
+                if name in self.checkpoint.slot_names:  # else the saved run had none
                     self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
 
 
@@ -220,14 +223,16 @@ def check_memory(layout: Layout, config: Config, workers: int) -> None:
 
     Args:
         layout: Of the model.
-        config: Its fields mode, optimizer, reduce, window, prefetch and dtype are used.
+        config: Its fields mode, optimizer, reduce, window, prefetch, delay_compensation and dtype
+            are used.
         workers: Workers on this host.
 
     Raises:
         UserError: If the host has less memory than that.
     """
     shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
-    vectors = workers + 1 if shared else (2 + config.prefetch) * workers
+    replicas = 1 + (config.prefetch or config.delay_compensation > 0)
+    vectors = workers + 1 if shared else (1 + replicas) * workers
     slots = len(RULES[config.optimizer].slots)
     if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
         vectors = (1 + slots) * vectors + workers

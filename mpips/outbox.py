@@ -4,6 +4,9 @@ A header announces the push and the body waits at the sender (a synchronous send
 has room, so that a server's memory depends on neither the number of workers nor their speed. The
 gradient's buffer is free when the send has completed.
 
+Where a server needs what a gradient was computed from (`mpips.staleness`), the worker's replica
+of push ``seq`` lies in shared memory beside the gradient, stays as long, and is sent behind it.
+
 With aggregation one worker of each node, the **carrier**, sends for all of them: it takes the
 mean of the gradients that its node has announced, at most one a worker, in one pass over where
 they lie, and frees their buffers at once. It waits for a gradient of every worker; while nothing
@@ -25,7 +28,7 @@ from mpips.cluster import Cluster, Request, all_done
 from mpips.kernels import observe, publish, sum_rows
 from mpips.layout import Shard
 from mpips.push import HEADER_WORDS
-from mpips.window import Field, Window
+from mpips.window import Field, Window, transfer_pieces
 from mpips.wire import Packer, Packing
 
 TAG_HEADER = 2
@@ -61,6 +64,7 @@ class Announced:
         headers: Shape (BUFFERS, HEADER_WORDS), dtype int64.
         versions: Versions read, shape (BUFFERS, servers), dtype int64.
         grads: Shape (BUFFERS, n_params).
+        origins: What they were computed from, shape (BUFFERS, n_params), where servers need it.
     """
 
     worker: int
@@ -68,11 +72,12 @@ class Announced:
     headers: np.ndarray
     versions: np.ndarray
     grads: np.ndarray
+    origins: np.ndarray | None = None
 
     @classmethod
-    def of(cls, window: Window, worker: int, rank: int) -> "Announced":
+    def of(cls, window: Window, worker: int, rank: int, origins: bool = False) -> "Announced":
         """Return the worker of that rank."""
-        names = ("pushed", "headers", "versions", "grads")
+        names = ("pushed", "headers", "versions", "grads", *["replicas"] * origins)
         return cls(worker, *(window.view(rank, name) for name in names))
 
     def header(self, seq: int, server: int) -> np.ndarray:
@@ -80,6 +85,10 @@ class Announced:
         header = self.headers[seq % BUFFERS].copy()
         header[7] = self.versions[seq % BUFFERS, server]
         return header
+
+    def origin(self, seq: int, shard: Shard) -> np.ndarray | None:
+        """Return what push `seq` was computed from, shape (shard.size,), if servers need it."""
+        return None if self.origins is None else self.origins[seq % BUFFERS, shard.range]
 
 
 def carriers(cluster: Cluster, aggregate: bool) -> dict[int, int]:
@@ -221,6 +230,8 @@ class Direct(Outbox):
         parts = []
         for (server, rank, shard), packer in zip(self._far, self.packers, strict=True):
             body = packer.pack(grad[shard.range], seq, seq % BUFFERS)
+            if (origin := me.origin(seq, shard)) is not None:
+                body += transfer_pieces(origin)
             parts.append((rank, me.header(seq, server)[None], body))
         self._messages[seq % BUFFERS].send(seq, parts)
 

@@ -24,6 +24,8 @@ class Push:
         version: Version of this shard that the worker had read.
         grad: Gradient of the shard, shape (shard.size,); with `others`, the mean of all.
         number: Of the batch, in the order in which batches are handed out.
+        origin: Parameters that it was computed from, shape (shard.size,), where a server needs
+            them.
         others: The further pushes whose gradients are in `grad`, each of another worker.
     """
 
@@ -34,20 +36,26 @@ class Push:
     loss: float
     version: int
     grad: np.ndarray
+    origin: np.ndarray | None = None
     number: int = 0
     others: "tuple[Push, ...]" = ()
 
     @classmethod
-    def unpack(cls, words: np.ndarray, grad: np.ndarray) -> "Push":
+    def unpack(
+        cls, words: np.ndarray, grad: np.ndarray, origin: np.ndarray | None = None
+    ) -> "Push":
         """Build a push from its header, shape (HEADER_WORDS,), dtype int64."""
         worker, seq, epoch, begin, end, samples, _, version, number = words.tolist()
         loss = float(words[6:7].view("f8")[0])
-        return cls(worker, seq, (epoch, begin, end), samples, loss, version, grad, number)
+        push = (worker, seq, (epoch, begin, end), samples, loss, version)
+        return cls(*push, grad, origin, number)
 
     @classmethod
-    def unpack_all(cls, rows: np.ndarray, grad: np.ndarray) -> "Push":
+    def unpack_all(
+        cls, rows: np.ndarray, grad: np.ndarray, origin: np.ndarray | None = None
+    ) -> "Push":
         """Build a push from the headers in it, shape (workers, HEADER_WORDS), dtype int64."""
-        first, *others = (cls.unpack(row, grad) for row in rows)
+        first, *others = (cls.unpack(row, grad, origin) for row in rows)
         return cls(**{**vars(first), "others": tuple(others)}) if others else first
 
     @property

@@ -24,11 +24,13 @@ from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
 from mpips.optim import Rule
 from mpips.push import Push
+from mpips.staleness import Staleness
 from mpips.window import Field, Window
 from mpips.wire import Packing
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
 BLOCK_BYTES = 1 << 20  # a server enters MPI between two blocks of an update
+FRESH = Staleness()
 STALENESS_BINS = 256  # the last bin holds everything above
 
 
@@ -248,6 +250,7 @@ class Server:
         rule: Update rule.
         rate: Learning rate as a function of the update's number.
         packing: How replies to far readers are packed.
+        stale: What is done about stale pushes.
     """
 
     def __init__(
@@ -259,12 +262,14 @@ class Server:
         rule: Rule,
         rate: Callable[[int], float],
         packing: Packing | None = None,
+        stale: Staleness = FRESH,
     ) -> None:
         self._cluster, self._server, self._rule, self._rate = cluster, server_id, rule, rate
         self.shard = shard
         view = lambda name: window.view(cluster.rank, name)  # noqa: E731
         self._header, self.params = view("header"), view("params")
-        self.slots = tuple(view(f"slots/{name}") for name in rule.slots)
+        self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
+        self._stale, self.dropped = stale, 0
         self.applied = view("applied")
         self._granted = view("granted_reads")
         workers = enumerate(cluster.roles.workers)
@@ -278,6 +283,7 @@ class Server:
         ranks = cluster.roles.workers
         self.clocks = Clocks(self._header, self.applied, ranks, self._replies.ask)
         self._block = BLOCK_BYTES // self.params.itemsize
+        self._scratch = np.zeros(self._block if stale.origins else 0, self.params.dtype)
         self.staleness = np.zeros(STALENESS_BINS, "i8")
         self.staleness_max = self.staleness_sum = 0
         self.busy_s = 0.0
@@ -301,7 +307,8 @@ class Server:
         """Apply a push, the next of its worker, and record it in the ledger.
 
         A mean of several workers' gradients is applied once, at as many times the rate: for SGD
-        the same as one after another. It counts as many versions.
+        the same as one after another. It counts as many versions, and is as stale as the oldest
+        in it. A push that is dropped counts as a version that changes nothing.
 
         Returns:
             The shard's version after it.
@@ -314,11 +321,13 @@ class Server:
         for part in push:
             assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
             self._count_staleness(before - part.version)
+        oldest = max(before - part.version for part in push)
         publish(self._header, BEGUN, version)
-        lr = self._rate(version) * push.count
-        for block in self._blocks():
-            slots = tuple(slot[block] for slot in self.slots)
-            self._rule.apply(self.params[block], push.grad[block], slots, version, lr)
+        if self._stale.drops(oldest):
+            self.dropped += push.count
+        else:
+            lr = self._stale.rate(self._rate(version), oldest) * push.count
+            self._update(push, version, lr)
         for part in push:
             publish(self.applied, part.worker, part.seq)
             self.clocks.advance(part.number)
@@ -326,6 +335,17 @@ class Server:
         self.clocks.publish()
         self.busy_s += time.perf_counter() - start
         return version
+
+    def _update(self, push: Push, version: int, lr: float) -> None:
+        own = len(self._rule.slots)
+        for block in self._blocks():
+            params, grad = self.params[block], push.grad[block]
+            slots = tuple(slot[block] for slot in self.slots)
+            if push.origin is not None:
+                out = self._scratch[: grad.size]
+                self._stale.compensate(out, grad, params, push.origin[block], slots[own:])
+                grad = out
+            self._rule.apply(params, grad, slots[:own], version, lr)
 
     def _blocks(self) -> Iterator[slice]:
         for begin in range(0, self.shard.size, self._block):

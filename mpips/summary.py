@@ -77,7 +77,8 @@ def _where(job: Job, reason: str) -> str:
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
     stale = part.get("staleness_sum", 0) / max(1, part["applied"])
-    return {**{k: part[k] for k in ("bytes", "applied", "busy_s")}, "staleness_mean": stale}
+    found = {k: part[k] for k in ("bytes", "applied", "busy_s")}
+    return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
 
 
 def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
@@ -96,6 +97,14 @@ def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
         return []
     found, bound = summary["clock_distance_max"], job.config.bound
     return [f"largest clock distance of a read {found}, staleness bound {bound}"]
+
+
+def _dropped(job: Job, summary: dict[str, Any]) -> list[str]:
+    """Return the line about pushes that were too old, where there is a limit."""
+    if job.config.max_staleness is None:
+        return []
+    each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
+    return [f"pushes dropped, older than {job.config.max_staleness} updates: {each}"]
 
 
 def command() -> str:
@@ -125,6 +134,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
             *_clocks(job, s),
+            *_dropped(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"]),
         ]

@@ -9,7 +9,8 @@ other nodes j. p_i = q_i = w_i; with ``--node-aggregation`` p_i = 1 and, where t
 share their pulls, q_i = 1. With k servers on nodes of their own and one worker on each of n nodes
 this is max(M, n M / k) each way (Jiang et al., OSDI 2020, section 2). Both directions and both
 kinds run at once, so a step takes max(bytes / B, t + pull), with t for computing and for the pull
-(M - m_i) / B, which is hidden too, so nothing, with ``--prefetch``.
+(M - m_i) / B, which is hidden too, so nothing, with ``--prefetch``. ``--delay-compensation`` sends
+the parameters that a gradient was computed from behind it, so that a push takes twice as much.
 
 **Rounds** (sync). Gradients are summed on each node first. Node i sends M - m_i of sums and
 receives M - m_i of results; its owners receive m_i from, and send m_i to, each other node that has
@@ -85,7 +86,8 @@ class Case:
         one_pull: Whether a node fetches each far shard once.
         prefetch: Whether pulls are hidden behind computing.
         every: Steps between two pushes, or rounds.
-        grads: Bytes of a gradient on the wire over those in memory.
+        grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
+            with it, over those of a gradient in memory.
         params: Likewise, of parameters.
     """
 

@@ -44,7 +44,8 @@ class AsyncWorker:
     """Computes gradients until the data is exhausted or the chief says stop.
 
     Args:
-        replicas: Where the parameters go: one vector, two with ``prefetch``; by default its own.
+        replicas: Where the parameters go: one vector, two with ``prefetch`` and where servers
+            need what a gradient was computed from; by default its own.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class AsyncWorker:
             np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
         ]
         self._params = [job.layout.views(replica) for replica in self._replicas]
+        self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due
         self._background = Background(self._advance) if puller.looks_ahead else None
@@ -142,7 +144,7 @@ class AsyncWorker:
         if not puller.reading:
             if not self._writable(self._sender.seq + 1):
                 return False
-            puller.begin(self.replica)
+            self._begin(self._sender.seq + 1)
             puller.fetch()
         return puller.ready()
 
@@ -187,12 +189,18 @@ class AsyncWorker:
             self._ready = False
             return
         if not puller.reading:
-            puller.begin(self.replica)
+            self._begin(self._sender.seq + 1)
             puller.fetch()
         self._versions[:] = puller.finish()
         if self._ahead:
             puller.begin(self._replicas[1 - self._current])
             puller.fetch()
+
+    def _begin(self, seq: int) -> None:
+        """Begin to read what push `seq` will be computed from; its buffer is writable."""
+        if self._keeps:
+            self._current = seq % 2
+        self._puller.begin(self.replica)
 
     def _compute(self, seq: int, batch: Range, batches: Iterator[Batch]) -> float:
         grad, params = self._sender.buffer(seq), self._params[self._current]
@@ -240,7 +248,7 @@ class AsyncWorker:
             if self._ahead:
                 self._versions[:] = puller.finish()
                 self._ready = True
-            puller.begin(self.replica)
+            self._begin(seq + 1)
             times.pull_s += time.perf_counter() - start
         start = time.perf_counter()
         self._sender.push(batch, samples, loss, versions, self._batch_number)

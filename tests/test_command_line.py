@@ -229,7 +229,13 @@ SUMMARY = {
     ),
     "per_worker": is_list(is_table(steps=is_count, samples=is_count, **SECONDS)),
     "per_server": is_list(
-        is_table(bytes=is_count, applied=is_count, busy_s=is_number, staleness_mean=is_number)
+        is_table(
+            bytes=is_count,
+            applied=is_count,
+            busy_s=is_number,
+            pushes_dropped=is_count,
+            staleness_mean=is_number,
+        )
     ),
     "peak_memory_mb": is_list(is_number),
     "resumed_from": lambda value: value is None or is_text(value),

@@ -525,6 +525,14 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--mode sync --staleness-bound 3", "staleness_bound 3 in mode sync, expected mode ssp"),
         ("--mode ssp --prefetch", "prefetch true in mode ssp, expected mode async"),
         ("--mode ssp --far-read get", "far_read 'get' in mode ssp, expected auto or reply"),
+        ("--mode sync --max-staleness 0", "max_staleness 0 in mode sync, expected mode async or"),
+        ("--mode sync --staleness-lr", "staleness_lr true in mode sync, expected mode async or"),
+        ("--delay-adaptive", "delay_adaptive without delay_compensation, expected both"),
+        ("--delay-compensation 1 --prefetch", "delay_compensation and prefetch, expected one of"),
+        (
+            "--delay-compensation 1 --node-aggregation",
+            "delay_compensation and node_aggregation, expected one of the two",
+        ),
         ("--server-ranks 1,2,1", "server_ranks [1, 2, 1], expected distinct ranks"),
         ("--server-ranks 1,2 --servers 3", "servers 3 with 2 server_ranks, expected servers 2"),
         ("--server-ranks 1 --server-hosts a*", "expected one of the two"),
@@ -576,6 +584,7 @@ def test_fields_that_go_together(argv: str) -> None:
 
 OF_MODES = [name for name in NAMES if OPTIONS[name].modes]
 MODES = OPTIONS["mode"].legal
+COMPANIONS = {"delay_adaptive": ["--delay-compensation", "0.5"]}  # what an option has to come with
 
 
 def other_value(option: Option) -> Any:
@@ -622,8 +631,9 @@ def test_an_option_that_the_mode_does_not_have(name: str, tmp_path: Path) -> Non
 def test_an_option_of_the_mode_or_its_default_passes(name: str) -> None:
     option = OPTIONS[name]
     value = other_value(option)
+    words = [*words_of(option, value), *COMPANIONS.get(name, [])]
     for mode in option.modes:
-        assert getattr(load(["--mode", mode, *words_of(option, value)]), name) == value
+        assert getattr(load(["--mode", mode, *words]), name) == value
     default = words_of(option, option.default) if option.default is not None else []
     assert getattr(load(["--mode", a_mode(option, has=False), *default]), name) == option.default
 
@@ -633,7 +643,8 @@ def test_a_change_of_mode_drops_what_it_leaves_behind(name: str, tmp_path: Path)
     """Of a job file or a saved run, but not what is given beside it."""
     option = OPTIONS[name]
     value, mode, other = other_value(option), a_mode(option, True), a_mode(option, False)
-    first = load(["--mode", mode, *words_of(option, value)])
+    words = [*words_of(option, value), *COMPANIONS.get(name, [])]
+    first = load(["--mode", mode, *words])
     job = job_file(tmp_path, to_toml(first))
     changed = dataclasses.replace(Config(), mode=other)
     assert load([job, "--mode", other]) == changed
@@ -825,6 +836,9 @@ def mended(values: dict[str, Any]) -> Config:
         values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}
     if values["topk_momentum"]:
         values["optimizer"] = "sgd"
+    if values["delay_compensation"]:
+        values |= {"prefetch": False, "node_aggregation": False}
+    values["delay_adaptive"] = values["delay_adaptive"] and values["delay_compensation"] > 0
     return Config(**values)
 
 
@@ -844,8 +858,11 @@ def test_what_is_unset_is_left_out(name: str) -> None:
 
 
 def test_a_written_job_file_is_whole_and_grouped() -> None:
-    consistency = {"staleness_bound": 2, "elastic_rate": 0.1}
-    text = to_toml(Config(mode="ssp", servers=2, lr=0.1, hidden=(512, 256), **consistency))
+    unset = {name for name in NAMES if OPTIONS[name].optional}
+    optional = {"servers": 2, "lr": 0.1, "staleness_bound": 2, "max_staleness": 9}
+    optional["elastic_rate"] = 0.1
+    assert set(optional) == unset
+    text = to_toml(Config(mode="ssp", hidden=(512, 256), **optional))
     assert list(tomllib.loads(text)) == list(OPTIONS)
     assert "hidden = [512, 256]\n" in text
     heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]

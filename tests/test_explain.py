@@ -170,6 +170,14 @@ def test_such_options_count(smaller: Place) -> None:
     assert found.step_s == M / RATE
 
 
+def test_delay_compensation_sends_the_replica_behind_the_gradient(smaller: Place) -> None:
+    found = explain.explain(Smaller(delay_compensation=0.5, codec="int8"), smaller)
+    assert found.case.grads == 1.25
+    assert (found.pushed, found.pulled) == (2 * 3 * M, 3 * M)
+    assert found.step_s == 1.25 * 3 * M / RATE
+    assert "push 1.4 MB in it, and pull 691.2 kB" in explanation_text(found, "8mbit")
+
+
 def test_options_of_other_modes_are_not_had() -> None:
     assert has("prefetch", "async")
     assert not has("prefetch", "sync")

@@ -17,6 +17,7 @@ errors layout signals
 kernels roles ledger metrics optim options launch delay
 codecs
 command_line config checkpoint datasets problems
+staleness
 evaluation folder traffic explain averaging
 accumulate replica
 cluster ending

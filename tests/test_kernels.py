@@ -25,6 +25,8 @@ UPDATES = {
     "adagrad": (1, 3),
     "rmsprop": (1, 5),
     "adam": (2, 9),
+    "compensate": (2, 1),
+    "compensate_adaptive": (3, 4),
 }
 
 
@@ -540,8 +542,11 @@ from mpips import kernels, optim
 for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)
+        x = np.ones(1, dtype)
         for one_mode in (kernels.slow_momentum, kernels.elastic):
-            one_mode(np.ones(1, dtype), np.ones(1, dtype), np.ones(1, dtype), 0.5)
+            one_mode(x, x, x, 0.5)
+        kernels.compensate(x, x, x, x, 0.5)
+        kernels.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
 found = {k: v.stats for k, v in vars(kernels).items() if hasattr(v, "stats")}
 print(sorted(k for k, v in found.items() if v.cache_hits and not v.cache_misses))
 print(sorted(k for k, v in found.items() if v.cache_misses))
@@ -569,3 +574,24 @@ def test_a_kernel_that_cannot_be_cached_still_compiles():
     exec(compile("def double(x):\n    return 2 * x\n", "<nowhere>", "exec"), names)
     double = kernels.kernel()(names["double"])
     assert double(21) == 42
+
+
+# Delay compensation -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_compensation_is_the_paper_s(dtype, n):
+    grad, params, origin = (sample(n, dtype, seed) for seed in range(3))
+    square = sample(n, dtype, 3) ** 2
+    if n > 5:
+        grad[n // 2], params[0], origin[n - 1] = SPECIALS
+    out, before = np.empty(n, dtype), square.copy()
+    with np.errstate(invalid="ignore"):
+        kernels.compensate(out, grad, params, origin, 0.3)
+        np.testing.assert_array_equal(out, grad + dtype(0.3) * grad * grad * (params - origin))
+        kernels.compensate_adaptive(out, grad, params, origin, square, 0.3, 0.9, 0.1, 1e-7)
+        expected = dtype(0.9) * before + dtype(0.1) * grad * grad
+        np.testing.assert_array_equal(square, expected)
+        factor = dtype(0.3) / np.sqrt(expected + dtype(1e-7))
+        np.testing.assert_array_equal(out, grad + factor * grad * grad * (params - origin))

@@ -29,7 +29,7 @@ from mpips.saver import Committer, Contents, Saver
 from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
 from mpips.strategies import Outcome
-from mpips.window import Plan, Window
+from mpips.window import Field, Plan, Window
 from mpips.wire import Packing, pull_codec, push_codec
 from mpips.worker import AsyncWorker
 
@@ -51,8 +51,11 @@ def plan(job: Job, rank: int) -> Plan:
     fields += store.reader_fields(servers) + feed.worker_fields()
     if job.config.node_aggregation:
         fields += outbox.carrier_fields(workers)
+    replicas = 2 if job.config.prefetch or job.staleness.origins else 1
     if sharing(job, rank):
-        fields += neighbours.fields(job.layout.size, servers, dtype, 1 + job.config.prefetch)
+        fields += neighbours.fields(job.layout.size, servers, dtype, replicas)
+    elif job.staleness.origins:
+        fields += (Field("replicas", dtype, (replicas, job.layout.size)),)
     return Plan(fields)
 
 
@@ -95,12 +98,14 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
     packing = Packing(pull_codec(job.config), job.config.seed, job.base_step)
-    server = Server(cluster, window, server_id, shard, *update, packing)
+    stale = job.staleness
+    server = Server(cluster, window, server_id, shard, *update, packing, stale)
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
     config = job.config
     args = cluster, window, server_id, shard, config.dtype, server.applied
-    receiver = Receiver(*args, config.inbox, config.node_aggregation, push_codec(config))
+    how = config.node_aggregation, push_codec(config), stale.origins
+    receiver = Receiver(*args, config.inbox, *how)
     slots = dict(zip(job.slots, server.slots, strict=True))
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)
@@ -126,6 +131,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
         "bytes": server.params.nbytes * (1 + len(slots)),
         "applied": server.version - job.base_step,
         "busy_s": server.busy_s,
+        "pushes_dropped": server.dropped,
         "staleness": server.staleness.tolist(),
         "staleness_sum": server.staleness_sum,
         "staleness_max": server.staleness_max,
@@ -139,7 +145,7 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
     way = "reply" if c.far_read == "auto" else c.far_read
     args = cluster, window, worker_id, job.shards
     packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
-    sender = Sender(*args, c.node_aggregation, packing)
+    sender = Sender(*args, c.node_aggregation, packing, job.staleness.origins)
     source = Feed(cluster, window, worker_id, granted_ahead(job))
     bound = bound_of(job, source, sender) if c.mode == "ssp" else None
     puller = Puller(*args, c.read == "consistent", way, bound, pull_codec(c))
@@ -181,10 +187,10 @@ def bound_of(job: Job, source: Feed, sender: Sender) -> Bound:
 
 
 def share_far_reads(job: Job, window: Window, puller: Puller) -> list[np.ndarray]:
-    """Have this worker share its far reads if it can; returns its replicas if so."""
+    """Have this worker share its far reads if it can; returns its replicas in shared memory."""
     ranks, me = sharing(job, job.cluster.rank), job.cluster.rank
     if not ranks:
-        return []
+        return list(window.view(me, "replicas")) if job.staleness.origins else []
     seen = {rank: Neighbour.of(window, rank) for rank in ranks}
     puller.share(seen[me], [seen[rank] for rank in ranks if rank != me])
     return list(seen[me].replicas)

@@ -17,8 +17,9 @@ from mpips.neighbours import Neighbour
 from mpips.optim import make_rule
 from mpips.push import Push
 from mpips.roles import assign
-from mpips.store import Puller, Server
-from mpips.window import Plan, Window
+from mpips.staleness import Staleness
+from mpips.store import FRESH, Puller, Server
+from mpips.window import Field, Plan, Window
 from mpips.wire import Packing
 
 INBOX = 2  # far bodies that a server holds
@@ -43,12 +44,13 @@ class Rig:
         bound: int | None = None,
         codec: Codec | None = None,
         pull_codec: Codec | None = None,
+        stale: Staleness = FRESH,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
         self.rule = make_rule(rule)
         self.shards = cut(n, servers, 8)
-        self._sharing, self._aggregate = share, aggregate
+        self._sharing, self._aggregate, self._stale = share, aggregate, stale
         self.window = Window(cluster, [self._plan(rank, n) for rank in range(cluster.world)])
         self.workers = cluster_subset(cluster, self.roles.workers)
         self.worker = self.roles.name(cluster.rank).startswith("worker")
@@ -56,10 +58,12 @@ class Rig:
             self.id = self.roles.workers.index(cluster.rank)
             self.number = self.id  # of the next batch, where reads have a bound
             args = (cluster, self.window, self.id, self.shards)
-            self.sender = Sender(*args, aggregate, Packing(codec, seed=1))
+            self.sender = Sender(*args, aggregate, Packing(codec, seed=1), stale.origins)
             limit = None if bound is None else Bound(bound, self.clock, lambda: self.sender.seq)
             self.puller = Puller(*args, consistent, far, limit, pull_codec)
             self.replica = np.zeros(n)
+            if stale.origins:
+                self.replicas = self.window.view(cluster.rank, "replicas")
             if share:
                 self._share()
         else:
@@ -67,9 +71,9 @@ class Rig:
             self.shard = self.shards[self.id]
             place = (cluster, self.window, self.id, self.shard)
             packing = Packing(pull_codec, seed=1)
-            self.server = Server(*place, self.rule, lambda step: -1.0, packing)
-            ledger = self.server.applied
-            self.receiver = Receiver(*place, "float64", ledger, INBOX, aggregate, codec)
+            self.server = Server(*place, self.rule, lambda step: -1.0, packing, stale)
+            ledger, how = self.server.applied, (aggregate, codec, stale.origins)
+            self.receiver = Receiver(*place, "float64", ledger, INBOX, *how)
         cluster.barrier()
 
     def clock(self) -> int:
@@ -80,10 +84,13 @@ class Rig:
         workers, servers = len(self.roles.workers), len(self.roles.servers)
         if rank in self.roles.servers:
             size = self.shards[self.roles.servers.index(rank)].size
-            return Plan(store.server_fields(size, self.rule.slots, "float64", workers))
+            slots = self.rule.slots + self._stale.slots
+            return Plan(store.server_fields(size, slots, "float64", workers))
         fields = outbox.worker_fields(n, servers, "float64") + store.reader_fields(servers)
         if self._aggregate:
             fields += outbox.carrier_fields(workers)
+        if self._stale.origins:
+            fields += (Field("replicas", "float64", (outbox.BUFFERS, n)),)
         if self._sharing:
             fields += neighbours.fields(n, servers, "float64", 2)
         return Plan(fields)

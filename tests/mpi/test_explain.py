@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nod
 STEPS = 6
 GRADS, PARAMS = range(2)
 KIND = {
-    outbox.TAG_REST: GRADS,
     rounds.TAG_PARTIAL: GRADS,
     far.TAG_REPLY: PARAMS,
     rounds.TAG_RESULT: PARAMS,
@@ -51,7 +50,8 @@ class Counted(MPI.Intracomm):
     bodies = False
 
     def _note(self, buffer: Any, dest: int, tag: int) -> None:
-        kind = GRADS if self.bodies else KIND.get(tag)
+        rest = outbox.TAG_REST <= tag < outbox.TAG_REST + outbox.BODY_TAGS
+        kind = GRADS if self.bodies or rest else KIND.get(tag)
         words = kind == PARAMS and buffer.nbytes == 64 and tag == far.TAG_REPLY  # versions
         if kind is not None and not words:
             self.counter.note(kind, self.rank, dest, buffer.nbytes)
@@ -122,6 +122,7 @@ def words_of(options: str, node_size: int) -> list[str]:
     "options",
     [
         "--no-share-pulls --far-read=get",
+        "--no-share-pulls --far-read=get --delay-compensation=0.5",
         "--no-share-pulls --far-read=reply --prefetch",
         "--share-pulls --far-read=reply --node-aggregation --servers=1",
     ],

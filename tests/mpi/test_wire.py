@@ -14,6 +14,7 @@ from mpips.codecs.topk import TopK
 from mpips.layout import Shard
 from mpips.outbox import BUFFERS
 from mpips.push import HEADER_WORDS, Push
+from mpips.staleness import Staleness
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -25,6 +26,10 @@ ALL["topk-warm"] = TopK(ratio=0.05, momentum=0.5, warmup=4)
 
 def gradient(worker: int, seq: int) -> np.ndarray:
     return np.random.default_rng([worker, seq]).standard_normal(N)
+
+
+def origin(worker: int, seq: int) -> np.ndarray:
+    return gradient(worker, 100 + seq)
 
 
 def arrive(codec: Codec, worker: int, shard: Shard) -> list[np.ndarray]:
@@ -39,12 +44,27 @@ def arrive(codec: Codec, worker: int, shard: Shard) -> list[np.ndarray]:
     return out
 
 
+def arrive_all(rig: Rig, codec: Codec) -> dict[int, list[np.ndarray]]:
+    """Return what this server sees of every worker's pushes."""
+    packed = codec_for(codec, rig.shard.size, "f8")
+    assert packed, "the shard is too small for this test"
+    part, found = rig.shard.range, dict[int, list[np.ndarray]]()
+    for worker, rank in enumerate(rig.roles.workers):
+        plain = [gradient(worker, seq)[part] for seq in range(1, PUSHES + 1)]
+        near = rig.cluster.near(rank)
+        found[worker] = plain if near else arrive(packed, worker, rig.shard)
+    return found
+
+
 def push_all(rig: Rig, which: Sequence[int] = range(1, PUSHES + 1)) -> None:
     """Push gradients; a buffer that may be written is overwritten at once."""
     for seq, number in enumerate(which, 1):
         rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
         rig.sender.buffer(seq).fill(np.nan)
         rig.sender.buffer(seq)[:] = gradient(rig.id, number)
+        if hasattr(rig, "replicas"):
+            rig.replicas[seq % BUFFERS] = np.nan
+            rig.replicas[seq % BUFFERS] = origin(rig.id, number)
         rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(len(rig.shards), "i8"))
     rig.finish()
 
@@ -86,21 +106,43 @@ def test_what_arrives_is_what_the_codec_makes(
         if rig.sender.bytes_sent != far_bytes(rig, codec):
             wrong.append((rig.sender.bytes_sent, far_bytes(rig, codec)))
     else:
-        packed = codec_for(codec, rig.shard.size, "f8")
-        assert packed, "the shard is too small for this test"
-        far = {
-            w: arrive(packed, w, rig.shard)
-            for w, r in enumerate(rig.roles.workers)
-            if not cluster.near(r)
-        }
+        arriving = arrive_all(rig, codec)
 
         def compare(push: Push) -> None:
-            expected = gradient(push.worker, push.seq)[rig.shard.range]
-            if push.worker in far:
-                expected = far[push.worker][push.seq - 1]
+            expected = arriving[push.worker][push.seq - 1]
             if not np.array_equal(push.grad, expected):
                 wrong.append((push.worker, push.seq, push.grad, expected))
             rig.server.apply(push)
+
+        rig.serve(compare)
+        if rig.server.version != PUSHES * len(rig.roles.workers):
+            wrong.append(rig.server.version)
+    check(cluster.comm, not wrong, wrong[:2])
+    rig.free()
+
+
+@pytest.mark.world(min_nodes=2)
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 1 << 14])
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_what_it_was_computed_from_comes_unpacked(
+    cluster: Cluster, name: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the packed gradient, which is compensated as it arrives."""
+    monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", piece_bytes)
+    rig = Rig(cluster, N, 1, codec=ALL[name], stale=Staleness(compensation=0.1))
+    wrong: list[object] = []
+    if rig.worker:
+        push_all(rig)
+    else:
+        arriving, part, w = arrive_all(rig, ALL[name]), rig.shard.range, np.zeros(rig.shard.size)
+
+        def compare(push: Push) -> None:
+            grad, read = arriving[push.worker][push.seq - 1], origin(push.worker, push.seq)[part]
+            w[:] += grad + 0.1 * grad * grad * (w - read)
+            same = np.array_equal(push.grad, grad) and np.array_equal(push.origin, read)
+            rig.server.apply(push)
+            if not same or not np.allclose(rig.server.params, w, rtol=1e-12, atol=1e-12):
+                wrong.append((push.worker, push.seq, push.origin, read))
 
         rig.serve(compare)
         if rig.server.version != PUSHES * len(rig.roles.workers):

@@ -1,0 +1,123 @@
+"""What servers do about stale pushes, against serial references written from the papers."""
+
+import numpy as np
+import pytest
+from rig import Rig
+from verdict import check
+
+from mpips import window as windows
+from mpips.cluster import Cluster
+from mpips.push import Push
+from mpips.staleness import Staleness
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+N = 403
+PUSHES = 8
+LR = -1.0  # of the rig
+
+
+def gradient(worker: int, seq: int) -> np.ndarray:
+    return 0.1 * np.sin(np.arange(N) + worker + 7 * seq)
+
+
+def origin(worker: int, seq: int) -> np.ndarray:
+    return np.cos(np.arange(N) * (worker + 2) - seq)
+
+
+def version(worker: int, seq: int) -> int:
+    """A version that is as old as the start, or two pushes of each before."""
+    return 0 if (worker + seq) % 3 == 0 else max(0, seq - 3)
+
+
+class Serial:
+    """One element-wise parameter server after the papers; the rule is SGD."""
+
+    def __init__(self, stale: Staleness, part: slice) -> None:
+        self.stale, self.part = stale, part
+        self.w = np.zeros(N)[part]
+        self.mean_square = np.zeros(N)[part]
+        self.version = self.dropped = 0
+
+    def apply(self, push: Push) -> None:
+        grads = [gradient(p.worker, p.seq)[self.part] for p in push]
+        old = max(self.version - version(p.worker, p.seq) for p in push)
+        self.version += len(grads)
+        if self.stale.limit is not None and old > self.stale.limit:
+            self.dropped += len(grads)
+            return
+        lr = LR / old if self.stale.lower_rate and old > 0 else LR
+        g = sum(grads)
+        if self.stale.compensation:
+            late = self.w - origin(push.worker, push.seq)[self.part]
+            factor: float | np.ndarray = self.stale.compensation
+            if self.stale.adaptive:
+                self.mean_square = 0.95 * self.mean_square + 0.05 * g**2
+                factor = factor / np.sqrt(self.mean_square + 1e-7)
+            g = g + factor * g * g * late
+        self.w = self.w - lr * g
+
+
+def work(rig: Rig) -> None:
+    for seq in range(1, PUSHES + 1):
+        rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
+        rig.sender.buffer(seq)[:] = gradient(rig.id, seq)
+        if hasattr(rig, "replicas"):
+            rig.replicas[seq % 2] = origin(rig.id, seq)
+        read = np.full(len(rig.shards), version(rig.id, seq))
+        rig.sender.push((0, seq, seq + 1), 1, 0.0, read)
+    rig.finish()
+
+
+CASES = {
+    "limit": Staleness(limit=3),
+    "limit 0": Staleness(limit=0),
+    "rate": Staleness(lower_rate=True),
+    "limit and rate": Staleness(limit=4, lower_rate=True),
+    "compensation": Staleness(compensation=0.5),
+    "adaptive": Staleness(compensation=0.3, adaptive=True),
+    "all": Staleness(limit=3, lower_rate=True, compensation=0.2, adaptive=True),
+}
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_servers_do_what_the_papers_say(
+    cluster: Cluster, name: str, servers: int, aggregate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = CASES[name]
+    if servers >= cluster.world:
+        pytest.skip("leaves no worker")
+    if aggregate and (stale.origins or cluster.nodes == 1):
+        pytest.skip("is refused, or is the same")
+    monkeypatch.setattr(windows, "TRANSFER_MAX_BYTES", 1024)  # bodies of several pieces
+    rig = Rig(cluster, N, servers, aggregate=aggregate, stale=stale)
+    wrong: list[object] = []
+    if rig.worker:
+        work(rig)
+    else:
+        serial = Serial(stale, rig.shard.range)
+
+        def apply(push: Push) -> None:
+            serial.apply(push)
+            rig.server.apply(push)
+
+        rig.serve(apply)
+        wrong += differences(rig, serial)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+def differences(rig: Rig, serial: Serial) -> list[object]:
+    server, wrong = rig.server, list[object]()
+    if not np.allclose(server.params, serial.w, rtol=1e-12, atol=1e-13):
+        wrong.append(server.params - serial.w)
+    if (server.version, server.dropped) != (serial.version, serial.dropped):
+        wrong.append((server.version, server.dropped, serial.version, serial.dropped))
+    limit = serial.stale.limit
+    if limit is not None and not 0 < server.dropped < server.version:
+        wrong.append(f"{server.dropped} dropped")
+    if serial.stale.adaptive and not np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12):
+        wrong.append(server.slots[-1] - serial.mean_square)
+    return wrong

@@ -1,0 +1,88 @@
+"""Whole jobs that do something about stale gradients: limits, rates, delay compensation."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import train
+from runs import COUNT, HERE, Plan, counting, final, samples_file, summary
+
+pytestmark = pytest.mark.launch
+
+ORIGINS = f"{HERE / 'problems' / 'origins.py'}:Origins"
+STEPS = 40
+COMPENSATED = {  # ranks, the last of which is the worker; options
+    "near": (3, "--servers 2"),
+    "far": (3, "--servers 2 --node-size 1"),
+    "near and far": (4, "--servers 3 --node-size 2"),
+    "by get": (2, "--servers 1 --node-size 1 --far-read get"),
+    "adaptive": (3, "--servers 2 --delay-adaptive"),
+    "adaptive and far": (3, "--servers 2 --delay-adaptive --node-size 1"),
+    "with a bound": (3, "--servers 2 --node-size 1 --mode ssp --staleness-bound 1"),
+}
+N, EPOCHS = 120, 3
+LIMITED = {
+    "near": (6, 2, "--max-staleness 4"),
+    "nodes of one": (5, 2, "--max-staleness 3 --node-size 1"),
+    "nodes of two": (6, 2, "--max-staleness 3 --node-size 2"),
+    "means of nodes": (6, 2, "--max-staleness 4 --node-size 3 --node-aggregation"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    data = samples_file(plan.folder, N)
+    files = ["--dataset", data, "--test-dataset", data.replace("train-", "test-")]
+    for name, (ranks, text) in COMPENSATED.items():
+        where = ["--server-ranks", ",".join(map(str, range(ranks - 1)))]
+        words = ["--problem", ORIGINS, *COUNT, *files, *where, "--hidden", "67", *text.split()]
+        words += ["--steps", str(STEPS), "--delay-compensation", "0.7", "--eval-every", "0"]
+        plan.add(f"compensated {name}", ranks, words)
+    for name, (ranks, servers, text) in LIMITED.items():
+        words = [*counting(data, kind="SlowCounting"), "--servers", str(servers), *text.split()]
+        words += ["--epochs", str(EPOCHS), "--batch-size", "4", "--checkpoint-every", "9steps"]
+        plan.add(f"limited {name}", ranks, words)
+    plan.run(200)
+    return plan
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_compensation_knows_what_was_read(name: str, runs: Plan) -> None:
+    """The problem has checked every read, and the final parameters."""
+    out = runs.out(f"compensated {name}")
+    s = summary(out)
+    assert s["pushes_applied"] == STEPS
+    assert final(out).slot_names == (("mean_square",) if "adaptive" in name else ())
+
+
+def test_something_was_compensated(runs: Plan) -> None:
+    found = [summary(runs.out(f"compensated {name}"))["staleness"]["max"] for name in COMPENSATED]
+    assert max(found) > 0
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_what_is_dropped_is_counted(name: str, runs: Plan) -> None:
+    """Its batch counts as handled; only the parameters lack it, shard by shard."""
+    out = runs.out(f"limited {name}")
+    s = summary(out)
+    assert s["pushes_sent"] == s["pushes_applied"] == s["global_step"] == EPOCHS * N // 4
+    assert s["samples"] == EPOCHS * N
+    found = final(out)
+    assert sum(server["pushes_dropped"] for server in s["per_server"]) > 0
+    last = found.layout.views(found.read_params())["updates"][-1]
+    assert last == s["global_step"] - s["per_server"][-1]["pushes_dropped"]
+
+
+def test_rates_fall_with_staleness(tmp_path: Path) -> None:
+    """With a mean staleness above 1, sgd with rate 1 counts fewer updates than there were."""
+    data = samples_file(tmp_path, N)
+    words = [*counting(data), "--epochs", "3", "--batch-size", "2", "--servers", "1"]
+    out = tmp_path / "out"
+    train(5, *words, "--staleness-lr", "--out", str(out), cwd=tmp_path).check()
+    found, s = final(out), summary(out)
+    counts = s["staleness"]["histogram"]
+    expected = counts[0] + sum(n / k for k, n in enumerate(counts) if k)
+    updates = found.layout.views(found.read_params())["updates"]
+    np.testing.assert_allclose(updates, expected, rtol=1e-12)
+    assert expected < s["global_step"]
