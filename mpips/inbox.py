@@ -2,10 +2,13 @@
 
 A pool of fixed size holds their bodies. Each place in it is a receive posted to whoever sends
 first: the MPI library matches it and lets the body come as soon as it is announced, without
-waiting for the server's loop. A packed body is unpacked when it is taken, into one vector a server,
-and its place is free again at once, unless what the gradient was computed from lies there too.
+waiting for the server's loop. Small bodies are received when a probe has found them, and all are
+where one was announced, is there, and was not matched. A packed body is unpacked when it is taken,
+into one vector a server, and its place is free again at once, unless what the gradient was
+computed from lies there too.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,11 @@ from mpips.push import HEADER_WORDS, Push
 from mpips.window import transfer_pieces
 from mpips.wire import Unpacker
 
+# MPICH 5.0 never matches some eager messages of other nodes with a receive that is already posted
+# to any source (seen below 64 kB, over UCX on TCP); a probe finds all of them.
+PROBED_MAX_BYTES = 1 << 16
+PATIENCE_S = 0.25  # after which a body that was announced is looked for by a probe
+
 
 @dataclass(eq=False)
 class _Body:
@@ -31,7 +39,7 @@ class _Body:
         requests: What has to complete; the first piece, of whoever sends it, at first.
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
-        withdrawn: Whether the receive was cancelled.
+        withdrawn: Whether the receive was cancelled, or need not be.
     """
 
     place: tuple[np.ndarray, ...]
@@ -70,6 +78,8 @@ class Inbox:
         self._unpacker = Unpacker(codec, size if places else 0, dtype)
         rows = int(origins), size
         self._free = [(self._unpacker.place(), *np.zeros(rows, dtype)) for _ in range(places)]
+        self._probing = bool(self._free) and self._free[0][0].nbytes <= PROBED_MAX_BYTES
+        self._waiting_since: float | None = None
         self._announced = dict.fromkeys(sources, 0)  # messages, by rank
         self._taken = dict.fromkeys(sources, 0)
         self._headers: dict[tuple[int, int], np.ndarray] = {}
@@ -101,9 +111,12 @@ class Inbox:
         self._settle()
         if not fetch:
             self._withdraw()
+        elif limit is None and self._probing:
+            self._probe()
         elif limit is None:
             while self._free:
                 self._post(MPI.ANY_SOURCE)
+            self._look_for_missing()
         else:
             self._post_up_to(limit)
 
@@ -112,6 +125,24 @@ class Inbox:
         first = transfer_pieces(place[0])[0]
         request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
         self._posted.append(_Body(place, [request], status))
+
+    def _probe(self) -> None:
+        bodies, status = self._cluster.bodies, MPI.Status()
+        while self._free and (found := bodies.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)):
+            place = self._free.pop()
+            request = found.Irecv(transfer_pieces(place[0])[0])
+            self._posted.append(_Body(place, [request], MPI.Status(), withdrawn=True))
+
+    def _look_for_missing(self) -> None:
+        """Probe from now on, if a body that was announced is here and no receive has it."""
+        now = time.perf_counter()
+        if not self._headers or self._waiting_since is None:
+            self._waiting_since = now
+        elif now - self._waiting_since > PATIENCE_S:
+            self._waiting_since = now
+            if self._cluster.bodies.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG):
+                self._probing = True
+                self._withdraw()
 
     def _post_up_to(self, limit: np.ndarray) -> None:
         """Make room for pushes up to `limit`, one at a time: others might fill the pool."""
@@ -155,6 +186,7 @@ class Inbox:
             if not all_done(body.requests):
                 continue
             self._bodies.remove(body)
+            self._waiting_since = None
             self._taken[rank] += 1
             message, *origin = body.place
             grad = self._unpacker.unpack(message)

@@ -5,9 +5,11 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from rig import INBOX, Rig
 from verdict import check
 
+from mpips import inbox, outbox
 from mpips import window as windows
 from mpips.cluster import Cluster
 from mpips.kernels import observe
@@ -118,6 +120,31 @@ def test_pushes_are_applied_once_and_in_order(
             wrong.append(versions)
         if rig.puller.bytes != (PUSHES + 1) * n * 8:
             wrong.append(rig.puller.bytes)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+def test_bodies_that_no_receive_matches_are_found(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with MPICH and eager messages of other nodes: those are there, and a probe finds them."""
+    monkeypatch.setattr(inbox, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(inbox, "PROBED_MAX_BYTES", 0)
+
+    def post(self: inbox.Inbox, source: int) -> None:
+        place = self._free.pop()
+        request = self._cluster.bodies.Irecv(place[0], source, outbox.BODY_TAGS + 1)  # of none
+        self._posted.append(inbox._Body(place, [request], MPI.Status()))
+
+    monkeypatch.setattr(inbox.Inbox, "_post", post)
+    rig = Rig(cluster, 1003, 1)
+    wrong: list[object] = []
+    if rig.worker:
+        work(rig)
+    else:
+        applied = Applied(rig, 1003)
+        rig.serve(applied)
+        wrong += applied.wrong + _ledger_errors(rig, applied, len(rig.roles.workers))
     check(cluster.comm, not wrong, wrong)
     rig.free()
 
