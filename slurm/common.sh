@@ -183,10 +183,10 @@ train_once() {
 # cancelled it: its state is COMPLETING then, as at the time limit, which the reason tells apart.
 requeue() {
     trap - TERM    # SLURM ends this shell by it, once the job is requeued
-    if [ "$(job_field JobState)" != RUNNING ] && [ "$(job_field Reason)" != TimeLimit ]; then
-        say "cancelled; go on with --out $out"
-        exit 1
-    fi
+    case $(job_field JobState),$(job_field Reason) in
+        RUNNING,* | *,TimeLimit | ,) ;;    # nothing: the controller did not answer
+        *) say "cancelled; go on with --out $out"; exit 1 ;;
+    esac
     if scontrol requeue "$SLURM_JOB_ID"; then
         say "requeued"
         sleep 600
