@@ -1,14 +1,16 @@
 """Checkpoints: one HDF5 file a shard, and an index whose rename into place is the commit.
 
-Writing: `begin_step` (once), `write_shard` (each owner), `commit` (once, after all of them).
-Reading: `newest_whole` or `open_checkpoint`, then `Checkpoint.read_params` and `.read_slot` for
-any range, whatever the number of shards was. Nothing here knows MPI.
+Writing: `begin_step` (once), `write_shard` (each owner), `write_worker` (each worker that has
+state of its own), `commit` (once, after all of them). Reading: `newest_whole` or
+`open_checkpoint`, then `Checkpoint.read_params` and `.read_slot` for any range, whatever the
+number of shards was, and `.read_worker`. Nothing here knows MPI.
 """
 
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import boxes, commit
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.shards import ShardRecord, write_shard
+from mpips.checkpoint.workers import write_worker
 
 __all__ = [
     "Checkpoint",
@@ -22,4 +24,5 @@ __all__ = [
     "remove_checkpoint",
     "verify",
     "write_shard",
+    "write_worker",
 ]

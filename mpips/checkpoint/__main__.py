@@ -96,6 +96,10 @@ def inspect(args: argparse.Namespace) -> int:
     print("shards:")
     for s in checkpoint.shards:
         print(f"  {s.file} owner {s.owner} [{s.begin}, {s.end}) {readable(s.bytes)} {s.sha256}")
+    if checkpoint.contents.workers:
+        print(f"workers' own: {', '.join(checkpoint.worker_names)}")
+    for w in checkpoint.contents.workers:
+        print(f"  {w.file} worker {w.owner} {readable(w.bytes)} {w.sha256}")
     print("state:")
     state = checkpoint.state if isinstance(checkpoint.state, dict) else {"": checkpoint.state}
     for key, value in state.items():

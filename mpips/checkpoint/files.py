@@ -27,12 +27,17 @@ PIECE_BYTES = 8 << 20
 _TEMPORARY = ".tmp"
 _OLD = ".old"
 _STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
-_OWN_FILE = re.compile(r"(shard-\d{4,}|index)\.h5(\.tmp)?")
+_OWN_FILE = re.compile(r"((shard|worker)-\d{4,}|index)\.h5(\.tmp)?")
 
 
 def shard_file(owner: int) -> str:
     """Name of the file that holds the shard of `owner`."""
     return f"shard-{owner:04d}.h5"
+
+
+def worker_file(worker: int) -> str:
+    """Name of the file that holds what is `worker`'s alone."""
+    return f"worker-{worker:04d}.h5"
 
 
 def step_folder(directory: PathLike, step: int) -> Path:

@@ -47,6 +47,8 @@ class Contents:
         config: The configuration, TOML text.
         state: Anything that JSON can say; opaque here.
         arrays: Small named arrays; opaque here.
+        workers: The files of what is each worker's alone, by worker; empty where nothing is.
+        worker_names: Names of the vectors in each of them.
     """
 
     step: int
@@ -57,6 +59,13 @@ class Contents:
     config: str
     state: Any
     arrays: dict[str, np.ndarray]
+    workers: tuple[ShardRecord, ...] = ()
+    worker_names: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[ShardRecord, ...]:
+        """All files beside the index."""
+        return self.shards + self.workers
 
 
 def commit(
@@ -71,10 +80,12 @@ def commit(
     state: Any,
     arrays: Mapping[str, np.ndarray],
     keep: int,
+    workers: Sequence[ShardRecord] = (),
+    worker_names: Sequence[str] = (),
 ) -> None:
     """Make the shard files in `folder` a checkpoint, and remove old ones.
 
-    Called once, after every owner's `write_shard` has returned.
+    Called once, after every `write_shard` and `write_worker` has returned.
 
     Args:
         folder: What `begin_step` returned.
@@ -87,9 +98,13 @@ def commit(
         state: What JSON can say (keys of objects come back as strings).
         arrays: Small named arrays of any numeric dtype.
         keep: How many whole checkpoints remain, this one included; at least 1.
+        workers: The records of all workers' `write_worker`, in any order; none where they have
+            nothing of their own.
+        worker_names: Names of the vectors in each of their files.
 
     Raises:
-        ValueError: If the shards do not cover the layout exactly, or ``keep < 1``.
+        ValueError: If the shards do not cover the layout exactly, a worker is missing, or
+            ``keep < 1``.
         UserError: If a shard file is not there, a name cannot be that of an HDF5 dataset, or the
             file system refuses.
 
@@ -100,14 +115,18 @@ def commit(
     if keep < 1:
         raise ValueError(f"keep {keep}, expected 1 or more")
     check_cover(held, layout.size)
-    for names in (layout.names, tuple(slots), tuple(arrays)):
+    for names in (layout.names, tuple(slots), tuple(arrays), tuple(worker_names)):
         check_names(names)
-    for record in held:
+    own = tuple(sorted(workers, key=lambda record: record.owner))
+    if [record.owner for record in own] != list(range(len(own))):
+        raise ValueError(f"files of workers {[r.owner for r in own]}, expected one of each")
+    for record in held + own:
         if problem := shard_problem(folder, record, sums=False):
             raise problem
     contents = Contents(
-        step, layout, np.dtype(dtype), tuple(slots), held, config, state, dict(arrays)
-    )
+        step, layout, np.dtype(dtype), tuple(slots), held, config, state, dict(arrays),
+        own, tuple(worker_names),
+    )  # fmt: skip
     write_durably(folder / INDEX, lambda path: _write_index(path, contents))
     prune(folder, keep, is_whole=_has_sound_index)
 
@@ -175,6 +194,8 @@ def _write_index(path: Path, contents: Contents) -> None:
             "shards": json.dumps([s.to_json() for s in contents.shards]),
             "config": contents.config,
             "state": json.dumps(contents.state),
+            "workers": json.dumps([w.to_json() for w in contents.workers]),
+            "worker_names": json.dumps(contents.worker_names),
         }
         for name, text in texts.items():
             # Datasets, because an attribute holds 64 KB at most.
@@ -251,7 +272,9 @@ def _line(block: bytes) -> str:
 def _parse_index(file: "h5py.File") -> Contents:
     import h5py
 
-    def text(name: str) -> str:
+    def text(name: str, missing: str | None = None) -> str:
+        if missing is not None and f"meta/{name}" not in file:
+            return missing  # an index of before there was such a thing
         return file[f"meta/{name}"].asstr()[()]
 
     arrays: dict[str, np.ndarray] = {}
@@ -270,6 +293,8 @@ def _parse_index(file: "h5py.File") -> Contents:
         config=text("config"),
         state=json.loads(text("state")),
         arrays=arrays,
+        workers=tuple(ShardRecord(**item) for item in json.loads(text("workers", "[]"))),
+        worker_names=tuple(json.loads(text("worker_names", "[]"))),
     )
 
 
@@ -279,4 +304,4 @@ def _has_sound_index(folder: Path) -> bool:
         contents = read_index(folder)
     except UserError:
         return False
-    return not any(shard_problem(folder, s, sums=False) for s in contents.shards)
+    return not any(shard_problem(folder, s, sums=False) for s in contents.files)

@@ -69,7 +69,7 @@ class Checkpoint:
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of all its files."""
-        return sum(s.bytes for s in self.shards) + (self.path / INDEX).stat().st_size
+        return sum(s.bytes for s in self.contents.files) + (self.path / INDEX).stat().st_size
 
     def read_params(
         self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
@@ -103,6 +103,36 @@ class Checkpoint:
             raise unknown("slot", name, self.slot_names)
         return self._read(slot_dataset(name), begin, end, out)
 
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Names of the vectors that each worker had for itself."""
+        return self.contents.worker_names
+
+    def read_worker(self, name: str, worker: int, workers: int, out: np.ndarray) -> None:
+        """Read a vector of one worker's own into `out`, shape (n_params,), dtype as saved.
+
+        Where the number of workers is another one than `workers`, each gets the mean of all.
+
+        Raises:
+            UserError: If a worker's file is missing or is not the one that was committed.
+        """
+        if len(self.contents.workers) != workers:
+            self.read_workers_mean(name, 0, out)
+            return
+        read_shard(self.path, self.contents.workers[worker], self.step, name, 0, out)
+
+    def read_workers_mean(self, name: str, begin: int, out: np.ndarray) -> None:
+        """Read the mean over the workers of their vectors' elements from `begin` on.
+
+        Raises:
+            UserError: If a worker's file is missing or is not the one that was committed.
+        """
+        total, one = np.zeros(out.shape), np.empty_like(out)
+        for record in self.contents.workers:
+            read_shard(self.path, record, self.step, name, begin, one)
+            total += one
+        out[:] = total / len(self.contents.workers)
+
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None
     ) -> np.ndarray:
@@ -134,7 +164,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     """
     folder = _only(path)
     checkpoint = Checkpoint(folder, read_index(folder))
-    for shard in checkpoint.shards:
+    for shard in checkpoint.contents.files:
         if problem := shard_problem(folder, shard, sums=False):
             raise problem
     return checkpoint
@@ -155,7 +185,7 @@ def verify(path: PathLike) -> list[str]:
         contents = read_index(folder)
     except UserError as error:
         return [str(error)]
-    found = [shard_problem(folder, shard, sums=True) for shard in contents.shards]
+    found = [shard_problem(folder, shard, sums=True) for shard in contents.files]
     problems = [str(problem) for problem in found if problem]
     named = folder_step(folder.resolve())
     if named not in (None, contents.step):

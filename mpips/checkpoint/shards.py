@@ -104,12 +104,12 @@ def write_shard(
         "owner": owner,
     }
     final = folder / shard_file(owner)
-    write_durably(final, lambda path: _write_arrays(path, arrays, attributes))
+    write_durably(final, lambda path: write_arrays(path, arrays, attributes))
     size, sha256 = final.stat().st_size, file_sha256(final)
     return ShardRecord(owner, final.name, shard.begin, shard.end, size, sha256)
 
 
-def _write_arrays(
+def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, int]
 ) -> None:
     """Write 1-D arrays and integer attributes to a new file, a piece at a time."""

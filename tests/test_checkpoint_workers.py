@@ -1,0 +1,153 @@
+"""What is one worker's alone in a checkpoint: read by as many workers, or by others."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mpips.checkpoint import (
+    begin_step,
+    commit,
+    list_checkpoints,
+    newest_whole,
+    open_checkpoint,
+    verify,
+    write_shard,
+    write_worker,
+)
+from mpips.checkpoint.__main__ import main
+from mpips.checkpoint.files import remove_checkpoint
+from mpips.checkpoint.index import seal
+from mpips.checkpoint.shards import ShardRecord
+from mpips.errors import UserError
+from mpips.layout import Layout, cut
+
+LAYOUT = Layout.of({"w": (13, 7), "b": (7,)})
+NAMES = ("m", "residual/w")
+WORKERS, STEP = 3, 5
+
+
+def vector(worker: int, name: str) -> np.ndarray:
+    rng = np.random.default_rng([worker, NAMES.index(name)])
+    return rng.standard_normal(LAYOUT.size).astype("f4")
+
+
+def save(directory: Path, absent: int | None = None) -> Path:
+    """Write a checkpoint of 2 owners and 3 workers; `absent` is left out."""
+    folder = begin_step(directory, STEP)
+    params = np.arange(LAYOUT.size, dtype="f4")
+    shards = [
+        write_shard(folder, k, s, STEP, params[s.range], {})
+        for k, s in enumerate(cut(LAYOUT.size, 2, 4))
+    ]
+    own = [
+        write_worker(folder, k, STEP, {name: vector(k, name) for name in NAMES})
+        for k in reversed(range(WORKERS))
+        if k != absent
+    ]
+    commit(
+        folder, step=STEP, layout=LAYOUT, dtype="f4", shards=shards, slots=(), config="",
+        state={}, arrays={}, keep=2, workers=own, worker_names=NAMES,
+    )  # fmt: skip
+    return folder
+
+
+def test_each_worker_reads_its_own(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path))
+    assert checkpoint.worker_names == NAMES
+    for worker in range(WORKERS):
+        for name in NAMES:
+            out = np.empty(LAYOUT.size, "f4")
+            checkpoint.read_worker(name, worker, WORKERS, out)
+            np.testing.assert_array_equal(out, vector(worker, name))
+    files = sum(p.stat().st_size for p in checkpoint.path.iterdir())
+    assert checkpoint.size_bytes == files
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_another_number_of_workers_reads_the_mean(workers: int, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path))
+    for name in NAMES:
+        out = np.empty(LAYOUT.size, "f4")
+        checkpoint.read_worker(name, workers - 1, workers, out)
+        mean = np.mean([vector(k, name).astype("f8") for k in range(WORKERS)], axis=0)
+        np.testing.assert_allclose(out, mean, rtol=1e-6)
+        part = np.empty(20, "f4")
+        checkpoint.read_workers_mean(name, 30, part)
+        np.testing.assert_array_equal(part, out[30:50])
+
+
+def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(save(tmp_path))]) == 0
+    shown = capsys.readouterr().out
+    assert "workers' own: m, residual/w\n  worker-0000.h5 worker 0" in shown
+    assert "worker-0002.h5 worker 2" in shown
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    save(tmp_path / "good")
+    folder = save(tmp_path / "bad")
+    file = folder / "worker-0001.h5"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+    assert open_checkpoint(folder).step == STEP  # of the right size
+    (problem,) = verify(folder)
+    assert "worker-0001.h5" in problem
+    assert newest_whole(tmp_path / "bad")[0] is None
+    file.unlink()
+    with pytest.raises(UserError, match=r"worker-0001.h5: missing"):
+        open_checkpoint(folder)
+    assert not verify(tmp_path / "good" / folder.name)
+
+
+def test_a_file_of_another_worker_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    a, b = folder / "worker-0000.h5", folder / "worker-0002.h5"
+    checkpoint = open_checkpoint(folder)
+    assert a.stat().st_size == b.stat().st_size
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(UserError, match="attribute owner 2, expected 0"):
+        checkpoint.read_worker("m", 0, WORKERS, np.empty(LAYOUT.size, "f4"))
+
+
+def test_a_worker_that_is_missing_is_no_commit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"files of workers \[0, 2\], expected one of each"):
+        save(tmp_path, absent=1)
+    assert newest_whole(tmp_path)[0] is None
+
+
+def test_removal_takes_the_files_of_workers_too(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / "worker-0001.h5.tmp").write_text("half")
+    remove_checkpoint(folder)
+    assert not list_checkpoints(tmp_path)
+    assert not folder.exists()
+
+
+def test_an_index_of_before_has_none(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    path = folder / "index.h5"
+    with h5py.File(path, "r+", locking=False) as file:
+        del file["meta/workers"], file["meta/worker_names"]
+    with open(path, "r+b") as raw:
+        raw.write(seal(path))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.contents.workers == checkpoint.worker_names == ()
+    np.testing.assert_array_equal(checkpoint.read_params(), np.arange(LAYOUT.size))
+
+
+@pytest.mark.parametrize(
+    "arrays", [{}, {"m": np.zeros((2, 2))}, {"m": np.zeros(3), "v": np.zeros(4)}]
+)
+def test_vectors_of_one_form_are_expected(arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected one shape and dtype"):
+        write_worker(tmp_path, 0, 1, arrays)
+    assert not list(tmp_path.iterdir())
+
+
+def test_record_is_that_of_the_whole_vector(tmp_path: Path) -> None:
+    record = write_worker(tmp_path, 4, 1, {"m": np.zeros(3)})
+    size = (tmp_path / "worker-0004.h5").stat().st_size
+    assert record == ShardRecord(4, "worker-0004.h5", 0, 3, size, record.sha256)
