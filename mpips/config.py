@@ -222,6 +222,10 @@ class Config:
         "optimisation", 8, "steps of each worker by itself before the replicas are averaged",
         ">= 1", modes=("local_sgd",),
     )  # fmt: skip
+    local_slots: str = setting(
+        "optimisation", "average", "what a round does with the slots of the update rule: average "
+        "them too, or each worker keeps its own", legal=("average", "keep"), modes=("local_sgd",),
+    )  # fmt: skip
     outer_momentum: float = setting(
         "optimisation", 0.0, "momentum of what a round changes", "in [0, 1)", modes=("local_sgd",)
     )

@@ -69,9 +69,11 @@ class Job:
         )  # fmt: skip
         self.staleness = Staleness.of(c)
         outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
-        own = self.rule.slots + outer + self.staleness.slots
-        local = c.mode == "easgd"  # there the slots are the workers' own
-        self.slots: tuple[str, ...] = () if local else own  # the owners'
+        keep = c.mode == "local_sgd" and c.local_slots == "keep"
+        shared = () if keep or c.mode == "easgd" else self.rule.slots
+        # Owned with a shard.
+        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots
+        self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
@@ -151,7 +153,7 @@ class Job:
         cluster, c = self.cluster, self.config
         fields = set(BITWISE_FIELDS)
         if c.mode == "local_sgd":
-            fields |= {"local_steps", "outer_momentum"}
+            fields |= {"local_steps", "local_slots", "outer_momentum"}
         if c.schedule == "cosine":
             fields |= {"epochs", "steps"}
         return {
@@ -188,8 +190,28 @@ class Job:
         self.rule.init(params, slots)
         if self.checkpoint is not None and self.resumed:
             for name, slot in zip(self.slots, slots, strict=True):
-                if name in self.checkpoint.slot_names:  # else the saved run had none
+                if name in self.checkpoint.slot_names:  # else the saved run's mode had none
                     self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
+                elif name in self.checkpoint.worker_names:
+                    self.checkpoint.read_workers_mean(name, shard.begin, out=slot)
+
+    def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
+        """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
+
+        Where a mode with shared slots has saved the run, all workers begin with those.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        worker, workers = self.worker_id, len(self.cluster.roles.workers)
+        for name, slot in zip(self.own_slots, slots, strict=True):
+            slot.fill(0)
+            if self.checkpoint is None or not self.resumed or worker is None:
+                continue
+            if name in self.checkpoint.worker_names:
+                self.checkpoint.read_worker(name, worker, workers, slot)
+            elif name in self.checkpoint.slot_names:
+                self.checkpoint.read_slot(name, out=slot)
 
 
 def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
@@ -235,7 +257,8 @@ def check_memory(layout: Layout, config: Config, workers: int) -> None:
     vectors = workers + 1 if shared else (1 + replicas) * workers
     slots = len(RULES[config.optimizer].slots)
     if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
-        vectors = (1 + slots) * vectors + workers
+        moved = 0 if config.local_slots == "keep" else slots
+        vectors = (1 + moved) * vectors + (1 + slots - moved) * workers
     if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
         vectors += (2 + slots) * workers
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize

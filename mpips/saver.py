@@ -1,17 +1,19 @@
-"""Checkpoints of a running job: the owners' half and the chief's, side by side.
+"""Checkpoints of a running job: the writers' half and the chief's, side by side.
 
-At a cut that all owners share, each owner copies its shard (or holds training) and goes on. The
-chief makes the folder and tells the owners; a thread of each writes the copy and the owner sends
-the chief its record; with the last record the chief commits. An owner is idle, or has copied and
-waits for the folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder
-without an index is no checkpoint.
+At a cut that all owners share, each owner copies its shard (or holds training) and goes on, and
+where workers have state of their own, so does each worker with that. The chief makes the folder
+and tells who writes; a thread of each writes the copy and the rank sends the chief its record;
+with the last record the chief commits. Such a rank is idle, or has copied and waits for the
+folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder without an index
+is no checkpoint.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,35 +28,28 @@ from mpips.layout import Layout, Shard
 COPY_BYTES = 4 << 20
 
 
-class Saver:
-    """Saves one owner's shard.
-
-    Collective: no, but every owner must call `snapshot` at the same cut.
+class Snapshots(ABC):
+    """Saves this rank's arrays at cuts: copies them, and writes the copies in a thread.
 
     Args:
         cluster: The job's ranks.
-        shard: This owner's range.
-        params: Its parameters, shape (shard.size,).
-        slots: Its slots by name.
+        live: The arrays.
         stall: Write from the live arrays and hold training meanwhile, instead of copying.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        shard: Shard,
-        params: np.ndarray,
-        slots: Mapping[str, np.ndarray],
-        stall: bool,
-    ) -> None:
-        self._cluster, self._shard, self._stall = cluster, shard, stall
-        self._owner = cluster.roles.owners.index(cluster.rank)
-        self._params, self._slots = params, dict(slots)
+    kind: ClassVar[str]  # of the message with the record
+
+    def __init__(self, cluster: Cluster, live: Sequence[np.ndarray], stall: bool) -> None:
+        self._cluster, self._live, self._stall = cluster, list(live), stall
         self._copies: list[np.ndarray] = []
         self._step: int | None = None
         self._folder: str | None = None
         self._writing: Future[ShardRecord | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    @abstractmethod
+    def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
+        """Write the arrays, in a thread; None if they are refused."""
 
     @property
     def busy(self) -> bool:
@@ -69,12 +64,11 @@ class Saver:
     def snapshot(self, step: int) -> None:
         """Keep the shard as it is now, for the checkpoint of `step`. Blocks: for a copy."""
         assert not self.busy, "a checkpoint is under way"
-        live = [self._params, *self._slots.values()]
         if self._stall:
-            self._copies = live
+            self._copies = self._live
         else:
-            self._copies = [np.empty_like(a) for a in live]
-            for copy, array in zip(self._copies, live, strict=True):
+            self._copies = [np.empty_like(a) for a in self._live]
+            for copy, array in zip(self._copies, self._live, strict=True):
                 self._copy(copy, array)
         self._step = step
 
@@ -102,20 +96,70 @@ class Saver:
             self._write(self._step, self._folder)
 
     def _write(self, step: int, folder: str) -> None:
-        params, *slots = self._copies
-        named = dict(zip(self._slots, slots, strict=True))
-
-        def write() -> ShardRecord | None:
-            if not all_finite(params):
-                return None
-            return checkpoint.write_shard(folder, self._owner, self._shard, step, params, named)
-
-        self._writing = self._thread.submit(write)
+        self._writing = self._thread.submit(self._write_file, folder, step, self._copies)
 
     def _report(self, record: ShardRecord | None) -> None:
         self._step = self._folder = self._writing = None
         self._copies = []  # given back: between checkpoints a server holds its state once
-        self._cluster.send(self._cluster.roles.chief, "shard", record)
+        self._cluster.send(self._cluster.roles.chief, self.kind, record)
+
+
+class Saver(Snapshots):
+    """Saves one owner's shard.
+
+    Collective: no, but every owner must call `snapshot` at the same cut.
+
+    Args:
+        cluster: The job's ranks.
+        shard: This owner's range.
+        params: Its parameters, shape (shard.size,); refused unless they are finite.
+        slots: Its slots by name.
+        stall: See `Snapshots`.
+    """
+
+    kind = "shard"
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        shard: Shard,
+        params: np.ndarray,
+        slots: Mapping[str, np.ndarray],
+        stall: bool,
+    ) -> None:
+        super().__init__(cluster, [params, *slots.values()], stall)
+        self._shard, self._names = shard, tuple(slots)
+        self._owner = cluster.roles.owners.index(cluster.rank)
+
+    def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
+        params, *slots = arrays
+        if not all_finite(params):
+            return None
+        named = dict(zip(self._names, slots, strict=True))
+        return checkpoint.write_shard(folder, self._owner, self._shard, step, params, named)
+
+
+class WorkerSaver(Snapshots):
+    """Saves what is one worker's alone.
+
+    Collective: no, but every worker must call `snapshot` at the cut of the owners.
+
+    Args:
+        cluster: The job's ranks.
+        arrays: At least one vector by name, each of shape (n_params,).
+        stall: See `Snapshots`.
+    """
+
+    kind = "own"
+
+    def __init__(self, cluster: Cluster, arrays: Mapping[str, np.ndarray], stall: bool) -> None:
+        super().__init__(cluster, list(arrays.values()), stall)
+        self._names = tuple(arrays)
+        self._worker = cluster.roles.workers.index(cluster.rank)
+
+    def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
+        named = dict(zip(self._names, arrays, strict=True))
+        return checkpoint.write_worker(folder, self._worker, step, named)
 
 
 @dataclass
@@ -127,12 +171,13 @@ class Contents:
     slots: tuple[str, ...]
     config: str
     keep: int
+    own: tuple[str, ...] = ()  # names of what is each worker's alone
 
     @classmethod
     def of(cls, job: Job) -> "Contents":
         """Return the contents for a run."""
         c = job.config
-        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep)
+        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, job.own_slots)
 
 
 class Committer:
@@ -149,6 +194,9 @@ class Committer:
         self._folder = directory
         self._state: dict[str, Any] = {}
         self._records: list[ShardRecord | None] = []
+        self._own: list[ShardRecord] = []
+        workers = cluster.roles.workers if contents.own else ()
+        self._expected, self._writers = len(workers), {*cluster.roles.owners, *workers}
         self._committing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
         self.saved_step: int | None = None
@@ -160,7 +208,7 @@ class Committer:
         return self._step is not None
 
     def open(self, step: int, state: dict[str, Any]) -> None:
-        """Make the folder for `step` and tell the owners.
+        """Make the folder for `step` and tell who writes.
 
         Args:
             step: Updates applied at the cut.
@@ -169,14 +217,18 @@ class Committer:
         Raises:
             UserError: If the folder cannot be made.
         """
-        self._step, self._state, self._records = step, state, []
+        self._step, self._state, self._records, self._own = step, state, [], []
         self._folder = checkpoint.begin_step(self._directory, step)
-        for rank in self._cluster.roles.owners:
+        for rank in sorted(self._writers):
             self._cluster.send(rank, "write", str(self._folder))
 
     def collect(self, record: ShardRecord | None) -> None:
         """Take an owner's record; None if it refused."""
         self._records.append(record)
+
+    def collect_own(self, record: ShardRecord) -> None:
+        """Take a worker's record."""
+        self._own.append(record)
 
     def poll(self) -> bool:
         """Get on; returns whether a checkpoint was committed just now. Blocks: no.
@@ -186,6 +238,7 @@ class Committer:
         """
         if self._committing is None:
             complete = len(self._records) == len(self._cluster.roles.owners)
+            complete = complete and len(self._own) == self._expected
             if self._step is not None and complete:
                 self._all_here(self._step)
             return False
@@ -205,5 +258,5 @@ class Committer:
         self._committing = self._thread.submit(
             checkpoint.commit, self._folder, step=step, layout=c.layout, dtype=c.dtype,
             shards=records, slots=c.slots, config=c.config, state=self._state, arrays={},
-            keep=c.keep,
+            keep=c.keep, workers=self._own, worker_names=c.own,
         )  # fmt: skip

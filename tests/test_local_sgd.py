@@ -9,6 +9,7 @@ from runs import MODELS, Plan, assert_same_state, final, newest, summary
 from test_serial import TOLERANCE
 
 from mpips.averaging import Average, SlowMomentum
+from mpips.checkpoint import Checkpoint
 from mpips.command_line import parse_command_line
 from mpips.config import Config, resolve
 from mpips.datasets import Batch, open_dataset
@@ -37,11 +38,27 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
         "--optimizer adam --local-steps 6 --batch-size 8 --outer-momentum 0.5 --reduce allreduce "
         "--accumulate 2 --schedule cosine --dtype float64",
     ),
+    "kept": (
+        3,
+        "--optimizer adam --local-steps 6 --batch-size 8 --local-slots keep --outer-momentum 0.4 "
+        "--dtype float64",
+    ),
+    "kept on nodes": (
+        5,
+        "--optimizer momentum --lr 0.02 --local-steps 5 --batch-size 8 --local-slots keep "
+        "--node-size 2 --servers 2 --dtype float64",
+    ),
     "tiny": (4, "--optimizer sgd --local-steps 3 --batch-size 100 --dtype float64"),
 }
 SAME = ("--optimizer", "sgd", "--epochs", "2", "--hidden", "16", "--dtype", "float64")
 STOPPED = {
     "stopped adam": (4, "--optimizer adam --local-steps 3 --outer-momentum 0.5"),
+    "stopped kept": (4, "--optimizer adam --local-steps 3 --local-slots keep"),
+    "stopped kept stall": (
+        4,
+        "--optimizer momentum --local-steps 3 --local-slots keep --servers 1 --snapshot stall "
+        "--checkpoint-every 2steps --outer-momentum 0.5",
+    ),
     "stopped servers": (5, "--optimizer momentum --local-steps 4 --servers 2 --node-size 2"),
 }
 
@@ -77,11 +94,14 @@ def serial(config: Config, workers: int, rate: Callable[[int, int], float]) -> t
     w = initial_vector(problem, config.seed, dtype)
     slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
     outer, g = np.zeros_like(w), np.zeros_like(w)
+    kept = [[np.zeros_like(w) for _ in slots] for _ in range(workers)]
     for r, whole in enumerate(rounds, 1):
         mean, means = np.zeros_like(w), [np.zeros_like(w) for _ in slots]
         n = whole[2] - whole[1]
-        for part in split(whole, workers):
+        for k, part in enumerate(split(whole, workers)):
             x, own = w.copy(), [slot.copy() for slot in slots]
+            if config.local_slots == "keep":
+                own = kept[k]
             for h, step in enumerate(split(part, -(-n // (step_size * workers))), 1):
                 if step[1] == step[2]:
                     continue
@@ -96,7 +116,7 @@ def serial(config: Config, workers: int, rate: Callable[[int, int], float]) -> t
                 total += share * slot
         outer = config.outer_momentum * outer + (w - mean)
         w, slots = w - outer, means
-    return problem.layout.views(w), slots
+    return problem.layout.views(w), kept if config.local_slots == "keep" else slots
 
 
 def iter_rounds(handout: HandOut) -> Any:
@@ -139,7 +159,9 @@ def add_changes_of_mode(plan: Plan) -> None:
     local = ["--mode", "local_sgd", "--outer-momentum", "0.5"]
     plan.add("modes", 4, [*local, *words, "2", "--resume"])
     plan.add("modes", 2, [*local, *words, "3", "--servers", "1", "--resume"])
-    plan.add("modes", 3, ["--mode", "async", *words, "4", "--resume"])
+    plan.add("modes", 3, [*local, "--local-slots", "keep", *words, "4", "--resume"])
+    plan.add("modes", 4, [*local, "--local-slots", "keep", *words, "5", "--resume"])
+    plan.add("modes", 3, ["--mode", "async", *words, "6", "--resume"])
 
 
 @pytest.mark.launch
@@ -155,10 +177,41 @@ def test_run_equals_a_serial_one(name: str, runs: Plan) -> None:
     tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 1)
     for key, array in expected.items():
         assert norm(found[key] - array) <= tolerance * norm(array), key
-    names = checkpoint.slot_names[: len(slots)]
-    for key, slot in zip(names, slots, strict=True):
-        assert norm(checkpoint.read_slot(key) - slot) <= 10 * tolerance * norm(slot), key
+    if config.local_slots == "keep":
+        pairs = own_slots(checkpoint, slots)
+    else:
+        names = checkpoint.slot_names[: len(slots)]
+        pairs = [(checkpoint.read_slot(k), s) for k, s in zip(names, slots, strict=True)]
+    for slot, its in pairs:
+        assert norm(slot - its) <= 10 * tolerance * norm(its)
+    assert len(pairs) >= SLOTS[config.optimizer]
     assert ("outer_velocity" in checkpoint.slot_names) == bool(config.outer_momentum)
+
+
+def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each worker's own slots as they were saved, and as they should be."""
+    pairs = []
+    for worker, slots in enumerate(expected):
+        for name, slot in zip(checkpoint.worker_names, slots, strict=True):
+            found = np.empty_like(slot)
+            checkpoint.read_worker(name, worker, len(expected), found)
+            pairs.append((found, slot))
+    return pairs
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", [name for name in STOPPED if "kept" in name])
+def test_stopped_run_keeps_each_worker_s_slots(name: str, runs: Plan) -> None:
+    whole, parts = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
+    workers = len(whole.contents.workers)
+    assert workers == summary(runs.out(f"{name} whole"))["workers"] > 1
+    for key in whole.worker_names:
+        a, b = np.empty((2, workers, whole.layout.size), whole.dtype)
+        for worker in range(workers):
+            whole.read_worker(key, worker, workers, a[worker])
+            parts.read_worker(key, worker, workers, b[worker])
+        np.testing.assert_array_equal(a, b)
+        assert np.ptp(a, axis=0).any()  # they differ between workers
 
 
 @pytest.mark.launch
@@ -178,8 +231,8 @@ def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
     """No sample is lost or repeated; slots that the mode before had not begin at zero."""
     checkpoint = newest(runs.out("modes"))
-    assert checkpoint.state["handout"]["cursor"] == [4, 0]
-    assert checkpoint.state["samples"] == 4 * 1438
+    assert checkpoint.state["handout"]["cursor"] == [6, 0]
+    assert checkpoint.state["samples"] == 6 * 1438
     assert checkpoint.slot_names == ("m", "v")
     assert summary(runs.out("modes"))["mode"] == "async"
     assert np.isfinite(checkpoint.read_params()).all()

@@ -7,10 +7,13 @@ In round r, worker k begins at the average w and makes steps h = 1 to H with the
 and plain SGD it is synchronous SGD. A round moves as much as one of `sync_sgd`, for H steps.
 
 The slots of the rule are averaged as well, with the same weights (for momentum as in Yu, Jin and
-Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`,
-a checkpoint holds all of it, and any number of workers may resume it. Step h of round r has the
-number ``(r - 1) H + h`` in Adam's bias correction, and the learning rate of update r. The last
-round of an epoch has fewer steps, equally many on each worker.
+Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`.
+With ``local_slots = "keep"`` each worker keeps its own ("maintain" of SlowMo), and a round moves
+one vector instead of one and the slots; then a checkpoint has a file a worker beside the shards,
+and on another number of workers all begin with the mean of the saved slots.
+
+Step h of round r has the number ``(r - 1) H + h`` in Adam's bias correction, and the learning
+rate of update r. The last round of an epoch has fewer steps, equally many on each worker.
 
 References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020.
 """
@@ -26,6 +29,7 @@ from mpips.ledger import Range, split
 from mpips.metrics import Log
 from mpips.replica import Replica
 from mpips.rounds import Report, Round, Weights, make_round
+from mpips.saver import WorkerSaver
 from mpips.strategies import Outcome
 from mpips.strategies.sync_sgd import SyncLoop
 
@@ -39,12 +43,14 @@ def run(job: Job, log: Log) -> Outcome:
     rounds = AveragingRound(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
+    if job.own_slots and job.worker_id is not None:
+        job.fill_own(rounds.own_slots)
     rounds.publish_start()
     return LocalLoop(job, rounds, log).run()
 
 
 class AveragingRound(Round):
-    """The averages of a round: of the replicas, and of each slot of the rule.
+    """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
 
     Here `grad` is not a gradient but this worker's own parameters, and `slots` of an owner are
     those of the job: the rule's, averaged, and the outer velocity.
@@ -56,13 +62,15 @@ class AveragingRound(Round):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         beta = job.config.outer_momentum
-        self._slots = [make_round(job, Average()) for _ in job.rule.slots]
+        moved = () if job.own_slots else job.rule.slots
+        self._slots = [make_round(job, Average()) for _ in moved]
         self._main = make_round(job, SlowMomentum(momentum=beta) if beta else Average())
         self._all = [*self._slots, self._main]
         self.replica = self._main.replica
         if job.worker_id is not None:
             self.grad = self._main.grad
-            self.own_slots = tuple(r.grad for r in self._slots)
+            kept = tuple(np.zeros(job.layout.size, job.dtype) for _ in job.own_slots)
+            self.own_slots = kept or tuple(r.grad for r in self._slots)
         if self._cluster.rank in self._cluster.roles.owners:
             self.params = self._main.params
             self.slots = (*(r.params for r in self._slots), *self._main.slots)
@@ -73,7 +81,7 @@ class AveragingRound(Round):
         return len(self._all)
 
     def begin(self) -> None:
-        """Let this worker's parameters and slots begin at the averages. Collective: no."""
+        """Let this worker's parameters, and slots unless kept, begin at the averages."""
         for each in self._all:
             np.copyto(each.grad, each.replica)
 
@@ -108,6 +116,10 @@ class LocalLoop(SyncLoop):
         self._taken_part = 0
         if self._loader:
             self._own = Replica(job, rounds.grad, rounds.own_slots)
+            if job.own_slots:
+                named = dict(zip(job.own_slots, rounds.own_slots, strict=True))
+                stall = job.config.snapshot == "stall"
+                self._savers.append(WorkerSaver(job.cluster, named, stall))
 
     def _steps(self, batch: Range) -> list[Range]:
         """Return this worker's part of a round, cut into as many steps as every worker makes."""

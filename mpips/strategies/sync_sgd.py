@@ -22,7 +22,7 @@ from mpips.job import Job
 from mpips.ledger import Range, part, split
 from mpips.metrics import Log
 from mpips.rounds import Report, Round, make_round
-from mpips.saver import Committer, Contents, Saver
+from mpips.saver import Committer, Contents, Saver, Snapshots
 from mpips.strategies import Outcome
 from mpips.worker import Times, make_loader
 
@@ -52,12 +52,14 @@ class SyncLoop:
         self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         self._saver: Saver | None = None
+        self._savers: list[Snapshots] = []
         self._committer: Committer | None = None
         self._loader: Loader | None = None
         if self._cluster.rank in self._cluster.roles.owners:
             slots = dict(zip(job.slots, rounds.slots, strict=True))
             stall = job.config.snapshot == "stall"
             self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
+            self._savers.append(self._saver)
         if self._cluster.is_chief:
             self._committer = Committer(self._cluster, job.out / CHECKPOINTS, Contents.of(job))
         self._worker_id = job.worker_id
@@ -192,29 +194,27 @@ class SyncLoop:
         return "target" if agreed.target else ""
 
     def _save(self) -> None:
-        """Begin a checkpoint of this round's end. Collective over the owners; blocks for a copy."""
+        """Begin a checkpoint of this round's end. Collective; blocks for a copy."""
         self._saved_step, self._last_save = self.step, (time.perf_counter(), self.step)
-        if self._saver is None:
+        if not self._savers:
             return
-        saver = self._saver
         self._cluster.wait(lambda: not self._attend())
-        saver.snapshot(self.step)
+        for saver in self._savers:
+            saver.snapshot(self.step)
         if self._committer:
             handout = self._handout.state()
             handout["clocks"] *= len(self._cluster.roles.workers)
             state = self._job.state(self.step, handout, self.samples)
             self._committer.open(self.step, state)
-        if saver.holds:
-            self._cluster.wait(lambda: not self._attend() or not saver.holds)
+        self._cluster.wait(lambda: not self._attend() or not any(s.holds for s in self._savers))
 
     def _attend(self) -> bool:
         """Act on messages, get on with a checkpoint; returns whether one is under way here."""
         for _, kind, payload in self._cluster.poll():
             self._handle(kind, payload)
-        busy = False
-        if self._saver:
-            self._saver.poll()
-            busy = self._saver.busy
+        for saver in self._savers:
+            saver.poll()
+        busy = any(saver.busy for saver in self._savers)
         if self._committer:
             if self._committer.poll():
                 self._log.event("checkpoint", self._committer.saved_step)
@@ -223,12 +223,15 @@ class SyncLoop:
 
     def _handle(self, kind: str, payload: object) -> None:
         if kind == "write":
-            assert self._saver is not None
             assert isinstance(payload, str)
-            self._saver.write_into(payload)
+            for saver in self._savers:
+                saver.write_into(payload)
         elif kind == "shard":
             assert self._committer is not None
             self._committer.collect(payload)  # type: ignore[arg-type]
+        elif kind == "own":
+            assert self._committer is not None
+            self._committer.collect_own(payload)  # type: ignore[arg-type]
         elif kind == "eval":
             self._log.evaluation(payload)  # type: ignore[arg-type]
         else:
@@ -280,6 +283,6 @@ class SyncLoop:
 
     def _release(self) -> None:
         self._params, self._grad = {}, {}
-        self._saver = None
+        self._saver, self._savers = None, []
         self._rounds.free()
         free(self._workers)
