@@ -20,7 +20,8 @@ class Accumulator:
     """Computes the gradient of a step, the mean over the samples of all its batches.
 
     Equation: ``g = sum_i (n_i / n) g_i``, which is the gradient of one batch of all n samples.
-    Takes one more vector of the model's size where a step has several batches.
+    Takes one more vector of the model's size from the first step on that has several batches: in
+    any mode this may be a step that is left from a run in rounds, which is resumed in another mode.
 
     Attributes:
         compute_s: Seconds in the problem and in adding, without those of reading.
@@ -28,8 +29,7 @@ class Accumulator:
 
     def __init__(self, job: "Job") -> None:
         self._job = job
-        self._other = np.zeros(job.layout.size if job.config.accumulate > 1 else 0, job.dtype)
-        self._views = job.layout.views(self._other) if self._other.size else {}
+        self._other, self._views = np.zeros(0, job.dtype), dict[str, np.ndarray]()
         self._checked = False
         self.compute_s = 0.0
 
@@ -61,12 +61,19 @@ class Accumulator:
                 loss = gradient(self._job, params, batch, out, flat, not self._checked)
                 self._checked, keep = True, weight  # applied with the second, which saves a pass
             else:
+                self._make_room()
                 loss = gradient(self._job, params, batch, self._views, self._other, False)
                 add_scaled(flat, keep, self._other, weight)
                 keep = 1.0
             mean += weight * loss
             self.compute_s += time.perf_counter() - start
         return mean
+
+    def _make_room(self) -> None:
+        layout = self._job.layout
+        if self._other.size < layout.size:
+            self._other = np.zeros(layout.size, self._job.dtype)
+            self._views = layout.views(self._other)
 
 
 def submit(job: "Job", loader: "Loader", step: Range) -> None:

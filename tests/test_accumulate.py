@@ -21,7 +21,10 @@ from mpips.problems import load_problem
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (7, 3), (1, 5), (32, 1)])
 def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: int) -> None:
-    """Steps of every length up to the full one, read in batches of at most `size`."""
+    """Steps of every length up to twice the full one, read in batches of at most `size`.
+
+    Those above it are of a run in rounds, which is resumed in another mode.
+    """
     config = Config(dtype=dtype, batch_size=size, accumulate=accumulate, hidden=(9,))
     data = open_dataset(config)
     problem = load_problem(config.problem, data.info, config)
@@ -33,7 +36,7 @@ def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: 
     flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)
     out, expected = problem.layout.views(flat), problem.layout.views(whole)
     with Loader(data.train, Order(data.train.n, size, 0, 0), dtype) as loader:
-        for end in range(1, config.step_size + 1):
+        for end in range(1, 2 * config.step_size + 1):
             submit(job, loader, (0, 0, end))
             batches = taken(job, loader, (0, 0, end))
             loss = accumulator.gradient(params, batches, end, out, flat)
