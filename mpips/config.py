@@ -130,6 +130,10 @@ class Config:
         unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
 
+    backup_workers: int = setting(
+        "consistency", 0, "of N workers, a round takes the first N - this many gradients",
+        ">= 0", modes=("sync",),
+    )  # fmt: skip
     max_staleness: int | None = setting(
         "consistency", None, "drop and count a push that is more updates old", ">= 0",
         unset="no limit", modes=("async", "ssp"),
@@ -283,8 +287,13 @@ class Config:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether all ranks go in rounds."""
-        return self.mode in ROUND_MODES
+        """Whether all ranks go in rounds, of which each takes something of every worker."""
+        return self.mode in ROUND_MODES and not self.backup_workers
+
+    @property
+    def gated(self) -> bool:
+        """Whether reads wait for other workers' pushes (`mpips.gate`)."""
+        return self.mode == "ssp" or self.backup_workers > 0
 
     @property
     def checkpoint_period(self) -> tuple[float | None, int | None]:
@@ -404,6 +413,7 @@ def validate(config: Config) -> None:
     _check_servers(config)
     _check_reads(config)
     _check_staleness(config)
+    _check_backup(config)
     _check_length(config)
     _check_schedule(config)
     parse_delays(config.inject_delay)
@@ -433,9 +443,20 @@ def _check_reads(config: Config) -> None:
         raise UserError("far_read 'get' in mode ssp", "auto or reply", remedy)
 
 
+def _check_backup(config: Config) -> None:
+    if not config.backup_workers:
+        return
+    if not (config.servers or config.server_ranks):
+        remedy = "servers count who comes first: give --servers N"
+        raise UserError(f"backup_workers {config.backup_workers} without servers", "both", remedy)
+    if config.reduce != "auto":
+        remedy = "each worker's gradient is counted by itself"
+        raise UserError("backup_workers and reduce", "one of the two", remedy)
+
+
 def _check_servers(config: Config) -> None:
     ranks = config.server_ranks
-    if not config.in_rounds and config.servers == 0:
+    if config.mode not in ROUND_MODES and config.servers == 0:
         remedy = f"only {' and '.join(ROUND_MODES)} do without servers: use --mode sync"
         raise UserError(f"servers 0 in mode {config.mode}", "servers >= 1", remedy)
     if len(set(ranks)) < len(ranks):

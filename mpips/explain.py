@@ -128,7 +128,7 @@ def case_of(config: Config, place: Place) -> Case:
         roles,
         tuple(place.node_of),
         tuple(sizes),
-        rounds=ROUNDS[mode],
+        rounds=ROUNDS[mode] and not c.backup_workers,
         allreduce=c.reduce == "allreduce",
         one_push=c.node_aggregation,
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",

@@ -20,6 +20,7 @@ from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
 from mpips.optim import RULES, Rule, make_rule, schedule
 from mpips.problems import Problem
+from mpips.roles import ROUND_MODES
 from mpips.staleness import Staleness
 
 OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
@@ -94,16 +95,22 @@ class Job:
     @property
     def updates_per_epoch(self) -> int:
         """Updates that one epoch makes."""
-        workers = len(self.cluster.roles.workers)
-        together = self.config.unit_size * (workers if self.config.in_rounds else 1)
+        together = self.config.unit_size * self.gradients_per_update
         return -(-self.info.n_train // together)
+
+    @property
+    def gradients_per_update(self) -> int:
+        """Workers that one update takes; with backup workers, as long as enough of them push."""
+        workers = len(self.cluster.roles.workers)
+        return workers - self.config.backup_workers if self.config.mode in ROUND_MODES else 1
 
     @property
     def total_steps(self) -> int:
         """Updates of the whole run, resumed parts included."""
-        workers = 1 if self.config.in_rounds else len(self.cluster.roles.workers)
-        steps = self.config.steps
-        return steps * workers if steps else self.config.epochs * self.updates_per_epoch
+        steps, workers = self.config.steps, len(self.cluster.roles.workers)
+        if steps:
+            return -(-steps * workers // self.gradients_per_update)
+        return self.config.epochs * self.updates_per_epoch
 
     def rate(self) -> Callable[[int], float]:
         """Return the learning rate as a function of the update's number."""
@@ -116,7 +123,8 @@ class Job:
     def handout(self) -> HandOut:
         """Return the batches of the run, from where the resumed one was.
 
-        A synchronous run has one taker, the round, whose batch all workers share.
+        A synchronous run has one taker, the round, whose batch all workers share; but not where
+        it has backup workers.
         """
         c, sync = self.config, self.config.in_rounds
         workers = len(self.cluster.roles.workers)

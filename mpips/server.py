@@ -171,6 +171,7 @@ class AsyncServer:
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "fin":
             self._final[source] = payload
+            self.store.finished(source, payload)
         elif kind == "read":
             self.store.want_read(source, payload)
         elif kind == "hurry":
@@ -187,10 +188,11 @@ class AsyncServer:
 
     def _advance(self) -> None:
         if self.cut.advance(self._receiver.bodies):
-            self._saver.snapshot(self._job.base_step + int(self.cut.target.sum()))
+            step = self.store.settle(self._job.base_step + int(self.cut.target.sum()))
+            self._saver.snapshot(step)
             self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
             if self.chief:
-                self.chief.cut_reached(self._job.base_step + int(self.cut.target.sum()))
+                self.chief.cut_reached(step)
         self._saver.poll()
         if self.cut.phase is Phase.HOLD and not self._saver.holds:
             self.cut.phase = Phase.FREE

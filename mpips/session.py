@@ -100,7 +100,11 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
         config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
         config.server_hosts,
     )  # fmt: skip
-    check_delays(config.delays, len(roles.workers))
+    workers = len(roles.workers)
+    check_delays(config.delays, workers)
+    if config.backup_workers >= workers:
+        got = f"backup_workers {config.backup_workers} of {workers} workers"
+        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
     return roles
 
 
@@ -165,6 +169,9 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
             config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
         )
         job.rate()  # checks the schedule
+        if config.backup_workers and not all(shard.size for shard in job.shards):
+            got = f"servers {len(job.shards)} for {problem.layout.size} parameters"
+            raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
         return job
 
     return everywhere(comm, build)
@@ -197,7 +204,7 @@ def _train(job: Job, found: Run) -> int:
         _say_start(job, found, log)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
-        outcome = strategy(c.mode)(job, log)
+        outcome = strategy("backup" if c.backup_workers else c.mode)(job, log)
         train_s = time.perf_counter() - begun
         evaluation = _final_evaluation(job, outcome)
         summary = _gather(job, outcome, evaluation, train_s)

@@ -18,7 +18,7 @@ import numpy as np
 from mpips.cluster import Cluster
 from mpips.codecs import Codec
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
-from mpips.gate import Bound, Clocks, Gate, Needs
+from mpips.gate import Clocks, Gate, Needs
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
@@ -56,8 +56,7 @@ class Puller:
     Args:
         consistent: Whether each shard is read between two updates of its server.
         far: How the shards of other nodes are read, "get" or "reply"; consistent ones by reply.
-        bound: What reads may lack, if they wait for other workers' pushes (`mpips.gate`); then
-            far shards are read by reply.
+        gate: What a read waits for, if it does; then far shards are read by reply.
         codec: What replies are packed by, or None.
     """
 
@@ -69,7 +68,7 @@ class Puller:
         shards: Sequence[Shard],
         consistent: bool = False,
         far: str = "get",
-        bound: Bound | None = None,
+        gate: Gate | None = None,
         codec: Codec | None = None,
     ) -> None:
         self._cluster, self._window, self._worker = cluster, window, worker_id
@@ -81,8 +80,9 @@ class Puller:
         ]
         self._far_owners = [(k, r, shard) for k, r, shard in owners if not cluster.near(r)]
         near = [r for _, r, _ in owners if cluster.near(r)]
-        words = [(window.view(r, "header"), window.view(r, "applied")) for r in near]
-        self.gate = None if bound is None else Gate(worker_id, bound, words)
+        self.gate, self.usable = gate, True  # whether the gate accepts what was read last
+        if gate is not None:
+            gate.near = [(window.view(r, "header"), window.view(r, "applied")) for r in near]
         self._clocks = np.zeros(len(shards), "i8")
         self.versions = np.zeros(len(shards), "i8")
         self._granted = {
@@ -156,7 +156,7 @@ class Puller:
             in `out`. Valid until the next call.
 
         Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
-        updates unless reads are consistent or have a bound.
+        updates unless reads are consistent or have a gate.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
         self.begin(out)
@@ -210,6 +210,7 @@ class Puller:
         if self.gate is not None:
             self._cluster.wait(self.gate.open)
         self._count += 1
+        torn = self.torn
         for k, shard, header, params in self._near:
             if self._consistent:
                 publish(self._wants, k, self._count)
@@ -221,7 +222,7 @@ class Puller:
             self._cluster.wait(self._far.advance)
             self.torn += self._far.result(self.versions)
         if self.gate is not None:
-            self._check_clocks(self.gate)
+            self.usable = self._accepted(self.gate, self.torn - torn)
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
@@ -229,9 +230,11 @@ class Puller:
     def _is_granted(self, server: int) -> bool:
         return observe(self._granted[server], self._worker) == self._count
 
-    def _check_clocks(self, gate: Gate) -> None:
-        clocks = [int(self._clocks[k]) for k, *_ in self._near]
-        gate.passed(clocks + (self._far.clocks() if self._far is not None else []))
+    def _accepted(self, gate: Gate, torn: int) -> bool:
+        near, far = [k for k, *_ in self._near], [k for k, *_ in self._far_owners]
+        clocks = [int(self._clocks[k]) for k in near]
+        clocks += self._far.clocks() if self._far is not None else []
+        return gate.accepts(clocks, self.versions[near + far].tolist(), torn)
 
     def _pull_near(
         self, server: int, out: np.ndarray, header: np.ndarray, params: np.ndarray
@@ -269,7 +272,8 @@ class Server:
         view = lambda name: window.view(cluster.rank, name)  # noqa: E731
         self._header, self.params = view("header"), view("params")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
-        self._stale, self.dropped = stale, 0
+        self._stale = stale
+        self.handled = self.dropped = 0
         self.applied = view("applied")
         self._granted = view("granted_reads")
         workers = enumerate(cluster.roles.workers)
@@ -316,25 +320,45 @@ class Server:
         Blocks: no; enters MPI between blocks. Reference: Li et al., OSDI 2014, section 3.
         """
         start = time.perf_counter()
-        before = self.version
-        version = before + push.count
-        for part in push:
-            assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
-            self._count_staleness(before - part.version)
-        oldest = max(before - part.version for part in push)
+        version = self.version + push.count
+        oldest = self._account(push)
         publish(self._header, BEGUN, version)
         if self._stale.drops(oldest):
             self.dropped += push.count
         else:
             lr = self._stale.rate(self._rate(version), oldest) * push.count
             self._update(push, version, lr)
-        for part in push:
-            publish(self.applied, part.worker, part.seq)
-            self.clocks.advance(part.number)
+        self._record(push)
         publish(self._header, COMMITTED, version)
         self.clocks.publish()
         self.busy_s += time.perf_counter() - start
         return version
+
+    def finished(self, rank: int, pushes: int) -> None:
+        """Note that a worker will have made so many pushes, and no more."""
+        self.clocks.finished(rank, pushes)
+
+    def settle(self, step: int) -> int:
+        """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
+
+        All servers have applied the same pushes when they call it.
+        """
+        return step
+
+    def _account(self, push: Push) -> int:
+        """Count the staleness of each push in a message; returns the largest."""
+        version = self.version
+        for part in push:
+            assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
+            self._count_staleness(version - part.version)
+        return max(version - part.version for part in push)
+
+    def _record(self, push: Push) -> None:
+        """Write a push into the ledger."""
+        for part in push:
+            publish(self.applied, part.worker, part.seq)
+            self.clocks.advance(part.number)
+        self.handled += push.count
 
     def _update(self, push: Push, version: int, lr: float) -> None:
         own = len(self._rule.slots)

@@ -100,11 +100,13 @@ def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
 
 
 def _dropped(job: Job, summary: dict[str, Any]) -> list[str]:
-    """Return the line about pushes that were too old, where there is a limit."""
-    if job.config.max_staleness is None:
+    """Return the line about pushes that came too late, where there is a limit."""
+    c = job.config
+    if c.max_staleness is None and not c.backup_workers:
         return []
     each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
-    return [f"pushes dropped, older than {job.config.max_staleness} updates: {each}"]
+    limit = "their round" if c.backup_workers else f"{c.max_staleness} updates"
+    return [f"pushes dropped, older than {limit}: {each}"]
 
 
 def command() -> str:

@@ -137,7 +137,7 @@ class AsyncWorker:
         return bool(self._queue) and not self._stopping and not self._failed
 
     def _may_read(self) -> bool:
-        """Whether the next read would wait for no other worker; where it might, it is begun."""
+        """Whether the next read is here, or waits for nobody. Blocks: for near copies."""
         puller = self._puller
         if puller.gate is None or self._ready:
             return True
@@ -146,7 +146,11 @@ class AsyncWorker:
                 return False
             self._begin(self._sender.seq + 1)
             puller.fetch()
-        return puller.ready()
+        if not puller.ready():
+            return False
+        self._versions[:] = puller.finish()
+        self._ready = puller.usable
+        return self._ready
 
     def _steps(self, batch: Range) -> list[Range]:
         """Return the local steps that are made of what is handed out at once."""
@@ -274,6 +278,8 @@ class AsyncWorker:
         if not info.n_test or epoch < self._next_eval:
             return
         self._next_eval = next_evaluation(epoch, every)
+        if self._puller.reading and not self._ready:
+            self._cluster.wait(self._may_read)
         if self._puller.reading and not self._ready:
             self._read()
             self._ready = True

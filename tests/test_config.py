@@ -527,6 +527,16 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--mode ssp --far-read get", "far_read 'get' in mode ssp, expected auto or reply"),
         ("--mode sync --max-staleness 0", "max_staleness 0 in mode sync, expected mode async or"),
         ("--mode sync --staleness-lr", "staleness_lr true in mode sync, expected mode async or"),
+        ("--backup-workers 1", "backup_workers 1 in mode async, expected mode sync"),
+        ("--mode sync --backup-workers 1", "backup_workers 1 without servers, expected both"),
+        (
+            "--mode sync --servers 1 --backup-workers 1 --reduce shared",
+            "backup_workers and reduce, expected one of the two",
+        ),
+        (
+            "--mode sync --servers 1 --backup-workers 1 --prefetch",
+            "prefetch true in mode sync, expected mode async",
+        ),
         ("--delay-adaptive", "delay_adaptive without delay_compensation, expected both"),
         ("--delay-compensation 1 --prefetch", "delay_compensation and prefetch, expected one of"),
         (
@@ -584,7 +594,10 @@ def test_fields_that_go_together(argv: str) -> None:
 
 OF_MODES = [name for name in NAMES if OPTIONS[name].modes]
 MODES = OPTIONS["mode"].legal
-COMPANIONS = {"delay_adaptive": ["--delay-compensation", "0.5"]}  # what an option has to come with
+COMPANIONS = {  # what an option has to come with
+    "delay_adaptive": ["--delay-compensation", "0.5"],
+    "backup_workers": ["--servers", "1"],
+}
 
 
 def other_value(option: Option) -> Any:
@@ -646,7 +659,7 @@ def test_a_change_of_mode_drops_what_it_leaves_behind(name: str, tmp_path: Path)
     words = [*words_of(option, value), *COMPANIONS.get(name, [])]
     first = load(["--mode", mode, *words])
     job = job_file(tmp_path, to_toml(first))
-    changed = dataclasses.replace(Config(), mode=other)
+    changed = dataclasses.replace(Config(), mode=other, servers=first.servers)
     assert load([job, "--mode", other]) == changed
     saved = read_toml(job)
     assert load(["--mode", other], saved) == changed
@@ -836,6 +849,8 @@ def mended(values: dict[str, Any]) -> Config:
         values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}
     if values["topk_momentum"]:
         values["optimizer"] = "sgd"
+    if values["backup_workers"]:
+        values |= {"reduce": "auto", "servers": values["servers"] or 1}
     if values["delay_compensation"]:
         values |= {"prefetch": False, "node_aggregation": False}
     values["delay_adaptive"] = values["delay_adaptive"] and values["delay_compensation"] > 0

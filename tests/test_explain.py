@@ -95,6 +95,12 @@ def test_what_the_job_has_is_not_proposed() -> None:
     assert not gains(both).keys() & {"--prefetch", "--node-aggregation", "--servers 2"}
 
 
+def test_rounds_with_backup_workers_are_served() -> None:
+    found = told([0, 1, 2, 3], mode="sync", servers=1, backup_workers=1)
+    assert found.flows == told([0, 1, 2, 3], servers=1).flows
+    assert found.step_s == 3 * M / RATE
+
+
 def test_one_node_has_no_link() -> None:
     found = told([0, 0, 0, 0])
     assert (found.link_s, found.step_s, found.reliefs) == (0, 0, ())

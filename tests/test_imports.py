@@ -28,7 +28,7 @@ inbox
 channel feed far
 neighbours gate
 job store
-rounds saver
+rounds saver quorum
 server worker
 strategies
 summary needs
@@ -197,6 +197,7 @@ WORDS = {
     "inbox": {"_applied", "applied"},
     "neighbours": {"words"},
     "outbox": {"words", "_carried", "carried"},
+    "quorum": {"_header"},
     "rounds": set(),  # known by address only, which nothing but `meet` takes
     "server": {"applied", "_applied"},
     "store": {"header", "_header", "applied", "_granted", "_wants", "wants", "_reads", "reads"},
@@ -210,6 +211,7 @@ RECEIVERS = {
     "Carrier",
     "Replies",
     "Clocks",
+    "meet",
     "_Reply",
     "_pull_near",
     "append",

@@ -12,6 +12,7 @@ EXPECTED = {  # ranks, least held-out accuracy
     "digits.toml": (8, 0.96),
     "digits-sync.toml": (8, 0.95),
     "digits-accumulate.toml": (4, 0.94),
+    "digits-backup.toml": (8, 0.95),
     "digits-ssp.toml": (8, 0.96),
     "digits-easgd.toml": (6, 0.94),
     "digits-local-sgd.toml": (4, 0.94),

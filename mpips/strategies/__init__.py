@@ -39,7 +39,7 @@ class Outcome:
 
 
 def strategy(mode: str) -> "Callable[[Job, Log], Outcome]":
-    """Return the strategy called `mode`; it is imported only now."""
+    """Return the strategy called `mode`, such as ``async``; it is imported only now."""
     import importlib
 
     name = {"async": "async_sgd", "sync": "sync_sgd"}.get(mode, mode)

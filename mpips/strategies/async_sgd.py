@@ -20,11 +20,12 @@ from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import AHEAD, Feed, Granter
 from mpips.folder import CHECKPOINTS
-from mpips.gate import Bound
+from mpips.gate import ClockGate, Gate, RoundGate
 from mpips.job import Job
 from mpips.metrics import Log
 from mpips.neighbours import Neighbour
 from mpips.optim import Rule
+from mpips.quorum import QuorumServer
 from mpips.saver import Committer, Contents, Saver
 from mpips.server import AsyncServer, Chief
 from mpips.store import Puller, Server
@@ -66,7 +67,7 @@ def sharing(job: Job, rank: int) -> list[int]:
     owners = [r for r, s in zip(cluster.roles.servers, job.shards, strict=True) if s.size]
     near = [r for r in cluster.roles.workers if cluster.node_of[r] == node]
     far = any(cluster.node_of[r] != node for r in owners)
-    alone = c.read == "consistent" or c.mode == "ssp"
+    alone = c.read == "consistent" or c.gated
     shared = far and len(near) > 1 and c.share_pulls and not alone
     return near if shared else []
 
@@ -97,9 +98,8 @@ def run(
 def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) -> Outcome:
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
-    packing = Packing(pull_codec(job.config), job.config.seed, job.base_step)
     stale = job.staleness
-    server = Server(cluster, window, server_id, shard, *update, packing, stale)
+    server = make_server(job, window, server_id, update)
     job.fill(server.params, server.slots, shard)
     server.start_from(job.base_step)
     config = job.config
@@ -129,7 +129,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
         outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
     outcome.stats = {
         "bytes": server.params.nbytes * (1 + len(slots)),
-        "applied": server.version - job.base_step,
+        "applied": server.handled,
         "busy_s": server.busy_s,
         "pushes_dropped": server.dropped,
         "staleness": server.staleness.tolist(),
@@ -137,6 +137,16 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
         "staleness_max": server.staleness_max,
     }
     return outcome
+
+
+def make_server(job: Job, window: Window, server_id: int, update: Update) -> Server:
+    """Return this rank's half of the store: of rounds, where there are backup workers."""
+    backup = job.config.backup_workers
+    packing = Packing(pull_codec(job.config), job.config.seed, job.base_step)
+    args = job.cluster, window, server_id, job.shard, *update, packing, job.staleness
+    if not backup:
+        return Server(*args)
+    return QuorumServer(*args, needed=len(job.cluster.roles.workers) - backup)
 
 
 def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorker]) -> Outcome:
@@ -147,9 +157,8 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
     packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
     sender = Sender(*args, c.node_aggregation, packing, job.staleness.origins)
     source = Feed(cluster, window, worker_id, granted_ahead(job))
-    bound = bound_of(job, source, sender) if c.mode == "ssp" else None
-    puller = Puller(*args, c.read == "consistent", way, bound, pull_codec(c))
-    gate = puller.gate
+    gate = gate_of(job, worker_id, source, sender)
+    puller = Puller(*args, c.read == "consistent", way, gate, pull_codec(c))
     cluster.barrier()
     times = agree_on_far_reads(job, puller, cluster.wait_request)
     if times is not None:
@@ -180,10 +189,14 @@ def granted_ahead(job: Job) -> int:
     return 1 if job.config.mode == "ssp" else AHEAD
 
 
-def bound_of(job: Job, source: Feed, sender: Sender) -> Bound:
-    """Return the bound on what a worker's reads may lack."""
-    workers = len(job.cluster.roles.workers)
-    return Bound(job.config.bound, lambda: source.numbers[0] // workers, lambda: sender.seq)
+def gate_of(job: Job, worker_id: int, source: Feed, sender: Sender) -> Gate | None:
+    """Return what a worker's reads wait for, if they do."""
+    c, workers = job.config, len(job.cluster.roles.workers)
+    if not c.gated:
+        return None
+    if c.backup_workers:
+        return RoundGate(worker_id)
+    return ClockGate(worker_id, c.bound, lambda: source.numbers[0] // workers, lambda: sender.seq)
 
 
 def share_far_reads(job: Job, window: Window, puller: Puller) -> list[np.ndarray]:
@@ -216,7 +229,7 @@ def agree_on_far_reads(
     workers = cluster.roles.workers
     far = [w for w in workers if any(cluster.node_of[r] != cluster.node_of[w] for r in owners)]
     decided = c.far_read != "auto" or c.read == "consistent" or c.pull_codec != "none"
-    if not far or decided or c.mode == "ssp":
+    if not far or decided or c.gated:
         return None
     times = np.zeros(2)
     if puller is not None and cluster.rank == far[0]:

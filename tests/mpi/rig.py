@@ -10,12 +10,13 @@ from mpips.channel import Receiver, Sender
 from mpips.cluster import Backoff, Cluster, cluster_subset
 from mpips.cluster import free as cluster_free
 from mpips.codecs import Codec
-from mpips.gate import Bound
+from mpips.gate import ClockGate, Gate, RoundGate
 from mpips.kernels import observe
 from mpips.layout import cut
 from mpips.neighbours import Neighbour
 from mpips.optim import make_rule
 from mpips.push import Push
+from mpips.quorum import QuorumServer
 from mpips.roles import assign
 from mpips.staleness import Staleness
 from mpips.store import FRESH, Puller, Server
@@ -45,6 +46,7 @@ class Rig:
         codec: Codec | None = None,
         pull_codec: Codec | None = None,
         stale: Staleness = FRESH,
+        backup: int | None = None,
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
@@ -59,8 +61,10 @@ class Rig:
             self.number = self.id  # of the next batch, where reads have a bound
             args = (cluster, self.window, self.id, self.shards)
             self.sender = Sender(*args, aggregate, Packing(codec, seed=1), stale.origins)
-            limit = None if bound is None else Bound(bound, self.clock, lambda: self.sender.seq)
-            self.puller = Puller(*args, consistent, far, limit, pull_codec)
+            gate: Gate | None = None if backup is None else RoundGate(self.id)
+            if bound is not None:
+                gate = ClockGate(self.id, bound, self.clock, lambda: self.sender.seq)
+            self.puller = Puller(*args, consistent, far, gate, pull_codec)
             self.replica = np.zeros(n)
             if stale.origins:
                 self.replicas = self.window.view(cluster.rank, "replicas")
@@ -70,8 +74,10 @@ class Rig:
             self.id = self.roles.servers.index(cluster.rank)
             self.shard = self.shards[self.id]
             place = (cluster, self.window, self.id, self.shard)
-            packing = Packing(pull_codec, seed=1)
-            self.server = Server(*place, self.rule, lambda step: -1.0, packing, stale)
+            own = (*place, self.rule, lambda step: -1.0, Packing(pull_codec, seed=1), stale)
+            needed = len(self.roles.workers) - (backup or 0)
+            rounds = backup is not None
+            self.server = QuorumServer(*own, needed=needed) if rounds else Server(*own)
             ledger, how = self.server.applied, (aggregate, codec, stale.origins)
             self.receiver = Receiver(*place, "float64", ledger, INBOX, *how)
         cluster.barrier()
@@ -119,6 +125,7 @@ class Rig:
             self.server.serve_reads()
             for source, kind, payload in self.cluster.poll():
                 if kind == "fin":
+                    self.server.finished(source, payload)
                     final[self.roles.workers.index(source)] = payload
                 else:
                     self.answer(source, kind, payload)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import channel, feed, gate, inbox, kernels, outbox, server, session, store
+from mpips import channel, feed, gate, inbox, kernels, outbox, quorum, server, session, store
 from mpips.cluster import Cluster
 from mpips.command_line import parse_command_line
 from mpips.window import Window
@@ -67,12 +67,15 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (channel, feed, gate, inbox, outbox, server, store):
+    for module in (channel, feed, gate, inbox, outbox, quorum, server, store):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
                 module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)
             )
-        monkeypatch.setattr(module, "observe", lambda w, i: kernels.observe(w.view(np.ndarray), i))
+        if hasattr(module, "observe"):
+            monkeypatch.setattr(
+                module, "observe", lambda w, i: kernels.observe(w.view(np.ndarray), i)
+            )
     return seen
 
 
@@ -84,6 +87,9 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param("--mode=async --node-aggregation", NEAR, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=ssp", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
         pytest.param("--mode=easgd --tau=2", NEAR | {"grants"}, marks=pytest.mark.mpi(min_size=2)),
+        pytest.param(
+            "--mode=sync --servers=1 --backup-workers=1", NEAR, marks=pytest.mark.mpi(min_size=3)
+        ),
         pytest.param("--mode=sync", {"header"}),
         pytest.param("--mode=local_sgd --local-steps=2", {"header"}),
     ],

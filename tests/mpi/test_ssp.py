@@ -10,7 +10,7 @@ from verdict import check
 
 from mpips.cluster import Cluster
 from mpips.errors import UserError
-from mpips.gate import Gate, Needs
+from mpips.gate import ClockGate, Needs
 from mpips.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -140,7 +140,7 @@ def test_a_broken_bound_is_an_error(
     cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that do not wait are found out by the clocks that they came with."""
-    monkeypatch.setattr(Gate, "needs", lambda gate: Needs())
+    monkeypatch.setattr(ClockGate, "needs", lambda gate: Needs())
     rig = make(cluster, servers, 1)
     wrong: list[object] = []
     if rig.worker:

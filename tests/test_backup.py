@@ -1,0 +1,102 @@
+"""Whole jobs in rounds with backup workers: accounts, stops, stragglers, and the end."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import train
+from runs import ENDLESS, SAVED, Plan, counting, final, samples_file, summary
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint
+
+pytestmark = pytest.mark.launch
+
+N, EPOCHS = 230, 3
+PLAIN = {  # ranks, options; every worker makes as many steps where it says --steps
+    "one backup": (6, "--servers 2 --backup-workers 1"),
+    "nodes of one": (5, "--servers 2 --backup-workers 1 --node-size 1"),
+    "nodes of two": (6, "--servers 2 --backup-workers 2 --node-size 2"),
+    "all but one": (5, "--servers 1 --backup-workers 3"),
+    "private": (4, "--servers 1 --backup-workers 1 --window private"),
+    "accumulated": (5, "--servers 2 --backup-workers 1 --accumulate 2 --node-size 2"),
+    "fewer batches than a round needs": (8, "--servers 1 --backup-workers 1 --batch-size 115"),
+    "steps": (5, "--servers 2 --backup-workers 1 --steps 9"),
+}
+STOPPED = (
+    (5, "--servers 2 --backup-workers 1"),
+    (6, "--servers 3 --backup-workers 1 --node-size 2"),
+    (4, "--servers 1 --backup-workers 2 --node-size 1"),
+    (4, "--servers 2 --backup-workers 0"),
+    (6, "--servers 2 --backup-workers 2"),
+)
+LONG = 40  # epochs: more than all stops take
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    words = [*counting(samples_file(plan.folder, N)), "--mode", "sync", "--batch-size", "8"]
+    words += ["--checkpoint-every", "5steps", "--keep", "1000"]
+    for name, (ranks, text) in PLAIN.items():
+        plan.add(name, ranks, [*words, "--epochs", str(EPOCHS), *text.split()])
+    words[words.index("--problem") + 1] = words[1].replace(":Counting", ":StoppingCounting")
+    for k, (ranks, text) in enumerate(STOPPED):
+        last = k + 1 == len(STOPPED)
+        more = ["--epochs", str(LONG if last else ENDLESS), *["--resume"] * (k > 0)]
+        plan.add("stops", ranks, [*words, *text.split(), *more], 0 if last else SAVED)
+    plan.run(240)
+    return plan
+
+
+def assert_rounds(out: Path) -> None:
+    """Check that all shards of each checkpoint have as many updates: the mean of -1 is -1."""
+    folders = list_checkpoints(out)
+    assert len(folders) > 1
+    for folder in folders:
+        found = open_checkpoint(folder)
+        updates = found.layout.views(found.read_params())["updates"]
+        np.testing.assert_allclose(updates, found.step, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_accounts_are_exact(name: str, runs: Plan) -> None:
+    """Every push is in a round or dropped, and a round has as many as it needs, or fewer."""
+    out, (_, text) = runs.out(name), PLAIN[name]
+    s = summary(out)
+    found = re.search(r"--backup-workers (\d)", text)
+    needed = s["workers"] - int(found[1] if found else 0)
+    assert s["pushes_sent"] == s["pushes_applied"] == sum(s["steps"])
+    if "steps" in name:
+        assert s["steps"] == [9] * s["workers"]
+    else:
+        assert s["samples"] == EPOCHS * N
+    for server in s["per_server"]:
+        taken = server["applied"] - server["pushes_dropped"]
+        assert s["global_step"] <= taken <= needed * s["global_step"]
+    assert sum(s["staleness"]["histogram"][1:]) == sum(
+        server["pushes_dropped"] for server in s["per_server"]
+    )
+    assert final(out).step == s["global_step"]
+    assert_rounds(out)
+
+
+def test_stopped_rounds_are_exact(runs: Plan) -> None:
+    """Through stops, and parts without backup workers, each batch is handled once."""
+    out = runs.out("stops")
+    assert summary(out)["samples"] == LONG * N
+    assert final(out).state["handout"]["pending"] == []
+    assert final(out).state["handout"]["cursor"] == [LONG, 0]
+    assert_rounds(out)
+
+
+def refusal(tmp_path: Path, ranks: int, text: str) -> str:
+    words = [*counting(samples_file(tmp_path, 6)), "--mode", "sync", *text.split()]
+    return train(ranks, *words, cwd=tmp_path).check(2).output
+
+
+def test_what_no_round_can_do_is_refused(tmp_path: Path) -> None:
+    text = refusal(tmp_path, 3, "--servers 1 --backup-workers 2")
+    assert "backup_workers 2 of 2 workers, expected backup_workers <= 1" in text
+    text = refusal(tmp_path, 5, "--servers 3 --backup-workers 1 --hidden 1 --batch-size 2")
+    assert "servers 3 for 7 parameters, expected a share for each" in text
