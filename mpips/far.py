@@ -273,12 +273,16 @@ class Replies:
         origin = Origin(p.seed, -1 - self._server, p.before + self._count)
         return _Reply(self._cluster, ranks, self._header, self._chunked, params, origin)
 
-    def serve(self) -> None:
-        """Get on with the answers; one copy at a time, to all who wait. Blocks: no."""
+    def serve(self, between: bool = True) -> None:
+        """Get on with the answers; one copy at a time, to all who wait. Blocks: no.
+
+        Args:
+            between: Whether this is between two updates: only then is a copy of one version.
+        """
         self._relaxed = [reply for reply in self._relaxed if not reply.done()]
         if self._copied is not None and self._copied.done(self._copied_header):
             self._copied = None
-        if self._waiting and self._copied is None:
+        if between and self._waiting and self._copied is None:
             for word in (BEGUN, COMMITTED, CLOCK):
                 self._copied_header[word] = observe(self._header, word)
             copy = self._params.copy()

@@ -375,7 +375,7 @@ class Server:
         for begin in range(0, self.shard.size, self._block):
             if begin:
                 self._cluster.progress()
-                self._replies.serve()
+                self._replies.serve(between=False)
             yield slice(begin, begin + self._block)
 
     def _count_staleness(self, staleness: int) -> None:

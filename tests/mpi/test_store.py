@@ -9,7 +9,7 @@ from mpi4py import MPI
 from rig import INBOX, Rig
 from verdict import check
 
-from mpips import inbox, outbox
+from mpips import inbox, outbox, store
 from mpips import window as windows
 from mpips.cluster import Cluster
 from mpips.kernels import observe
@@ -294,9 +294,12 @@ def test_torn_reads_happen_and_are_counted(cluster: Cluster, far: str) -> None:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.world(max_size=4)
-def test_consistent_reads_are_never_torn(cluster: Cluster, servers: int) -> None:
+def test_consistent_reads_are_never_torn(
+    cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
+    monkeypatch.setattr(store, "BLOCK_BYTES", 1 << 15)  # so that updates are of several blocks
     rig = Rig(cluster, 1 << 16, servers, consistent=True)
     wrong: list[object] = []
     if rig.worker:
