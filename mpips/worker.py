@@ -133,7 +133,9 @@ class AsyncWorker:
                 return True
             return self._may_read() if self._queue else self._feed.exhausted
 
-        self.times.wait_s += self._cluster.wait(ready)
+        pulled_s = self.times.pull_s
+        waited_s = self._cluster.wait(ready) - (self.times.pull_s - pulled_s)
+        self.times.wait_s += max(0.0, waited_s)  # a pull at once is no wait
         return bool(self._queue) and not self._stopping and not self._failed
 
     def _may_read(self) -> bool:
@@ -148,7 +150,9 @@ class AsyncWorker:
             puller.fetch()
         if not puller.ready():
             return False
+        start = time.perf_counter()
         self._versions[:] = puller.finish()
+        self.times.pull_s += time.perf_counter() - start
         self._ready = puller.usable
         return self._ready
 
