@@ -235,7 +235,7 @@ class Chief:
         self._stop: str | None = None
         self._ended = False
         committer.saved_step = job.base_step if job.resumed else None
-        self.samples = job.base_samples
+        self.samples = self._saved_samples = job.base_samples
         self.diverged: str | None = None
 
     @property
@@ -318,12 +318,13 @@ class Chief:
     def cut_reached(self, step: int) -> None:
         """Open the checkpoint of `step`: this server has just reached the cut."""
         self._cutting = False
-        self._last_step = step
+        self._last_step, self._saved_samples = step, self.samples
         self._committer.open(step, self._job.state(step, self._handout.state(), self.samples))
 
     def _end(self) -> None:
         """Save the final state if that is not done, then end the run."""
-        if self.diverged is None and self._committer.saved_step != self.step:
+        saved = self._committer.saved_step == self.step and self._saved_samples == self.samples
+        if self.diverged is None and not saved:  # what was dropped makes no step, but is handled
             self._begin_cut()
             return
         self._ended = True

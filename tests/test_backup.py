@@ -90,6 +90,20 @@ def test_stopped_rounds_are_exact(runs: Plan) -> None:
     assert_rounds(out)
 
 
+def test_the_end_is_saved_though_its_gradients_were_too_late(tmp_path: Path) -> None:
+    """The last checkpoint replaces one of the same step, and knows all that was handled."""
+    words = [*counting(samples_file(tmp_path, 40), kind="SlowCounting"), "--mode", "sync"]
+    words += ["--servers", "1", "--backup-workers", "1", "--inject-delay", "0:150,1:450"]
+    out = tmp_path / "out"
+    words += ["--steps", "1", "--checkpoint-every", "1steps", "--out", str(out)]
+    train(3, *words, cwd=tmp_path).check()
+    s, state = summary(out), final(out).state
+    assert s["global_step"] + s["per_server"][0]["pushes_dropped"] == 2
+    assert (state["handout"]["pending"], state["handout"]["clocks"]) == ([], [1, 1])
+    assert state["samples"] == s["samples"]
+    assert_rounds(out)
+
+
 def refusal(tmp_path: Path, ranks: int, text: str) -> str:
     words = [*counting(samples_file(tmp_path, 6)), "--mode", "sync", *text.split()]
     return train(ranks, *words, cwd=tmp_path).check(2).output
