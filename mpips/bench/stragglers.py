@@ -39,6 +39,7 @@ MODES = {
     "async": Mode((), 12),
     "ssp, bound 8": Mode(("--mode", "ssp", "--staleness-bound", "8"), 12),
     "sync": Mode(("--mode", "sync"), 3, None),
+    "sync, 1 backup": Mode(("--mode", "sync", "--backup-workers", "1"), 12),
 }
 
 
