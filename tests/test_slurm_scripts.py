@@ -1,5 +1,6 @@
 """The other job scripts on a real SLURM: a sweep, a heterogeneous job, a chain."""
 
+import json
 import re
 import shlex
 import shutil
@@ -122,7 +123,7 @@ def test_readme_lines(slurm: SlurmCluster) -> None:
         for line in block.splitlines()
         if "sbatch -" in line or "sbatch slurm" in line
     ]
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert {s.name for s in SCRIPTS.glob("*.sbatch")} <= set(re.findall(r"\w+\.sbatch", text))
     for line in lines:
         words = shlex.split(line.replace("--constraint=bigmem", "--constraint=big"))
@@ -144,6 +145,17 @@ def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     job.wait()
     assert summary(job.out)["world"] == 8
     assert (job.out / "DONE").exists()
+
+
+def test_doctor(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Warnings, as of more ranks than cores here, do not fail the job; a failure does."""
+    words = ("--job-name=mpips", *TWO_BY_TWO, str(SCRIPTS / "doctor.sbatch"), "--limit", "60")
+    told = tmp_path / "found.json"
+    Submitted(slurm, tmp_path, *words, "--json", str(told)).wait()
+    assert json.loads(told.read_text())["world"].startswith("4 ranks on")
+    job = Submitted(slurm, tmp_path, *words, "--parameters", "1000000000000")
+    job.wait("FAILED")
+    assert "fail  memory" in job.log()
 
 
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
