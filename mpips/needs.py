@@ -6,6 +6,7 @@ is a guess on the safe side: the login node is not the compute node.
 
 import math
 import time
+import tracemalloc
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
-from mpips.metrics import peak_memory_mb
 from mpips.optim import make_rule
 from mpips.problems import load_problem
 from mpips.roles import assign
@@ -77,9 +77,10 @@ def measure(config: Config) -> Measured:
     """
     from threadpoolctl import threadpool_limits
 
-    before = peak_memory_mb()
+    tracemalloc.start()
     dataset = open_dataset(config)
-    data_bytes = (peak_memory_mb() - before) * 2**20
+    _, data_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     problem = load_problem(config.problem, dataset.info, config)
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)
@@ -102,7 +103,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     """Return what the job takes on `nodes` nodes of `ranks_per_node` ranks.
 
     Raises:
-        UserError: If no worker or, in mode async, no server would be left.
+        UserError: If no worker or, where servers apply, no server would be left.
     """
     node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
     hosts = [f"node{node}" for node in node_of]
@@ -112,7 +113,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     state = vector * (1 + len(make_rule(config.optimizer).slots))
     shard = 1 / len(roles.owners)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
-    pool = shard * vector * (config.inbox if config.mode == "async" else 2)
+    pool = shard * vector * (2 if config.in_rounds else config.inbox)
     worker = BASE_BYTES + measured.data_bytes + vector * _vectors(config, nodes)
     together = config.batch_size * len(roles.workers)
     steps = config.steps or config.epochs * math.ceil(measured.n_train / together)
