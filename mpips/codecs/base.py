@@ -111,6 +111,33 @@ class Codec(ABC):
             raise ValueError(f"{self.name}: {len(state)} states, expected {len(self.state)}")
 
 
+class TwoBytes(Codec):
+    """A codec that writes each element in two bytes and keeps nothing."""
+
+    @abstractmethod
+    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
+        """Write `grad`, shape (n,), into words of the same shape, dtype uint16."""
+
+    @abstractmethod
+    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
+        """Read `out`, shape (n,), from words of the same shape, dtype uint16."""
+
+    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
+        """See `Codec.wire_bytes`."""
+        return 2 * n
+
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+        """See `Codec.encode`."""
+        self._check(out, grad)
+        self._pack(grad, out.view("u2"))
+        return out.size
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `Codec.decode`."""
+        self._check(data, out)
+        self._unpack(data.view("u2"), out)
+
+
 def bits_of(vector: np.ndarray) -> np.ndarray:
     """Return a view of a vector of float32 or float64 as signed integers of that width."""
     return vector.view(f"i{vector.itemsize}")

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Origin, State
+from mpips.codecs.base import TwoBytes
 from mpips.kernels import kernel
 
 
 @dataclass(frozen=True)
-class Bf16(Codec):
+class Bf16(TwoBytes):
     """The upper half of a float32, rounded to nearest, ties to even.
 
     ``|decode(x) - x| <= 2**-8 |x|`` for float32 normals; what would round to infinity becomes the
@@ -21,20 +21,11 @@ class Bf16(Codec):
 
     name: ClassVar[str] = "bf16"
 
-    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`."""
-        return 2 * n
+    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
+        pack(grad, words)
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
-        """See `Codec.encode`."""
-        self._check(out, grad)
-        pack(grad, out.view("u2"))
-        return out.size
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """See `Codec.decode`."""
-        self._check(data, out)
-        unpack(data.view("u2"), out)
+    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
+        unpack(words, out)
 
 
 @kernel()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Origin, State
+from mpips.codecs.base import TwoBytes
 from mpips.kernels import kernel
 
 # Of IEEE binary32 in the low 31 bits. The smallest that rounds to more than 65504, and 2 ** -14.
@@ -14,7 +14,7 @@ _HALF_ULP = np.float32(0.5)  # the last place of a float at 0.5 is that of a sub
 
 
 @dataclass(frozen=True)
-class Fp16(Codec):
+class Fp16(TwoBytes):
     """IEEE binary16, rounded to nearest, ties to even; what is too large becomes 65504.
 
     ``|decode(x) - x| <= 2**-11 |x| + 2**-25`` for ``|x| <= 65504``. float64 is rounded to float32
@@ -25,20 +25,11 @@ class Fp16(Codec):
 
     name: ClassVar[str] = "fp16"
 
-    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`."""
-        return 2 * n
+    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
+        pack(grad, words)
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
-        """See `Codec.encode`."""
-        self._check(out, grad)
-        pack(grad, out.view("u2"))
-        return out.size
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """See `Codec.decode`."""
-        self._check(data, out)
-        unpack(data.view("u2"), out)
+    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
+        unpack(words, out)
 
 
 @kernel()
