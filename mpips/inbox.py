@@ -135,8 +135,11 @@ class Inbox:
 
     def _look_for_missing(self) -> None:
         """Probe from now on, if a body that was announced is here and no receive has it."""
+        if not self._headers:
+            self._waiting_since = None
+            return
         now = time.perf_counter()
-        if not self._headers or self._waiting_since is None:
+        if self._waiting_since is None:
             self._waiting_since = now
         elif now - self._waiting_since > PATIENCE_S:
             self._waiting_since = now
