@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         line = command_line.parse_command_line(argv)
     except UserError as error:
-        return _refuse(error, rank)
+        return refuse(error, rank)
     text = command_line.requested_text(line, None)
     if text is None and rank is not None and not line.needs_no_world:
         return _start(line)  # one rank reads the job file: the others might not find it
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if text is None:
             text = _first_look(line)
     except UserError as error:
-        return _refuse(error, None)
+        return refuse(error, None)
     if text is None:
         return _start(line)
     print(text, end="")
@@ -69,8 +69,15 @@ def _first_look(line: "CommandLine") -> str | None:
     return text
 
 
-def _refuse(error: UserError, rank: str | None) -> int:
-    """Print an error that all ranks have, once, and return the exit code."""
+def refuse(error: UserError, rank: str | None) -> int:
+    """Print an error that all ranks have, once, and return the exit code.
+
+    Args:
+        error: The error.
+        rank: What the launcher calls this process, or None where there is none.
+
+    Collective: yes, where there is a launcher.
+    """
     if rank is not None:
         from mpips.cluster import MPI
 
@@ -89,7 +96,7 @@ def _start(line: "CommandLine") -> int:
     try:
         return session.run(line, STARTED)
     except cluster.Agreed as error:
-        return _refuse(error, "")
+        return refuse(error, "")
     except UserError as error:  # on this rank alone
         ending.abort(str(error), 2)
     except BaseException as error:

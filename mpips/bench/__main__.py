@@ -12,7 +12,7 @@ from typing import NoReturn
 from mpips.bench.catalogue import choose, listing
 from mpips.bench.measure import Options
 from mpips.errors import UserError
-from mpips.train import LAUNCHED
+from mpips.train import LAUNCHED, refuse
 
 DESCRIPTION = """\
 Measure mpips beside the limit of this machine, and print one table. Every ratio is of two sides
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, _end)
             return driver.run(args.measures, options, args.json)
     except UserError as error:
-        return _refuse(error, rank)
+        return refuse(error, rank)
     from mpips.bench import world
 
     return world.run(args.measures, options, args.json)
@@ -113,16 +113,6 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     return parser.format_help() if args.help else listing()
-
-
-def _refuse(error: UserError, rank: str | None) -> int:
-    """Print an error that all ranks have, once, and return the exit code."""
-    if rank is not None:
-        from mpips.bench import world
-
-        return world.refuse(error)
-    print(f"mpips: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import GRACE_S, Watch
 from mpips.errors import UserError
-from mpips.train import LAUNCHED
+from mpips.train import LAUNCHED, refuse
 
 DESCRIPTION = """\
 Find out in a minute whether this cluster runs mpips well, and what to change. Start it as you
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         options = read_options(args)
     except UserError as error:
-        return _refuse(error, rank)
+        return refuse(error, rank)
     first = rank in (None, "0")
     report = Report("one process", options.json, shown=first)
     # The others leave the last word to rank 0, unless it is gone.
@@ -87,16 +87,6 @@ def main(argv: Sequence[str]) -> int:
     with watch.over("start", options.start_s):
         from mpips.doctor import world
     return world.run(options, watch, report)
-
-
-def _refuse(error: UserError, rank: str | None) -> int:
-    """Print an error that all ranks have, once, and return the exit code."""
-    if rank is not None:
-        from mpips.bench import world
-
-        return world.refuse(error)
-    print(f"mpips: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":
