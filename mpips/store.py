@@ -328,8 +328,9 @@ class Server:
         else:
             lr = self._stale.rate(self._rate(version), oldest) * push.count
             self._update(push, version, lr)
-        self._record(push)
+        # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self._header, COMMITTED, version)
+        self._record(push)
         self.clocks.publish()
         self.busy_s += time.perf_counter() - start
         return version
