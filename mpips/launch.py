@@ -19,7 +19,8 @@ from mpips.errors import UserError
 TREE = Path(__file__).resolve().parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
 RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
-GONE_S = 10.0
+SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
+GONE_S = 10.0  # on which a later one that is given the same process id fails to start
 
 
 @functools.cache
@@ -163,16 +164,19 @@ class Running:
         env: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
     ) -> None:
-        self._log = tempfile.NamedTemporaryFile("w+b", suffix=".txt")  # noqa: SIM115  (closed by __exit__)
-        self.process = subprocess.Popen(
-            [*wrapper, *command(ranks, args)],
-            cwd=cwd,
-            env={**environment(), **(env or {})},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        started = [*wrapper, *command(ranks, args)]
+        self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
+        self._log = Path(self._folder.name) / "output.txt"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                started,
+                cwd=cwd,
+                env={**environment(), SESSION_VARIABLE: self._folder.name, **(env or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> "Running":
         return self
@@ -184,11 +188,11 @@ class Running:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
-        self._log.close()
+        self._folder.cleanup()
 
     def output(self) -> str:
         """Return what the job has printed so far."""
-        return Path(self._log.name).read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
     def _family(self) -> list[int]:
         pid = self.process.pid

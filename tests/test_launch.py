@@ -83,11 +83,15 @@ def wait_for(job: launch.Running, ranks: int) -> list[int]:
 
 
 @pytest.mark.launch
-def test_nothing_outlives_a_job(tmp_path: Path) -> None:
+def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with launch.Running(3, SLEEP, tmp_path) as job:
         ranks = wait_for(job, 3)
         segments = {name for pid in ranks for name in launch.shared_memory(pid)}
         assert len(set(ranks)) == 3
+        sessions = list(tmp_path.glob(f"*/*{job.process.pid}*"))  # Open MPI's, named by mpirun's id
+        assert bool(sessions) is launch.is_open_mpi()
+    assert not list(tmp_path.iterdir())
     assert launch.running([job.process.pid, *ranks]) == []
     assert not [name for name in segments if Path(name).exists()]
 
