@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips import __version__
-from mpips.config import OPTIONS, Config, check_resume, groups, read_toml, resolve, to_toml
+from mpips.config import OPTIONS, Config, groups
 from mpips.errors import UserError, nearest
+from mpips.jobfile import read_toml, resolve, to_toml
 from mpips.options import HELP_WIDTH, Option, help_entry, help_row, metavar, setting
+from mpips.validation import check_resume
 
 FLAGS = {
     "--help": "show this text, and end",

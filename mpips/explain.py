@@ -16,7 +16,7 @@ import numpy as np
 from mpips import traffic
 from mpips.codecs import CODECS, codec_for, make_codec
 from mpips.command_line import Question
-from mpips.config import OPTIONS, Config, validate
+from mpips.config import OPTIONS, Config
 from mpips.datasets import open_dataset
 from mpips.errors import UserError
 from mpips.layout import cut
@@ -24,6 +24,7 @@ from mpips.metrics import human_bytes
 from mpips.problems import load_problem
 from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
+from mpips.validation import validate
 
 # By mode: served, or in rounds (see `mpips.traffic`).
 ROUNDS = {"async": False, "ssp": False, "sync": True, "local_sgd": True, "easgd": False}

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mpips import config as jobs
 from mpips.checkpoint import list_checkpoints, newest_whole
 from mpips.checkpoint.files import INDEX
 from mpips.command_line import CommandLine
 from mpips.config import OPTIONS, Config
 from mpips.errors import UserError
+from mpips.jobfile import read_toml, resolve, to_toml
+from mpips.validation import check_resume
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("config.toml", "metrics.jsonl", "checkpoints"),
@@ -64,14 +65,14 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
     Raises:
         UserError: If a file or a value is wrong, or the run to be continued is another one.
     """
-    given = jobs.read_toml(line.job) if line.job else {}
+    given = read_toml(line.job) if line.job else {}
     wanted = {**given, **line.options}
     out = _run_folder(wanted)
     if not wanted.get("resume") or not _is_file(out / CONFIG):
-        return jobs.resolve(line.options, given), out, False
-    saved = jobs.read_toml(out / CONFIG)
-    config = jobs.resolve(line.options, given, saved)
-    jobs.check_resume(jobs.resolve({}, saved=saved), config, out)
+        return resolve(line.options, given), out, False
+    saved = read_toml(out / CONFIG)
+    config = resolve(line.options, given, saved)
+    check_resume(resolve({}, saved=saved), config, out)
     return config, out, True
 
 
@@ -134,7 +135,7 @@ def save_config(out: Path, config: Config) -> None:
     """
     defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
     lr = config.learning_rate  # the default may be another one some day
-    text = jobs.to_toml(dataclasses.replace(config, **defaults, lr=lr))
+    text = to_toml(dataclasses.replace(config, **defaults, lr=lr))
     temporary = out / f"{CONFIG}.tmp"
     try:
         temporary.write_text(text)

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpips.config import OPTIONS, SESSION_FIELDS, read_toml
+from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.errors import UserError
 from mpips.folder import CONFIG, DONE, SUMMARY
+from mpips.jobfile import read_toml
 from mpips.options import shown
 
 RESULTS = {  # of summary.json: how each is shown

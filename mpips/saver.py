@@ -20,8 +20,8 @@ import numpy as np
 from mpips import checkpoint
 from mpips.checkpoint import ShardRecord
 from mpips.cluster import Cluster
-from mpips.config import to_toml
 from mpips.job import Job
+from mpips.jobfile import to_toml
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpips.command_line import parse_command_line
-from mpips.config import read_toml, resolve
 from mpips.errors import UserError
+from mpips.jobfile import read_toml, resolve
 from mpips.launch import TREE
 from mpips.needs import Needs, measure, needs
 

@@ -11,8 +11,8 @@ import numpy as np
 from launch import Running, run
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
-from mpips.config import from_toml
 from mpips.datasets.order import Order
+from mpips.jobfile import from_toml
 from mpips.roles import SERVED
 
 HERE = Path(__file__).parent

@@ -10,11 +10,12 @@ from test_serial import TOLERANCE, serial
 
 from mpips.accumulate import Accumulator, submit, taken
 from mpips.command_line import parse_command_line
-from mpips.config import Config, resolve
+from mpips.config import Config
 from mpips.datasets import open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.job import initial_vector
+from mpips.jobfile import resolve
 from mpips.problems import load_problem
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips import __version__, config, optim, problems
+from mpips import __version__, config, jobfile, optim, problems
 from mpips.command_line import (
     FLAGS,
     CommandLine,
@@ -22,21 +22,11 @@ from mpips.command_line import (
     parse_command_line,
     requested_text,
 )
-from mpips.config import (
-    LAYOUT_FIELDS,
-    LEARNING_RATES,
-    OPTIONS,
-    SESSION_FIELDS,
-    Config,
-    check_resume,
-    from_toml,
-    read_toml,
-    resolve,
-    to_toml,
-    validate,
-)
+from mpips.config import LAYOUT_FIELDS, LEARNING_RATES, OPTIONS, SESSION_FIELDS, Config
 from mpips.errors import UserError
+from mpips.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.options import BOUNDS, Option, shown
+from mpips.validation import check_resume, validate
 
 NAMES = sorted(OPTIONS)
 # Busy machines break deadlines; what runs once a field needs fewer examples.
@@ -634,7 +624,7 @@ def test_an_option_that_the_mode_does_not_have(name: str, tmp_path: Path) -> Non
     remedy = f"leave out {words[0]}, or use --mode {modes}"
     expected = f"{name} {shown(value)} in mode {mode}, expected mode {modes}; {remedy}"
     assert message_of(["--mode", mode, *words]) == expected
-    job = job_file(tmp_path, f'mode = "{mode}"\n{config._toml_line(name, value)}')
+    job = job_file(tmp_path, f'mode = "{mode}"\n{jobfile._toml_line(name, value)}')
     assert message_of([job]) == expected
     with pytest.raises(UserError, match=f"expected mode {modes}"):
         validate(dataclasses.replace(Config(), mode=mode, **{name: value}))
@@ -819,7 +809,7 @@ def test_round_trip_of_each_field(name: str) -> None:
     @given(values_of(option))
     def round_trip(value: Any) -> None:
         written = to_toml(dataclasses.replace(Config(), **{name: value}))
-        read = config._read_values(written, "job file")
+        read = jobfile._read_values(written, "job file")
         assert read[name] == value
         assert type(read[name]) is option.kind
         if option.kind is float:

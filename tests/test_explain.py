@@ -11,7 +11,7 @@ from runs import Plan, summary
 
 from mpips import config, explain
 from mpips.command_line import Question, parse_command_line
-from mpips.config import OPTIONS, Config, resolve
+from mpips.config import OPTIONS, Config
 from mpips.errors import UserError
 from mpips.explain import (
     ROUNDS,
@@ -22,6 +22,7 @@ from mpips.explain import (
     explanation_text,
     has,
 )
+from mpips.jobfile import resolve
 from mpips.options import Option, setting
 
 README = (ROOT / "README.md").read_text()

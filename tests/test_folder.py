@@ -7,8 +7,9 @@ import pytest
 
 from mpips import folder
 from mpips.command_line import parse_command_line
-from mpips.config import Config, read_toml, resolve
+from mpips.config import Config
 from mpips.errors import UserError
+from mpips.jobfile import read_toml, resolve
 
 
 @pytest.fixture(autouse=True)

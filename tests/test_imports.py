@@ -16,7 +16,7 @@ LAYERS = """
 errors layout signals
 kernels roles ledger metrics optim options launch delay
 codecs
-command_line config checkpoint datasets problems
+command_line config validation jobfile checkpoint datasets problems
 staleness
 evaluation folder traffic explain averaging
 accumulate replica
@@ -52,7 +52,7 @@ LOGIN_NODE = (
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver", "mpips.results"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
     *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
-    *("mpips.needs", "mpips.sbatch"),
+    *("mpips.needs", "mpips.sbatch", "mpips.validation", "mpips.jobfile"),
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),

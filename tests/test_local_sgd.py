@@ -11,10 +11,11 @@ from test_serial import TOLERANCE
 from mpips.averaging import Average, SlowMomentum
 from mpips.checkpoint import Checkpoint
 from mpips.command_line import parse_command_line
-from mpips.config import Config, resolve
+from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.order import Order
 from mpips.job import initial_vector
+from mpips.jobfile import resolve
 from mpips.ledger import HandOut, split
 from mpips.problems import load_problem
 

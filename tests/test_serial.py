@@ -9,10 +9,11 @@ import pytest
 from runs import Plan, assert_same_state, final
 
 from mpips.command_line import parse_command_line
-from mpips.config import Config, resolve
+from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.order import Order
 from mpips.job import initial_vector
+from mpips.jobfile import resolve
 from mpips.ledger import HandOut
 from mpips.problems import load_problem
 

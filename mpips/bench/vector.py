@@ -7,9 +7,10 @@ import numpy as np
 from numba import njit
 
 from mpips.cluster import Cluster
-from mpips.config import Config, resolve
+from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.job import Job
+from mpips.jobfile import resolve
 from mpips.layout import Layout
 from mpips.optim import warm
 from mpips.problems.base import Arrays, Problem

@@ -13,8 +13,8 @@ from verdict import check
 from mpips import far, outbox, rounds, session
 from mpips.cluster import MPI, Cluster
 from mpips.command_line import parse_command_line
-from mpips.config import resolve
 from mpips.explain import Place, explain
+from mpips.jobfile import resolve
 from mpips.traffic import totals
 from mpips.window import Window
 
