@@ -158,7 +158,7 @@ class Receiver:
 
     @property
     def bodies(self) -> int:
-        """Number of far bodies that are, or may yet be, received, and are not yet taken."""
+        """Number of far bodies that are here, or of which a part is, and are not yet taken."""
         return self._far.bodies
 
     def take(self, limit: np.ndarray | None = None, fetch: bool = True) -> Push | None:
@@ -169,7 +169,7 @@ class Receiver:
         Args:
             limit: Take pushes up to ``seq <= limit[worker]`` only, shape (workers,); and beyond
                 where one message holds the pushes of several workers.
-            fetch: Whether more far bodies may be fetched into the pool, near pushes taken.
+            fetch: Whether the pool may be given room for more far bodies, near pushes taken.
         """
         self._far.give_back()
         if not self._shard.size:
@@ -177,8 +177,8 @@ class Receiver:
         self._far.attend(limit, fetch)
         self._far_first = not self._far_first  # in turn, so that neither side starves
         if self._far_first:
-            return self._far.take() or (self._take_near(limit) if fetch else None)
-        return (self._take_near(limit) if fetch else None) or self._far.take()
+            return self._far.take(limit) or (self._take_near(limit) if fetch else None)
+        return (self._take_near(limit) if fetch else None) or self._far.take(limit)
 
     def close(self) -> None:
         """Take back the receives that are posted. Blocks: until MPI has let them go."""

@@ -6,6 +6,11 @@ waiting for the server's loop. Small bodies are received when a probe has found 
 where one was announced, is there, and was not matched. A packed body is unpacked when it is taken,
 into one vector a server, and its place is free again at once, unless what the gradient was
 computed from lies there too.
+
+A receive that is posted stays posted until the end, when nothing is on its way: MPICH takes one
+that has been matched, but not filled, back, and the body is then written where none is expected.
+So a server that is to go on to certain pushes (see `mpips.server`) holds what comes beside them,
+and has one place more for them.
 """
 
 import time
@@ -26,7 +31,8 @@ from mpips.wire import Unpacker
 # MPICH 5.0 never matches some eager messages of other nodes with a receive that is already posted
 # to any source (seen below 64 kB, over UCX on TCP); a probe finds all of them.
 PROBED_MAX_BYTES = 1 << 16
-PATIENCE_S = 0.25  # after which a body that was announced is looked for by a probe
+PATIENCE_S = 0.25  # after which a body that was announced is looked for by a probe,
+CROWD_PATIENCE = 20  # or so many times that where more are announced than there are receives
 
 
 @dataclass(eq=False)
@@ -39,14 +45,14 @@ class _Body:
         requests: What has to complete; the first piece, of whoever sends it, at first.
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
-        withdrawn: Whether the receive was cancelled, or need not be.
+        probed: Whether a probe had found it: it is here, or coming.
     """
 
     place: tuple[np.ndarray, ...]
     requests: list[MPI.Request]
     status: MPI.Status
     key: tuple[int, int] | None = None
-    withdrawn: bool = False
+    probed: bool = False
 
 
 class Inbox:
@@ -57,7 +63,8 @@ class Inbox:
         size: Elements of the shard.
         dtype: Of the gradients.
         applied: The server's ledger, shape (workers,); read here, written by the store.
-        places: Bodies held at a time; with 2, one is received while the other is applied.
+        places: Bodies held at a time; with 2, one is received while the other is applied. There
+            may be one more at a cut, and for those that no receive matches.
         codec: What large ones are packed by, or None.
         origins: Whether each gradient comes with what it was computed from.
     """
@@ -77,7 +84,9 @@ class Inbox:
         places = places if sources and size else 0
         self._unpacker = Unpacker(codec, size if places else 0, dtype)
         rows = int(origins), size
-        self._free = [(self._unpacker.place(), *np.zeros(rows, dtype)) for _ in range(places)]
+        self._new_place = lambda: (self._unpacker.place(), *np.zeros(rows, dtype))
+        self._free = [self._new_place() for _ in range(places)]
+        self._places, self._most = places, places
         self._probing = bool(self._free) and self._free[0][0].nbytes <= PROBED_MAX_BYTES
         self._waiting_since: float | None = None
         self._announced = dict.fromkeys(sources, 0)  # messages, by rank
@@ -89,8 +98,8 @@ class Inbox:
 
     @property
     def bodies(self) -> int:
-        """Number of bodies that are, or may yet be, received, and are not yet taken."""
-        return len(self._posted) + len(self._bodies)
+        """Number of bodies that are here, or of which a part is, and are not yet taken."""
+        return len(self._bodies)
 
     def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
         """Get on: headers, bodies that have come, room for more. Blocks: no.
@@ -109,58 +118,92 @@ class Inbox:
             self._announced[rank] += 1
             self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
         self._settle()
-        if not fetch:
-            self._withdraw()
-        elif limit is None and self._probing:
-            self._probe()
-        elif limit is None:
+        if fetch:
+            self._make_room(limit)
+
+    def _make_room(self, limit: np.ndarray | None) -> None:
+        if limit is not None:
+            self._make_room_up_to(limit)
+        elif self._probing:
+            while self._free and self._probe(MPI.ANY_SOURCE):
+                continue
+        else:
             while self._free:
                 self._post(MPI.ANY_SOURCE)
             self._look_for_missing()
+
+    def _place(self) -> tuple[np.ndarray, ...]:
+        """Return a free place, or one more."""
+        if not self._free:
+            self._places += 1
+            return self._new_place()
+        return self._free.pop()
+
+    def _release(self, place: tuple[np.ndarray, ...]) -> None:
+        if self._places > self._most:
+            self._places -= 1  # the one more is not kept
         else:
-            self._post_up_to(limit)
+            self._free.append(place)
 
     def _post(self, source: int) -> None:
-        place, status = self._free.pop(), MPI.Status()
+        place, status = self._place(), MPI.Status()
         first = transfer_pieces(place[0])[0]
         request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
         self._posted.append(_Body(place, [request], status))
 
-    def _probe(self) -> None:
-        bodies, status = self._cluster.bodies, MPI.Status()
-        while self._free and (found := bodies.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)):
-            place = self._free.pop()
-            request = found.Irecv(transfer_pieces(place[0])[0])
-            self._posted.append(_Body(place, [request], MPI.Status(), withdrawn=True))
+    def _probe(self, source: int) -> bool:
+        """Receive a body that is here, if there is one; returns whether there was."""
+        found = self._cluster.bodies.Improbe(source, MPI.ANY_TAG, MPI.Status())
+        if found is None:
+            return False
+        place = self._place()
+        request = found.Irecv(transfer_pieces(place[0])[0])
+        self._posted.append(_Body(place, [request], MPI.Status(), probed=True))
+        return True
 
     def _look_for_missing(self) -> None:
         """Probe from now on, if a body that was announced is here and no receive has it."""
-        if not self._headers:
+        missing = len(self._headers) - len(self._bodies)
+        if missing <= 0:
             self._waiting_since = None
             return
         now = time.perf_counter()
         if self._waiting_since is None:
             self._waiting_since = now
-        elif now - self._waiting_since > PATIENCE_S:
+        patience_s = PATIENCE_S * (CROWD_PATIENCE if missing > len(self._posted) else 1)
+        if now - self._waiting_since > patience_s:
             self._waiting_since = now
-            if self._cluster.bodies.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG):
+            if self._probe(MPI.ANY_SOURCE):
                 self._probing = True
-                self._withdraw()
+                self._most += 1  # for those that wait for what they do not match
 
-    def _post_up_to(self, limit: np.ndarray) -> None:
-        """Make room for pushes up to `limit`, one at a time: others might fill the pool."""
-        if self.bodies:
+    def _make_room_up_to(self, limit: np.ndarray) -> None:
+        """Make room for a push up to `limit`, one at a time, whatever fills the pool.
+
+        What is posted comes first: the push is matched by it, or it is filled by another.
+        """
+        if self._posted and not self._probing:
+            self._look_for_missing()
+            return
+        if any(body.probed for body in self._posted):
+            return
+        if any(b.key not in self._headers or self._within(b, limit) for b in self._bodies):
             return
         for rank, workers in self._sources.items():
             if any(observe(self._applied, w) < limit[w] for w in workers):
-                self._post(rank)
+                if self._probing:
+                    self._probe(rank)
+                else:
+                    self._post(rank)
                 return
 
-    def _withdraw(self) -> None:
-        for body in self._posted:
-            if not body.withdrawn:
-                body.requests[0].Cancel()  # a body that is on its way comes none the less
-                body.withdrawn = True
+    def _within(self, body: _Body, limit: np.ndarray | None) -> bool:
+        """Whether a body is known to hold a push up to `limit`."""
+        if limit is None:
+            return True
+        assert body.key is not None, "a body of nobody"
+        rows = self._headers.get(body.key)
+        return rows is not None and any(seq <= limit[w] for w, seq in rows[:, :2].tolist())
 
     def _settle(self) -> bool:
         """Sort out the posted receives that are complete; returns whether any is left."""
@@ -168,9 +211,8 @@ class Inbox:
         for body in self._posted:
             if not body.requests[0].Test(body.status):
                 waiting.append(body)
-            elif body.status.Is_cancelled():
-                self._free.append(body.place)
-            else:
+            elif not body.status.Is_cancelled():
+                self._waiting_since = None
                 body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
                 rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
                 tag += TAG_REST
@@ -179,34 +221,44 @@ class Inbox:
         self._posted = waiting
         return bool(waiting)
 
-    def take(self) -> Push | None:
-        """Return a push that is here, of each sender in its order; it is lent until `give_back`."""
+    def take(self, limit: np.ndarray | None = None) -> Push | None:
+        """Return a push that is here, of each sender in its order; it is lent until `give_back`.
+
+        Args:
+            limit: Return only what holds a push ``seq <= limit[worker]``, shape (workers,).
+        """
         for body in self._bodies:
             assert body.key is not None, "a body of nobody"
+            if not self._within(body, limit):
+                continue
             rank, tag = body.key
             if tag != (self._taken[rank] + 1) % BODY_TAGS or body.key not in self._headers:
                 continue  # an earlier body of this rank, or the header, is still coming
             if not all_done(body.requests):
                 continue
             self._bodies.remove(body)
-            self._waiting_since = None
             self._taken[rank] += 1
             message, *origin = body.place
             grad = self._unpacker.unpack(message)
             if grad is message or origin:
                 self._lent = body.place
             else:
-                self._free.append(body.place)
+                self._release(body.place)
             return Push.unpack_all(self._headers.pop(body.key), grad, *origin)
         return None
 
     def give_back(self) -> None:
         """Free the place of the push taken last, which is applied."""
         if self._lent is not None:
-            self._free.append(self._lent)
+            self._release(self._lent)
             self._lent = None
 
     def close(self) -> None:
-        """Take back the receives that are posted. Blocks: until MPI has let them go."""
-        self._withdraw()
+        """Take back the receives that are posted. Blocks: until MPI has let them go.
+
+        Every push that was announced must have been taken.
+        """
+        for body in self._posted:
+            if not body.probed:
+                body.requests[0].Cancel()
         self._cluster.wait(lambda: not self._settle())

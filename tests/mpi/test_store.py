@@ -229,6 +229,50 @@ def test_a_limit_holds_pushes_back(cluster: Cluster) -> None:
     rig.free()
 
 
+@pytest.mark.parametrize("n", [40, 20_000])  # found by a probe, or matched when they come
+def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
+    """What fills it waits, and those up to the limit come in beside it; a place more is enough."""
+    if cluster.nodes == 1:
+        pytest.skip("needs far workers")
+    rig = Rig(cluster, n, 1)
+    wrong: list[object] = []
+    if rig.worker:
+        for seq in (1, 2):
+            rig.sender.buffer(seq)[:] = seq
+            rig.sender.push((0, 0, 1), 1, 0.0, rig.puller.pull(rig.replica))
+        rig.finish()
+    else:
+        pool, workers = rig.receiver._far, len(rig.roles.workers)
+        far = [w for w, r in enumerate(rig.roles.workers) if not cluster.near(r)]
+
+        def fill() -> bool:
+            pool.attend(None, fetch=True)
+            return pool.bodies == min(INBOX, 2 * len(far))
+
+        cluster.wait(fill)
+        held = {rows[0, 0] for rows in pool._headers.values()}
+        held = {w for w in held if any(b.key[0] == rig.roles.workers[w] for b in pool._bodies)}
+        limit = np.array([0 if w in held else 2 for w in range(workers)])
+        taken: list[tuple[int, int]] = []
+
+        def take() -> bool:
+            push = rig.receiver.take(limit=limit)
+            if push is not None:
+                taken.append((push.worker, push.seq))
+                rig.server.apply(push)
+            return len(taken) == limit.sum()
+
+        cluster.wait(take)
+        wrong += [push for push in taken if push[0] in held]
+        if pool._places > INBOX + 1:
+            wrong.append(("places", pool._places))
+        rig.serve(rig.server.apply)
+        if not (rig.server.params == 3 * workers).all():
+            wrong.append(rig.server.params)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
 class Busy:
     """A server that updates its shard without a pause: version v leaves every element at v."""
 
