@@ -26,6 +26,7 @@ LEARNING_RATES = {
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
 CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit")
+FEEDBACK = ("topk", "onebit")  # these keep what they leave out for the next message
 PULL_CODECS = ("none", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
@@ -147,13 +148,13 @@ class Config:
     codec: str = setting(
         "messages",
         "none",
-        "what pushes to other nodes are packed by",
+        "what pushes, in rounds sums, to other nodes are packed by",
         legal=CODECS,
-        modes=("async", "ssp"),
+        modes=("async", "ssp", "sync"),
     )
     pull_codec: str = setting(
-        "messages", "none", "what shards of other nodes are packed by when they are read",
-        legal=PULL_CODECS, modes=SERVED,
+        "messages", "none", "what shards of other nodes are packed by on their way",
+        legal=PULL_CODECS, modes=(*SERVED, "sync"),
     )  # fmt: skip
     topk_ratio: float = setting("messages", 0.01, "part that codec topk sends", "in (0, 1)")
     topk_momentum: float = setting(

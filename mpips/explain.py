@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpips import traffic
-from mpips.codecs import CODECS, codec_for, make_codec
+from mpips.codecs import CODECS, codec_for, is_large, make_codec
 from mpips.command_line import Question
 from mpips.config import OPTIONS, Config
 from mpips.datasets import open_dataset
@@ -125,6 +125,7 @@ def case_of(config: Config, place: Place) -> Case:
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in cut(place.parameters, len(roles.owners), item)]
     given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
+    packed = place.codecs if any(is_large(size // item, c.dtype) for size in sizes) else {}
     return Case(
         roles,
         tuple(place.node_of),
@@ -135,8 +136,8 @@ def case_of(config: Config, place: Place) -> Case:
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
-        grads=place.codecs.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
-        params=place.codecs.get(given.get("pull_codec", ""), 1.0),
+        grads=packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
+        params=packed.get(given.get("pull_codec", ""), 1.0),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.cluster import Cluster, mpi_name
-from mpips.config import Config
+from mpips.config import FEEDBACK, Config
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
 from mpips.kernels import all_finite
@@ -28,6 +28,7 @@ OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
     *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
+    *("codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
 )
 
 
@@ -181,7 +182,11 @@ class Job:
         saved, now = self.checkpoint.state.get("world", {}), self.world()
         saved, now = {**saved, **saved.get("job", {})}, {**now, **now["job"]}
         names = [name for name in now if name != "job"]
-        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
+        lost = self.config.codec in FEEDBACK and self.cluster.nodes > 1
+        return [
+            *(f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]),
+            *([f"what codec {self.config.codec} keeps is not in checkpoints"] if lost else []),
+        ]
 
     def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
         """Fill the parameters and slots of a shard: from the checkpoint, or anew.

@@ -10,195 +10,98 @@ all-gather). Then the node's ranks wait for each other again, and read the repli
 `AllreduceRound` is plain MPI: Allreduce of the gradients, each owner updates its slice, and
 broadcasts it.
 
+Where a job has a codec, the slices that cross nodes are packed (`mpips.wire`): the partial sums of
+a node on their way to an owner, and an owner's results on their way back, so that the replicas of
+other nodes are what the pull codec makes of the owners' parameters. Round k has the number k, and
+a sender that of its node, so that a resumed run packs as one that was never stopped. What a codec
+keeps lives with the agent of the node.
+
 Rows are summed in a fixed order, so equal worlds give equal bits.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from struct import Struct
-from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpips.cluster import all_done, begin_sum, cluster_subset, free
+from mpips.cluster import begin_sum
 from mpips.job import Job
-from mpips.kernels import meet, sum_rows, sum_squares
+from mpips.kernels import sum_rows
 from mpips.layout import CACHE_LINE_BYTES, Shard
-from mpips.optim import Rule, Slots, clip_factor
-from mpips.window import Field, Plan, Window, transfer_pieces
+from mpips.meeting import (
+    BLOCK_BYTES,
+    REPORT,
+    NodeRound,
+    OwnState,
+    Report,
+    Round,
+    Weights,
+    addresses_of,
+)
+from mpips.optim import Rule
+from mpips.window import Field, transfer_pieces
+from mpips.wire import Packer, Packing, Unpacker, pull_codec, push_codec
 
-LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
-BLOCK_BYTES = 1 << 17  # of the sum, which stays in the cache until the rule has used it
+__all__ = ["AllreduceRound", "Report", "Round", "SharedRound", "Weights", "make_round"]
+
 TAG_PARTIAL, TAG_RESULT = 5, 6
 
-Weights: TypeAlias = np.ndarray | Sequence[float]
 
-
-class Report(NamedTuple):
-    """What each rank brings into a round beside its gradient; rounds add them up.
+class Errand(NamedTuple):
+    """What an agent does for its node and the owner of a far slice.
 
     Attributes:
-        loss_sum: Loss summed over the rank's samples.
-        samples: Number of its samples.
-        checkpoint: 1 if a checkpoint is due.
-        diverged: 1 if the loss was not finite.
-        target: 1 if the accuracy aimed at was reached.
-        sigusr1: 1 if that signal came; `sigterm` and `sigint` likewise.
+        owner: Rank of the owner.
+        shard: The slice.
+        partial: Room for the node's sum of it, shape (shard.size,).
+        packer: Packs the sum.
+        unpacker: Unpacks the result into the node's replica.
+        place: Where the result comes as it is sent.
     """
 
-    loss_sum: float = 0.0
-    samples: float = 0.0
-    checkpoint: float = 0.0
-    diverged: float = 0.0
-    target: float = 0.0
-    sigusr1: float = 0.0
-    sigterm: float = 0.0
-    sigint: float = 0.0
+    owner: int
+    shard: Shard
+    partial: np.ndarray
+    packer: Packer
+    unpacker: Unpacker
+    place: np.ndarray
 
 
-REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
-
-
-class Round(ABC):
-    """One world's synchronous round.
-
-    Attributes:
-        replica: All parameters, shape (n_params,); the same on every worker between rounds.
-        grad: This worker's gradient, shape (n_params,).
-        params: The owner's shard of `replica`, shape (shard.size,).
-        slots: The owner's slots, each of that shape.
-    """
-
-    replica: np.ndarray
-    grad: np.ndarray
-    params: np.ndarray
-    slots: tuple[np.ndarray, ...]
-
-    def __init__(self, job: Job, rule: Rule | None = None) -> None:
-        """Make the round of `job`, or one whose sum goes to `rule` as it is, not clipped."""
-        self._job, self._cluster = job, job.cluster
-        self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
-        self._rate = job.rate()
-        self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
-        self.waited_s = self.busy_s = 0.0
-        self._blocks: list[tuple[int, np.ndarray, np.ndarray, Slots]] = []
-
-    @abstractmethod
-    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
-        """Sum the gradients, update the parameters, share the result.
-
-        Args:
-            step: Number of this update, 1 for the first of a run.
-            weights: Each worker's share in the mean, best as float64 of shape (workers,);
-                gradients of weight 0 are not read.
-            report: This rank's part.
-
-        Returns:
-            The sum of all reports, the same on every rank.
-
-        Collective: yes. Blocks: until the round is over; never inside MPI.
-        """
-
-    @abstractmethod
-    def publish_start(self) -> None:
-        """Share what the owners have filled in before the first round. Collective: yes."""
-
-    def free(self) -> None:
-        """Free what the round holds; may be called twice. Collective: yes."""
-        self.replica = self.grad = self.params = np.zeros(0)
-        self.slots, self._blocks = (), []
-        free(self._owners)
-
-    def _wait(self, requests: list[MPI.Request]) -> None:
-        self.waited_s += self._cluster.wait(lambda: all_done(requests))
-
-    def _cut(self, shard: Shard, grad: np.ndarray) -> None:
-        """Cut the shard into blocks; `grad` is as large as it, or one block that serves for all."""
-        size, whole = BLOCK_BYTES // grad.itemsize, grad.size == shard.size
-        for begin in range(0, shard.size, size):
-            block = slice(begin, min(begin + size, shard.size))
-            part = grad[block] if whole else grad[: block.stop - begin]
-            slots = tuple(slot[block] for slot in self.slots)
-            self._blocks.append((shard.begin + begin, self.params[block], part, slots))
-
-    def _apply(self, step: int, sources: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Apply the rule block by block; a block's gradient is the sum of rows with weights."""
-        start = perf_counter()
-        apply, lr, far = self._rule.apply, self._rate(step), self._cluster.nodes > 1
-        for begin, params, grad, slots in self._blocks:
-            if sources:
-                sum_rows(*sources, begin, grad)
-            apply(params, grad, slots, step, lr)
-            if far:
-                self._cluster.progress()
-        self.busy_s += perf_counter() - start
-
-    def _clip(self, grad: np.ndarray) -> None:
-        """Scale an owner's slice of the mean gradient by the norm of the whole."""
-        total = np.array([sum_squares(grad)])
-        self._wait([begin_sum(self._owners, total)])
-        grad *= grad.dtype.type(clip_factor(float(total[0]), self._max_norm))
-
-
-def _plan(job: Job, rule: Rule, rank: int) -> Plan:
-    cluster, dtype, n = job.cluster, job.config.dtype, job.layout.size
-    found = [Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))]
-    if rank == cluster.node_of.index(cluster.node_of[rank]):
-        found.append(Field("replica", dtype, (n,)))
-    if rank in cluster.roles.workers:
-        found.append(Field("grad", dtype, (n,)))
-    if rank in cluster.roles.owners:
-        size = job.shards[cluster.roles.owners.index(rank)].size
-        found += [Field(f"slots/{name}", dtype, (size,)) for name in rule.slots]
-    return Plan(tuple(found))
-
-
-class SharedRound(Round):
+class SharedRound(NodeRound):
     """Rounds in node-shared memory, by messages between nodes."""
 
     def __init__(self, job: Job, rule: Rule | None = None) -> None:
         super().__init__(job, rule)
-        cluster = self._cluster
-        plans = [_plan(job, self._rule, rank) for rank in range(cluster.world)]
-        self._window = Window(cluster, plans, job.config.window == "shared", far_reads=False)
-        view = self._window.view
-        self._leader = cluster.my_node[0]
-        self._leaders = cluster_subset(
-            cluster, sorted({cluster.node_of.index(n) for n in cluster.node_of})
-        )
-        self._turn = 0
-        ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
-        self._words = addresses_of([view(r, "header") for r in ranks])
-        # Whoever offers the core may get it back late, and other nodes may wait for this rank.
-        self._looks = LOOKS if not cluster.crowded else 1 if cluster.nodes == 1 else 0
-        self._report = view(cluster.rank, "report").data
-        self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
-        self._once, self._sums = np.ones(len(cluster.my_node)), np.zeros(8)
-        self._agreed = (view(self._leader, "agreed") if cluster.nodes > 1 else self._sums).data
-        self.replica = view(self._leader, "replica")
-        self._workers = [w for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
-        near = [r for r in cluster.roles.workers if cluster.near(r)]
-        self._addresses = addresses_of([view(r, "grad") for r in near])
-        if job.worker_id is not None:
-            self.grad = view(cluster.rank, "grad")
+        cluster, c = self._cluster, job.config
         self._with_workers = sorted({cluster.node_of[r] for r in cluster.roles.workers})
-        self._plan_messages()
-        self._owner = cluster.rank in cluster.roles.owners
+        self._push, self._pull = Packing(push_codec(c), c.seed), Packing(pull_codec(c), c.seed)
+        self._errands: list[Errand] = []
+        if self._workers:
+            self._plan_messages()
         if self._owner:
             self._own_shard(job.shard)
+
+    def _fields(self, rank: int) -> list[Field]:
+        owners = self._cluster.roles.owners
+        if rank not in owners:
+            return []
+        size, dtype = self._job.shards[owners.index(rank)].size, self._job.config.dtype
+        return [Field(f"slots/{name}", dtype, (size,)) for name in self._rule.slots]
 
     def _own_shard(self, shard: Shard) -> None:
         cluster, dtype = self._cluster, self._job.dtype
         self.params = self.replica[shard.range]
         names = self._rule.slots
         self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
-        far = [n for n in self._with_workers if n != cluster.node_of[cluster.rank]]
+        node = cluster.node_of[cluster.rank]
+        far = [n for n in self._with_workers if n != node and shard.size]
         self._agents = [self._agent(n, cluster.roles.owners.index(cluster.rank)) for n in far]
-        self._partials = [np.zeros(shard.size, dtype) for _ in far if shard.size]
+        self._packer = Packer(self._pull, shard, dtype, node, 1)
+        sums = [np.zeros(shard.size, dtype) for _ in far]
+        self._partials = [Unpacker(self._push.codec, shard.size, dtype, out) for out in sums]
+        self._places = [unpacker.place() for unpacker in self._partials]
         relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
-        self._rows = np.concatenate([self._addresses, addresses_of(self._partials) - relative])
+        self._rows = np.concatenate([self._addresses, addresses_of(sums) - relative])
         size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
         self._sum = np.zeros(min(size, shard.size), dtype)
         self._cut(shard, self._sum)
@@ -210,74 +113,78 @@ class SharedRound(Round):
 
     def _plan_messages(self) -> None:
         """Find the far shards for which this rank sums its node's gradients."""
-        cluster = self._cluster
-        self._errands: list[tuple[int, Shard, np.ndarray]] = []
-        if not self._workers:
-            return
+        cluster, dtype = self._cluster, self._job.dtype
+        node = cluster.node_of[cluster.rank]
         for owner, rank in enumerate(cluster.roles.owners):
-            shard, node = self._job.shards[owner], cluster.node_of[cluster.rank]
+            shard = self._job.shards[owner]
             if shard.size and not cluster.near(rank) and self._agent(node, owner) == cluster.rank:
-                self._errands.append((rank, shard, np.zeros(shard.size, self._job.dtype)))
+                into = self.replica[shard.range]
+                unpacker = Unpacker(self._pull.codec, shard.size, dtype, into)
+                packer = Packer(self._push, shard, dtype, node, 1)
+                partial = np.zeros(shard.size, dtype)
+                errand = Errand(rank, shard, partial, packer, unpacker, unpacker.place())
+                self._errands.append(errand)
+
+    def own_state(self) -> OwnState:
+        """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
+        found: OwnState = {}
+        for errand in self._errands:
+            for name, array in errand.packer.state.items():
+                found.setdefault(name, []).append((errand.shard.begin, array))
+        return found
 
     def publish_start(self) -> None:
         """Send the owners' shards to the other nodes' replicas. Collective: yes."""
-        self._wait(self._collect_results() + self._send_result())
+        self._wait(self._collect_results() + self._send_result(self._job.base_step))
+        self._unpack_results()
         self._meet()
-
-    def _meet(self) -> None:
-        """Wait for the node's ranks; their stores before are seen after. Collective: node."""
-        start = perf_counter()
-        self._turn += 1
-        if not meet(self._words, self._turn, self._looks):
-            self._cluster.wait(lambda: meet(self._words, self._turn, 0))
-        self.waited_s += perf_counter() - start
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
-        REPORT.pack_into(self._report, 0, *report)
-        self._meet()
-        sum_rows(self._reports, self._once, 0, self._sums)
+        self._enter(report)
         weights = np.asarray(weights)
         if self._cluster.nodes > 1:
             self._exchange_far(step, weights[self._workers])
         elif self._owner:
             self._update(step, weights)
-        self._meet()
-        return Report._make(REPORT.unpack_from(self._agreed))
+        return self._leave()
 
     def _exchange_far(self, step: int, near: np.ndarray) -> None:
         """Do what the nodes' gradients and reports go through between the two meetings."""
-        requests = self._send_partials(near) + self._collect_results()
-        leads = self._cluster.rank == self._leader
-        agreeing = [begin_sum(self._leaders, self._sums)] if leads else []
+        requests = self._send_partials(step, near) + self._collect_results()
+        requests += self._begin_agreeing()
         if self._owner:
             self._update(step, self._receive_partials(near))
-            requests += self._send_result()
-        self._wait(requests + agreeing)
-        if leads:
-            self._agreed[:] = self._sums.data
+            requests += self._send_result(step)
+        self._wait(requests)
+        self._unpack_results()
+        self._agree()
 
-    def _send_partials(self, weights: np.ndarray) -> list[MPI.Request]:
-        requests = []
-        for rank, shard, partial in self._errands:
-            sum_rows(self._addresses, weights, shard.begin, partial)
-            for part in transfer_pieces(partial):
-                requests.append(self._cluster.comm.Isend(part, rank, TAG_PARTIAL))
+    def _send_partials(self, step: int, weights: np.ndarray) -> list[MPI.Request]:
+        requests, comm = [], self._cluster.comm
+        for errand in self._errands:
+            sum_rows(self._addresses, weights, errand.shard.begin, errand.partial)
+            for part in errand.packer.pack(errand.partial, step, 0):
+                requests.append(comm.Isend(part, errand.owner, TAG_PARTIAL))
         return requests
 
     def _collect_results(self) -> list[MPI.Request]:
         comm = self._cluster.comm
         return [
-            comm.Irecv(part, rank, TAG_RESULT)
-            for rank, shard, _ in self._errands
-            for part in transfer_pieces(self.replica[shard.range])
+            comm.Irecv(part, errand.owner, TAG_RESULT)
+            for errand in self._errands
+            for part in transfer_pieces(errand.place)
         ]
 
-    def _send_result(self) -> list[MPI.Request]:
-        if not self._owner:
+    def _unpack_results(self) -> None:
+        for errand in self._errands:
+            errand.unpacker.unpack(errand.place)
+
+    def _send_result(self, step: int) -> list[MPI.Request]:
+        if not self._owner or not self._agents:
             return []
         comm = self._cluster.comm
-        pieces = transfer_pieces(self.params)
+        pieces = self._packer.pack(self.params, step, 0)
         return [comm.Isend(p, agent, TAG_RESULT) for agent in self._agents for p in pieces]
 
     def _receive_partials(self, weights: np.ndarray) -> np.ndarray:
@@ -285,10 +192,12 @@ class SharedRound(Round):
         comm = self._cluster.comm
         coming = [
             comm.Irecv(part, agent, TAG_PARTIAL)
-            for agent, partial in zip(self._agents, self._partials, strict=False)
-            for part in transfer_pieces(partial)
+            for agent, place in zip(self._agents, self._places, strict=True)
+            for part in transfer_pieces(place)
         ]
         self._wait(coming)
+        for unpacker, place in zip(self._partials, self._places, strict=True):
+            unpacker.unpack(place)
         return np.concatenate([weights, np.ones(len(self._partials))])
 
     def _update(self, step: int, weights: np.ndarray) -> None:
@@ -302,15 +211,8 @@ class SharedRound(Round):
 
     def free(self) -> None:
         """See `Round.free`."""
+        self._errands = []  # they hold views
         super().free()
-        self._report = self._agreed = memoryview(b"")
-        self._window.free()
-        free(self._leaders)
-
-
-def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
-    """Return the address of element 0 of each array, dtype int64, as kernels take rows."""
-    return np.array([array.ctypes.data for array in arrays], np.int64)
 
 
 def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:

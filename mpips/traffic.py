@@ -21,7 +21,8 @@ The results come after the sums, and both after the gradient: the times add up.
 **Rounds by MPI_Allreduce** (``--reduce allreduce``): at least 2 (n - 1) M / n each way for the
 Allreduce between n nodes, and then each node receives M - m_i of the broadcasts.
 
-Where k batches are accumulated before a push or a round, all is divided by k.
+Where k batches are accumulated before a push or a round, all is divided by k. Where a codec packs
+gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
 
 from collections.abc import Sequence

@@ -109,6 +109,11 @@ def _check_codecs(config: Config) -> None:
     if config.pull_codec != "none" and config.far_read == "get":
         got = f"pull_codec {config.pull_codec!r} with far_read 'get'"
         raise UserError(got, "far_read 'reply'", "only an owner packs: leave out --far-read")
+    for name in ("codec", "pull_codec"):
+        if config.reduce == "allreduce" and getattr(config, name) != "none":
+            got = f"{name} {getattr(config, name)!r} with reduce 'allreduce'"
+            remedy = "MPI adds up what is not packed: leave out --reduce"
+            raise UserError(got, "reduce 'auto' or 'shared'", remedy)
     for name in ("topk_ratio", "topk_momentum", "topk_warmup"):
         value = getattr(config, name)
         if config.codec != "topk" and value != OPTIONS[name].default:

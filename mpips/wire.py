@@ -22,6 +22,8 @@ CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 def push_codec(config: Config) -> Codec | None:
     """Return the codec of far pushes that a job asks for, or None."""
     c = config
+    if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.lowrank`
+        return None
     if c.codec != "topk":
         return make_codec(c.codec)
     return make_codec("topk", ratio=c.topk_ratio, momentum=c.topk_momentum, warmup=c.topk_warmup)
@@ -41,23 +43,33 @@ def told(
         config: Of the job.
         roles: Who is what.
         node_of: Node of each rank.
-        shards: Of the servers.
+        shards: Of the servers, or owners.
     """
     codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
     if not any(codecs.values()):
         return None
-    owners = zip(roles.servers, shards, strict=True)
-    sizes = [
-        shard.size
-        for rank, shard in owners
-        for worker in roles.workers
-        if shard.size and node_of[rank] != node_of[worker]
-    ]
+    sizes = _crossing(config, roles, node_of, shards)
     if not sizes:
-        return "nothing is packed: no worker is on another node than a server"
+        who = "a server" if roles.servers else "an owner"
+        return f"nothing is packed: no worker is on another node than {who}"
     words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
     large = sum(is_large(n, config.dtype) for n in sizes)
     return f"packed between nodes: {words}; {large} of {len(sizes)} slices are large enough"
+
+
+def _crossing(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> list[int]:
+    """Return the size of each slice that crosses nodes: once a worker, in a round once a node."""
+    workers = [node_of[rank] for rank in roles.workers]
+    if config.in_rounds:
+        workers = sorted(set(workers))
+    return [
+        shard.size
+        for rank, shard in zip(roles.owners, shards, strict=True)
+        for node in workers
+        if shard.size and node_of[rank] != node
+    ]
 
 
 @dataclass(frozen=True)
@@ -76,10 +88,10 @@ class Packing:
 
 
 class Packer:
-    """Packs what one sender sends to one server. Collective: no.
+    """Packs what one sender sends of one slice. Collective: no.
 
     Args:
-        source: Number of the sender.
+        source: Number of the sender; in rounds, of its node.
         buffers: Messages that may be on their way at a time.
 
     Attributes:
@@ -129,24 +141,38 @@ class Packer:
 
 
 class Unpacker:
-    """Unpacks the pushes to one server, one at a time. Collective: no."""
+    """Unpacks what comes by one codec for one slice, one message at a time. Collective: no.
 
-    def __init__(self, codec: Codec | None, size: int, dtype: np.typing.DTypeLike) -> None:
+    Args:
+        codec: The codec, or None.
+        size: Elements of the slice.
+        dtype: Their dtype.
+        out: Where the elements go, shape (size,); by default memory that is valid until the next
+            call, or the message itself where it is not packed.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None,
+        size: int,
+        dtype: np.typing.DTypeLike,
+        out: np.ndarray | None = None,
+    ) -> None:
         self._codec, self._size, self._dtype = codec_for(codec, size, dtype), size, dtype
-        self._grad = np.zeros(size, dtype) if self._codec is not None else None
+        self._out = np.zeros(size, dtype) if out is None and self._codec is not None else out
 
     def place(self) -> np.ndarray:
-        """Return room for a message."""
-        if self._codec is None:
-            return np.zeros(self._size, self._dtype)
-        return buffer_for(self._codec.wire_bytes(self._size, self._dtype))
+        """Return room for a message: `out` itself, if it was given and nothing is packed."""
+        if self._codec is not None:
+            return buffer_for(self._codec.wire_bytes(self._size, self._dtype))
+        return np.zeros(self._size, self._dtype) if self._out is None else self._out
 
     def unpack(self, place: np.ndarray) -> np.ndarray:
-        """Return the gradient in a message: `place` itself, or a copy valid until the next call."""
-        if self._codec is None or self._grad is None:
+        """Return the elements of a message."""
+        if self._codec is None or self._out is None:
             return place
-        self._codec.decode(place, self._grad)
-        return self._grad
+        self._codec.decode(place, self._out)
+        return self._out
 
 
 class Chunked:

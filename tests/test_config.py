@@ -543,8 +543,16 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--mode sync --steps 9 --warmup-steps 9", "warmup_steps 9 with steps 9, expected warmup_"),
         ("--classes 1", "classes 1, expected 0 (inferred) or at least 2"),
         ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
-        ("--codec int8 --mode sync", "codec 'int8' in mode sync, expected mode async or ssp"),
-        ("--pull-codec fp16 --mode sync", "pull_codec 'fp16' in mode sync, expected mode async or"),
+        ("--codec int8 --mode easgd", "codec 'int8' in mode easgd, expected mode async or ssp or"),
+        ("--pull-codec fp16 --mode local_sgd", "'fp16' in mode local_sgd, expected mode async or"),
+        (
+            "--codec int8 --mode sync --reduce allreduce",
+            "codec 'int8' with reduce 'allreduce', expected reduce 'auto' or 'shared'",
+        ),
+        (
+            "--pull-codec fp16 --mode sync --reduce allreduce",
+            "pull_codec 'fp16' with reduce 'allreduce', expected reduce 'auto' or 'shared'",
+        ),
         ("--pull-codec fp16 --far-read get", "with far_read 'get', expected far_read 'reply'"),
         ("--topk-ratio 0.1", "topk_ratio 0.1 with codec 'none', expected codec 'topk'"),
         ("--codec int8 --topk-warmup 9", "topk_warmup 9 with codec 'int8', expected codec 'topk'"),
@@ -835,6 +843,8 @@ def mended(values: dict[str, Any]) -> Config:
             values[name] = OPTIONS[name].default
     if values["far_read"] == "get" and (values["mode"] == "ssp" or values["pull_codec"] != "none"):
         values["far_read"] = "reply"
+    if values["reduce"] == "allreduce":
+        values |= {"codec": "none", "pull_codec": "none"}
     if values["codec"] != "topk":
         values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}
     if values["topk_momentum"]:

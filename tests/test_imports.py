@@ -28,7 +28,8 @@ inbox
 channel feed far
 neighbours gate
 job store
-rounds saver quorum
+meeting saver quorum
+rounds
 server worker
 strategies
 summary needs
@@ -198,7 +199,7 @@ WORDS = {
     "neighbours": {"words"},
     "outbox": {"words", "_carried", "carried"},
     "quorum": {"_header"},
-    "rounds": set(),  # known by address only, which nothing but `meet` takes
+    "meeting": set(),  # known by address only, which nothing but `meet` takes
     "server": {"applied", "_applied"},
     "store": {"header", "_header", "applied", "_granted", "_wants", "wants", "_reads", "reads"},
     "strategies.async_sgd": {"applied"},

@@ -12,8 +12,8 @@ from mpips.wire import Chunked, told
 
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
     node_of = [rank // node_size for rank in range(4)]
-    roles = assign("async", ["host"] * 4, node_of, servers)
-    return told(config, roles, node_of, cut(n, servers))
+    roles = assign(config.mode, ["host"] * 4, node_of, servers)
+    return told(config, roles, node_of, cut(n, len(roles.owners)))
 
 
 def test_nothing_is_said_where_nothing_is_asked_for() -> None:
@@ -33,6 +33,17 @@ def test_what_is_packed_is_said() -> None:
 def test_one_node_packs_nothing() -> None:
     told_so = "nothing is packed: no worker is on another node than a server"
     assert line(Config(codec="topk"), 4, 1, 1 << 20) == told_so
+
+
+def test_a_round_packs_a_slice_once_a_node() -> None:
+    sync = Config(mode="sync", codec="onebit", pull_codec="int8")
+    start = "packed between nodes: pushes by onebit, pulls by int8; "
+    assert line(sync, 2, 0, 1 << 20) == f"{start}4 of 4 slices are large enough"
+    assert line(sync, 1, 0, 1 << 20) == f"{start}12 of 12 slices are large enough"
+    assert line(sync, 2, 1, 1 << 20) == f"{start}1 of 1 slices are large enough"
+    assert line(sync, 1, 0, 65000) == f"{start}0 of 12 slices are large enough"
+    told_so = "nothing is packed: no worker is on another node than an owner"
+    assert line(sync, 4, 0, 1 << 20) == told_so
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])

@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from mpips import signals
+from mpips import signals, wire
 from mpips.accumulate import Accumulator, submit, taken
 from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
@@ -39,6 +39,9 @@ def run(job: Job, log: Log) -> Outcome:
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
     rounds.publish_start()
+    packed = wire.told(job.config, job.cluster.roles, job.cluster.node_of, job.shards)
+    if packed is not None:
+        log.say(packed)
     return SyncLoop(job, rounds, log).run()
 
 

@@ -13,7 +13,7 @@ from verdict import check
 from mpips import far, outbox, rounds, session
 from mpips.cluster import MPI, Cluster
 from mpips.command_line import parse_command_line
-from mpips.explain import Place, explain
+from mpips.explain import Place, codec_ratios, explain
 from mpips.jobfile import resolve
 from mpips.traffic import totals
 from mpips.window import Window
@@ -105,8 +105,10 @@ def count(cluster: Cluster, words: list[str], counters: list[Counter]) -> np.nda
 def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
     """Return what a step is said to move, of the shape of `count`."""
     config = resolve({**parse_command_line(words).options, **changes})
-    n = 64 * 300 + 300 + 300 * 10 + 10
-    told = explain(config, Place(cluster.hosts, cluster.node_of, n, 1.0))
+    (width,) = config.hidden
+    n = 64 * width + width + width * 10 + 10
+    codecs = codec_ratios(n, config.dtype)
+    told = explain(config, Place(cluster.hosts, cluster.node_of, n, 1.0, codecs=codecs))
     found = totals(told.flows)
     grads = [(flow.grads_out, flow.grads_in) for flow in found]
     return np.array([grads, [(flow.params_out, flow.params_in) for flow in found]])
@@ -147,3 +149,20 @@ def test_rounds(cluster: Cluster, node_size: int, options: str, counters: list[C
     check(cluster.comm, bool((moved[GRADS] == STEPS * step[GRADS]).all()), (moved, step))
     first = step[PARAMS]  # the initial parameters
     check(cluster.comm, bool((moved[PARAMS] == STEPS * step[PARAMS] + first).all()), (moved, step))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "topk"])
+def test_packed_rounds(
+    cluster: Cluster, node_size: int, codec: str, counters: list[Counter]
+) -> None:
+    """A shard is rounded up to whole buckets, topk to whole elements."""
+    pull = "fp16" if codec == "topk" else codec
+    words = words_of(f"--mode=sync --codec={codec} --pull-codec={pull}", node_size)
+    words[words.index("--hidden=300")] = "--hidden=1200"
+    moved = count(cluster, words, counters)
+    step = said(cluster, words)
+    good = np.allclose(moved[GRADS], STEPS * step[GRADS], rtol=1e-2)
+    good &= np.allclose(moved[PARAMS], (STEPS + 1) * step[PARAMS], rtol=1e-2)
+    check(cluster.comm, bool(good), (moved, step))
+    raw = said(cluster, words, codec="none", pull_codec="none")
+    check(cluster.comm, bool((moved[GRADS] < 0.51 * STEPS * raw[GRADS]).all()), (moved, raw))

@@ -1,0 +1,204 @@
+"""Rounds that pack what crosses nodes, against a serial run that packs the same sums."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from test_rounds import gradient, make_job, shares
+from verdict import check
+
+from mpips.cluster import Cluster
+from mpips.codecs import Origin, buffer_for, codec_for
+from mpips.job import Job, initial_vector
+from mpips.rounds import Report, Round, make_round
+from mpips.wire import pull_codec, push_codec
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
+
+STEPS = 3
+SHAPES = {"w": (300, 200), "b": (7,), "v": (61_000,)}  # shards of 4 owners are above 64 KB
+SMALL = {"w": (300, 20), "b": (7,)}  # and these below
+
+
+class Serial:
+    """All nodes of a job in one process, in the dtype of the job.
+
+    Node a packs its weighted sum of gradients for each slice that a rank of another node owns,
+    and keeps the codec's state of it; the owner adds its own node's gradients and the other nodes'
+    sums, by rank and by node, and makes the update. Each other node has what the pull codec makes
+    of the slice.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, roles = job, job.cluster.roles
+        self.push, self.pull = push_codec(job.config), pull_codec(job.config)
+        self.node_of = job.cluster.node_of
+        self.workers = list(enumerate(roles.workers))
+        self.owners = [(r, s) for r, s in zip(roles.owners, job.shards, strict=True) if s.size]
+        self.params = initial_vector(job.problem, job.config.seed, job.dtype)
+        self.velocity = np.zeros_like(self.params)
+        self.states: dict[Any, Any] = {}
+        self.replicas = [self.params.copy() for _ in range(job.cluster.nodes)]
+        self.share(0)
+
+    def packed(self, codec: Any, part: np.ndarray, node: int, number: int, begin: int) -> Any:
+        """Return what the other end decodes."""
+        codec = codec_for(codec, part.size, part.dtype)
+        if codec is None:
+            return part
+        key = (codec.name, node, begin)
+        state = self.states.setdefault(key, codec.fresh_state(part.size, part.dtype))
+        message, out = buffer_for(codec.wire_bytes(part.size, part.dtype)), np.zeros_like(part)
+        codec.encode(part, message, state, Origin(self.job.config.seed, node, number, begin))
+        codec.decode(message, out)
+        return out
+
+    def share(self, number: int) -> None:
+        for rank, shard in self.owners:
+            mine, part = self.node_of[rank], self.params[shard.range]
+            there = self.packed(self.pull, part, mine, number, shard.begin)
+            for node, replica in enumerate(self.replicas):
+                replica[shard.range] = part if node == mine else there
+
+    def step(self, number: int) -> None:
+        c, real = self.job.config, self.job.dtype.type
+        weights = shares(len(self.workers), number)
+        grads = [gradient(w, number, self.replicas[self.node_of[r]]) for w, r in self.workers]
+        for rank, shard in self.owners:
+            total = np.zeros(shard.size, self.job.dtype)
+            for w, r in self.workers:
+                if self.node_of[r] == self.node_of[rank] and weights[w]:
+                    total += real(weights[w]) * grads[w][shard.range]
+            for node in sorted({self.node_of[r] for _, r in self.workers}):
+                if node == self.node_of[rank]:
+                    continue
+                part = np.zeros_like(total)
+                for w, r in self.workers:
+                    if self.node_of[r] == node and weights[w]:
+                        part += real(weights[w]) * grads[w][shard.range]
+                total += self.packed(self.push, part, node, number, shard.begin)
+            v = self.velocity[shard.range]
+            v[:] = real(c.momentum) * v + total
+            self.params[shard.range] -= real(c.lr * min(1.0, number / c.warmup_steps)) * v
+        self.share(number)
+
+
+def start(job: Job) -> Round:
+    rounds = make_round(job)
+    if job.cluster.rank in job.cluster.roles.owners:
+        job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    return rounds
+
+
+def step(job: Job, rounds: Round, number: int) -> None:
+    weights = shares(len(job.cluster.roles.workers), number)
+    worker = job.worker_id
+    if worker is not None:
+        rounds.grad[:] = gradient(worker, number, rounds.replica)
+        if not weights[worker]:
+            rounds.grad[:] = np.nan
+    rounds.exchange(number, weights, Report())
+
+
+CASES = [
+    {"codec": "bf16", "pull_codec": "bf16"},
+    {"codec": "int8", "pull_codec": "int8"},
+    {"codec": "int8", "pull_codec": "fp16", "dtype": "float64"},
+    {"codec": "topk", "topk_ratio": 0.05, "topk_warmup": 2},
+    {"codec": "onebit", "pull_codec": "int8"},
+    {"pull_codec": "fp16"},
+]
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("options", CASES, ids=lambda o: "-".join(map(str, o.values())))
+def test_packed_rounds_equal_a_serial_run(
+    cluster: Cluster, servers: int, options: dict[str, Any]
+) -> None:
+    """Bit for bit: parameters and slots of the owners, replicas, and what the codec keeps."""
+    job = make_job(cluster, servers, SHAPES, seed=3, optimizer="momentum", **options)
+    rounds, serial = start(job), Serial(job)
+    wrong = []
+    mine = cluster.node_of[cluster.rank]
+    for number in range(1, STEPS + 1):
+        step(job, rounds, number)
+        serial.step(number)
+        if not np.array_equal(rounds.replica, serial.replicas[mine]):
+            wrong.append(f"replica in round {number}")
+    if cluster.rank in cluster.roles.owners:
+        if not np.array_equal(rounds.params, serial.params[job.shard.range]):
+            wrong.append("parameters")
+        if not np.array_equal(rounds.slots[0], serial.velocity[job.shard.range]):
+            wrong.append("slots")
+    for name, parts in rounds.own_state().items():
+        assert name == "residual"
+        for begin, array in parts:
+            if not np.array_equal(array, serial.states[job.config.codec, mine, begin][0]):
+                wrong.append(f"residual at {begin}")
+    kept = [begin for _, parts in rounds.own_state().items() for begin, _ in parts]
+    cluster.barrier()
+    rounds.free()
+    check(cluster.comm, not wrong, wrong)
+    everywhere = [b for begins in cluster.comm.allgather(kept) for b in begins]
+    feedback = job.config.codec in ("topk", "onebit")
+    far = [
+        1
+        for r, _ in serial.owners
+        for n in {cluster.node_of[w] for _, w in serial.workers}
+        if cluster.node_of[r] != n
+    ]
+    check(cluster.comm, len(everywhere) == (len(far) if feedback else 0), everywhere)
+
+
+def test_small_slices_go_as_they_are(cluster: Cluster) -> None:
+    ends = []
+    for codec in ("none", "onebit"):
+        job = make_job(cluster, 0, SMALL, optimizer="momentum", codec=codec)
+        rounds = start(job)
+        for number in range(1, STEPS + 1):
+            step(job, rounds, number)
+        ends.append(rounds.replica.copy())
+        nothing = not rounds.own_state()
+        cluster.barrier()
+        rounds.free()
+        check(cluster.comm, nothing, codec)
+    check(cluster.comm, np.array_equal(*ends), "packed")
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8", "topk", "onebit"])
+def test_what_is_not_finite_reaches_every_replica(cluster: Cluster, codec: str) -> None:
+    pull = "int8" if codec in ("int8", "topk") else "none"
+    job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec=codec, pull_codec=pull)
+    rounds = start(job)
+    finite = np.isfinite(rounds.replica).all()
+    rounds.grad[:] = 1.0
+    if cluster.rank == cluster.world - 1:
+        rounds.grad[::1000] = np.nan
+    weights = np.full(cluster.world, 1 / cluster.world)
+    rounds.exchange(1, weights, Report())
+    seen = not np.isfinite(rounds.replica).all()
+    cluster.barrier()
+    rounds.free()
+    check(cluster.comm, bool(finite and seen), (finite, seen))
+
+
+def test_a_resumed_start_packs_as_the_round_before_it(cluster: Cluster) -> None:
+    """So a pull codec alone costs no bit of equality with a run that was never stopped."""
+    job = make_job(cluster, 0, SHAPES, optimizer="sgd", pull_codec="int8")
+    rounds = start(job)
+    for number in (1, 2):
+        step(job, rounds, number)
+    expected, owned = rounds.replica.copy(), rounds.params.copy()
+    cluster.barrier()
+    rounds.free()
+    again = dataclasses.replace(job)
+    again.base_step = 2
+    rounds = make_round(again)
+    rounds.params[:] = owned
+    rounds.publish_start()
+    same = np.array_equal(rounds.replica, expected)
+    cluster.barrier()
+    rounds.free()
+    check(cluster.comm, same, "replicas differ")

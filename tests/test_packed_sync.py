@@ -1,0 +1,55 @@
+"""Whole synchronous jobs that pack what crosses nodes: what they reach, and how they end."""
+
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+from runs import Plan, assert_same_state, final, summary
+
+from mpips.codecs import CODECS
+
+pytestmark = pytest.mark.launch
+
+JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0"
+SGD = "--optimizer sgd --lr 0.3"
+CASES = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
+    "int8": (4, "--codec int8 --pull-codec int8", 0.96),
+    "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
+    "onebit": (4, f"--codec onebit {SGD}", 0.95),
+    "topk": (4, f"--codec topk {SGD}", 0.95),
+    "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.95),
+}
+FAULTY = f"--problem {ROOT}/tests/problems/faulty.py:NanGradientOfMlp"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    made = Plan(tmp_path_factory.mktemp("packed"))
+    job = [str(ROOT / JOB.split()[0]), *JOB.split()[1:]]
+    for name, (ranks, options, _) in CASES.items():
+        made.add(name, ranks, [*job, *options.split()])
+    for name in CODECS:
+        made.add(f"nan {name}", 4, [*job, *FAULTY.split(), "--codec", name], code=1)
+    both = [*job, *CASES["int8"][1].split(), "--schedule", "constant"]
+    made.add("resumed", 4, [*both, "--epochs", "4"])
+    made.add("resumed", 4, ["--resume", "--epochs", "8"])
+    made.add("whole", 4, [*both, "--epochs", "8"])
+    made.run(timeout_s=300)
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
+    assert summary(plan.out(name))["accuracy"] >= CASES[name][2]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> None:
+    out: Path = plan.out(f"nan {name}")
+    assert summary(out)["stop_reason"] == "diverged"
+    assert summary(out)["global_step"] < 20
+    assert not (out / "DONE").exists()
+
+
+def test_a_resumed_run_without_feedback_ends_bitwise_equal(plan: Plan) -> None:
+    assert_same_state(final(plan.out("resumed")), final(plan.out("whole")))
