@@ -25,8 +25,8 @@ LEARNING_RATES = {
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
-CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit")
-FEEDBACK = ("topk", "onebit")  # these keep what they leave out for the next message
+CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
+FEEDBACK = ("topk", "onebit", "powersgd")  # these keep what they leave out for the next message
 PULL_CODECS = ("none", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
@@ -151,6 +151,7 @@ class Config:
         "what pushes, in rounds sums, to other nodes are packed by",
         legal=CODECS,
         modes=("async", "ssp", "sync"),
+        only={"powersgd": ("sync",)},
     )
     pull_codec: str = setting(
         "messages", "none", "what shards of other nodes are packed by on their way",
@@ -163,6 +164,9 @@ class Config:
     )  # fmt: skip
     topk_warmup: int = setting(
         "messages", 0, "pushes in which the part comes down from a quarter", ">= 0"
+    )
+    powersgd_rank: int = setting(
+        "messages", 4, "columns of the factors that codec powersgd sends", ">= 1", modes=("sync",)
     )
 
     problem: str = setting(

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpips import traffic
 from mpips.codecs import CODECS, codec_for, is_large, make_codec
+from mpips.codecs.powersgd import Factors
 from mpips.command_line import Question
 from mpips.config import OPTIONS, Config
 from mpips.datasets import open_dataset
@@ -125,19 +126,21 @@ def case_of(config: Config, place: Place) -> Case:
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in cut(place.parameters, len(roles.owners), item)]
     given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
-    packed = place.codecs if any(is_large(size // item, c.dtype) for size in sizes) else {}
+    low_rank = given.get("codec") == "powersgd"
+    slices = any(is_large(size // item, c.dtype) for size in sizes)
+    packed = place.codecs if slices or low_rank else {}
     return Case(
         roles,
         tuple(place.node_of),
         tuple(sizes),
         rounds=ROUNDS[mode] and not c.backup_workers,
-        allreduce=c.reduce == "allreduce",
+        allreduce=c.reduce == "allreduce" or low_rank,
         one_push=c.node_aggregation,
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
         grads=packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
-        params=packed.get(given.get("pull_codec", ""), 1.0),
+        params=0.0 if low_rank else packed.get(given.get("pull_codec", ""), 1.0),
     )
 
 
@@ -227,10 +230,12 @@ def explain_world(
     Raises:
         UserError: If the job, its data or its problem is wrong, or does not fit the world.
     """
-    parameters = load_problem(config.problem, open_dataset(config).info, config).layout.size
+    layout = load_problem(config.problem, open_dataset(config).info, config).layout
     compute_s = question.step_ms / 1e3
-    rate, codecs = question.bytes_per_s, codec_ratios(parameters, config.dtype)
-    place = Place(hosts, node_of, parameters, rate, compute_s, codecs)
+    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+    codecs = codec_ratios(layout.size, config.dtype)
+    codecs["powersgd"] = factors.sent / layout.size
+    place = Place(hosts, node_of, layout.size, question.bytes_per_s, compute_s, codecs)
     return explanation_text(explain(config, place), question.link)
 
 

@@ -29,6 +29,7 @@ BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
     *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
     *("codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
+    "powersgd_rank",
 )
 
 

@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ HELP_COLUMN = 30
 def setting(group: str, default: Any, text: str, bound: str = "", **metadata: Any) -> Any:
     """Make a field of `Config`.
 
-    Metadata: legal, pattern, form, metavar, unset, bare, numeric, and modes: those that have it.
+    Metadata: legal, pattern, form, metavar, unset, bare, numeric, modes: those that have it, and
+    only: the modes of those values that not all of these have.
     """
     metadata = {"group": group, "help": text, "bound": bound, **metadata}
     return dataclasses.field(default=default, metadata=metadata)
@@ -65,6 +66,7 @@ class Option:
     bare: str | None = None
     numeric: bool = False
     modes: tuple[str, ...] = ()
+    only: Mapping[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, field: "dataclasses.Field[Any]") -> "Option":
@@ -81,11 +83,16 @@ class Option:
 
     def fits(self, value: Any, mode: str) -> bool:
         """Whether a job of that mode may have the value; the default says nothing, so it may."""
-        return not self.modes or mode in self.modes or value == self.default
+        modes = self.modes_of(value)
+        return not modes or mode in modes or value == self.default
+
+    def modes_of(self, value: Any) -> tuple[str, ...]:
+        """Return the modes that have a value; () for all."""
+        return self.only.get(value, self.modes)
 
     def mode_error(self, value: Any, mode: str) -> UserError:
         """Make the error for a value in a mode that does not have the option."""
-        modes = " or ".join(self.modes)
+        modes = " or ".join(self.modes_of(value))
         flag = f"--no-{self.flag[2:]}" if value is False else self.flag
         remedy = f"leave out {flag}, or use --mode {modes}"
         return UserError(f"{self.name} {shown(value)} in mode {mode}", f"mode {modes}", remedy)

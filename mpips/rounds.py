@@ -28,6 +28,7 @@ from mpips.cluster import begin_sum
 from mpips.job import Job
 from mpips.kernels import sum_rows
 from mpips.layout import CACHE_LINE_BYTES, Shard
+from mpips.lowrank import LowRankRound
 from mpips.meeting import (
     BLOCK_BYTES,
     REPORT,
@@ -274,4 +275,6 @@ def make_round(job: Job, rule: Rule | None = None) -> Round:
     Raises:
         UserError: If the shared memory of a host is too small.
     """
+    if job.config.codec == "powersgd" and job.cluster.nodes > 1 and rule is None:
+        return LowRankRound(job)
     return (AllreduceRound if job.config.reduce == "allreduce" else SharedRound)(job, rule)

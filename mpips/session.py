@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from mpips import __version__, cluster, codecs, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
+from mpips.codecs.powersgd import warm_powersgd
 from mpips.command_line import CommandLine
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset, open_dataset
@@ -185,9 +186,12 @@ def _compile(ranks: Cluster, config: Config) -> None:
         warm(rule, config.dtype)
         for codec in packed:
             codecs.warm(codec, config.dtype)
+        if config.codec == "powersgd":
+            warm_powersgd(config.dtype)
 
     first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    if first and not (is_compiled(rule) and packed == (None, None)):
+    plain = packed == (None, None) and config.codec != "powersgd"
+    if first and not (is_compiled(rule) and plain):
         load()
     ranks.barrier()
     load()

@@ -21,6 +21,9 @@ The results come after the sums, and both after the gradient: the times add up.
 **Rounds by MPI_Allreduce** (``--reduce allreduce``): at least 2 (n - 1) M / n each way for the
 Allreduce between n nodes, and then each node receives M - m_i of the broadcasts.
 
+**Rounds of codec powersgd**: Allreduces between n nodes of r (m + n) elements for each matrix of
+shape (m, n), and of what is sent as it is: 2 (n - 1) / n of those each way, and no parameters.
+
 Where k batches are accumulated before a push or a round, all is divided by k. Where a codec packs
 gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
@@ -82,7 +85,7 @@ class Case:
         node_of: Node number of each rank.
         shards: Bytes of each owner's shard.
         rounds: Whether all go in rounds; else servers are pulled from and pushed to.
-        allreduce: Whether a round is MPI_Allreduce.
+        allreduce: Whether a round is MPI_Allreduce, of whole gradients or of their factors.
         one_push: Whether a node sends its gradients as one.
         one_pull: Whether a node fetches each far shard once.
         prefetch: Whether pulls are hidden behind computing.

@@ -114,15 +114,27 @@ def _check_codecs(config: Config) -> None:
             got = f"{name} {getattr(config, name)!r} with reduce 'allreduce'"
             remedy = "MPI adds up what is not packed: leave out --reduce"
             raise UserError(got, "reduce 'auto' or 'shared'", remedy)
-    for name in ("topk_ratio", "topk_momentum", "topk_warmup"):
-        value = getattr(config, name)
-        if config.codec != "topk" and value != OPTIONS[name].default:
+    for name, option in OPTIONS.items():
+        codec, value = name.partition("_")[0], getattr(config, name)
+        if codec in ("topk", "powersgd") and config.codec != codec and value != option.default:
             got = f"{name} {value} with codec {config.codec!r}"
-            raise UserError(got, "codec 'topk'", "set --codec topk")
+            raise UserError(got, f"codec {codec!r}", f"set --codec {codec}")
     if config.topk_momentum and config.optimizer != "sgd":
         got = f"topk_momentum {config.topk_momentum} with optimizer {config.optimizer!r}"
         remedy = "the servers' rule would smooth once more: use --optimizer sgd"
         raise UserError(got, "optimizer 'sgd'", remedy)
+    if config.codec == "powersgd":
+        _check_powersgd(config)
+
+
+def _check_powersgd(config: Config) -> None:
+    if config.backup_workers:
+        remedy = "servers take each worker's gradient by itself: use another --codec"
+        raise UserError("codec 'powersgd' and backup_workers", "one of the two", remedy)
+    if config.pull_codec != "none":
+        remedy = "every node makes the update itself: leave out --pull-codec"
+        got = f"pull_codec {config.pull_codec!r} with codec 'powersgd'"
+        raise UserError(got, "pull_codec 'none'", remedy)
 
 
 def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:

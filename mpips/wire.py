@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpips.codecs import Codec, Origin, buffer_for, codec_for, is_large, make_codec
+from mpips.codecs.powersgd import Factors
 from mpips.config import Config
-from mpips.layout import Shard
+from mpips.layout import Layout, Shard
 from mpips.roles import Roles
 from mpips.window import transfer_pieces
 
@@ -35,7 +36,11 @@ def pull_codec(config: Config) -> Codec | None:
 
 
 def told(
-    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+    config: Config,
+    roles: Roles,
+    node_of: Sequence[int],
+    shards: Sequence[Shard],
+    layout: Layout,
 ) -> str | None:
     """Return a line that says what is packed, and how much of what crosses nodes; None if nothing.
 
@@ -44,7 +49,10 @@ def told(
         roles: Who is what.
         node_of: Node of each rank.
         shards: Of the servers, or owners.
+        layout: Of the model.
     """
+    if config.codec == "powersgd":
+        return _told_low_rank(config, len(set(node_of)), layout)
     codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
     if not any(codecs.values()):
         return None
@@ -55,6 +63,17 @@ def told(
     words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
     large = sum(is_large(n, config.dtype) for n in sizes)
     return f"packed between nodes: {words}; {large} of {len(sizes)} slices are large enough"
+
+
+def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
+    if nodes == 1:
+        return "nothing is packed: all ranks are on one node"
+    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+    return (
+        f"packed between nodes: sums by powersgd of rank {factors.rank}; {len(factors.matrices)} "
+        f"of {len(layout.names)} arrays are large enough; of {layout.size:,} elements "
+        f"{factors.sent:,} are sent"
+    )
 
 
 def _crossing(

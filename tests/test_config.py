@@ -556,6 +556,24 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--pull-codec fp16 --far-read get", "with far_read 'get', expected far_read 'reply'"),
         ("--topk-ratio 0.1", "topk_ratio 0.1 with codec 'none', expected codec 'topk'"),
         ("--codec int8 --topk-warmup 9", "topk_warmup 9 with codec 'int8', expected codec 'topk'"),
+        ("--powersgd-rank 2", "powersgd_rank 2 in mode async, expected mode sync"),
+        (
+            "--mode sync --powersgd-rank 2",
+            "powersgd_rank 2 with codec 'none', expected codec 'powersgd'",
+        ),
+        ("--codec powersgd", "codec 'powersgd' in mode async, expected mode sync"),
+        (
+            "--codec powersgd --mode sync --servers 1 --backup-workers 1",
+            "codec 'powersgd' and backup_workers, expected one of the two",
+        ),
+        (
+            "--codec powersgd --mode sync --pull-codec fp16",
+            "pull_codec 'fp16' with codec 'powersgd', expected pull_codec 'none'",
+        ),
+        (
+            "--codec powersgd --mode sync --reduce allreduce",
+            "codec 'powersgd' with reduce 'allreduce', expected reduce 'auto' or 'shared'",
+        ),
         ("--codec topk --topk-momentum 0.9", "with optimizer 'adam', expected optimizer 'sgd'"),
         ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
@@ -595,13 +613,15 @@ MODES = OPTIONS["mode"].legal
 COMPANIONS = {  # what an option has to come with
     "delay_adaptive": ["--delay-compensation", "0.5"],
     "backup_workers": ["--servers", "1"],
+    "powersgd_rank": ["--codec", "powersgd"],
 }
 
 
 def other_value(option: Option) -> Any:
     """Return a legal value that is not the default."""
     known: dict[Any, Any] = {bool: not option.default, int: 5, float: 0.5}
-    return next((v for v in option.legal[::-1] if v != option.default), known.get(option.kind))
+    legal = [v for v in option.legal[::-1] if v != option.default and v not in option.only]
+    return legal[0] if legal else known.get(option.kind)
 
 
 def a_mode(option: Option, has: bool) -> str:
@@ -664,6 +684,16 @@ def test_a_change_of_mode_drops_what_it_leaves_behind(name: str, tmp_path: Path)
     assert load([job_file(tmp_path, f'mode = "{other}"', "other.toml")], saved) == changed
     assert load([], saved) == first
     assert "expected mode" in message_of([job, "--mode", other, *words_of(option, value)])
+
+
+def test_a_value_that_fewer_modes_have(tmp_path: Path) -> None:
+    job = job_file(tmp_path, 'mode = "sync"\ncodec = "powersgd"\npowersgd_rank = 2')
+    assert load([job]).codec == "powersgd"
+    assert load([job, "--mode", "async"]).codec == "none"
+    assert load(["--mode", "ssp"], read_toml(job)) == Config(mode="ssp")
+    remedy = "leave out --codec, or use --mode sync"
+    expected = f"codec 'powersgd' in mode ssp, expected mode sync; {remedy}"
+    assert message_of([job, "--mode", "ssp", "--codec", "powersgd"]) == expected
 
 
 def test_a_job_file_for_the_saved_mode_is_held_to_it(tmp_path: Path) -> None:
@@ -845,6 +875,10 @@ def mended(values: dict[str, Any]) -> Config:
         values["far_read"] = "reply"
     if values["reduce"] == "allreduce":
         values |= {"codec": "none", "pull_codec": "none"}
+    if values["codec"] == "powersgd":
+        values |= {"mode": "sync", "backup_workers": 0, "pull_codec": "none"}
+    else:
+        values["powersgd_rank"] = 4
     if values["codec"] != "topk":
         values |= {"topk_ratio": 0.01, "topk_momentum": 0.0, "topk_warmup": 0}
     if values["topk_momentum"]:

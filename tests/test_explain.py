@@ -23,7 +23,9 @@ from mpips.explain import (
     has,
 )
 from mpips.jobfile import resolve
+from mpips.metrics import human_bytes
 from mpips.options import Option, setting
+from mpips.traffic import totals
 
 README = (ROOT / "README.md").read_text()
 SEVERAL = re.compile("accumulate|local_sgd|easgd")
@@ -175,6 +177,27 @@ def test_such_options_count(smaller: Place) -> None:
     found = explain.explain(Smaller(accumulate=3), smaller)
     assert found.pushed == 3 * M / 3
     assert found.step_s == M / RATE
+
+
+def test_powersgd_adds_up_factors_alone(smaller: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    place = dataclasses.replace(smaller, codecs={"powersgd": 0.02})
+    found = explain.explain(resolve({"mode": "sync", "codec": "powersgd"}), place)
+    around = 2 * 3 / 4 * 0.02 * M
+    assert [(f.sent, f.received) for f in totals(found.flows)] == [(around, around)] * 4
+    assert found.step_s == pytest.approx(around / RATE)
+    other = explain.explain(resolve({"mode": "sync"}), place)
+    assert gains(other)["--codec powersgd"] == pytest.approx(50)
+
+
+def test_the_factors_of_the_job_are_counted() -> None:
+    """w1 of 64 x 300 and w2 of 300 x 300; rank 3; the rest goes as it is."""
+    options = "--mode sync --codec powersgd --powersgd-rank 3 --hidden 300,300"
+    config = resolve(parse_command_line(options.split()).options)
+    sent = 3 * (64 + 300) + 3 * (300 + 300) + 300 + 300 + 300 * 10 + 10
+    text = explain_alone(config, Question(ranks=4, nodes=2))
+    moved = human_bytes(4 * sent)
+    assert text.count(f"{'link':10s}  {moved:>10s}  {moved:>10s}") == 2
 
 
 def test_delay_compensation_sends_the_replica_behind_the_gradient(smaller: Place) -> None:

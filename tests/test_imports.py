@@ -29,6 +29,7 @@ channel feed far
 neighbours gate
 job store
 meeting saver quorum
+lowrank
 rounds
 server worker
 strategies

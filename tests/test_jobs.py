@@ -17,6 +17,7 @@ EXPECTED = {  # ranks, least held-out accuracy
     "digits-easgd.toml": (6, 0.94),
     "digits-local-sgd.toml": (4, 0.94),
     "digits-packed.toml": (6, 0.96),
+    "digits-powersgd.toml": (4, 0.96),
     "digits-stale.toml": (8, 0.95),
     "hdf5.toml": (4, 0.90),
     "softmax-libsvm.toml": (4, 0.90),

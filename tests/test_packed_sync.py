@@ -17,8 +17,13 @@ CASES = {  # ranks, options, least accuracy: what is reached without a codec, le
     "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
     "onebit": (4, f"--codec onebit {SGD}", 0.95),
     "topk": (4, f"--codec topk {SGD}", 0.95),
+    "wide": (4, "--hidden 256,256", 0.96),
+    "powersgd": (4, "--hidden 256,256 --codec powersgd", 0.96),
+    "powersgd, servers": (5, "--hidden 256,256 --codec powersgd --servers 1 --clip 1", 0.96),
+    "powersgd, private": (2, "--hidden 256,256 --codec powersgd --window private", 0.96),
     "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.95),
 }
+NAN = (*CODECS, "powersgd")
 FAULTY = f"--problem {ROOT}/tests/problems/faulty.py:NanGradientOfMlp"
 
 
@@ -28,12 +33,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     job = [str(ROOT / JOB.split()[0]), *JOB.split()[1:]]
     for name, (ranks, options, _) in CASES.items():
         made.add(name, ranks, [*job, *options.split()])
-    for name in CODECS:
+    for name in NAN:
         made.add(f"nan {name}", 4, [*job, *FAULTY.split(), "--codec", name], code=1)
     both = [*job, *CASES["int8"][1].split(), "--schedule", "constant"]
     made.add("resumed", 4, [*both, "--epochs", "4"])
     made.add("resumed", 4, ["--resume", "--epochs", "8"])
     made.add("whole", 4, [*both, "--epochs", "8"])
+    low = [*job, *CASES["powersgd"][1].split()]
+    made.add("low rank, resumed", 4, [*low, "--epochs", "15"])
+    made.add("low rank, resumed", 6, ["--resume", "--epochs", "30"])
     made.run(timeout_s=300)
     return made
 
@@ -43,7 +51,7 @@ def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
     assert summary(plan.out(name))["accuracy"] >= CASES[name][2]
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", NAN)
 def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> None:
     out: Path = plan.out(f"nan {name}")
     assert summary(out)["stop_reason"] == "diverged"
@@ -53,3 +61,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> No
 
 def test_a_resumed_run_without_feedback_ends_bitwise_equal(plan: Plan) -> None:
     assert_same_state(final(plan.out("resumed")), final(plan.out("whole")))
+
+
+def test_powersgd_costs_less_than_half_a_point(plan: Plan) -> None:
+    packed, plain = (summary(plan.out(name))["accuracy"] for name in ("powersgd", "wide"))
+    assert packed >= plain - 0.005
+
+
+def test_a_run_by_powersgd_goes_on_elsewhere(plan: Plan) -> None:
+    """On three nodes instead of two, with errors of its own."""
+    found = summary(plan.out("low rank, resumed"))
+    assert len(found["nodes"]) == 3
+    assert found["accuracy"] >= 0.96

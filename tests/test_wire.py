@@ -5,7 +5,7 @@ import pytest
 
 from mpips.codecs import Origin, make_codec
 from mpips.config import Config
-from mpips.layout import Shard, cut
+from mpips.layout import Layout, Shard, cut
 from mpips.roles import assign
 from mpips.wire import Chunked, told
 
@@ -13,7 +13,8 @@ from mpips.wire import Chunked, told
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
     node_of = [rank // node_size for rank in range(4)]
     roles = assign(config.mode, ["host"] * 4, node_of, servers)
-    return told(config, roles, node_of, cut(n, len(roles.owners)))
+    layout = Layout.of({"w": (n // 64, 64), "b": (n % 64,)})
+    return told(config, roles, node_of, cut(n, len(roles.owners)), layout)
 
 
 def test_nothing_is_said_where_nothing_is_asked_for() -> None:
@@ -44,6 +45,16 @@ def test_a_round_packs_a_slice_once_a_node() -> None:
     assert line(sync, 1, 0, 65000) == f"{start}0 of 12 slices are large enough"
     told_so = "nothing is packed: no worker is on another node than an owner"
     assert line(sync, 4, 0, 1 << 20) == told_so
+
+
+def test_powersgd_says_how_much_it_sends() -> None:
+    config = Config(mode="sync", codec="powersgd", powersgd_rank=2)
+    n = 1000 * 64 + 5
+    assert line(config, 2, 0, n) == (
+        "packed between nodes: sums by powersgd of rank 2; 1 of 2 arrays are large enough; "
+        "of 64,005 elements 2,133 are sent"
+    )
+    assert line(config, 4, 0, n) == "nothing is packed: all ranks are on one node"
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])

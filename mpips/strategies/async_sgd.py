@@ -119,7 +119,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     times = agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
     if times is not None:
         log.say(_told(times))
-    packed = wire.told(config, cluster.roles, cluster.node_of, job.shards)
+    packed = wire.told(config, cluster.roles, cluster.node_of, job.shards, job.layout)
     if packed is not None:
         log.say(packed)
     reason = loop.serve()

@@ -39,7 +39,8 @@ def run(job: Job, log: Log) -> Outcome:
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
     rounds.publish_start()
-    packed = wire.told(job.config, job.cluster.roles, job.cluster.node_of, job.shards)
+    roles, node_of = job.cluster.roles, job.cluster.node_of
+    packed = wire.told(job.config, roles, node_of, job.shards, job.layout)
     if packed is not None:
         log.say(packed)
     return SyncLoop(job, rounds, log).run()

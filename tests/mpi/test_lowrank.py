@@ -1,0 +1,232 @@
+"""Rounds of PowerSGD against a serial run in float64, written from the paper's algorithms."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from test_rounds import gradient, make_job, shares
+from verdict import check
+
+from mpips.cluster import Cluster
+from mpips.codecs.powersgd import drawn
+from mpips.job import Job, initial_vector
+from mpips.lowrank import LowRankRound
+from mpips.rounds import Report, Round, SharedRound, make_round
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
+
+STEPS = 5
+SHAPES = {"w": (200, 120), "b": (7,), "t": (40, 30, 20), "s": (20, 10), "v": (5_000,)}
+LARGE = {"w": (200, 120), "t": (40, 600)}  # those that go as factors
+TOLERANCE = {"float32": 2e-5, "float64": 1e-11}
+
+Gradient = Callable[[int, int, np.ndarray], np.ndarray]
+
+
+def start(job: Job) -> Round:
+    rounds = make_round(job)
+    if job.cluster.rank in job.cluster.roles.owners:
+        job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    return rounds
+
+
+def step(job: Job, rounds: Round, number: int, grad: Gradient = gradient) -> None:
+    weights = shares(len(job.cluster.roles.workers), number)
+    worker = job.worker_id
+    if worker is not None:
+        rounds.grad[:] = grad(worker, number, rounds.replica)
+        if not weights[worker]:
+            rounds.grad[:] = np.nan
+    rounds.exchange(number, weights, Report(loss_sum=1.0))
+
+
+def end(cluster: Cluster, rounds: Round) -> np.ndarray:
+    """Free the round; returns this rank's replica."""
+    found = rounds.replica.copy()
+    cluster.barrier()
+    rounds.free()
+    rounds.free()
+    return found
+
+
+class Serial:
+    """Algorithm 2 of the paper with a node for a worker; momentum SGD or Adam on the result."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.rank = job, job.config.powersgd_rank
+        self.params = initial_vector(job.problem, job.config.seed, job.dtype).astype("f8")
+        self.first, self.second = np.zeros_like(self.params), np.zeros_like(self.params)
+        nodes = job.cluster.nodes
+        self.error = [{k: np.zeros(shape) for k, shape in LARGE.items()} for _ in range(nodes)]
+        self.basis = {
+            k: drawn(job.config.seed, 0, index, (self.rank, n)).T
+            for index, (k, (_, n)) in enumerate(LARGE.items())
+        }
+
+    def sums(self, number: int) -> list[dict[str, np.ndarray]]:
+        """Return each node's weighted sum of gradients."""
+        cluster = self.job.cluster
+        weights = shares(len(cluster.roles.workers), number)
+        found = [np.zeros_like(self.params) for _ in range(cluster.nodes)]
+        for worker, rank in enumerate(cluster.roles.workers):
+            if weights[worker]:
+                grad = gradient(worker, number, self.params.astype(self.job.dtype))
+                found[cluster.node_of[rank]] += weights[worker] * grad.astype("f8")
+        return [self.job.layout.views(total) for total in found]
+
+    def aggregate(self, number: int) -> np.ndarray:
+        sums, flat = self.sums(number), np.zeros_like(self.params)
+        result = self.job.layout.views(flat)
+        for name, out in result.items():
+            if name not in LARGE:
+                out[:] = sum(part[name] for part in sums)
+                continue
+            pairs = zip(sums, self.error, strict=True)
+            inputs = [s[name].reshape(LARGE[name]) + e[name] for s, e in pairs]
+            p = np.linalg.qr(sum(m @ self.basis[name] for m in inputs))[0]
+            factors = [m.T @ p for m in inputs]
+            self.basis[name] = sum(factors)
+            out[:] = (p @ self.basis[name].T).reshape(out.shape)
+            for e, m, q in zip(self.error, inputs, factors, strict=True):
+                e[name] = m - p @ q.T
+        return flat
+
+    def step(self, number: int) -> None:
+        c, g = self.job.config, self.aggregate(number)
+        norm = math.sqrt(float(g @ g))
+        if c.clip and norm > c.clip:
+            g *= c.clip / norm
+        lr = c.lr * min(1.0, number / c.warmup_steps)
+        if c.optimizer == "momentum":
+            self.first = c.momentum * self.first + g
+            self.params -= lr * self.first
+            return
+        self.first = c.beta1 * self.first + (1 - c.beta1) * g
+        self.second = c.beta2 * self.second + (1 - c.beta2) * g * g
+        unbiased = np.sqrt(self.second / (1 - c.beta2**number))
+        self.params -= lr * (self.first / (1 - c.beta1**number)) / (unbiased + c.eps)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def wrong_state(job: Job, rounds: Round, serial: Serial) -> list[object]:
+    """Compare the errors that a rank keeps, its shard and its slots with the serial run."""
+    wrong, bound = list[object](), TOLERANCE[job.config.dtype]
+    flat = np.full(job.layout.size, np.nan)
+    views = job.layout.views(flat)
+    for name in LARGE:
+        mine = serial.error[job.cluster.node_of[job.cluster.rank]][name]
+        views[name][...] = mine.reshape(views[name].shape)
+    for begin, error in rounds.own_state()["error"]:
+        scale = np.abs(flat[np.isfinite(flat)]).max()
+        if not np.abs(error - flat[begin : begin + error.size]).max() <= 20 * bound * scale:
+            wrong.append(f"error at {begin}")
+    if job.cluster.rank in job.cluster.roles.owners:
+        if not distance(rounds.params, serial.params[job.shard.range]) <= bound:
+            wrong.append("parameters")
+        if not distance(rounds.slots[0], serial.first[job.shard.range]) <= 20 * bound:
+            wrong.append("slots")
+    return wrong
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "momentum", "dtype": "float32"},
+        {"optimizer": "momentum", "dtype": "float64", "clip": 1.0},
+        {"optimizer": "momentum", "dtype": "float64", "powersgd_rank": 1},
+        {"optimizer": "adam", "dtype": "float64", "clip": 5.0},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_rounds_equal_the_paper(cluster: Cluster, servers: int, options: dict[str, Any]) -> None:
+    """Error feedback, warm start, clipping; every replica is the same bit for bit."""
+    job = make_job(cluster, servers, SHAPES, seed=5, codec="powersgd", **options)
+    rounds, serial = start(job), Serial(job)
+    assert isinstance(rounds, LowRankRound)
+    for number in range(1, STEPS + 1):
+        step(job, rounds, number)
+        serial.step(number)
+    wrong = wrong_state(job, rounds, serial)
+    kept = sum(error.size for _, error in rounds.own_state()["error"])
+    found = end(cluster, rounds)
+    if not distance(found, serial.params) <= TOLERANCE[job.config.dtype]:
+        wrong.append(distance(found, serial.params))
+    if not np.array_equal(found, cluster.comm.bcast(found)):
+        wrong.append("replicas differ")
+    check(cluster.comm, not wrong, wrong)
+    sizes = sum(m * n for m, n in LARGE.values())
+    check(cluster.comm, cluster.comm.allreduce(kept) == cluster.nodes * sizes, kept)
+
+
+def low_rank(worker: int, number: int, params: np.ndarray) -> np.ndarray:
+    """Matrices of two common columns, and zero in the first round."""
+    found = []
+    for at, (name, shape) in enumerate(SHAPES.items()):
+        m, n = LARGE.get(name, (1, math.prod(shape)))
+        columns = np.random.default_rng(at).standard_normal((m, 2))
+        found.append(columns @ np.random.default_rng([worker, number, at]).normal(size=(2, n)))
+    flat = np.concatenate([part.ravel() for part in found])
+    return (flat * (number != 1)).astype(params.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", ["low rank", "large rank"])
+def test_what_fits_into_the_rank_is_exact(cluster: Cluster, case: str, dtype: str) -> None:
+    """Gradients of a lower rank than r, which lose columns; and an r that packs nothing."""
+    ends = []
+    options = {"optimizer": "momentum", "dtype": dtype, "clip": 3.0}
+    rank = 4 if case == "low rank" else 40
+    grad = low_rank if case == "low rank" else gradient
+    for packing in ({}, {"codec": "powersgd", "powersgd_rank": rank}):
+        job = make_job(cluster, 0, SHAPES, **options, **packing)
+        rounds = start(job)
+        for number in range(1, STEPS + 1):
+            step(job, rounds, number, grad)
+        ends.append(end(cluster, rounds))
+    apart = distance(ends[1], ends[0])
+    check(cluster.comm, apart <= {"float32": 1e-6, "float64": 1e-13}[dtype], apart)
+
+
+def test_a_start_brings_parameters_and_slots_to_every_node(cluster: Cluster) -> None:
+    """As after a resume, with momentum that is not zero."""
+    ends = []
+    for packing in ({}, {"codec": "powersgd", "powersgd_rank": 40}):
+        job = make_job(cluster, 0, SHAPES, optimizer="momentum", **packing)
+        rounds = make_round(job)
+        rounds.params[:] = np.arange(job.shard.begin, job.shard.end) % 97
+        rounds.slots[0][:] = np.arange(job.shard.begin, job.shard.end) % 89
+        rounds.publish_start()
+        step(job, rounds, 1)
+        ends.append(end(cluster, rounds))
+    apart = distance(ends[1], ends[0])
+    check(cluster.comm, apart <= 1e-6, apart)
+
+
+def test_what_is_not_finite_reaches_every_replica(cluster: Cluster) -> None:
+    for bad in (np.nan, np.inf):
+        job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec="powersgd")
+        rounds = start(job)
+        rounds.grad[:] = 1.0
+        if cluster.rank == cluster.world - 1:
+            rounds.grad[17] = bad
+        rounds.exchange(1, np.full(cluster.world, 1 / cluster.world), Report())
+        seen = not np.isfinite(job.layout.views(rounds.replica)["w"]).all()
+        end(cluster, rounds)
+        check(cluster.comm, seen, bad)
+
+
+def test_a_round_of_one_node_packs_nothing(cluster: Cluster) -> None:
+    whole = Cluster(cluster.comm, cluster.world)
+    rounds = make_round(make_job(whole, 0, SHAPES, optimizer="sgd", codec="powersgd"))
+    kind = type(rounds)
+    whole.barrier()
+    rounds.free()
+    whole.free()
+    check(cluster.comm, kind is SharedRound, kind)
