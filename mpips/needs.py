@@ -114,6 +114,8 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     shard = 1 / len(roles.owners)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
+    if config.in_rounds and config.codec != "none" and nodes > 1:
+        pool += vector * _kept(config) / ranks_per_node
     worker = BASE_BYTES + measured.data_bytes + vector * _vectors(config, nodes)
     together = config.batch_size * len(roles.workers)
     steps = config.steps or config.epochs * math.ceil(measured.n_train / together)
@@ -133,3 +135,10 @@ def _vectors(config: Config, nodes: int) -> int:
     if config.mode == "sync":
         return 3
     return 4 + config.prefetch + (config.share_pulls and nodes > 1)
+
+
+def _kept(config: Config) -> int:
+    """Vectors of all parameters that a node holds for its codec in rounds."""
+    if config.codec != "powersgd":
+        return 1  # residual or message
+    return 1 + len(make_rule(config.optimizer).slots)  # the error, and slots that others own too

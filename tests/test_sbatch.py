@@ -88,6 +88,19 @@ def test_time_is_that_of_the_steps() -> None:
     assert len(fixed) == 1
 
 
+def test_what_a_node_keeps_for_its_codec_counts() -> None:
+    """The residual or, of powersgd, the error and all slots; shared by the ranks of a node."""
+    measured = Measured(parameters=10**6, n_train=1000, data_bytes=0, grad_s=0.01)
+
+    def bytes_of(codec: str, nodes: int, ranks: int) -> float:
+        return needs(Config(mode="sync", codec=codec), measured, nodes, ranks).worker_bytes
+
+    plain = bytes_of("none", 2, 2)
+    assert bytes_of("topk", 2, 2) - plain == 4e6 / 2
+    assert bytes_of("powersgd", 2, 2) - plain == 3 * 4e6 / 2
+    assert bytes_of("powersgd", 1, 4) == bytes_of("none", 1, 4)
+
+
 def test_measure_counts_the_data(tmp_path: Path) -> None:
     size = 40_000_000
     np.savez(tmp_path / "data.npz", x=np.zeros((10, size // 40), "f4"), y=np.zeros(10, "f4"))
@@ -103,11 +116,25 @@ def test_measure_counts_the_data(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_memory_is_enough_and_not_much_more(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "codec"),
+    [("async", "none"), ("sync", "none"), ("sync", "onebit"), ("sync", "powersgd")],
+)
+def test_memory_is_enough_and_not_much_more(mode: str, codec: str, tmp_path: Path) -> None:
     """Against the largest size that ranks of a job of 16 million parameters came to."""
-    config = Config(mode=mode, hidden=(4000, 4000), steps=4, checkpoint_every="2steps")
-    options = ["--mode", mode, "--hidden", "4000,4000", "--steps", "4", "--out", "run"]
+    config = Config(mode=mode, codec=codec, hidden=(4000, 4000), steps=4, checkpoint_every="2steps")
+    options = [
+        "--mode",
+        mode,
+        "--codec",
+        codec,
+        "--hidden",
+        "4000,4000",
+        "--steps",
+        "4",
+        "--out",
+        "run",
+    ]
     options += ["--checkpoint-every", "2steps", "--quiet", "--node-size", "1"]
     train(3, *options, cwd=tmp_path, timeout_s=200).check()
     found = summary(tmp_path / "run")
