@@ -141,6 +141,7 @@ class Cluster:
         node: Communicator of this rank's node.
         hosts: Host name of each rank.
         node_of: Node number of each rank.
+        cores_a_rank: Cores of this host, over its ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
@@ -158,8 +159,8 @@ class Cluster:
         self.hosts = comm.allgather(platform.node())
         masks = comm.allgather(os.sched_getaffinity(0))
         here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
-        self._cores_a_rank = len(set().union(*here)) / len(here)
-        self.crowded = self._cores_a_rank < 1
+        self.cores_a_rank = len(set().union(*here)) / len(here)
+        self.crowded = self.cores_a_rank < 1
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
         if not self.crowded:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
@@ -190,7 +191,7 @@ class Cluster:
         """Limit BLAS threads to `threads`, or to this rank's share of its node's cores."""
         from threadpoolctl import threadpool_limits
 
-        share = threads or max(1, int(self._cores_a_rank))
+        share = threads or max(1, int(self.cores_a_rank))
         threadpool_limits(share)
         self.threads = share
         return share

@@ -25,9 +25,9 @@ LEARNING_RATES = {
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
-CODECS = ("none", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
+CODECS = ("none", "auto", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
 FEEDBACK = ("topk", "onebit", "powersgd")  # these keep what they leave out for the next message
-PULL_CODECS = ("none", "fp16", "bf16", "int8")
+PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
 # What the shapes, the slots or the order of the samples depend on.
@@ -146,16 +146,14 @@ class Config:
         modes=("async", "ssp"),
     )  # fmt: skip
     codec: str = setting(
-        "messages",
-        "none",
-        "what pushes, in rounds sums, to other nodes are packed by",
-        legal=CODECS,
-        modes=("async", "ssp", "sync"),
-        only={"powersgd": ("sync",)},
-    )
+        "messages", "none", "what pushes, in rounds sums, to other nodes are packed by; auto: by "
+        "what is predicted to be fastest when links and codecs are measured at the start, of none, "
+        "fp16, bf16 and int8 (the others change how training converges)", legal=CODECS,
+        modes=("async", "ssp", "sync"), only={"powersgd": ("sync",)},
+    )  # fmt: skip
     pull_codec: str = setting(
-        "messages", "none", "what shards of other nodes are packed by on their way",
-        legal=PULL_CODECS, modes=(*SERVED, "sync"),
+        "messages", "none", "what shards of other nodes are packed by on their way; auto: as with "
+        "--codec", legal=PULL_CODECS, modes=(*SERVED, "sync"),
     )  # fmt: skip
     topk_ratio: float = setting("messages", 0.01, "part that codec topk sends", "in (0, 1)")
     topk_momentum: float = setting(

@@ -7,13 +7,15 @@ is known, allow at best.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpips import traffic
+from mpips import choice, traffic
+from mpips.choice import Candidate, Speeds
 from mpips.codecs import CODECS, codec_for, is_large, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.command_line import Question
@@ -232,11 +234,27 @@ def explain_world(
     """
     layout = load_problem(config.problem, open_dataset(config).info, config).layout
     compute_s = question.step_ms / 1e3
+    rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
     factors = Factors.of(layout, config.dtype, config.powersgd_rank)
-    codecs = codec_ratios(layout.size, config.dtype)
     codecs["powersgd"] = factors.sent / layout.size
-    place = Place(hosts, node_of, layout.size, question.bytes_per_s, compute_s, codecs)
-    return explanation_text(explain(config, place), question.link)
+    place = Place(hosts, node_of, layout.size, rate, compute_s, codecs)
+    if not choice.is_open(config):
+        return explanation_text(explain(config, place), question.link)
+    settled = assumed(config, place)
+    told = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
+    return told + explanation_text(explain(settled, place), question.link)
+
+
+def assumed(config: Config, place: Place) -> Config:
+    """Return a job with the codecs that "auto" would choose if packing took no time."""
+    case = case_of(config, dataclasses.replace(place, codecs={}))
+    given = (config.codec, True), (config.pull_codec, choice.packable_pulls(config))
+    pushes, pulls = (
+        [Candidate(name, place.codecs.get(name, 1.0)) for name in choice.names(*how)]
+        for how in given
+    )
+    speeds = Speeds(place.rate, 0.0, (math.inf,) * case.nodes)
+    return choice.choose(case, speeds, pushes, pulls).applied(config)
 
 
 def codec_ratios(n: int, dtype: str) -> dict[str, float]:

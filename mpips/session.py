@@ -21,11 +21,11 @@ from mpips.folder import Run
 from mpips.job import Job, check_checkpoint, check_memory, check_samples
 from mpips.metrics import Log
 from mpips.optim import is_compiled, make_rule, warm
+from mpips.probe import choose_codecs, possible
 from mpips.problems import load_problem
 from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
 from mpips.summary import mean_evaluation, summarise, summary_text
-from mpips.wire import pull_codec, push_codec
 
 T = TypeVar("T")
 
@@ -180,7 +180,8 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
 def _compile(ranks: Cluster, config: Config) -> None:
     """Compile the loops once a host, by one rank, and let all load them. Collective: yes."""
-    rule, packed = make_rule(config.optimizer), (push_codec(config), pull_codec(config))
+    pushes, pulls = possible(config)
+    rule, packed = make_rule(config.optimizer), (*pushes, *pulls)
 
     def load() -> None:
         warm(rule, config.dtype)
@@ -190,7 +191,7 @@ def _compile(ranks: Cluster, config: Config) -> None:
             warm_powersgd(config.dtype)
 
     first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    plain = packed == (None, None) and config.codec != "powersgd"
+    plain = not any(packed) and config.codec != "powersgd"
     if first and not (is_compiled(rule) and plain):
         load()
     ranks.barrier()
@@ -206,6 +207,7 @@ def _train(job: Job, found: Run) -> int:
     c = job.config
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
         _say_start(job, found, log)
+        _choose_codecs(job, log)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
         outcome = strategy("backup" if c.backup_workers else c.mode)(job, log)
@@ -259,6 +261,14 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
+
+
+def _choose_codecs(job: Job, log: Log) -> None:
+    """Settle what ``auto`` leaves open; ``config.toml`` keeps it open. Collective: yes."""
+    choice = choose_codecs(job)
+    if choice is not None:
+        job.config = choice.applied(job.config)
+        log.say("\n".join(choice.lines))
 
 
 def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:

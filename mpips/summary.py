@@ -26,6 +26,7 @@ def summarise(
         "mode": c.mode, "world": ranks.world, "servers": len(ranks.roles.servers),
         "workers": len(workers), "nodes": _nodes(ranks), "parameters": job.layout.size,
         "optimizer": c.optimizer, "lr": c.learning_rate, "seed": c.seed, "command": command(),
+        "codec": c.codec, "pull_codec": c.pull_codec,
         "global_step": outcome.step, "steps": outcome.clocks, "epochs": round(outcome.epochs, 6),
         "samples": outcome.samples, "wall_s": round(time.perf_counter() - job.started, 3),
         "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),

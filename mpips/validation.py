@@ -106,7 +106,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_codecs(config: Config) -> None:
-    if config.pull_codec != "none" and config.far_read == "get":
+    if config.pull_codec not in ("none", "auto") and config.far_read == "get":
         got = f"pull_codec {config.pull_codec!r} with far_read 'get'"
         raise UserError(got, "far_read 'reply'", "only an owner packs: leave out --far-read")
     for name in ("codec", "pull_codec"):

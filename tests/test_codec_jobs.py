@@ -7,6 +7,7 @@ import pytest
 from runs import Plan, summary
 
 from mpips.codecs import CODECS, make_codec
+from mpips.jobfile import read_toml
 from mpips.push import HEADER_WORDS
 
 pytestmark = pytest.mark.launch
@@ -27,6 +28,7 @@ CASES = {
     "both ways": "--codec int8 --pull-codec int8 --prefetch --node-size 2",
     "dgc": DGC,
     "float64": "--codec int8 --dtype float64",
+    "auto": "--codec auto --pull-codec auto",
     "aggregated": f"--codec onebit {SGD} --node-size 2 --node-aggregation",
 }
 
@@ -46,6 +48,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     first = f"--codec topk {gentle} --pull-codec fp16 --epochs 10 --checkpoint-every 100steps"
     made.add("resumed", 3, [str(root / JOB[0]), *JOB[1:], *first.split()])
     made.add("resumed", 4, ["--resume", "--epochs", "40"])
+    made.add("auto again", 3, [str(root / JOB[0]), *JOB[1:], "--codec", "auto", "--epochs", "1"])
+    made.add("auto again", 3, ["--resume", "--epochs", "2"])
     made.run(timeout_s=400)
     return made
 
@@ -83,6 +87,18 @@ def test_the_summary_has_the_bytes_that_were_read(name: str, plan: Plan) -> None
     one, pushes = codec.wire_bytes(PARAMETERS, "f4"), found["pushes_sent"]
     assert pushes * one <= found["bytes_received"] <= (pushes + 2) * one
     assert found["bytes_pulled"] == found["bytes_received"] // one * 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["auto", "auto again"])
+def test_the_summary_has_the_codecs_that_were_chosen(name: str, plan: Plan) -> None:
+    """And the job file leaves them open, so that a resumed run measures again."""
+    found, left_open = summary(plan.out(name)), read_toml(plan.out(name) / "config.toml")
+    for option in ("codec", "pull_codec"):
+        assert found[option] in ("none", "fp16", "bf16", "int8")
+    assert left_open["codec"] == "auto"
+    codec = make_codec(found["codec"])
+    body = codec.wire_bytes(PARAMETERS, "f4") if codec else 4 * PARAMETERS
+    assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
 
 
 def test_a_warm_up_sends_more_at_first(plan: Plan) -> None:

@@ -223,6 +223,7 @@ SUMMARY = {
     **dict.fromkeys(("bytes_pulled", "bytes_pushed", "bytes_sent", "bytes_received"), is_count),
     **dict.fromkeys(("epochs", "wall_s", "train_s", "samples_per_s"), is_number),
     **dict.fromkeys(("loss", "eval_loss", "accuracy"), is_number),
+    **dict.fromkeys(("codec", "pull_codec"), is_text),
     "nodes": is_list(is_table(host=is_text, ranks=is_list(is_count))),
     "steps": is_list(is_count),
     "staleness": is_table(

@@ -554,6 +554,11 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
             "pull_codec 'fp16' with reduce 'allreduce', expected reduce 'auto' or 'shared'",
         ),
         ("--pull-codec fp16 --far-read get", "with far_read 'get', expected far_read 'reply'"),
+        ("--pull-codec auto --mode local_sgd", "pull_codec 'auto' in mode local_sgd, expected mod"),
+        (
+            "--codec auto --topk-ratio 0.1",
+            "topk_ratio 0.1 with codec 'auto', expected codec 'topk'",
+        ),
         ("--topk-ratio 0.1", "topk_ratio 0.1 with codec 'none', expected codec 'topk'"),
         ("--codec int8 --topk-warmup 9", "topk_warmup 9 with codec 'int8', expected codec 'topk'"),
         ("--powersgd-rank 2", "powersgd_rank 2 in mode async, expected mode sync"),
@@ -871,7 +876,8 @@ def mended(values: dict[str, Any]) -> Config:
     for name in OF_MODES:
         if not OPTIONS[name].fits(values[name], values["mode"]):
             values[name] = OPTIONS[name].default
-    if values["far_read"] == "get" and (values["mode"] == "ssp" or values["pull_codec"] != "none"):
+    packed = values["pull_codec"] not in ("none", "auto")
+    if values["far_read"] == "get" and (values["mode"] == "ssp" or packed):
         values["far_read"] = "reply"
     if values["reduce"] == "allreduce":
         values |= {"codec": "none", "pull_codec": "none"}

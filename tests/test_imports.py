@@ -18,7 +18,7 @@ kernels roles ledger metrics optim options launch delay
 codecs
 command_line config validation jobfile checkpoint datasets problems
 staleness
-evaluation folder traffic explain averaging
+evaluation folder traffic choice explain averaging
 accumulate replica
 cluster ending
 window
@@ -28,7 +28,7 @@ inbox
 channel feed far
 neighbours gate
 job store
-meeting saver quorum
+meeting saver quorum probe
 lowrank
 rounds
 server worker

@@ -1,0 +1,92 @@
+"""What a start measures: the same on every rank, soon, and of the right size."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips import probe
+from mpips.bench.vector import make_job
+from mpips.choice import RAW
+from mpips.cluster import Cluster
+from mpips.codecs import make_codec, warm
+
+SIZE = 1 << 18  # parameters
+AT_MOST_S = 20.0  # of a start on a busy machine: shows that it ends
+
+
+def start(cluster: Cluster, size: int = SIZE, **options: Any) -> probe.Choice | None:
+    """Choose as a job does, which has compiled what it may choose."""
+    job = make_job(cluster, size, "async", servers=1, **options)
+    for codec in {c for codecs in probe.possible(job.config) for c in codecs}:
+        warm(codec, job.config.dtype)
+    return probe.choose_codecs(job)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_links_are_measured_alike_on_all_ranks(cluster: Cluster) -> None:
+    found = probe.measure_links(cluster)
+    check(cluster.comm, len(set(cluster.comm.allgather(found))) == 1, found)
+    check(cluster.comm, 0 < found.latency_s < 1, found)
+    check(cluster.comm, 1e5 < found.bytes_per_s < 1e13, found)
+    ranks = np.bincount(cluster.node_of)
+    cores = cluster.comm.allgather(cluster.cores_a_rank)
+    check(cluster.comm, np.allclose(found.cores, ranks * cores[0]), found)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.world(max_size=4)
+def test_codecs_are_measured_alike_on_all_ranks(cluster: Cluster) -> None:
+    codecs = [make_codec(name) for name in ("none", "fp16", "int8", "topk")]
+    for codec in codecs:
+        warm(codec, "float32")
+    found = probe.measure_codecs(cluster, codecs, 1 << 16, 1 << 20, np.dtype("f4"))
+    check(cluster.comm, len(set(map(repr, cluster.comm.allgather(found)))) == 1, found)
+    check(cluster.comm, found.pop(None) == RAW)
+    check(cluster.comm, all(0 < c.pack < math.inf and 0 < c.unpack < math.inf
+                            for c in found.values()), found)  # fmt: skip
+    ratios = [round(c.ratio, 3) for c in found.values()]
+    check(cluster.comm, ratios == [0.5, 0.252, 0.02], ratios)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_all_ranks_choose_the_same_and_soon(cluster: Cluster) -> None:
+    begun = time.perf_counter()
+    found = start(cluster, codec="auto", pull_codec="auto")
+    spent_s = time.perf_counter() - begun
+    check(cluster.comm, spent_s < AT_MOST_S, spent_s)
+    assert found is not None
+    check(cluster.comm, len(set(cluster.comm.allgather((found.push, found.pull)))) == 1, found)
+    check(cluster.comm, len(found.predicted) == 16, found.predicted)
+    taken, none = found.predicted[found.push, found.pull], found.predicted["none", "none"]
+    check(cluster.comm, taken <= none, found)
+    check(cluster.comm, len(found.lines) == 4, found.lines)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_only_what_is_open_is_chosen(cluster: Cluster) -> None:
+    check(cluster.comm, start(cluster, codec="int8") is None)
+    found = start(cluster, codec="int8", pull_codec="auto", far_read="get")
+    assert found is not None
+    check(cluster.comm, set(found.predicted) == {("int8", "none")}, found)
+    found = start(cluster, size=1000, codec="auto")
+    assert found is not None
+    check(cluster.comm, found.lines == (f"codecs chosen: pushes none, pulls none: {probe.SMALL}",))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4)
+def test_one_node_needs_no_measuring(cluster: Cluster) -> None:
+    whole = Cluster(cluster.comm, cluster.world)
+    found = start(whole, codec="auto", pull_codec="auto")
+    whole.barrier()
+    whole.free()
+    assert found is not None
+    check(cluster.comm, found.predicted == {}, found)
+    check(cluster.comm, found.lines == (f"codecs chosen: pushes none, pulls none: {probe.APART}",))

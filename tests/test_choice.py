@@ -1,0 +1,214 @@
+"""Which codecs are chosen: the formula by hand, and what holds whatever was measured."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpips import choice, traffic
+from mpips.choice import RAW, Candidate, Choice, Speeds, choose, predict, work_s
+from mpips.codecs import make_codec
+from mpips.config import Config
+from mpips.explain import Place, assumed, codec_ratios
+from mpips.layout import cut
+from mpips.probe import neighbours_of, possible, streams
+from mpips.roles import assign
+from mpips.traffic import Case
+
+M = 64 * 2**16  # bytes of parameters
+FP16 = Candidate("fp16", 0.5, 4e9, 5e9)
+BF16 = Candidate("bf16", 0.5, 4e9, 6e9)
+INT8 = Candidate("int8", 0.252, 2e9, 5e9)
+ALL = (RAW, FP16, BF16, INT8)
+SLOW, FAST = 12.5e6, math.inf
+PATIENT = settings(deadline=None)
+
+
+def case(node_of: list[int], servers: int = 1, **options: Any) -> Case:
+    roles = assign("async", ["host"] * len(node_of), node_of, servers)
+    shards = tuple(4 * shard.size for shard in cut(M // 4, servers, 4))
+    return Case(roles, tuple(node_of), shards, **options)
+
+
+def speeds(rate: float, nodes: int, cores: float = 2.0) -> Speeds:
+    return Speeds(rate, 1e-4, (cores,) * nodes)
+
+
+def pair(found: Choice) -> tuple[str, str]:
+    return found.push, found.pull
+
+
+# By hand ---------------------------------------------------------------------------------------
+
+
+def test_an_exchange_with_one_far_worker() -> None:
+    """The link carries both directions at once; the worker's core and the server's work too."""
+    found = predict(case([0, 1]), speeds(1e8, 2), INT8, FP16)
+    worker = M / INT8.pack + M / FP16.unpack
+    server = M / INT8.unpack + M / FP16.pack
+    assert found == pytest.approx(0.5 * M / 1e8 + 2e-4 + max(worker, server))
+    assert predict(case([0, 1]), speeds(1e8, 2), RAW, RAW) == pytest.approx(M / 1e8 + 2e-4)
+
+
+def test_a_server_unpacks_what_all_workers_push() -> None:
+    alone = work_s(case([0, 1, 1, 1]), speeds(1e8, 2, cores=8), INT8, RAW)
+    assert alone == pytest.approx(3 * M / INT8.unpack)
+    shared = work_s(case([0, 0, 1, 1], 2), speeds(1e8, 2, cores=8), INT8, RAW)
+    # A server and a worker on each node: of each shard one push comes from afar.
+    assert shared == pytest.approx(M / 2 / INT8.pack)
+
+
+def test_ranks_share_the_cores_of_their_node() -> None:
+    where = case([0, 1, 1, 1, 1])
+    assert work_s(where, speeds(1e8, 2, cores=4), RAW, RAW) == 0
+    one = work_s(where, speeds(1e8, 2, cores=0.5), INT8, RAW)
+    assert one == pytest.approx(4 * M / INT8.pack / 0.5)
+    assert work_s(where, speeds(1e8, 2, cores=4), INT8, RAW) == pytest.approx(4 * M / INT8.unpack)
+
+
+def test_what_goes_once_a_node_is_packed_once() -> None:
+    once = case([0, 1, 1, 1], one_push=True, one_pull=True)
+    assert work_s(once, speeds(1e8, 2, cores=8), INT8, RAW) == pytest.approx(M / INT8.pack)
+    assert work_s(once, speeds(1e8, 2, cores=8), RAW, INT8) == pytest.approx(M / INT8.pack)
+
+
+def test_what_a_gradient_was_computed_from_is_not_packed() -> None:
+    link = speeds(1e6, 2)
+    with_origin = predict(case([0, 1], grads=2.0), link, INT8, RAW)
+    assert with_origin == pytest.approx((1 + INT8.ratio) * M / 1e6, rel=0.01)
+
+
+# What is chosen --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("node_of", [[0, 1], [0, 0, 1, 1], [0, 1, 2, 3]])
+def test_a_slow_link_is_worth_the_smallest_messages(node_of: list[int]) -> None:
+    found = choose(case(node_of), speeds(SLOW, max(node_of) + 1), ALL, ALL)
+    assert pair(found) == ("int8", "int8")
+    assert found.predicted["int8", "int8"] < 0.3 * found.predicted["none", "none"]
+
+
+@pytest.mark.parametrize("rate", [FAST, 100e9])
+def test_a_link_that_is_faster_than_the_codec_is_worth_none(rate: float) -> None:
+    assert pair(choose(case([0, 1]), speeds(rate, 2), ALL, ALL)) == ("none", "none")
+
+
+def test_one_node_is_worth_none() -> None:
+    assert pair(choose(case([0, 0, 0]), speeds(SLOW, 1), ALL, ALL)) == ("none", "none")
+    found = choice.without(Config(codec="auto", pull_codec="auto"), "one node")
+    assert pair(found) == ("none", "none")
+    assert found.lines == ("codecs chosen: pushes none, pulls none: one node",)
+
+
+def test_one_direction_alone_is_worth_nothing_where_the_other_is_the_bottleneck() -> None:
+    """The server sends as many parameters as it receives gradients."""
+    found = choose(case([0, 1]), speeds(SLOW, 2), ALL, (RAW,))
+    assert pair(found) == ("none", "none")
+
+
+def test_an_option_that_is_given_stays() -> None:
+    found = choose(case([0, 1]), speeds(SLOW, 2), (INT8,), ALL)
+    assert pair(found) == ("int8", "int8")
+    assert set(found.predicted) == {("int8", name) for name in ("none", "fp16", "bf16", "int8")}
+    given_none = choice.without(Config(codec="topk", pull_codec="auto"), "one node")
+    assert pair(given_none) == ("topk", "none")
+
+
+RATES = st.floats(1e4, 1e11)
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.sampled_from(["a", "b", "c", "d"]), st.floats(0.02, 1), RATES, RATES),
+    max_size=4,
+    unique_by=lambda c: c.name,
+)
+
+
+@PATIENT
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=8), RATES, CANDIDATES, CANDIDATES)
+def test_no_slower_prediction_is_ever_chosen(
+    nodes: list[int], rate: float, pushes: list[Candidate], pulls: list[Candidate]
+) -> None:
+    order = sorted(set(nodes))
+    where = case([order.index(node) for node in sorted(nodes)])
+    found = choose(where, speeds(rate, len(order)), (RAW, *pushes), (RAW, *pulls))
+    taken, none = found.predicted[pair(found)], found.predicted["none", "none"]
+    assert taken <= none
+    assert taken < choice.GAIN * none or pair(found) == ("none", "none")
+    assert min(found.predicted.values()) >= choice.GAIN * taken
+    bound = traffic.link_s(where, rate)
+    assert none == pytest.approx(bound + 2e-4) or none > bound
+
+
+# What may be chosen, and what is said -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "pushes", "pulls"),
+    [
+        ({}, ["none"], ["none"]),
+        ({"codec": "auto"}, ["none", "fp16", "bf16", "int8"], ["none"]),
+        ({"pull_codec": "auto"}, ["none"], ["none", "fp16", "bf16", "int8"]),
+        ({"pull_codec": "auto", "far_read": "get"}, ["none"], ["none"]),
+        ({"codec": "topk", "pull_codec": "int8"}, ["topk"], ["int8"]),
+    ],
+)
+def test_what_is_possible(options: dict[str, Any], pushes: list[str], pulls: list[str]) -> None:
+    found = possible(Config(**options))
+    assert [[c.name if c else "none" for c in codecs] for codecs in found] == [pushes, pulls]
+
+
+def test_the_options_of_topk_are_kept() -> None:
+    (codec,), _ = possible(Config(codec="topk", topk_ratio=0.1, pull_codec="auto"))
+    assert codec == make_codec("topk", ratio=0.1)
+
+
+def test_what_is_said() -> None:
+    found = choose(case([0, 1]), speeds(SLOW, 2), ALL, ALL)
+    link, cores, predicted, end = found.lines
+    assert link == "a node's link carries 12.5 MB/s each way, a message takes 100 us"
+    assert cores == "a core packs/unpacks GB/s: fp16 4.0/5.0, bf16 4.0/6.0, int8 2.0/5.0"
+    assert re.search(r"apart: [\d.]+ ms by int8/int8, 336 ms by none/none, ", predicted)
+    assert re.fullmatch(
+        r"codecs chosen: pushes int8, pulls int8: 3\.\d times as fast as none/none", end
+    )
+    same = choose(case([0, 1]), speeds(FAST, 2), ALL, ALL)
+    assert same.lines[-1] == "codecs chosen: pushes none, pulls none: no other is 11% faster"
+
+
+@pytest.mark.parametrize(
+    ("n", "nodes", "found"),
+    [
+        (M // 4, [0, 1, 2], ("int8", "int8")),
+        # The two push a gradient each and share a pull, so that less will do for it.
+        (M // 4, [0, 1, 1], ("int8", "fp16")),
+        (M // 4, [0, 0, 0], ("none", "none")),
+        (1000, [0, 1, 2], ("none", "none")),
+    ],
+)
+def test_an_explanation_takes_packing_to_cost_nothing(
+    n: int, nodes: list[int], found: tuple[str, str]
+) -> None:
+    place = Place(["host"] * 3, nodes, n, SLOW, codecs=codec_ratios(n, "float32"))
+    settled = assumed(Config(codec="auto", pull_codec="auto"), place)
+    assert (settled.codec, settled.pull_codec) == found
+    given_one = assumed(Config(codec="int8", pull_codec="auto"), place)
+    assert (given_one.codec, given_one.pull_codec) == ("int8", found[1])
+
+
+# Who sends to whom -----------------------------------------------------------------------------
+
+
+@PATIENT
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=24).filter(lambda v: len(set(v)) > 1))
+def test_every_link_carries_the_same_both_ways(nodes: list[int]) -> None:
+    order = sorted(set(nodes))
+    node_of = [order.index(node) for node in nodes]
+    pairs = {rank: neighbours_of(rank, node_of) for rank in range(len(nodes))}
+    sending = {rank: found for rank, found in pairs.items() if found}
+    for node in range(len(order)):
+        assert sum(node_of[rank] == node for rank in sending) == streams(node_of)
+    for rank, (dest, source) in sending.items():
+        assert node_of[dest] != node_of[rank] != node_of[source]
+        assert sending[dest][1] == sending[source][0] == rank
