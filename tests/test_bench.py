@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure
+from mpips.bench import catalogue, jobs, measure, wire
 from mpips.bench.__main__ import LAUNCHED, main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
@@ -123,6 +123,34 @@ def test_a_run_without_enough_lines_has_no_rate(tmp_path: Path) -> None:
         jobs.steady_rate(path)
 
 
+# Counters ------------------------------------------------------------------------------------
+
+DEVICES = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo
+    lo:  5000     10    0    0    0     0          0         0   5000      10    0    0    0
+  eth0: 123456    700    0    0    0     0          0         0 7890123   900    0    0    0
+wlan0.5:7 1 0 0 0 0 0 0 8 1 0 0 0
+"""
+
+
+def test_the_bytes_that_interfaces_have_sent() -> None:
+    assert wire.bytes_sent(DEVICES) == {"lo": 5000, "eth0": 7890123, "wlan0.5": 8}
+
+
+def test_this_host_has_counters() -> None:
+    found = wire.bytes_sent(wire.COUNTERS.read_text())
+    assert "lo" in found
+    assert all(n >= 0 for n in found.values())
+
+
+def test_the_interface_that_sent_most_counts() -> None:
+    before = {"lo": 10, "eth0": 500}
+    assert wire.grown(before, {"lo": 40, "eth0": 520, "eth1": 25}) == 30
+    assert wire.grown(before, {"lo": 10, "eth0": 500, "eth1": 25}) == 25
+    assert wire.grown({}, {}) == 0
+
+
 # Which measures there are --------------------------------------------------------------------
 
 
@@ -131,7 +159,7 @@ def test_a_run_without_enough_lines_has_no_rate(tmp_path: Path) -> None:
     [
         (1, 1, ["rounds", "rules", "codecs"]),
         (2, 1, ["pushpull", "rounds", "rules", "codecs", "idle"]),
-        (2, 2, ["pushpull", "rounds", "rules", "codecs", "idle", "link"]),
+        (2, 2, ["pushpull", "rounds", "rules", "codecs", "idle", "link", "wire"]),
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
@@ -141,7 +169,7 @@ def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
 
 def test_what_the_driver_takes() -> None:
     found = [m.name for m in catalogue.choose_for_driver([])]
-    assert found == [name for name in catalogue.MEASURES if name != "link"]
+    assert found == [name for name in catalogue.MEASURES if name not in ("link", "wire")]
     assert [m.name for m in catalogue.choose_for_driver(["mlp", "rules"])] == ["rules", "mlp"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
         catalogue.choose_for_driver(["link"])

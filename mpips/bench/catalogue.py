@@ -57,6 +57,7 @@ MEASURES = {
         Measure("codecs", (1,), (1,)),
         Measure("idle", (3,), (3,), least=2),
         Measure("link", least=2, nodes=2),
+        Measure("wire", least=2, nodes=2),
         Measure("mlp"),
         Measure("crowd"),
         Measure("stragglers"),

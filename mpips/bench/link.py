@@ -8,6 +8,7 @@ nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,23 +28,37 @@ READS, PAUSE_S = 200, 5e-3
 FAST = 300e6  # bytes a second of TCP, above which processors are the limit and less is aimed at
 LATENCY_S = 0.2e-3
 OVERLAP = 1 / 1.15
+T = TypeVar("T")
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare at each size. Collective: yes."""
+    found = pair_of(cluster, lambda two: _between(two, options))
+    rows, rate = found or ([], 0.0)
+    rates = np.array([rate])
+    cluster.wait_request(cluster.comm.Ibcast(rates, cluster.node_of.index(0)))
+    return [*rows, _round(cluster, options, float(rates[0]))]
+
+
+def pair_of(cluster: Cluster, work: Callable[[Cluster], T]) -> T | None:
+    """Do `work` on a rank of the first node and one of the second, while the others sleep.
+
+    Returns:
+        What it returns on those two, and None on the others.
+
+    Collective: yes.
+    """
     pair = cluster.node_of.index(0), cluster.node_of.index(1)
-    rows: list[Row] = []
-    rate = np.zeros(1)
-    comm = cluster_subset(cluster, pair)
+    found, comm = None, cluster_subset(cluster, pair)
     if cluster.rank in pair:
         two = Cluster(comm, node_size=1)
-        rows, rate[0] = _between(two, options)
+        found = work(two)
         two.free()
         comm.Free()
-    done = cluster.comm.Ibcast(rate, pair[0])
+    done = cluster.comm.Ibarrier()
     while not done.Test():
         time.sleep(0.02)
-    return [*rows, _round(cluster, options, float(rate[0]))]
+    return found
 
 
 def _between(cluster: Cluster, options: Options) -> tuple[list[Row], float]:
@@ -64,11 +79,16 @@ class Sides:
     """What the two ranks do in turn: through the store, and through a plain connection."""
 
     def __init__(
-        self, cluster: Cluster, size: int, prefetch: bool = True, node_size: int = 1
+        self,
+        cluster: Cluster,
+        size: int,
+        prefetch: bool = True,
+        node_size: int = 1,
+        **options: Any,
     ) -> None:
         # Its own, as a server receives from whoever sends.
         self.cluster = Cluster(cluster.comm, node_size)
-        job = make_job(self.cluster, size // 4, "async", servers=1, prefetch=prefetch)
+        job = make_job(self.cluster, size // 4, "async", servers=1, prefetch=prefetch, **options)
         assert isinstance(job.problem, Vector)
         self.size, self.exchange, self.problem = size, Exchange(job), job.problem
         least, most = TRANSFERS

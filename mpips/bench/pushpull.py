@@ -20,6 +20,7 @@ from mpips.server import AsyncServer
 from mpips.store import Puller, Server
 from mpips.strategies.async_sgd import agree_on_far_reads, faster, plan, share_far_reads
 from mpips.window import Window
+from mpips.wire import Packing, pull_codec, push_codec
 from mpips.worker import AsyncWorker
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -45,9 +46,10 @@ class Exchange:
         if job.worker_id is None:
             self.server = self._serve(servers)
         else:
-            self.puller = Puller(cluster, self.window, job.worker_id, job.shards)
             args = cluster, self.window, job.worker_id, job.shards
-            self.sender = Sender(*args, job.config.node_aggregation)
+            c, codec = job.config, pull_codec(job.config)
+            self.puller = Puller(*args, far="reply" if codec else "get", codec=codec)
+            self.sender = Sender(*args, c.node_aggregation, Packing(push_codec(c), c.seed))
             feed = Feed(cluster, self.window, job.worker_id)
         cluster.barrier()
         self.far_way = self._choose_far_reads()
@@ -72,11 +74,12 @@ class Exchange:
     def _serve(self, servers: Comm) -> AsyncServer:
         job, cluster, shard = self._job, self.cluster, self._job.shard
         number = cluster.roles.servers.index(cluster.rank)
-        store = Server(cluster, self.window, number, shard, job.rule, job.rate())
+        c, args = job.config, (cluster, self.window, number, shard)
+        store = Server(*args, job.rule, job.rate(), Packing(pull_codec(c), c.seed))
         store.params[:] = 1
         store.start_from(0)
-        c, args = job.config, (cluster, self.window, number, shard)
-        receiver = Receiver(*args, c.dtype, store.applied, c.inbox, c.node_aggregation)
+        how = c.inbox, c.node_aggregation, push_codec(c)
+        receiver = Receiver(*args, c.dtype, store.applied, *how)
         saver = Saver(cluster, shard, store.params, {}, stall=True)
         return AsyncServer(job, servers, store, receiver, saver)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from mpips import codecs
 from mpips.cluster import Cluster
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
@@ -15,6 +16,7 @@ from mpips.layout import Layout
 from mpips.optim import warm
 from mpips.problems.base import Arrays, Problem
 from mpips.roles import assign
+from mpips.wire import pull_codec, push_codec
 
 ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
 
@@ -61,6 +63,8 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
     job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
     warm(job.rule, config.dtype)
+    for codec in (push_codec(config), pull_codec(config)):
+        codecs.warm(codec, config.dtype)
     few = np.zeros(1, config.dtype)
     gradient_of(few, few.copy())
     return job
