@@ -26,8 +26,8 @@ from mpips.config import PULL_CODECS, Config
 from mpips.traffic import WORKERS, Case
 
 AUTO = "auto"
-GAIN = 0.9  # messages have to be so much shorter with codecs for any to be chosen
-SHOWN = 4  # predictions that are told
+GAIN = 0.8  # messages have to be so much shorter with codecs for any to be chosen
+SHOWN = 3  # predictions that are told
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,16 @@ def _lines(
 ) -> tuple[str, ...]:
     rates = ", ".join(dict.fromkeys(str(c) for c in candidates if c.name != "none"))
     mb_s, us = speeds.bytes_per_s / 1e6, 1e6 * speeds.latency_s
+    rate = f"{mb_s:,.0f}" if mb_s >= 100 else f"{mb_s:.3g}"
     shown = dict.fromkeys([taken, first, *found])
-    told = [f"{1e3 * found[pair]:.3g} ms by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
+    told = [f"{1e3 * found[pair]:.3g} by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
     why = f"no other is {1 / GAIN - 1:.0%} faster"
     if taken != first:
         why = f"{found[first] / found[taken]:.2g} times as fast as {'/'.join(first)}"
     return (
-        f"a node's link carries {mb_s:,.3g} MB/s each way, a message takes {us:.0f} us",
+        f"a node's link carries {rate} MB/s each way, a message takes {us:.0f} us",
         f"a core packs/unpacks GB/s: {rates}",
-        f"a push and a pull of every worker, computing apart: {', '.join(told)}",
+        f"ms for a push and a pull each, computing apart: {', '.join(told)}",
         f"{chosen(*taken)}: {why}",
     )
 

@@ -1,21 +1,23 @@
 """What links and codecs reach at the start of a job, measured by all ranks at once.
 
 So that both directions of every link are in use, as they are in training, ranks of each node send
-to the next node and receive from the one before. Messages grow until they take long enough to be
+to the next node and receive from the one before. Transfers grow until they take long enough to be
 timed; all ranks know how long each took on the slowest, so that all stop after the same one.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpips import choice
 from mpips.choice import RAW, Candidate, Choice, Speeds
-from mpips.cluster import Cluster, all_done, begin_maximum, begin_sum
+from mpips.cluster import Cluster, Request, all_done, begin_maximum, begin_sum
 from mpips.codecs import Codec, Origin, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.explain import Place, case_of
+from mpips.far import CHUNK_BYTES, WINDOW
 from mpips.job import Job
 from mpips.wire import pull_codec, push_codec
 
@@ -23,8 +25,8 @@ TAG_PROBE = 5
 STREAMS = 4  # at most, of a node
 WORD_BYTES, TRIES = 8, 5
 FIRST_BYTES, LAST_BYTES, GROWTH = 64 << 10, 16 << 20, 4
-LONG_S = 0.05  # a message of this or more is long enough: all of them take 0.3 s at most
-SAMPLE, PERIOD = 1 << 21, 1 << 16  # elements to pack, more than a cache holds; of them random
+LONG_S = 0.05  # a transfer of this or more is long enough: all of them take 0.3 s at most
+SAMPLE, PERIOD = 1 << 20, 1 << 16  # elements to pack, more than a cache holds; of them random
 APART = "no worker is on another node than a server"
 SMALL = "shards of less than 64 KB go as they are"
 
@@ -102,6 +104,8 @@ def measure_links(cluster: Cluster) -> Speeds:
     nbytes = FIRST_BYTES
     while (spent_s := _exchange(cluster, nbytes)) < LONG_S and nbytes < LAST_BYTES:
         nbytes *= GROWTH
+    if spent_s < 2 * LONG_S:
+        spent_s = min(spent_s, _exchange(cluster, nbytes))
     cores = np.zeros(cluster.nodes)
     cores[cluster.node_of[cluster.rank]] = cluster.cores_a_rank
     cluster.wait_request(begin_sum(cluster.comm, cores))
@@ -116,10 +120,26 @@ def _exchange(cluster: Cluster, nbytes: int) -> float:
     cluster.barrier()  # all come out of the first one at their leisure
     start = time.perf_counter()
     if pair is not None:
-        comm = cluster.comm
-        both = [comm.Irecv(out, pair[1], TAG_PROBE), comm.Isend(data, pair[0], TAG_PROBE)]
-        cluster.wait(lambda: all_done(both))
+        _move(cluster, data, out, *pair)
     return float(_slowest(cluster, [time.perf_counter() - start])[0])
+
+
+def _move(cluster: Cluster, data: np.ndarray, out: np.ndarray, dest: int, source: int) -> None:
+    """Send and receive in chunks, as `mpips.far` does, so that no direction waits for the other."""
+    comm, step = cluster.comm, CHUNK_BYTES
+    begins = range(0, data.size, step)
+    coming = [comm.Irecv(out[b : b + step], source, TAG_PROBE) for b in begins]
+    left = deque(data[b : b + step] for b in begins)
+    going: deque[Request] = deque()
+
+    def done() -> bool:
+        while going and going[0].Test():
+            going.popleft()
+        while left and len(going) < WINDOW:
+            going.append(comm.Isend(left.popleft(), dest, TAG_PROBE))
+        return not going and all_done(coming)
+
+    cluster.wait(done)
 
 
 def _slowest(cluster: Cluster, seconds: Sequence[float]) -> np.ndarray:

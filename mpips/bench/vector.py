@@ -1,5 +1,6 @@
 """A model that costs nothing but memory traffic: its gradient is made from the replica."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from mpips.job import Job
 from mpips.jobfile import resolve
 from mpips.layout import Layout
 from mpips.optim import warm
+from mpips.probe import possible
 from mpips.problems.base import Arrays, Problem
 from mpips.roles import assign
-from mpips.wire import pull_codec, push_codec
 
 ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
 
@@ -63,7 +64,7 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
     job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
     warm(job.rule, config.dtype)
-    for codec in (push_codec(config), pull_codec(config)):
+    for codec in itertools.chain(*possible(config)):
         codecs.warm(codec, config.dtype)
     few = np.zeros(1, config.dtype)
     gradient_of(few, few.copy())

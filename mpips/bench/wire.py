@@ -67,6 +67,7 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
     before = bytes_sent(COUNTERS.read_text())
     cluster.barrier()
     work()
+    cluster.barrier()  # what a send leaves in the buffers of the system has come by now
     mine = grown(before, bytes_sent(COUNTERS.read_text()))
     counted = cluster.comm.bcast(mine, 1 if what == "push" else 0)
     times = sides.times

@@ -19,11 +19,7 @@ AT_MOST_S = 20.0  # of a start on a busy machine: shows that it ends
 
 
 def start(cluster: Cluster, size: int = SIZE, **options: Any) -> probe.Choice | None:
-    """Choose as a job does, which has compiled what it may choose."""
-    job = make_job(cluster, size, "async", servers=1, **options)
-    for codec in {c for codecs in probe.possible(job.config) for c in codecs}:
-        warm(codec, job.config.dtype)
-    return probe.choose_codecs(job)
+    return probe.choose_codecs(make_job(cluster, size, "async", servers=1, **options))
 
 
 @pytest.mark.mpi(min_size=2)
