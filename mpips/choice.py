@@ -10,6 +10,9 @@ so that work is not hidden. It is the longest of
 - a server's: its shard for each push that comes from afar and each reply that it sends there,
 - a node's: that of all its ranks over its cores.
 
+In a round (`Case.rounds`) the sums of a node are pushed and the results are pulled, each once a
+node and by its ranks together; the times of `traffic` add up there.
+
 Computing is not counted: it is not known at the start, and hides messages at best.
 
 Only codecs that do no more than round are chosen: what leaves parts of a gradient for later
@@ -116,22 +119,22 @@ def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> floa
     """Return the seconds of packing and unpacking in an exchange (see the module)."""
     nodes = range(case.nodes)
     workers = [case.ranks(WORKERS, node) for node in nodes]
-    pushes = [min(1, w) if case.one_push else w for w in workers]
-    pulls = [min(1, w) if case.one_pull else w for w in workers]
-    longest, totals = 0.0, []
-    for node in nodes:
-        far = case.vector - case.owned(node)
-        packing, unpacking = far / push.pack, far / pull.unpack
-        if workers[node]:
-            longest = max(longest, packing + unpacking)
-        totals.append(pushes[node] * packing + pulls[node] * unpacking)
+    pushes = [min(1, w) if case.one_push or case.rounds else w for w in workers]
+    pulls = [min(1, w) if case.one_pull or case.rounds else w for w in workers]
+    far = [case.vector - case.owned(node) for node in nodes]
+    busy = [0.0] * len(case.node_of)  # of each rank
+    for rank in case.roles.workers:
+        node = case.node_of[rank]
+        busy[rank] = far[node] * (1 / push.pack + 1 / pull.unpack)
+        busy[rank] /= workers[node] if case.rounds else 1
+    totals = [far[n] * (pushes[n] / push.pack + pulls[n] / pull.unpack) for n in nodes]
     for rank, size in zip(case.roles.owners, case.shards, strict=True):
         node = case.node_of[rank]
         come, go = sum(pushes) - pushes[node], sum(pulls) - pulls[node]
         own = size * (come / push.unpack + go / pull.pack)
-        longest = max(longest, own)
+        busy[rank] += own
         totals[node] += own
-    return max(longest, *(t / c for t, c in zip(totals, speeds.cores, strict=True)))
+    return max(*busy, *(t / c for t, c in zip(totals, speeds.cores, strict=True)))
 
 
 def predict(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:

@@ -43,7 +43,7 @@ def choose_codecs(job: Job) -> Choice | None:
     c, cluster = job.config, job.cluster
     if not choice.is_open(c):
         return None
-    owners = zip(cluster.roles.servers, job.shards, strict=True)
+    owners = zip(cluster.roles.owners, job.shards, strict=True)
     nodes = {cluster.node_of[rank] for rank in cluster.roles.workers}
     far = [shard for rank, shard in owners if shard.size and nodes - {cluster.node_of[rank]}]
     if not far:

@@ -75,6 +75,19 @@ def test_what_goes_once_a_node_is_packed_once() -> None:
     assert work_s(once, speeds(1e8, 2, cores=8), RAW, INT8) == pytest.approx(M / INT8.pack)
 
 
+def test_the_ranks_of_a_node_share_the_work_of_a_round() -> None:
+    roles = assign("sync", ["host"] * 4, [0, 0, 1, 1])
+    where = Case(roles, (0, 0, 1, 1), (M // 4,) * 4, rounds=True)
+    # Half of the parameters are afar: a rank packs half of that, and unpacks one other sum of its
+    # own quarter; the sums and the results cross one after the other.
+    work = work_s(where, speeds(1e8, 2), INT8, RAW)
+    assert work == pytest.approx(M / 4 / INT8.pack + M / 4 / INT8.unpack)
+    assert work == pytest.approx(work_s(where, speeds(1e8, 2, cores=8), INT8, RAW))
+    found = predict(where, speeds(1e8, 2), INT8, RAW)
+    assert found == pytest.approx((INT8.ratio + 1) * M / 2 / 1e8 + 2e-4 + work)
+    assert pair(choose(where, speeds(SLOW, 2), ALL, ALL)) == ("int8", "int8")
+
+
 def test_what_a_gradient_was_computed_from_is_not_packed() -> None:
     link = speeds(1e6, 2)
     with_origin = predict(case([0, 1], grads=2.0), link, INT8, RAW)
