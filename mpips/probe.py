@@ -28,7 +28,7 @@ FIRST_BYTES, LAST_BYTES, GROWTH = 64 << 10, 8 << 20, 4
 PACKING_S = 0.01  # of tries of one codec: enough for all where nobody else takes the core
 LONG_S = 0.05  # a transfer of this or more is long enough: all of them take 0.4 s at most
 SAMPLE, PERIOD = 1 << 20, 1 << 16  # elements to pack, more than a cache holds; of them random
-APART = "no worker is on another node than a server"
+APART = "no shard crosses nodes"
 SMALL = "shards of less than 64 KB go as they are"
 
 
@@ -62,14 +62,14 @@ def choose_codecs(job: Job) -> Choice | None:
 
 def possible(config: Config) -> tuple[list[Codec | None], list[Codec | None]]:
     """Return the codecs that pushes and pulls of a job may go by, those that lose least first."""
-    given = config.codec, config.pull_codec
-    pushes: list[Codec | None] = [make_codec(name) for name in choice.names(given[0])]
-    pulls: list[Codec | None] = [
-        make_codec(name) for name in choice.names(given[1], choice.packable_pulls(config))
-    ]
-    if given[0] != choice.AUTO:
+    if config.codec == choice.AUTO:
+        pushes = [make_codec(name) for name in choice.names(config.codec)]
+    else:
         pushes = [push_codec(config)]
-    return pushes, pulls if given[1] == choice.AUTO else [pull_codec(config)]
+    if config.pull_codec == choice.AUTO:
+        packable = choice.packable_pulls(config)
+        return pushes, [make_codec(name) for name in choice.names(config.pull_codec, packable)]
+    return pushes, [pull_codec(config)]
 
 
 # Links -----------------------------------------------------------------------------------------

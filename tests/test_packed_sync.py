@@ -14,6 +14,7 @@ JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0
 SGD = "--optimizer sgd --lr 0.3"
 CASES = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
     "int8": (4, "--codec int8 --pull-codec int8", 0.96),
+    "auto": (4, "--codec auto --pull-codec auto", 0.96),
     "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
     "onebit": (4, f"--codec onebit {SGD}", 0.95),
     "topk": (4, f"--codec topk {SGD}", 0.95),
@@ -49,6 +50,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 @pytest.mark.parametrize("name", CASES)
 def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
     assert summary(plan.out(name))["accuracy"] >= CASES[name][2]
+
+
+def test_the_summary_has_the_codecs_that_were_chosen(plan: Plan) -> None:
+    found = summary(plan.out("auto"))
+    assert {found["codec"], found["pull_codec"]} <= {"none", "fp16", "bf16", "int8"}
 
 
 @pytest.mark.parametrize("name", NAN)
