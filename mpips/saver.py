@@ -1,11 +1,11 @@
 """Checkpoints of a running job: the writers' half and the chief's, side by side.
 
 At a cut that all owners share, each owner copies its shard (or holds training) and goes on, and
-where workers have state of their own, so does each worker with that. The chief makes the folder
-and tells who writes; a thread of each writes the copy and the rank sends the chief its record;
-with the last record the chief commits. Such a rank is idle, or has copied and waits for the
-folder, or writes. One checkpoint is under way at a time. Whoever dies, a folder without an index
-is no checkpoint.
+where workers have state of their own, so does each worker with that (how asynchronous ones come
+to share the cut: `mpips.worker_state`). The chief makes the folder and tells who writes; a thread
+of each writes the copy and the rank sends the chief its record; with the last record the chief
+commits. Such a rank is idle, or has copied and waits for the folder, or writes. One checkpoint is
+under way at a time. Whoever dies, a folder without an index is no checkpoint.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpips import checkpoint
-from mpips.checkpoint import ShardRecord
+from mpips.checkpoint import Pieces, ShardRecord
+from mpips.checkpoint.files import folder_step
 from mpips.cluster import Cluster
 from mpips.job import Job
 from mpips.jobfile import to_toml
@@ -43,6 +44,7 @@ class Snapshots(ABC):
         self._cluster, self._live, self._stall = cluster, list(live), stall
         self._copies: list[np.ndarray] = []
         self._step: int | None = None
+        self._taken = False
         self._folder: str | None = None
         self._writing: Future[ShardRecord | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -54,15 +56,19 @@ class Snapshots(ABC):
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is under way here."""
-        return self._step is not None
+        return self._taken
 
     @property
     def holds(self) -> bool:
         """Whether the shard must not change now, because the live arrays are being written."""
         return self._stall and self.busy
 
-    def snapshot(self, step: int) -> None:
-        """Keep the shard as it is now, for the checkpoint of `step`. Blocks: for a copy."""
+    def snapshot(self, step: int | None = None) -> None:
+        """Keep the arrays as they are now. Blocks: for a copy.
+
+        Args:
+            step: Of the checkpoint; None where only its folder will say that.
+        """
         assert not self.busy, "a checkpoint is under way"
         if self._stall:
             self._copies = self._live
@@ -70,7 +76,7 @@ class Snapshots(ABC):
             self._copies = [np.empty_like(a) for a in self._live]
             for copy, array in zip(self._copies, self._live, strict=True):
                 self._copy(copy, array)
-        self._step = step
+        self._step, self._taken = step, True
 
     def _copy(self, out: np.ndarray, array: np.ndarray) -> None:
         """Copy in blocks: far reads wait for a server that stays out of MPI."""
@@ -92,14 +98,17 @@ class Snapshots(ABC):
         if self._writing is not None:
             if self._writing.done():
                 self._report(self._writing.result())
-        elif self._step is not None and self._folder is not None:
-            self._write(self._step, self._folder)
+        elif self._taken and self._folder is not None:
+            step = folder_step(self._folder) if self._step is None else self._step
+            assert step is not None, f"{self._folder} is no folder of a checkpoint"
+            self._write(step, self._folder)
 
     def _write(self, step: int, folder: str) -> None:
         self._writing = self._thread.submit(self._write_file, folder, step, self._copies)
 
     def _report(self, record: ShardRecord | None) -> None:
         self._step = self._folder = self._writing = None
+        self._taken = False
         self._copies = []  # given back: between checkpoints a server holds its state once
         self._cluster.send(self._cluster.roles.chief, self.kind, record)
 
@@ -146,20 +155,36 @@ class WorkerSaver(Snapshots):
 
     Args:
         cluster: The job's ranks.
-        arrays: At least one vector by name, each of shape (n_params,).
+        vectors: At least one vector over all parameters by name, each in pieces of dtype `dtype`,
+            and zero where no piece is; refused unless they are finite.
+        size: Number of parameters.
+        dtype: Of the pieces.
         stall: See `Snapshots`.
     """
 
     kind = "own"
 
-    def __init__(self, cluster: Cluster, arrays: Mapping[str, np.ndarray], stall: bool) -> None:
-        super().__init__(cluster, list(arrays.values()), stall)
-        self._names = tuple(arrays)
+    def __init__(
+        self,
+        cluster: Cluster,
+        vectors: Mapping[str, Pieces],
+        size: int,
+        dtype: np.dtype,
+        stall: bool,
+    ) -> None:
+        super().__init__(cluster, [part for v in vectors.values() for _, part in v], stall)
+        self._begins = {name: [begin for begin, _ in v] for name, v in vectors.items()}
+        self._size, self._dtype = size, dtype
         self._worker = cluster.roles.workers.index(cluster.rank)
+        self.sound = True  # else what is copied is no state to go on from, and is refused
 
     def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
-        named = dict(zip(self._names, arrays, strict=True))
-        return checkpoint.write_worker(folder, self._worker, step, named)
+        if not self.sound or not all(map(all_finite, arrays)):
+            return None
+        parts = iter(arrays)
+        named = {name: [(b, next(parts)) for b in begins] for name, begins in self._begins.items()}
+        args = self._worker, step, named, self._size, self._dtype
+        return checkpoint.write_worker(folder, *args)
 
 
 @dataclass
@@ -174,10 +199,10 @@ class Contents:
     own: tuple[str, ...] = ()  # names of what is each worker's alone
 
     @classmethod
-    def of(cls, job: Job) -> "Contents":
-        """Return the contents for a run."""
+    def of(cls, job: Job, own: tuple[str, ...] = ()) -> "Contents":
+        """Return the contents for a run; `own` are names beside those of workers' slots."""
         c = job.config
-        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, job.own_slots)
+        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, job.own_slots + own)
 
 
 class Committer:
@@ -185,7 +210,7 @@ class Committer:
 
     Attributes:
         saved_step: Step of the newest checkpoint committed, or None.
-        refused: Whether an owner refused to save parameters that are not finite.
+        refused: Whether a rank refused to save what is not finite.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, contents: Contents) -> None:
@@ -194,9 +219,8 @@ class Committer:
         self._folder = directory
         self._state: dict[str, Any] = {}
         self._records: list[ShardRecord | None] = []
-        self._own: list[ShardRecord] = []
-        workers = cluster.roles.workers if contents.own else ()
-        self._expected, self._writers = len(workers), {*cluster.roles.owners, *workers}
+        self._own: list[ShardRecord | None] = []
+        self._workers: tuple[int, ...] = ()  # those that write
         self._committing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
         self.saved_step: int | None = None
@@ -207,27 +231,30 @@ class Committer:
         """Whether a checkpoint is under way anywhere."""
         return self._step is not None
 
-    def open(self, step: int, state: dict[str, Any]) -> None:
+    def open(self, step: int, state: dict[str, Any], own: bool = True) -> None:
         """Make the folder for `step` and tell who writes.
 
         Args:
             step: Updates applied at the cut.
             state: Clocks, ledger and hand-out at the cut; what JSON can say.
+            own: Whether workers that have state of their own save it.
 
         Raises:
             UserError: If the folder cannot be made.
         """
         self._step, self._state, self._records, self._own = step, state, [], []
         self._folder = checkpoint.begin_step(self._directory, step)
-        for rank in sorted(self._writers):
+        roles = self._cluster.roles
+        self._workers = roles.workers if own and self._contents.own else ()
+        for rank in sorted({*roles.owners, *self._workers}):
             self._cluster.send(rank, "write", str(self._folder))
 
     def collect(self, record: ShardRecord | None) -> None:
         """Take an owner's record; None if it refused."""
         self._records.append(record)
 
-    def collect_own(self, record: ShardRecord) -> None:
-        """Take a worker's record."""
+    def collect_own(self, record: ShardRecord | None) -> None:
+        """Take a worker's record; None if it refused."""
         self._own.append(record)
 
     def poll(self) -> bool:
@@ -238,7 +265,7 @@ class Committer:
         """
         if self._committing is None:
             complete = len(self._records) == len(self._cluster.roles.owners)
-            complete = complete and len(self._own) == self._expected
+            complete = complete and len(self._own) == len(self._workers)
             if self._step is not None and complete:
                 self._all_here(self._step)
             return False
@@ -250,7 +277,8 @@ class Committer:
 
     def _all_here(self, step: int) -> None:
         records = [r for r in self._records if r is not None]
-        if len(records) < len(self._records):
+        own = [r for r in self._own if r is not None]
+        if len(records) + len(own) < len(self._records) + len(self._own):
             checkpoint.remove_checkpoint(self._folder)
             self.refused, self._step = True, None
             return
@@ -258,5 +286,5 @@ class Committer:
         self._committing = self._thread.submit(
             checkpoint.commit, self._folder, step=step, layout=c.layout, dtype=c.dtype,
             shards=records, slots=c.slots, config=c.config, state=self._state, arrays={},
-            keep=c.keep, workers=self._own, worker_names=c.own,
+            keep=c.keep, workers=own, worker_names=c.own if own else (),
         )  # fmt: skip

@@ -20,17 +20,31 @@ from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import remove_checkpoint
 from mpips.checkpoint.index import seal
 from mpips.checkpoint.shards import ShardRecord
+from mpips.checkpoint.workers import CHUNK_BYTES
 from mpips.errors import UserError
 from mpips.layout import Layout, cut
 
 LAYOUT = Layout.of({"w": (13, 7), "b": (7,)})
 NAMES = ("m", "residual/w")
 WORKERS, STEP = 3, 5
+PIECES = ((3, 20), (33, 60))
 
 
 def vector(worker: int, name: str) -> np.ndarray:
     rng = np.random.default_rng([worker, NAMES.index(name)])
-    return rng.standard_normal(LAYOUT.size).astype("f4")
+    found = rng.standard_normal(LAYOUT.size).astype("f4")
+    if name == NAMES[1]:
+        held = np.zeros(LAYOUT.size, bool)
+        for begin, end in PIECES:
+            held[begin:end] = True
+        found[~held] = 0
+    return found
+
+
+def vectors(worker: int) -> dict[str, list[tuple[int, np.ndarray]]]:
+    """The first as a whole, the second in two pieces and with zeroes between and behind."""
+    first, second = (vector(worker, name) for name in NAMES)
+    return {NAMES[0]: [(0, first)], NAMES[1]: [(b, second[b:e]) for b, e in PIECES]}
 
 
 def save(directory: Path, absent: int | None = None) -> Path:
@@ -42,7 +56,7 @@ def save(directory: Path, absent: int | None = None) -> Path:
         for k, s in enumerate(cut(LAYOUT.size, 2, 4))
     ]
     own = [
-        write_worker(folder, k, STEP, {name: vector(k, name) for name in NAMES})
+        write_worker(folder, k, STEP, vectors(k), LAYOUT.size, "f4")
         for k in reversed(range(WORKERS))
         if k != absent
     ]
@@ -61,6 +75,9 @@ def test_each_worker_reads_its_own(tmp_path: Path) -> None:
             out = np.empty(LAYOUT.size, "f4")
             checkpoint.read_worker(name, worker, WORKERS, out)
             np.testing.assert_array_equal(out, vector(worker, name))
+            part = np.empty(25, "f4")
+            checkpoint.read_worker(name, worker, WORKERS, part, 30)
+            np.testing.assert_array_equal(part, out[30:55])
     files = sum(p.stat().st_size for p in checkpoint.path.iterdir())
     assert checkpoint.size_bytes == files
 
@@ -138,16 +155,39 @@ def test_an_index_of_before_has_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint.read_params(), np.arange(LAYOUT.size))
 
 
+PIECE = np.zeros(3, "f4")
+
+
 @pytest.mark.parametrize(
-    "arrays", [{}, {"m": np.zeros((2, 2))}, {"m": np.zeros(3), "v": np.zeros(4)}]
+    ("given", "message"),
+    [
+        ({}, "no vector"),
+        ({"m": [(0, np.zeros((2, 2), "f4"))]}, "of shape"),
+        ({"m": [(0, PIECE), (3, PIECE)]}, "m from 3 on"),
+        ({"m": [(-1, PIECE)]}, "m from -1 on"),
+        ({"m": [(0, np.zeros(3))]}, "dtype float64, expected within"),
+    ],
 )
-def test_vectors_of_one_form_are_expected(arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected one shape and dtype"):
-        write_worker(tmp_path, 0, 1, arrays)
+def test_pieces_of_one_vector_are_expected(
+    given: dict[str, list[tuple[int, np.ndarray]]], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_worker(tmp_path, 0, 1, given, 5, "f4")
     assert not list(tmp_path.iterdir())
 
 
 def test_record_is_that_of_the_whole_vector(tmp_path: Path) -> None:
-    record = write_worker(tmp_path, 4, 1, {"m": np.zeros(3)})
+    record = write_worker(tmp_path, 4, 1, {"m": [(0, np.zeros(3))]}, 3, "f8")
     size = (tmp_path / "worker-0004.h5").stat().st_size
     assert record == ShardRecord(4, "worker-0004.h5", 0, 3, size, record.sha256)
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_what_is_in_no_piece_takes_no_room(pieces: int, tmp_path: Path) -> None:
+    n, held = 10_000_000, np.ones(100_000, "f4")
+    vectors = {"residual": [(5_000_000, held)][:pieces]}
+    record = write_worker(tmp_path, 0, 1, vectors, n, "f4")
+    assert record.bytes < pieces * (held.nbytes + 2 * CHUNK_BYTES) + 20_000
+    with h5py.File(tmp_path / record.file, locking=False) as file:
+        assert file["residual"].shape == (n,)
+        assert file["residual"][:].sum() == pieces * held.size

@@ -10,10 +10,11 @@ from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoi
 from mpips.checkpoint.index import boxes, commit
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.shards import ShardRecord, write_shard
-from mpips.checkpoint.workers import write_worker
+from mpips.checkpoint.workers import Pieces, write_worker
 
 __all__ = [
     "Checkpoint",
+    "Pieces",
     "ShardRecord",
     "begin_step",
     "boxes",

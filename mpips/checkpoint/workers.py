@@ -1,20 +1,41 @@
 """What is one worker's alone, in an HDF5 file beside the shard files: vectors over all parameters.
 
 A worker's file has the form of a shard file whose range is the whole vector, and is recorded,
-summed and checked like one.
+summed and checked like one. A vector may be given in pieces: the rest of it reads as zero and
+takes no room in the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.checkpoint.files import FORMAT, PathLike, file_sha256, worker_file, write_durably
-from mpips.checkpoint.shards import ShardRecord, write_arrays
+from mpips.checkpoint.files import (
+    FORMAT,
+    PathLike,
+    create_h5,
+    file_sha256,
+    pieces,
+    worker_file,
+    write_durably,
+)
+from mpips.checkpoint.shards import ShardRecord
+
+if TYPE_CHECKING:
+    import h5py
+
+Pieces = Sequence[tuple[int, np.ndarray]]  # (begin in the flat vector, elements)
+CHUNK_BYTES = 1 << 16  # of a vector in pieces: what has none of them is not in the file
 
 
 def write_worker(
-    folder: PathLike, worker: int, step: int, arrays: Mapping[str, np.ndarray]
+    folder: PathLike,
+    worker: int,
+    step: int,
+    vectors: Mapping[str, Pieces],
+    size: int,
+    dtype: np.typing.DTypeLike,
 ) -> ShardRecord:
     """Write one worker's vectors, durably; may run in a thread beside the training.
 
@@ -22,22 +43,44 @@ def write_worker(
         folder: What `begin_step` returned.
         worker: Number of the worker; names the file.
         step: The step of the checkpoint.
-        arrays: At least one vector by name, all of one shape (n,) and dtype.
+        vectors: At least one vector by name, in pieces that do not overlap; zero elsewhere.
+        size: Elements of each whole vector.
+        dtype: Of all pieces.
 
     Returns:
         The record that `commit` needs.
 
     Raises:
-        ValueError: If there is no vector, or shapes or dtypes differ.
+        ValueError: If there is no vector, or a piece is outside or of another shape or dtype.
         UserError: If the file system refuses.
 
     Blocks: until the file is on the disk. Other threads run meanwhile.
     """
-    kinds = {(array.shape, array.dtype) for array in arrays.values()}
-    if len(kinds) != 1 or any(array.ndim != 1 for array in arrays.values()):
-        raise ValueError(f"vectors of {sorted(map(str, kinds))}, expected one shape and dtype")
-    (shape, _) = kinds.pop()
-    attributes = {"version": FORMAT, "begin": 0, "end": shape[0], "step": step, "owner": worker}
+    if not vectors:
+        raise ValueError("no vector, expected at least one")
+    for name, parts in vectors.items():
+        for begin, part in parts:
+            inside = part.ndim == 1 and 0 <= begin <= begin + part.size <= size
+            if not inside or part.dtype != np.dtype(dtype):
+                found = f"{name} from {begin} on of shape {part.shape} and dtype {part.dtype}"
+                raise ValueError(f"{found}, expected within ({size},) and {np.dtype(dtype)}")
+    attributes = {"version": FORMAT, "begin": 0, "end": size, "step": step, "owner": worker}
     final = Path(folder) / worker_file(worker)
-    write_durably(final, lambda path: write_arrays(path, arrays, attributes))
-    return ShardRecord(worker, final.name, 0, shape[0], final.stat().st_size, file_sha256(final))
+
+    def write(path: Path) -> None:
+        with create_h5(path) as file:
+            file.attrs.update(attributes)
+            for name, parts in vectors.items():
+                _write_vector(file, name, parts, size, np.dtype(dtype))
+
+    write_durably(final, write)
+    return ShardRecord(worker, final.name, 0, size, final.stat().st_size, file_sha256(final))
+
+
+def _write_vector(file: "h5py.File", name: str, parts: Pieces, size: int, dtype: np.dtype) -> None:
+    whole = sum(part.size for _, part in parts) == size
+    chunks = None if whole else (min(size, CHUNK_BYTES // dtype.itemsize),)
+    dataset = file.create_dataset(name, (size,), dtype, chunks=chunks, fillvalue=0)
+    for first, part in parts:
+        for begin, end in pieces(0, part.size, part.itemsize):
+            dataset[first + begin : first + end] = part[begin:end]

@@ -117,9 +117,10 @@ class LocalLoop(SyncLoop):
         if self._loader:
             self._own = Replica(job, rounds.grad, rounds.own_slots)
             if job.own_slots:
-                named = dict(zip(job.own_slots, rounds.own_slots, strict=True))
-                stall = job.config.snapshot == "stall"
-                self._savers.append(WorkerSaver(job.cluster, named, stall))
+                slots = zip(job.own_slots, rounds.own_slots, strict=True)
+                own = {name: [(0, slot)] for name, slot in slots}
+                args = job.layout.size, job.dtype, job.config.snapshot == "stall"
+                self._savers.append(WorkerSaver(job.cluster, own, *args))
 
     def _steps(self, batch: Range) -> list[Range]:
         """Return this worker's part of a round, cut into as many steps as every worker makes."""
