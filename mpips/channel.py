@@ -114,6 +114,20 @@ class Sender:
         """Whether every far push that this rank has to send has left. Blocks: no; gets on."""
         return self.outbox is None or self.outbox.empty()
 
+    @property
+    def packed(self) -> int:
+        """Number of messages that this rank has packed, in the runs that this one continues too."""
+        return self.outbox.packed if self.outbox else 0
+
+    @property
+    def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """What codecs keep here between two pushes: pieces (begin, view) of vectors, by name."""
+        return self.outbox.state if self.outbox else {}
+
+    def hold(self, cut: int) -> bool:
+        """Push nothing for now, because of a cut; see `Outbox.hold`."""
+        return self.outbox is None or self.outbox.hold(cut)
+
     def resting(self) -> bool:
         """Whether nothing is to be sent before the next push. Blocks: no; gets on."""
         return self.outbox is None or self.outbox.resting()

@@ -19,7 +19,7 @@ A body may be packed: see `mpips.wire`.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ BODY_TAGS = 1 << 14  # a body's tag is the message's number modulo this; MPI pro
 TAG_REST = 16
 BUFFERS = 2  # open pushes a worker, and open messages a carrier
 PUSHED = 0  # word of a worker: number of pushes announced
+HELD = 1  # word of a worker: number of the last cut for which it announces no more for now
 
 
 def worker_fields(n: int, shards: int, dtype: str) -> tuple[Field, ...]:
@@ -106,9 +107,11 @@ class Outbox(ABC):
 
     Attributes:
         packers: What packs for each far server, where this rank sends.
+        packed: Number of what they have packed, in the runs that this one continues too.
     """
 
     packers: Sequence[Packer] = ()
+    packed = 0
     _messages: "Sequence[_Message]" = ()
 
     @property
@@ -116,27 +119,23 @@ class Outbox(ABC):
         """Bytes of the bodies and headers that this rank has sent, as they were sent."""
         return sum(message.bytes_sent for message in self._messages)
 
-    def state(self, n: int) -> dict[str, np.ndarray]:
-        """Return copies of what codecs keep between two pushes, by name.
-
-        Args:
-            n: Number of parameters.
-
-        Returns:
-            Vectors of shape (n,), zero where nothing is kept: near shards, and small ones.
-        """
-        found: dict[str, np.ndarray] = {}
+    @property
+    def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """What codecs keep between two pushes: pieces (begin, view) of vectors, by name."""
+        found: dict[str, list[tuple[int, np.ndarray]]] = {}
         for packer in self.packers:
             for name, part in packer.state.items():
-                whole = found.setdefault(name, np.zeros(n, part.dtype))
-                whole[packer.shard.range] = part
+                found.setdefault(name, []).append((packer.shard.begin, part))
         return found
 
-    def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue from what `state` gave; a name that is missing begins with zeroes."""
-        for packer in self.packers:
-            for name, part in packer.state.items():
-                part[:] = state[name][packer.shard.range] if name in state else 0
+    @abstractmethod
+    def hold(self, cut: int) -> bool:
+        """Announce nothing for now, because of a cut.
+
+        Returns:
+            Whether `state` stays as it is until a worker of this node goes on. Blocks: no; gets
+            on; call it again until then.
+        """
 
     @abstractmethod
     def writable(self, seq: int) -> bool:
@@ -218,7 +217,7 @@ class Direct(Outbox):
     ) -> None:
         self._far, self._me = far, me
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
-        self.packers = _packers(packing, far, me)
+        self.packers, self.packed = _packers(packing, far, me), packing.before
 
     def writable(self, seq: int) -> bool:
         """See `Outbox.writable`."""
@@ -233,7 +232,12 @@ class Direct(Outbox):
             if (origin := me.origin(seq, shard)) is not None:
                 body += transfer_pieces(origin)
             parts.append((rank, me.header(seq, server)[None], body))
+        self.packed += 1
         self._messages[seq % BUFFERS].send(seq, parts)
+
+    def hold(self, cut: int) -> bool:
+        """See `Outbox.hold`."""
+        return True
 
     def empty(self) -> bool:
         """See `Outbox.empty`."""
@@ -262,6 +266,11 @@ class Carried(Outbox):
     def send(self, seq: int) -> None:
         """See `Outbox.send`."""
         self._last = seq
+
+    def hold(self, cut: int) -> bool:
+        """See `Outbox.hold`; the carrier has to know."""
+        publish(self._me.words, HELD, cut)
+        return True
 
     def empty(self) -> bool:
         """See `Outbox.empty`."""
@@ -300,7 +309,7 @@ class Carrier(Outbox):
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
         kind = me.grads.dtype
         self._bodies = [[np.zeros(shard.size, kind) for *_, shard in far] for _ in range(BUFFERS)]
-        self.packers = _packers(packing, far, me)
+        self.packers, self.packed = _packers(packing, far, me), packing.before
         self._first_s: float | None = None  # when a push was first seen that waits
         self.messages = self.pushes = 0
 
@@ -312,6 +321,12 @@ class Carrier(Outbox):
     def send(self, seq: int) -> None:
         """See `Outbox.send`."""
         self._advance()
+
+    def hold(self, cut: int) -> bool:
+        """See `Outbox.hold`: when all workers of the node hold, and all they announced has gone."""
+        publish(self._me.words, HELD, cut)
+        held = all(observe(member.words, HELD) >= cut for member in self._members)
+        return not self._advance() and held
 
     def empty(self) -> bool:
         """See `Outbox.empty`."""
@@ -355,6 +370,7 @@ class Carrier(Outbox):
             sum_rows(rows, weights, shard.range.start, body)
             headers = np.stack([member.header(seq, server) for member, seq in ready])
             parts.append((rank, headers, packer.pack(body, self.messages, slot)))
+        self.packed += 1
         self.pushes += len(ready)
         self._messages[slot].send(self.messages, parts)
         for member, seq in ready:

@@ -9,10 +9,12 @@ receive and takes no others; an Allreduce finds the elementwise maximum of the s
 shard and goes on. So all shards of a checkpoint have seen the same pushes. Where one message holds
 the pushes of several workers, a server may have to go beyond the maximum; then they agree again,
 until none had to: as all far servers get the same messages, that is after three times at most.
+Where workers have state of their own, they come first, and say how many pushes are in the cut: see
+`mpips.worker_state`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -29,6 +31,7 @@ from mpips.metrics import Log
 from mpips.push import Push
 from mpips.saver import Committer, Saver
 from mpips.store import Server
+from mpips.worker_state import Holding
 
 
 class Phase(Enum):
@@ -38,6 +41,7 @@ class Phase(Enum):
     DRAIN = auto()  # takes the far pushes that it has begun to receive
     AGREE = auto()  # takes none, until the servers' maximum is known
     REACH = auto()  # takes pushes up to the maximum
+    LAST = auto()  # takes any push: the workers announce none beyond the cut
     HOLD = auto()  # takes none, until the live shard is written (snapshot = "stall")
 
 
@@ -59,10 +63,13 @@ class Cut:
         self._agreeing: Request | None = None
         self.phase = Phase.FREE
 
-    def begin(self) -> None:
-        """Start, when the chief says so."""
+    def begin(self, target: Sequence[int] | None = None) -> None:
+        """Start, when the chief says so; with the pushes of each worker if these are agreed on."""
         assert self.phase is Phase.FREE, "a cut is under way"
         self.phase = Phase.DRAIN
+        if target is not None:
+            self.target[:] = target
+            self.phase = Phase.LAST
 
     def advance(self, bodies: int) -> bool:
         """Get on; returns whether the cut is reached just now. Blocks: no.
@@ -75,6 +82,9 @@ class Cut:
             self._agree()
         if self.phase is Phase.AGREE and self._agreeing is not None and self._agreeing.Test():
             self.phase = Phase.REACH
+        if self.phase is Phase.LAST and self._reached():
+            assert self._empty or self._passed() == 0, "a worker pushed beyond the cut"
+            return True
         if self.phase is not Phase.REACH or not self._reached():
             return False
         if not self._beyond or np.array_equal(self.target, self._before):
@@ -88,6 +98,11 @@ class Cut:
             self._mine[worker] = observe(self._applied, worker)
         self._agreeing = begin_maximum(self._servers, self._mine, self.target)
         self.phase = Phase.AGREE
+
+    def _passed(self) -> int:
+        """Return how many pushes beyond the maximum are applied."""
+        workers = range(self._applied.size)
+        return sum(max(0, observe(self._applied, w) - int(self.target[w])) for w in workers)
 
     def _reached(self) -> bool:
         workers = range(self._applied.size)
@@ -162,7 +177,7 @@ class AsyncServer:
 
     def _take(self) -> Push | None:
         phase = self.cut.phase
-        if phase is Phase.FREE:
+        if phase in (Phase.FREE, Phase.LAST):
             return self._receiver.take()
         if phase is Phase.DRAIN:
             return self._receiver.take(fetch=False)
@@ -177,7 +192,7 @@ class AsyncServer:
         elif kind == "hurry":
             self.store.clocks.hurry(source)
         elif kind == "cut":
-            self.cut.begin()
+            self.cut.begin(payload)
         elif kind == "write":
             self._saver.write_into(payload)
         elif kind == "end":
@@ -190,6 +205,8 @@ class AsyncServer:
         if self.cut.advance(self._receiver.bodies):
             step = self.store.settle(self._job.base_step + int(self.cut.target.sum()))
             self._saver.snapshot(step)
+            if self.cut.phase is Phase.LAST:
+                self._cluster.send(self._cluster.roles.chief, "reached")
             self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
             if self.chief:
                 self.chief.cut_reached(step)
@@ -216,7 +233,10 @@ class AsyncServer:
 
 
 class Chief:
-    """Server 0's second duty: data, checkpoints, the end. Attached to an `AsyncServer`."""
+    """Server 0's second duty: data, checkpoints, the end. Attached to an `AsyncServer`.
+
+    With `holding`, workers have state of their own.
+    """
 
     def __init__(
         self,
@@ -226,8 +246,10 @@ class Chief:
         handout: HandOut,
         committer: Committer,
         log: Log,
+        holding: Holding | None = None,
     ) -> None:
         self._job, self._cluster, self._server = job, job.cluster, server
+        self._holding = holding
         self._granter, self._handout, self._committer, self._log = granter, handout, committer, log
         self._done: set[int] = set()
         self._last_s, self._last_step = time.perf_counter(), job.base_step
@@ -259,12 +281,14 @@ class Chief:
             self._done.add(source)
         elif kind == "shard":
             self._committer.collect(payload)
+        elif kind == "own":
+            self._committer.collect_own(payload)
         elif kind == "eval":
             self._evaluated(payload)
         elif kind == "diverged":
             self.diverged = self.diverged or payload
             self.stop("diverged")
-        else:
+        elif self._holding is None or not self._holding.handle(source, kind, payload):
             raise AssertionError(f"unknown message {kind!r} from rank {source}")
 
     def stop(self, reason: str) -> None:
@@ -312,6 +336,9 @@ class Chief:
     def _begin_cut(self) -> None:
         self._cutting = True
         self._last_s, self._last_step = time.perf_counter(), self.step
+        if self._holding is not None:
+            self._holding.begin()
+            return
         for rank in self._cluster.roles.servers:
             self._cluster.send(rank, "cut")
 
@@ -319,7 +346,9 @@ class Chief:
         """Open the checkpoint of `step`: this server has just reached the cut."""
         self._cutting = False
         self._last_step, self._saved_samples = step, self.samples
-        self._committer.open(step, self._job.state(step, self._handout.state(), self.samples))
+        own = self._holding.numbers if self._holding else []
+        state = self._job.state(step, self._handout.state(), self.samples)
+        self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
 
     def _end(self) -> None:
         """Save the final state if that is not done, then end the run."""

@@ -23,7 +23,9 @@ from mpips.job import Job
 from mpips.kernels import scale, sum_squares
 from mpips.ledger import Range
 from mpips.optim import clip_factor
+from mpips.saver import WorkerSaver
 from mpips.store import Puller
+from mpips.worker_state import Keeper, fill, names
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -78,6 +80,29 @@ class AsyncWorker:
         self._batch_number = 0
         self.times = Times()
         self.reason: str | None = None
+        self._keeper: Keeper | None = None  # of what is this worker's alone, if anything is
+
+    def keep_state(self) -> None:
+        """Go on with the state saved, where this worker has any of its own, and have it saved.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        job, cluster = self._job, self._cluster
+        if found := names(job):
+            own = self._own_state()
+            fill(job, own)
+            vectors = {name: own.get(name, ()) for name in found}
+            saver = WorkerSaver(cluster, vectors, job.layout.size, job.dtype, stall=False)
+            self._keeper = Keeper(cluster, saver, self._sender.hold, self._numbers)
+
+    def _own_state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """Return what is this worker's alone: pieces (begin, view) of vectors, by name."""
+        return self._sender.state
+
+    def _numbers(self) -> tuple[int, dict[str, int]]:
+        """Return the number of pushes, and the numbers that go with its own state."""
+        return self._sender.seq, {"packed": self._sender.packed}
 
     def work(self) -> str:
         """Step until there is nothing to do; returns why the run ended.
@@ -108,6 +133,8 @@ class AsyncWorker:
         if not self._told_signal and (name := signals.received()):
             self._told_signal = True
             self._cluster.send(self._cluster.roles.chief, "stop", name)
+        if self._keeper is not None:
+            self._keeper.poll()
 
     def _handle(self, kind: str, payload: Any) -> None:
         if kind == "grant":
@@ -116,8 +143,26 @@ class AsyncWorker:
             self._stopping = True
         elif kind == "end":
             self.reason = payload
-        else:
+        elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
+
+    def _may_begin(self) -> bool:
+        """Whether the next step may begin: no cut waits for this worker's state."""
+        if self._keeper is None or self._keeper.between(sound=not self._failed):
+            return True
+        if self._puller.reading:  # a neighbour may wait for it
+            self._puller.advance()
+        return False
+
+    def _may_push(self) -> bool:
+        """Whether a push may be announced: no cut is under way. Gets on with all else."""
+        if self._keeper is None or not self._keeper.holding:
+            return True
+        self._attend()
+        self._sender.resting()
+        if self._puller.reading:
+            self._puller.advance()
+        return not self._keeper.holding
 
     def _has_batch(self, loader: Loader) -> bool:
         """Wait until a batch is here (True) or none will come (False)."""
@@ -129,6 +174,8 @@ class AsyncWorker:
                 for step in self._steps(batch):
                     submit(self._job, loader, step)
                 self._queue.append(batch)
+            if not self._may_begin():
+                return False
             if self._stopping or self._failed:
                 return True
             return self._may_read() if self._queue else self._feed.exhausted
@@ -249,6 +296,7 @@ class AsyncWorker:
         behind its announcement, so that the body is let in before their bulk comes.
         """
         puller, times, versions = self._puller, self.times, self._versions.copy()
+        times.wait_s += self._cluster.wait(self._may_push)
         ahead = puller.looks_ahead and puller.gate is None  # else the next batch is not known
         if ahead:
             times.wait_s += self._cluster.wait(lambda: self._writable(seq + 1))
@@ -301,6 +349,7 @@ class AsyncWorker:
 
         def ended() -> bool:
             self._attend()
+            self._may_begin()
             sent = self._sender.sent()  # of its neighbours too, so that it gets on in any case
             return sent and self.reason is not None
 

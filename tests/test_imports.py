@@ -31,6 +31,7 @@ job store
 meeting saver quorum probe
 lowrank
 rounds
+worker_state
 server worker
 strategies
 summary needs

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips import feed, neighbours, outbox, store, wire
+from mpips import feed, neighbours, outbox, store, wire, worker_state
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Comm, Request, cluster_subset
 from mpips.feed import AHEAD, Feed, Granter
@@ -33,6 +33,7 @@ from mpips.strategies import Outcome
 from mpips.window import Field, Plan, Window
 from mpips.wire import Packing, pull_codec, push_codec
 from mpips.worker import AsyncWorker
+from mpips.worker_state import Holding
 
 WAYS = ("get", "reply")
 TRIES = 3
@@ -111,9 +112,11 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     loop = AsyncServer(job, servers, server, receiver, saver)
     handout = job.handout()
     if cluster.is_chief:
-        committer = Committer(cluster, job.out / CHECKPOINTS, Contents.of(job))
+        own = worker_state.names(job)
+        committer = Committer(cluster, job.out / CHECKPOINTS, Contents.of(job, own))
+        holding = Holding(cluster) if own else None
         granter = Granter(cluster, window, handout, granted_ahead(job))
-        loop.chief = Chief(job, loop, granter, handout, committer, log)
+        loop.chief = Chief(job, loop, granter, handout, committer, log, holding)
     loop.start()
     cluster.barrier()  # the parameters are there before the first pull
     times = agree_on_far_reads(job, None, lambda request: loop.serve_until(request.Test))
@@ -122,6 +125,8 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     packed = wire.told(config, cluster.roles, cluster.node_of, job.shards, job.layout)
     if packed is not None:
         log.say(packed)
+    for line in worker_state.told(job):
+        log.say(line)
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=_release(window, loop))
     if loop.chief:
@@ -154,7 +159,7 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
     c = job.config
     way = "reply" if c.far_read == "auto" else c.far_read
     args = cluster, window, worker_id, job.shards
-    packing = Packing(push_codec(c), c.seed, job.base_step // len(cluster.roles.workers))
+    packing = Packing(push_codec(c), c.seed, worker_state.packed_before(job))
     sender = Sender(*args, c.node_aggregation, packing, job.staleness.origins)
     source = Feed(cluster, window, worker_id, granted_ahead(job))
     gate = gate_of(job, worker_id, source, sender)
@@ -165,6 +170,7 @@ def _work(job: Job, window: Window, worker_id: int, make_worker: type[AsyncWorke
         puller.read_far_by(faster(times))
     replicas = share_far_reads(job, window, puller)
     worker = make_worker(job, puller, sender, source, replicas)
+    worker.keep_state()
     reason = worker.work()
     stats = {
         **dataclasses.asdict(worker.times),

@@ -10,8 +10,8 @@ It runs on the machinery of `async_sgd`: nobody waits for another, a push is the
 worker, versions and staleness count exchanges, the rate of a local step is that of the centre's
 next version. A worker pulls after its own last push was applied where servers are near, or has
 left where they are far. The gradient after an exchange is taken at the new x (the paper's
-algorithm takes it at the x before). A replica and its slots are its worker's alone and are not
-saved: in a resumed run they begin at the centre and at zero.
+algorithm takes it at the x before). A replica and its slots are its worker's alone, and are saved;
+in a run resumed by another number of workers they begin at the centre and at zero.
 
 References: Zhang, Choromanska and LeCun, NeurIPS 2015, algorithm 1.
 """
@@ -35,6 +35,7 @@ from mpips.replica import Replica
 from mpips.store import Puller
 from mpips.strategies import Outcome, async_sgd
 from mpips.worker import AsyncWorker
+from mpips.worker_state import replica_names, saved_numbers
 
 BETA = 0.9  # of the paper: the elastic rates of all workers together
 
@@ -64,7 +65,17 @@ class ElasticWorker(AsyncWorker):
         self._own = Replica(job, vectors[0], tuple(vectors[1:]))
         given, workers = job.config.elastic_rate, len(job.cluster.roles.workers)
         self._elastic_rate = BETA / workers if given is None else given
-        self._rate, self._number = job.rate(), 0
+        self._rate, saved = job.rate(), saved_numbers(job)
+        self._number = saved.get("steps", 0)
+        self._versions[:] = saved.get("version", 0)
+
+    def _own_state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        vectors = (self._own.params, *self._own.slots)
+        return {k: [(0, v)] for k, v in zip(replica_names(self._job), vectors, strict=True)}
+
+    def _numbers(self) -> tuple[int, dict[str, int]]:
+        saved = {"steps": self._number, "version": int(self._versions.max())}
+        return self._sender.seq, saved
 
     def _steps(self, batch: Range) -> list[Range]:
         return pieces(batch, self._job.config.step_size)
@@ -104,6 +115,7 @@ class ElasticWorker(AsyncWorker):
     def _exchange(self, batch: Range, loss: float) -> None:
         """Move the replica and the centre towards each other."""
         times, seq = self.times, self._sender.seq + 1
+        times.wait_s += self._cluster.wait(self._may_push)
         times.wait_s += self._cluster.wait(lambda: self._writable(seq + 1))
         self._pull()
         start = time.perf_counter()

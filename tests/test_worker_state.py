@@ -1,0 +1,238 @@
+"""What is a worker's alone in asynchronous runs is part of the cut, and of a resumed run."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import train
+from runs import (
+    ENDLESS,
+    MODELS,
+    SAVED,
+    Plan,
+    assert_same_state,
+    counting,
+    expected_counts,
+    final,
+    is_whole,
+    kill_once,
+    newest,
+    samples_file,
+    summary,
+)
+
+from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+
+pytestmark = pytest.mark.launch
+
+N, EPOCHS, LONG = 230, 3, 8  # LONG: more than the stops of a run take
+BITWISE = {  # ranks, options, epochs; one worker that reads all its own pushes: nothing races
+    "topk": (2, "--codec topk --topk-ratio 0.1 --node-size 1", 3),
+    "dgc": (
+        3,
+        "--codec topk --topk-momentum 0.9 --topk-warmup 150 --servers 2 --node-size 1 "
+        "--batch-size 24",
+        3,
+    ),
+    "onebit": (3, "--codec onebit --servers 2 --node-size 2 --dtype float64", 3),
+    "easgd": (2, "--mode easgd --tau 2 --batch-size 24", 3),
+    "easgd adam": (
+        3,
+        "--mode easgd --optimizer adam --tau 3 --servers 2 --schedule step --step-every 9 "
+        "--batch-size 8",
+        4,
+    ),
+    "easgd single": (2, "--mode easgd --optimizer momentum --tau 2 --snapshot stall", 4),
+}
+TOPK = "--codec topk --topk-ratio 0.1"
+COUNTED = {  # ranks, options: three workers or more on two nodes or more
+    "topk": (5, f"{TOPK} --servers 2 --node-size 2"),
+    "ssp": (5, f"{TOPK} --servers 2 --node-size 2 --mode ssp --staleness-bound 1"),
+    "lock step": (4, f"{TOPK} --servers 1 --node-size 1 --mode ssp --staleness-bound 0"),
+    "ahead": (6, f"{TOPK} --servers 2 --node-size 2 --prefetch --far-read reply"),
+    "ahead by get": (5, f"{TOPK} --servers 2 --node-size 1 --prefetch --far-read get"),
+    "stalling": (5, f"{TOPK} --servers 2 --node-size 2 --snapshot stall"),
+    "consistent": (5, f"{TOPK} --servers 2 --node-size 2 --read consistent"),
+    "few batches": (6, f"{TOPK} --servers 1 --node-size 2 --batch-size 115"),
+    "a straggler": (4, f"{TOPK} --servers 1 --node-size 2 --inject-delay 1:30"),
+}
+CARRIED = {  # these lose nothing either, but a mean's residual does not say of how many pushes
+    "carried": (6, f"{TOPK} --servers 1 --node-size 3 --node-aggregation"),
+    "carried, bounded": (
+        6,
+        f"{TOPK} --servers 2 --node-size 3 --node-aggregation --mode ssp --staleness-bound 1",
+    ),
+    "dropped": (5, f"{TOPK} --servers 2 --node-size 2 --max-staleness 1"),
+}
+STOPPED = ("topk", "ssp", "ahead", "carried")
+ELASTIC = {
+    "near": (5, "--servers 2 --tau 2"),
+    "far": (5, "--servers 2 --tau 3 --node-size 2"),
+    "carried replicas": (6, "--servers 2 --tau 2 --node-size 3 --node-aggregation"),
+}
+
+
+def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Return the vector of each worker, shape (workers, n_params)."""
+    workers = len(checkpoint.contents.workers)
+    found = np.empty((workers, checkpoint.layout.size), checkpoint.dtype)
+    for worker in range(workers):
+        checkpoint.read_worker(name, worker, workers, found[worker])
+    return found
+
+
+def each(out: Path) -> list[Checkpoint]:
+    """Return all whole checkpoints of a run but that of step 0."""
+    found = [open_checkpoint(path) for path in list_checkpoints(out) if is_whole(path)]
+    return [checkpoint for checkpoint in found if checkpoint.step]
+
+
+def parts(plan: Plan, name: str, ranks: int, words: list[str], epochs: int) -> None:
+    """Add a run that is stopped at random three times, and goes on to its end."""
+    for k in range(4):
+        last = ["--epochs", str(epochs if k == 3 else ENDLESS), *["--resume"] * (k > 0)]
+        plan.add(name, ranks, [*words, *last], 0 if k == 3 else SAVED)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """All runs of this module that need no launcher of their own."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name, (ranks, options, epochs) in BITWISE.items():
+        words = ["--problem", f"{MODELS}:StoppingMLP", "--hidden", "600", "--keep", "100"]
+        words += ["--checkpoint-every", "7steps", "--eval-every", "0"]
+        if "easgd" not in name:
+            words += ["--mode", "ssp", "--staleness-bound", "0", "--optimizer", "sgd"]
+        plan.add(f"{name} whole", ranks, [*words, *options.split(), "--epochs", str(epochs)])
+        parts(plan, f"{name} parts", ranks, [*words, *options.split()], epochs)
+    data = samples_file(plan.folder, N)
+    words = ["--hidden", "40000", "--keep", "100", "--checkpoint-every", "4steps"]
+    words += ["--batch-size", "8"]
+    for name, (ranks, text) in (COUNTED | CARRIED).items():
+        options = [*counting(data, kind="SlowCounting"), *words, *text.split()]
+        plan.add(name, ranks, [*options, "--epochs", str(EPOCHS)])
+        if name in STOPPED:
+            options = [*counting(data, kind="StoppingCounting"), *words, *text.split()]
+            parts(plan, f"stopped {name}", ranks, options, LONG)
+    for name, (ranks, text) in ELASTIC.items():
+        options = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", *words]
+        parts(plan, name, ranks, [*options, *text.split()], LONG)
+    plan.run(400)
+    return plan
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
+    """With residuals, or a replica, a run in four parts ends as one that was never stopped."""
+    whole, parted = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
+    assert_same_state(whole, parted)
+    assert whole.worker_names == parted.worker_names
+    assert whole.state["own"] == parted.state["own"]
+    for key in whole.worker_names:
+        a, b = own(whole, key), own(parted, key)
+        assert np.any(a), key
+        np.testing.assert_array_equal(a.view("u1"), b.view("u1"))
+
+
+def assert_conserved(checkpoint: Checkpoint) -> bool:
+    """Assert that what was applied and what workers keep are all gradients up to the cut.
+
+    Returns:
+        Whether any worker keeps anything.
+    """
+    kept = own(checkpoint, "residual")
+    arrays = checkpoint.layout.views(checkpoint.read_params() - kept.sum(axis=0))
+    np.testing.assert_array_equal(arrays["counts"], expected_counts(checkpoint, N))
+    np.testing.assert_array_equal(arrays["updates"], float(checkpoint.step))
+    return bool(kept.any())
+
+
+def with_parts(names: dict[str, tuple[int, str]]) -> list[str]:
+    return [*names, *(f"stopped {name}" for name in names if name in STOPPED)]
+
+
+@pytest.mark.parametrize("name", with_parts(COUNTED))
+def test_parameters_and_residuals_are_all_gradients_of_the_cut(name: str, runs: Plan) -> None:
+    """At each checkpoint, to the last bit: nothing is lost, nothing is counted twice."""
+    found = each(runs.out(name))
+    assert final(runs.out(name)).step == found[-1].step
+    assert [assert_conserved(checkpoint) for checkpoint in found].count(True) > 0
+    epochs = LONG if name.startswith("stopped") else EPOCHS
+    assert expected_counts(found[-1], N).tolist() == [epochs] * N
+    first = open_checkpoint(list_checkpoints(runs.out(name))[0])
+    assert (first.step, first.worker_names) == (0, ())
+
+
+@pytest.mark.parametrize("name", with_parts(CARRIED))
+def test_no_batch_is_lost_where_residuals_are_of_means(name: str, runs: Plan) -> None:
+    found = each(runs.out(name))
+    epochs = LONG if name.startswith("stopped") else EPOCHS
+    assert expected_counts(final(runs.out(name)), N).tolist() == [epochs] * N
+    assert any(own(checkpoint, "residual").any() for checkpoint in found)
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_centre_and_replicas_hold_what_was_computed(name: str, runs: Plan) -> None:
+    """An exchange moves, so from cut to cut they grow by the gradients between, and no more."""
+    found = [c for c in each(runs.out(name)) if all(k["steps"] for k in c.state["own"])]
+    assert len(found) > 5
+    total = [c.read_params() + own(c, "replica").sum(axis=0) for c in found]
+    for (a, then), (b, now) in pairwise(zip(found, total, strict=True)):
+        grown = b.layout.views(now - then)
+        counts = expected_counts(b, N) - expected_counts(a, N)
+        np.testing.assert_allclose(grown["counts"], counts, rtol=0, atol=1e-9)
+        steps = (sum(k["steps"] for k in c.state["own"]) for c in (a, b))
+        np.testing.assert_allclose(grown["updates"], -np.subtract(*steps), rtol=0, atol=1e-9)
+    assert final(runs.out(name)).step == summary(runs.out(name))["global_step"]
+
+
+def test_another_world_begins_anew_and_says_so(tmp_path: Path) -> None:
+    data = samples_file(tmp_path, N)
+    words = [*counting(data), "--hidden", "40000", *TOPK.split(), "--out", str(tmp_path / "out")]
+    words += ["--servers", "1"]
+    for ranks, more, line in (
+        (4, "--node-size 1 --epochs 1", ""),
+        (4, "--node-size 1 --epochs 2 --resume", "each worker goes on with its own residual"),
+        (
+            3,
+            "--node-size 1 --epochs 3 --resume",
+            "residual of the workers begin at zero: saved by 3 workers, now 2",
+        ),
+        (
+            3,
+            "--node-size 2 --epochs 4 --resume",
+            "begin at zero: nodes of the ranks are [0, 0, 1], were [0, 1, 2]",
+        ),
+        (
+            3,
+            "--codec none --topk-ratio 0.01 --epochs 5 --resume",
+            "residual of 2 workers are left out: this run has none",
+        ),
+        (
+            3,
+            "--node-size 1 --epochs 6 --resume",
+            "residual of the workers begin at zero: none was saved",
+        ),
+    ):
+        out = train(ranks, *words, *more.split(), cwd=tmp_path).check().output
+        assert line in out
+        assert ("own" in newest(tmp_path / "out").state) == ("--codec none" not in more)
+
+
+@pytest.mark.long
+def test_killed_run_has_its_residuals(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a checkpoint leaves the one before it, and that is exact."""
+    out = tmp_path / "out"
+    words = [*counting(samples_file(tmp_path, N), kind="SlowCounting"), "--out", str(out)]
+    words += ["--hidden", "400000", "--checkpoint-every", "5steps", "--batch-size", "8", "--quiet"]
+    words += [*TOPK.split(), "--servers", "2", "--node-size", "2", "--resume", "auto"]
+    writing = 0
+    for _ in range(8):
+        writing += kill_once(out, 5, [*words, "--epochs", str(ENDLESS)], "write")
+        assert_conserved(newest(out))
+    assert writing >= 2, f"only {writing} kills in the midst of a checkpoint"
+    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    train(5, *words, "--epochs", str(epochs), cwd=tmp_path, timeout_s=120).check()
+    assert_conserved(final(out))
+    assert expected_counts(final(out), N).tolist() == [epochs] * N
