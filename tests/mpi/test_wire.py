@@ -1,5 +1,6 @@
 """Packed pushes between nodes: what arrives is what the codec makes of what was sent."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,7 +59,12 @@ def arrive_all(rig: Rig, codec: Codec) -> dict[int, list[np.ndarray]]:
 
 def push_all(rig: Rig, which: Sequence[int] = range(1, PUSHES + 1)) -> None:
     """Push gradients; a buffer that may be written is overwritten at once."""
-    for seq, number in enumerate(which, 1):
+    push_some(rig, which)
+    rig.finish()
+
+
+def push_some(rig: Rig, which: Sequence[int]) -> None:
+    for seq, number in enumerate(which, rig.sender.seq + 1):
         rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
         rig.sender.buffer(seq).fill(np.nan)
         rig.sender.buffer(seq)[:] = gradient(rig.id, number)
@@ -66,7 +72,6 @@ def push_all(rig: Rig, which: Sequence[int] = range(1, PUSHES + 1)) -> None:
             rig.replicas[seq % BUFFERS] = np.nan
             rig.replicas[seq % BUFFERS] = origin(rig.id, number)
         rig.sender.push((0, seq, seq + 1), 1, 0.0, np.zeros(len(rig.shards), "i8"))
-    rig.finish()
 
 
 def far_bytes(rig: Rig, codec: Codec) -> int:
@@ -191,6 +196,64 @@ def test_carried_means_and_their_residuals_lose_nothing(cluster: Cluster, name: 
             lost[node] = 0
         if lost.any() or not messages:
             wrong.append((lost, messages))
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
+
+
+def before_cut(worker: int) -> int:
+    return 4 + worker
+
+
+def pause(rig: Rig) -> dict[str, np.ndarray]:
+    """Hold as for a cut, until all workers do; returns what is kept then."""
+    if rig.id % 2 == 0:
+        time.sleep(0.05)  # a carrier is the last of its node, and has to wait for the others
+    rig.cluster.wait(lambda: rig.sender.hold(1))
+    state = whole(rig)
+    here = rig.workers.Ibarrier()
+
+    def all_here() -> bool:
+        rig.sender.resting()
+        return bool(here.Test())
+
+    rig.cluster.wait(all_here)
+    return state
+
+
+@pytest.mark.world(min_nodes=2)
+@pytest.mark.parametrize("name", ["onebit", "topk"])
+def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
+    cluster: Cluster, name: str
+) -> None:
+    """No push before the cut goes after it, none after it before, and the residual is between."""
+    rig = Rig(cluster, N, 1, codec=make_codec(name), aggregate=True)
+    kept: dict[int, np.ndarray] = {}
+    lost = np.zeros((cluster.nodes, N))
+    wrong: list[object] = []
+    if rig.worker:
+        last = before_cut(rig.id)
+        push_some(rig, range(1, last + 1))
+        state = pause(rig)
+        if state:
+            kept[cluster.node_of[cluster.rank]] = state["residual"]
+        push_all(rig, range(last + 1, last + 4))
+    else:
+
+        def note(push: Push) -> None:
+            time.sleep(0.01)  # so that pushes wait for their carrier
+            before = {part.seq <= before_cut(part.worker) for part in push}
+            if len(before) > 1:
+                wrong.append([(part.worker, part.seq) for part in push])
+            if before == {True}:
+                mean = sum(gradient(part.worker, part.seq) for part in push) / push.count
+                lost[cluster.node_of[rig.roles.workers[push.worker]]] += mean - push.grad
+            rig.server.apply(push)
+
+        rig.serve(note)
+    for part in cluster.comm.allgather(kept):
+        for node, residual in part.items() if not rig.worker else ():
+            if not residual.any() or np.abs(residual - lost[node]).max() > 1e-12:
+                wrong.append((node, np.abs(residual - lost[node]).max()))
     check(cluster.comm, not wrong, wrong)
     rig.free()
 
