@@ -28,14 +28,16 @@ when all workers of the node hold, which a word of each shows, and their pushes 
 until then it begins no step.
 
 A resumed run continues the state if it has as many workers, and, for residuals, servers and nodes
-where they were. Else residuals begin at zero, and replicas at the centre, as in Zhang et al.,
-NeurIPS 2015, algorithm 1.
+where they were. Else the workers share out the sum of the residuals: each of those who pack for a
+shard takes an equal part, so that nothing is lost of what was to be sent there (the rules that
+residuals go with are linear). Means of nodes (``--node-aggregation``) have no such sum: there they
+begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpips.checkpoint import Pieces
+from mpips.checkpoint import Checkpoint, Pieces
 from mpips.cluster import Cluster
 from mpips.codecs import is_large
 from mpips.job import Job
@@ -76,44 +78,49 @@ def _saved(job: Job) -> list[dict[str, int]]:
     return list(job.checkpoint.state.get("own", []))
 
 
-def _obstacle(job: Job, saved: Sequence[object]) -> str:
-    """Return why the state of the saved workers is not continued, or an empty text."""
-    checkpoint, roles = job.checkpoint, job.cluster.roles
-    assert checkpoint is not None, "nothing was saved"
-    before, now = len(saved), len(roles.workers)
+def _change(job: Job, saved: Sequence[object]) -> str:
+    """Return what keeps each worker from going on with what it saved, or an empty text."""
+    before, now = len(saved), len(job.cluster.roles.workers)
     if before != now:
         return f"saved by {before} workers, now {now}"
     if job.config.mode == "easgd":
         return ""
-    old = checkpoint.state["world"]
+    old = _checkpoint(job).state["world"]
     for what, a, b in (
-        ("servers are ranks", old["servers"], list(roles.servers)),
+        ("servers are ranks", old["servers"], list(job.cluster.roles.servers)),
         ("nodes of the ranks are", old["node_of"], list(job.cluster.node_of)),
-        (
-            "node_aggregation is",
-            from_toml(checkpoint.config).node_aggregation,
-            job.config.node_aggregation,
-        ),
+        ("node_aggregation is", _aggregated(job), job.config.node_aggregation),
     ):
         if a != b:
             return f"{what} {b}, were {a}"
     return ""
 
 
-def _continued(job: Job) -> tuple[str, ...]:
-    """Names of the vectors that are read from the checkpoint."""
+def _checkpoint(job: Job) -> Checkpoint:
+    assert job.checkpoint is not None, "nothing was saved"
+    return job.checkpoint
+
+
+def _aggregated(job: Job) -> bool:
+    """Whether the saved residuals are of means."""
+    return from_toml(_checkpoint(job).config).node_aggregation
+
+
+def _read(job: Job, *, shared: bool) -> tuple[str, ...]:
+    """Names of the vectors that are read: each worker's own, or shares of the sum."""
     saved = _saved(job)
-    if not saved or _obstacle(job, saved):
+    if not saved or shared != bool(_change(job, saved)):
         return ()
-    assert job.checkpoint is not None, "numbers come from a checkpoint"
-    return tuple(name for name in names(job) if name in job.checkpoint.worker_names)
+    if shared and (job.config.mode == "easgd" or job.config.node_aggregation or _aggregated(job)):
+        return ()
+    return tuple(name for name in names(job) if name in _checkpoint(job).worker_names)
 
 
 def saved_numbers(job: Job) -> dict[str, int]:
     """Return the numbers that go with this worker's state; empty where it begins anew."""
     worker = job.worker_id
     assert worker is not None, "a server has none"
-    return _saved(job)[worker] if _continued(job) else {}
+    return _saved(job)[worker] if _read(job, shared=False) else {}
 
 
 def packed_before(job: Job) -> int:
@@ -126,31 +133,40 @@ def told(job: Job) -> Iterator[str]:
     if job.checkpoint is None or not job.resumed or not job.base_step:
         return
     mine, saved = names(job), _saved(job)
-    kept = _continued(job)
+    kept, shared = _read(job, shared=False), _read(job, shared=True)
+    change = (_change(job, saved) if saved else "") or "none was saved"
     if kept:
         yield f"each worker goes on with its own {', '.join(kept)}"
-    fresh = [name for name in mine if name not in kept]
+    if shared:
+        yield f"the sum of the workers' {', '.join(shared)} is shared out: {change}"
+    fresh = [name for name in mine if name not in kept + shared]
     if fresh:
         start = "the centre" if job.config.mode == "easgd" else "zero"
-        why = _obstacle(job, saved) if saved else ""
-        yield f"{', '.join(fresh)} of the workers begin at {start}: {why or 'none was saved'}"
+        yield f"the workers' {', '.join(fresh)} begins at {start}: {change}"
     lost = [name for name in job.checkpoint.worker_names if name not in mine] if saved else []
     if lost:
-        yield f"{', '.join(lost)} of {len(saved)} workers are left out: this run has none"
+        yield f"{', '.join(lost)} of {len(saved)} workers is left out: this run has none"
 
 
 def fill(job: Job, state: Mapping[str, Pieces]) -> None:
-    """Fill a worker's own state from the checkpoint, where it is continued.
+    """Fill a worker's own state from the checkpoint, where there is something for it.
 
     Raises:
         UserError: If the checkpoint cannot be read.
     """
-    worker, workers = job.worker_id, len(job.cluster.roles.workers)
+    worker, workers = job.worker_id, job.cluster.roles.workers
     assert worker is not None, "a server has none"
-    for name in _continued(job):
+    for name in _read(job, shared=False):
         for begin, view in state.get(name, ()):
-            assert job.checkpoint is not None, "continued without a checkpoint"
-            job.checkpoint.read_worker(name, worker, workers, view, begin)
+            _checkpoint(job).read_worker(name, worker, len(workers), view, begin)
+    node_of = job.cluster.node_of
+    owners = zip(job.shards, job.cluster.roles.servers, strict=True)
+    owner = {shard.begin: rank for shard, rank in owners if shard.size}
+    for name in _read(job, shared=True):
+        for begin, view in state.get(name, ()):
+            node = node_of[owner[begin]]
+            packing = sum(node_of[rank] != node for rank in workers)
+            _checkpoint(job).read_workers_share(name, begin, view, packing)
 
 
 class Keeper:

@@ -65,6 +65,7 @@ CARRIED = {  # these lose nothing either, but a mean's residual does not say of 
     ),
     "dropped": (5, f"{TOPK} --servers 2 --node-size 2 --max-staleness 1"),
 }
+WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
 STOPPED = ("topk", "ssp", "ahead", "carried")
 ELASTIC = {
     "near": (5, "--servers 2 --tau 2"),
@@ -118,6 +119,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name, (ranks, text) in ELASTIC.items():
         options = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", *words]
         parts(plan, name, ranks, [*options, *text.split()], LONG)
+    words = [*counting(data, kind="SlowCounting"), *words, *TOPK.split(), "--node-size", "1"]
+    for k, (workers, servers) in enumerate(WORLDS):
+        more = ["--servers", str(servers), "--epochs", str(k + 1), *["--resume"] * (k > 0)]
+        plan.add("worlds", workers + servers, [*words, *more])
     plan.run(400)
     return plan
 
@@ -160,6 +165,11 @@ def test_parameters_and_residuals_are_all_gradients_of_the_cut(name: str, runs: 
     assert [assert_conserved(checkpoint) for checkpoint in found].count(True) > 0
     epochs = LONG if name.startswith("stopped") else EPOCHS
     assert expected_counts(found[-1], N).tolist() == [epochs] * N
+    for checkpoint in found:  # the number decides how much a warm-up sends
+        packed = [numbers["packed"] for numbers in checkpoint.state["own"]]
+        clocks = checkpoint.state["handout"]["clocks"]
+        assert any(packed)
+        assert all(p in (0, c) for p, c in zip(packed, clocks, strict=True))
     first = open_checkpoint(list_checkpoints(runs.out(name))[0])
     assert (first.step, first.worker_names) == (0, ())
 
@@ -176,7 +186,7 @@ def test_no_batch_is_lost_where_residuals_are_of_means(name: str, runs: Plan) ->
 def test_centre_and_replicas_hold_what_was_computed(name: str, runs: Plan) -> None:
     """An exchange moves, so from cut to cut they grow by the gradients between, and no more."""
     found = [c for c in each(runs.out(name)) if all(k["steps"] for k in c.state["own"])]
-    assert len(found) > 5
+    assert len(found) > 1
     total = [c.read_params() + own(c, "replica").sum(axis=0) for c in found]
     for (a, then), (b, now) in pairwise(zip(found, total, strict=True)):
         grown = b.layout.views(now - then)
@@ -187,37 +197,32 @@ def test_centre_and_replicas_hold_what_was_computed(name: str, runs: Plan) -> No
     assert final(runs.out(name)).step == summary(runs.out(name))["global_step"]
 
 
-def test_another_world_begins_anew_and_says_so(tmp_path: Path) -> None:
-    data = samples_file(tmp_path, N)
-    words = [*counting(data), "--hidden", "40000", *TOPK.split(), "--out", str(tmp_path / "out")]
-    words += ["--servers", "1"]
-    for ranks, more, line in (
-        (4, "--node-size 1 --epochs 1", ""),
-        (4, "--node-size 1 --epochs 2 --resume", "each worker goes on with its own residual"),
-        (
-            3,
-            "--node-size 1 --epochs 3 --resume",
-            "residual of the workers begin at zero: saved by 3 workers, now 2",
-        ),
-        (
-            3,
-            "--node-size 2 --epochs 4 --resume",
-            "begin at zero: nodes of the ranks are [0, 0, 1], were [0, 1, 2]",
-        ),
-        (
-            3,
-            "--codec none --topk-ratio 0.01 --epochs 5 --resume",
-            "residual of 2 workers are left out: this run has none",
-        ),
-        (
-            3,
-            "--node-size 1 --epochs 6 --resume",
-            "residual of the workers begin at zero: none was saved",
-        ),
-    ):
-        out = train(ranks, *words, *more.split(), cwd=tmp_path).check().output
-        assert line in out
-        assert ("own" in newest(tmp_path / "out").state) == ("--codec none" not in more)
+def test_other_worlds_share_out_the_sum(runs: Plan) -> None:
+    """Nothing is lost while every shard is far from every worker, and large enough to be packed."""
+    found = each(runs.out("worlds"))
+    assert {len(checkpoint.contents.workers) for checkpoint in found} == {n for n, _ in WORLDS}
+    assert [assert_conserved(checkpoint) for checkpoint in found].count(True) >= len(WORLDS)
+    assert expected_counts(final(runs.out("worlds")), N).tolist() == [len(WORLDS)] * N
+
+
+RESUMED = (  # ranks, options, what is said
+    (4, "--node-size 1", ""),
+    (4, "--node-size 1", "each worker goes on with its own residual"),
+    (3, "--node-size 1", "workers' residual is shared out: saved by 3 workers, now 2"),
+    (3, "--node-size 2", "shared out: nodes of the ranks are [0, 0, 1], were [0, 1, 2]"),
+    (4, "--node-size 2 --node-aggregation", "residual begins at zero: saved by 2 workers, now 3"),
+    (3, "--codec none --topk-ratio 0.01", "residual of 3 workers is left out: this run has none"),
+    (3, "--node-size 1 --no-node-aggregation", "workers' residual begins at zero: none was saved"),
+)
+
+
+def test_a_resumed_run_says_what_becomes_of_residuals(tmp_path: Path) -> None:
+    out, data = tmp_path / "out", samples_file(tmp_path, N)
+    words = [*counting(data), "--hidden", "40000", *TOPK.split(), "--out", str(out)]
+    for k, (ranks, more, line) in enumerate(RESUMED):
+        options = [*more.split(), "--servers", "1", "--epochs", str(k + 1), *["--resume"] * (k > 0)]
+        assert line in train(ranks, *words, *options, cwd=tmp_path).check().output
+        assert ("own" in newest(out).state) == ("--codec none" not in more)
 
 
 @pytest.mark.long

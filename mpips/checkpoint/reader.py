@@ -129,11 +129,19 @@ class Checkpoint:
         Raises:
             UserError: If a worker's file is missing or is not the one that was committed.
         """
+        self.read_workers_share(name, begin, out, len(self.contents.workers))
+
+    def read_workers_share(self, name: str, begin: int, out: np.ndarray, shares: int) -> None:
+        """Read one of equal shares of the sum of the workers' vectors, from `begin` on.
+
+        Raises:
+            UserError: If a worker's file is missing or is not the one that was committed.
+        """
         total, one = np.zeros(out.shape), np.empty_like(out)
         for record in self.contents.workers:
             read_shard(self.path, record, self.step, name, begin, one)
             total += one
-        out[:] = total / len(self.contents.workers)
+        out[:] = total / shares
 
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None
