@@ -8,6 +8,7 @@ import pytest
 from launch import train
 from runs import (
     ENDLESS,
+    HERE,
     MODELS,
     SAVED,
     Plan,
@@ -65,6 +66,7 @@ CARRIED = {  # these lose nothing either, but a mean's residual does not say of 
     ),
     "dropped": (5, f"{TOPK} --servers 2 --node-size 2 --max-staleness 1"),
 }
+FAULTY, FAILING, RANKS = HERE / "problems" / "faulty.py", 6, 6  # RANKS: of the largest job here
 WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
 STOPPED = ("topk", "ssp", "ahead", "carried")
 ELASTIC = {
@@ -119,6 +121,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name, (ranks, text) in ELASTIC.items():
         options = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", *words]
         parts(plan, name, ranks, [*options, *text.split()], LONG)
+    failing = ["--problem", f"{FAULTY}:NanLossLate", "--mode", "easgd", "--tau", "3"]
+    failing += ["--keep", "100", "--batch-size", "8"]
+    for k in range(FAILING):
+        plan.add(f"failing {k}", RANKS, [*failing, "--checkpoint-every", "1steps"], code=1)
     words = [*counting(data, kind="SlowCounting"), *words, *TOPK.split(), "--node-size", "1"]
     for k, (workers, servers) in enumerate(WORLDS):
         more = ["--servers", str(servers), "--epochs", str(k + 1), *["--resume"] * (k > 0)]
@@ -195,6 +201,18 @@ def test_centre_and_replicas_hold_what_was_computed(name: str, runs: Plan) -> No
         steps = (sum(k["steps"] for k in c.state["own"]) for c in (a, b))
         np.testing.assert_allclose(grown["updates"], -np.subtract(*steps), rtol=0, atol=1e-9)
     assert final(runs.out(name)).step == summary(runs.out(name))["global_step"]
+
+
+@pytest.mark.parametrize("k", range(FAILING))
+def test_a_worker_that_has_failed_is_in_no_checkpoint(k: int, runs: Plan) -> None:
+    """The last rank fails in the midst of its local steps: no replica is saved as it is then."""
+    assert summary(runs.out(f"failing {k}"))["stop_reason"] == "diverged"
+    found = each(runs.out(f"failing {k}"))
+    assert found
+    for checkpoint in found:
+        steps = [numbers["steps"] for numbers in checkpoint.state["own"]]
+        assert steps == [3 * clock for clock in checkpoint.state["handout"]["clocks"]]
+        assert np.isfinite(own(checkpoint, "replica")).all()
 
 
 def test_other_worlds_share_out_the_sum(runs: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Softmax regressions that go wrong at the fifth step of one rank, or of all."""
+"""Softmax regressions that go wrong at the fifth step of one rank, or of all, or later."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from countdown import Slow
 
 from mpips.datasets import Batch
 from mpips.problems.mlp import MLP
@@ -30,6 +31,7 @@ class Faulty(Softmax):
     """Does `fail` instead of a step."""
 
     everywhere = False
+    at = FAULTY_STEP
     calls = 0
 
     def loss_and_grad(
@@ -37,7 +39,7 @@ class Faulty(Softmax):
     ) -> float:
         self.calls += 1
         loss = super().loss_and_grad(params, batch, out)
-        if self.calls == FAULTY_STEP and (self.everywhere or rank() == last_rank()):
+        if self.calls == self.at and (self.everywhere or rank() == last_rank()):
             return self.fail(loss, out)
         return loss
 
@@ -48,6 +50,12 @@ class Faulty(Softmax):
 class NanLoss(Faulty):
     def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
         return float("nan")
+
+
+class NanLossLate(Slow, NanLoss):
+    """In the midst of three local steps, when the run has got on."""
+
+    at = 3 * 12 + 2
 
 
 class NanGradient(Faulty):
