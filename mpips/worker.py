@@ -23,9 +23,8 @@ from mpips.job import Job
 from mpips.kernels import scale, sum_squares
 from mpips.ledger import Range
 from mpips.optim import clip_factor
-from mpips.saver import WorkerSaver
 from mpips.store import Puller
-from mpips.worker_state import Keeper, fill, names
+from mpips.worker_state import Keeper, keeper_of
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -88,13 +87,7 @@ class AsyncWorker:
         Raises:
             UserError: If the checkpoint cannot be read.
         """
-        job, cluster = self._job, self._cluster
-        if found := names(job):
-            own = self._own_state()
-            fill(job, own)
-            vectors = {name: own.get(name, ()) for name in found}
-            saver = WorkerSaver(cluster, vectors, job.layout.size, job.dtype, stall=False)
-            self._keeper = Keeper(cluster, saver, self._sender.hold, self._numbers)
+        self._keeper = keeper_of(self._job, self._own_state(), self._sender.hold, self._numbers)
 
     def _own_state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
         """Return what is this worker's alone: pieces (begin, view) of vectors, by name."""

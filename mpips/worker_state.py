@@ -148,7 +148,7 @@ def told(job: Job) -> Iterator[str]:
         yield f"{', '.join(lost)} of {len(saved)} workers is left out: this run has none"
 
 
-def fill(job: Job, state: Mapping[str, Pieces]) -> None:
+def _fill(job: Job, state: Mapping[str, Pieces]) -> None:
     """Fill a worker's own state from the checkpoint, where there is something for it.
 
     Raises:
@@ -232,6 +232,32 @@ class Keeper:
             UserError: If the file cannot be written.
         """
         self._saver.poll()
+
+
+def keeper_of(
+    job: Job,
+    state: Mapping[str, Pieces],
+    hold: Callable[[int], bool],
+    numbers: Callable[[], tuple[int, dict[str, int]]],
+) -> Keeper | None:
+    """Fill a worker's own state from the checkpoint, and return what saves it; None without any.
+
+    Args:
+        job: The run.
+        state: The state, which is changed in place.
+        hold: See `Keeper`.
+        numbers: See `Keeper`.
+
+    Raises:
+        UserError: If the checkpoint cannot be read.
+    """
+    found = names(job)
+    if not found:
+        return None
+    _fill(job, state)
+    vectors = {name: state.get(name, ()) for name in found}
+    saver = WorkerSaver(job.cluster, vectors, job.layout.size, job.dtype, stall=False)
+    return Keeper(job.cluster, saver, hold, numbers)
 
 
 class Holding:
