@@ -26,7 +26,6 @@ LEARNING_RATES = {
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
 CODECS = ("none", "auto", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
-FEEDBACK = ("topk", "onebit", "powersgd")  # these keep what they leave out for the next message
 PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.cluster import Cluster, mpi_name
-from mpips.config import FEEDBACK, Config
+from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
 from mpips.kernels import all_finite
@@ -183,11 +183,7 @@ class Job:
         saved, now = self.checkpoint.state.get("world", {}), self.world()
         saved, now = {**saved, **saved.get("job", {})}, {**now, **now["job"]}
         names = [name for name in now if name != "job"]
-        lost = self.config.codec in FEEDBACK and self.cluster.nodes > 1
-        return [
-            *(f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]),
-            *([f"what codec {self.config.codec} keeps is not in checkpoints"] if lost else []),
-        ]
+        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
 
     def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
         """Fill the parameters and slots of a shard: from the checkpoint, or anew.

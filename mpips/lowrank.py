@@ -38,6 +38,7 @@ from mpips.optim import Slots, clip_factor
 from mpips.window import Field, transfer_pieces
 
 TAG_START = 6
+ERROR, BASIS = "error", "basis"
 BLOCK_BYTES = 1 << 18  # of a matrix: in the cache from the sum to its product with Q
 
 
@@ -140,8 +141,8 @@ class LowRankRound(NodeRound):
 
     def own_state(self) -> OwnState:
         """See `Round.own_state`: E_w by the flat vector, on leaders Q by that of all Q."""
-        found: OwnState = {"error": [(rows.begin, rows.error.reshape(-1)) for rows in self._rows]}
-        return found | ({"basis": [(0, self._q)]} if self._leads else {})
+        found: OwnState = {ERROR: [(rows.begin, rows.error.reshape(-1)) for rows in self._rows]}
+        return found | ({BASIS: [(0, self._q)]} if self._leads else {})
 
     def publish_start(self) -> None:
         """Bring the owners' parameters and slots to every node. Collective: yes."""

@@ -149,12 +149,13 @@ class Saver(Snapshots):
 
 
 class WorkerSaver(Snapshots):
-    """Saves what is one worker's alone.
+    """Saves what is one worker's alone, or in synchronous rounds one rank's.
 
-    Collective: no, but every worker must call `snapshot` at the cut of the owners.
+    Collective: no, but every one of them must call `snapshot` at the cut of the owners.
 
     Args:
         cluster: The job's ranks.
+        number: Of the worker, or the rank.
         vectors: At least one vector over all parameters by name, each in pieces of dtype `dtype`,
             and zero where no piece is; refused unless they are finite.
         size: Number of parameters.
@@ -167,6 +168,7 @@ class WorkerSaver(Snapshots):
     def __init__(
         self,
         cluster: Cluster,
+        number: int,
         vectors: Mapping[str, Pieces],
         size: int,
         dtype: np.dtype,
@@ -175,7 +177,7 @@ class WorkerSaver(Snapshots):
         super().__init__(cluster, [part for v in vectors.values() for _, part in v], stall)
         self._begins = {name: [begin for begin, _ in v] for name, v in vectors.items()}
         self._size, self._dtype = size, dtype
-        self._worker = cluster.roles.workers.index(cluster.rank)
+        self._number = number
         self.sound = True  # else what is copied is no state to go on from, and is refused
 
     def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
@@ -183,7 +185,7 @@ class WorkerSaver(Snapshots):
             return None
         parts = iter(arrays)
         named = {name: [(b, next(parts)) for b in begins] for name, begins in self._begins.items()}
-        args = self._worker, step, named, self._size, self._dtype
+        args = self._number, step, named, self._size, self._dtype
         return checkpoint.write_worker(folder, *args)
 
 
@@ -197,12 +199,22 @@ class Contents:
     config: str
     keep: int
     own: tuple[str, ...] = ()  # names of what is each worker's alone
+    keepers: tuple[int, ...] = ()  # the ranks that save it
 
     @classmethod
-    def of(cls, job: Job, own: tuple[str, ...] = ()) -> "Contents":
-        """Return the contents for a run; `own` are names beside those of workers' slots."""
-        c = job.config
-        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, job.own_slots + own)
+    def of(
+        cls, job: Job, own: tuple[str, ...] = (), keepers: tuple[int, ...] | None = None
+    ) -> "Contents":
+        """Return the contents for a run.
+
+        Args:
+            job: The run.
+            own: Names beside those of workers' slots.
+            keepers: The ranks that save what is of those names, by default the workers.
+        """
+        c, ranks = job.config, job.cluster.roles.workers if keepers is None else keepers
+        own = job.own_slots + own
+        return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks)
 
 
 class Committer:
@@ -220,7 +232,7 @@ class Committer:
         self._state: dict[str, Any] = {}
         self._records: list[ShardRecord | None] = []
         self._own: list[ShardRecord | None] = []
-        self._workers: tuple[int, ...] = ()  # those that write
+        self._keepers: tuple[int, ...] = ()  # those that write beside the owners
         self._committing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
         self.saved_step: int | None = None
@@ -237,16 +249,15 @@ class Committer:
         Args:
             step: Updates applied at the cut.
             state: Clocks, ledger and hand-out at the cut; what JSON can say.
-            own: Whether workers that have state of their own save it.
+            own: Whether those that have state of their own save it.
 
         Raises:
             UserError: If the folder cannot be made.
         """
         self._step, self._state, self._records, self._own = step, state, [], []
         self._folder = checkpoint.begin_step(self._directory, step)
-        roles = self._cluster.roles
-        self._workers = roles.workers if own and self._contents.own else ()
-        for rank in sorted({*roles.owners, *self._workers}):
+        self._keepers = self._contents.keepers if own and self._contents.own else ()
+        for rank in sorted({*self._cluster.roles.owners, *self._keepers}):
             self._cluster.send(rank, "write", str(self._folder))
 
     def collect(self, record: ShardRecord | None) -> None:
@@ -254,7 +265,7 @@ class Committer:
         self._records.append(record)
 
     def collect_own(self, record: ShardRecord | None) -> None:
-        """Take a worker's record; None if it refused."""
+        """Take a record of what is one rank's own; None if it refused."""
         self._own.append(record)
 
     def poll(self) -> bool:
@@ -265,7 +276,7 @@ class Committer:
         """
         if self._committing is None:
             complete = len(self._records) == len(self._cluster.roles.owners)
-            complete = complete and len(self._own) == len(self._workers)
+            complete = complete and len(self._own) == len(self._keepers)
             if self._step is not None and complete:
                 self._all_here(self._step)
             return False

@@ -256,7 +256,9 @@ def keeper_of(
         return None
     _fill(job, state)
     vectors = {name: state.get(name, ()) for name in found}
-    saver = WorkerSaver(job.cluster, vectors, job.layout.size, job.dtype, stall=False)
+    assert job.worker_id is not None, "a server has none"
+    args = job.cluster, job.worker_id, vectors, job.layout.size, job.dtype
+    saver = WorkerSaver(*args, stall=False)
     return Keeper(job.cluster, saver, hold, numbers)
 
 

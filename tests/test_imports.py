@@ -31,7 +31,7 @@ job store
 meeting saver quorum probe
 lowrank
 rounds
-worker_state
+worker_state round_state
 server worker
 strategies
 summary needs

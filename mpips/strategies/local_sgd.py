@@ -119,8 +119,9 @@ class LocalLoop(SyncLoop):
             if job.own_slots:
                 slots = zip(job.own_slots, rounds.own_slots, strict=True)
                 own = {name: [(0, slot)] for name, slot in slots}
-                args = job.layout.size, job.dtype, job.config.snapshot == "stall"
-                self._savers.append(WorkerSaver(job.cluster, own, *args))
+                args = own, job.layout.size, job.dtype, job.config.snapshot == "stall"
+                assert job.worker_id is not None, "only workers read"
+                self._savers.append(WorkerSaver(job.cluster, job.worker_id, *args))
 
     def _steps(self, batch: Range) -> list[Range]:
         """Return this worker's part of a round, cut into as many steps as every worker makes."""

@@ -12,7 +12,7 @@ from collections import deque
 
 import numpy as np
 
-from mpips import signals, wire
+from mpips import round_state, signals, wire
 from mpips.accumulate import Accumulator, submit, taken
 from mpips.cluster import begin_sum, cluster_subset, free
 from mpips.datasets.loader import Loader
@@ -38,11 +38,14 @@ def run(job: Job, log: Log) -> Outcome:
     rounds = make_round(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
+    round_state.fill(job, rounds.own_state())
     rounds.publish_start()
     roles, node_of = job.cluster.roles, job.cluster.node_of
     packed = wire.told(job.config, roles, node_of, job.shards, job.layout)
     if packed is not None:
         log.say(packed)
+    for line in round_state.told(job):
+        log.say(line)
     return SyncLoop(job, rounds, log).run()
 
 
@@ -59,13 +62,18 @@ class SyncLoop:
         self._savers: list[Snapshots] = []
         self._committer: Committer | None = None
         self._loader: Loader | None = None
+        stall = job.config.snapshot == "stall"
         if self._cluster.rank in self._cluster.roles.owners:
             slots = dict(zip(job.slots, rounds.slots, strict=True))
-            stall = job.config.snapshot == "stall"
             self._saver = Saver(self._cluster, job.shard, rounds.params, slots, stall)
             self._savers.append(self._saver)
+        if (own := round_state.saver_of(job, rounds.own_state(), stall)) is not None:
+            self._savers.append(own)
         if self._cluster.is_chief:
-            self._committer = Committer(self._cluster, job.out / CHECKPOINTS, Contents.of(job))
+            kept = round_state.names(job)
+            ranks = tuple(range(self._cluster.world)) if kept else None
+            contents = Contents.of(job, kept, ranks)
+            self._committer = Committer(self._cluster, job.out / CHECKPOINTS, contents)
         self._worker_id = job.worker_id
         if self._worker_id is not None:
             self._loader = make_loader(job)

@@ -205,15 +205,10 @@ def test_a_resumed_start_packs_as_the_round_before_it(cluster: Cluster) -> None:
     check(cluster.comm, same, "replicas differ")
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", "topk", "onebit", "powersgd"])
-def test_a_resumed_run_says_what_it_lacks(cluster: Cluster, codec: str) -> None:
-    job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec=codec)
+def test_a_resumed_run_says_that_its_codec_changed(cluster: Cluster) -> None:
+    job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec="topk")
     saved: Any = SimpleNamespace(state={"world": job.world()})
     job.checkpoint = saved
-    found = job.differences()
-    lacking = [f"what codec {codec} keeps is not in checkpoints"]
-    expected = lacking if codec in ("topk", "onebit", "powersgd") else []
-    check(cluster.comm, found == expected, found)
+    check(cluster.comm, job.differences() == [], job.differences())
     saved.state["world"]["job"]["codec"] = "bf16"
-    found = job.differences()
-    check(cluster.comm, found == [f"codec: bf16 -> {codec}", *expected], found)
+    check(cluster.comm, job.differences() == ["codec: bf16 -> topk"], job.differences())
