@@ -29,8 +29,6 @@ from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
 from mpips.validation import validate
 
-# By mode: served, or in rounds (see `mpips.traffic`).
-ROUNDS = {"async": False, "ssp": False, "sync": True, "local_sgd": True, "easgd": False}
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
@@ -135,7 +133,7 @@ def case_of(config: Config, place: Place) -> Case:
         roles,
         tuple(place.node_of),
         tuple(sizes),
-        rounds=ROUNDS[mode] and not c.backup_workers,
+        rounds=c.in_rounds,
         allreduce=c.reduce == "allreduce" or low_rank,
         one_push=c.node_aggregation,
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
@@ -178,7 +176,9 @@ def _variations(now: Explanation) -> list[dict[str, Any]]:
     """Return the changes to try, by field; those that the job has already change nothing."""
     c, free = now.config, {"server_ranks": (), "server_hosts": ""}
     tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.place.hosts))]
-    tried += [{"mode": mode, "servers": None, **free} for mode in ROUNDS if mode != c.mode]
+    tried += [
+        {"mode": mode, "servers": None, **free} for mode in OPTIONS["mode"].legal if mode != c.mode
+    ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
     tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.case.every}]
     for codec in now.place.codecs:

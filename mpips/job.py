@@ -18,10 +18,11 @@ from mpips.errors import UserError
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
-from mpips.optim import RULES, Rule, make_rule, schedule
+from mpips.optim import Rule, make_rule, schedule
 from mpips.problems import Problem
 from mpips.roles import ROUND_MODES
 from mpips.staleness import Staleness
+from mpips.vectors import codec_vectors, least_vectors
 
 OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
@@ -247,30 +248,19 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
     return vector
 
 
-def check_memory(layout: Layout, config: Config, workers: int) -> None:
+def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
     """Refuse a model that this host cannot hold, before anything of its size is made.
-
-    What counts is the least that a job needs: a gradient for each worker and, except where a
-    synchronous round shares it, a replica.
 
     Args:
         layout: Of the model.
-        config: Its fields mode, optimizer, reduce, window, prefetch, delay_compensation and dtype
-            are used.
+        config: The job.
         workers: Workers on this host.
+        nodes: Number of nodes.
 
     Raises:
-        UserError: If the host has less memory than that.
+        UserError: If the host has less memory than the least that the job needs.
     """
-    shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
-    replicas = 1 + (config.prefetch or config.delay_compensation > 0)
-    vectors = workers + 1 if shared else (1 + replicas) * workers
-    slots = len(RULES[config.optimizer].slots)
-    if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
-        moved = 0 if config.local_slots == "keep" else slots
-        vectors = (1 + moved) * vectors + (1 + slots - moved) * workers
-    if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
-        vectors += (2 + slots) * workers
+    vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if workers and needed > there:

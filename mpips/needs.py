@@ -17,6 +17,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.optim import make_rule
 from mpips.problems import load_problem
 from mpips.roles import assign
+from mpips.vectors import codec_vectors, least_vectors
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
 BASE_BYTES = 320e6
@@ -114,12 +115,13 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     shard = 1 / len(roles.owners)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
-    if config.in_rounds and config.codec != "none" and nodes > 1:
-        pool += vector * _kept(config) / ranks_per_node
+    if nodes > 1:
+        pool += vector * codec_vectors(config) / ranks_per_node
     worker = BASE_BYTES + measured.data_bytes + vector * _vectors(config, nodes)
-    together = config.batch_size * len(roles.workers)
+    together = config.unit_size * len(roles.workers)
     steps = config.steps or config.epochs * math.ceil(measured.n_train / together)
-    step_s = SLACK * (measured.grad_s + 4 * vector / MOVE_BYTES_PER_S)
+    batches = config.unit_size / config.batch_size  # between two pushes or rounds
+    step_s = SLACK * (batches * measured.grad_s + 4 * vector / MOVE_BYTES_PER_S)
     return Needs(
         servers=len(roles.servers),
         workers=len(roles.workers),
@@ -132,13 +134,8 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
 
 def _vectors(config: Config, nodes: int) -> int:
     """Vectors of all parameters that a worker holds: gradients, replicas, what it evaluates."""
+    if config.mode in ("local_sgd", "easgd"):
+        return least_vectors(config, 1) + 2
     if config.mode == "sync":
         return 3
     return 4 + config.prefetch + (config.share_pulls and nodes > 1)
-
-
-def _kept(config: Config) -> int:
-    """Vectors of all parameters that a node holds for its codec in rounds."""
-    if config.codec != "powersgd":
-        return 1  # residual or message
-    return 1 + len(make_rule(config.optimizer).slots)  # the error, and slots that others own too

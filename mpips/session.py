@@ -159,7 +159,7 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
 
     def build() -> Job:
         problem = load_problem(config.problem, info, config)
-        check_memory(problem.layout, config, near)
+        check_memory(problem.layout, config, near, ranks.nodes)
         saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
         if saved is not None:
             check_checkpoint(saved, problem.layout, config.dtype)

@@ -11,10 +11,9 @@ from runs import Plan, summary
 
 from mpips import config, explain
 from mpips.command_line import Question, parse_command_line
-from mpips.config import OPTIONS, Config
+from mpips.config import Config
 from mpips.errors import UserError
 from mpips.explain import (
-    ROUNDS,
     Explanation,
     Place,
     case_of,
@@ -44,10 +43,6 @@ def gains(found: Explanation) -> dict[str, float]:
     """Return what each option gives, but for those that make a step of several batches."""
     every = {relief.option: relief.gain for relief in found.reliefs}
     return {k: gain for k, gain in every.items() if not SEVERAL.search(k)}
-
-
-def test_every_mode_has_its_formula() -> None:
-    assert set(ROUNDS) == set(OPTIONS["mode"].legal)
 
 
 # What it says.

@@ -19,7 +19,7 @@ codecs
 command_line config validation jobfile checkpoint datasets problems
 staleness
 evaluation folder traffic choice explain averaging
-accumulate replica
+accumulate replica vectors
 cluster ending
 window
 push wire
@@ -55,7 +55,7 @@ LOGIN_NODE = (
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver", "mpips.results"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
     *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
-    *("mpips.needs", "mpips.sbatch", "mpips.validation", "mpips.jobfile"),
+    *("mpips.needs", "mpips.vectors", "mpips.sbatch", "mpips.validation", "mpips.jobfile"),
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),

@@ -1,6 +1,8 @@
 """Job scripts made from job files: their text, and the memory and time that they ask for."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from runs import summary
 from mpips import sbatch
 from mpips.config import Config
 from mpips.errors import UserError
-from mpips.needs import Measured, Needs, measure, needs
+from mpips.needs import SLACK, STARTUP_S, Measured, Needs, measure, needs
 from mpips.sbatch import Request, clock, script
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -86,6 +88,26 @@ def test_time_is_that_of_the_steps() -> None:
     assert few >= 5 * 48_000 / 10 / 8 * 0.01
     fixed = {needs(Config(servers=1, steps=100), measured, 1, n).seconds for n in (2, 5)}
     assert len(fixed) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "batches"),
+    [
+        ("async", {"accumulate": 4}, 4),
+        ("sync", {"accumulate": 4}, 4),
+        ("local_sgd", {"local_steps": 5}, 5),
+        ("easgd", {"tau": 3, "accumulate": 2}, 6),
+    ],
+)
+def test_time_counts_every_batch(mode: str, options: dict[str, Any], batches: int) -> None:
+    """An epoch has as many batches in every mode; messages between them are few."""
+    measured = Measured(parameters=1000, n_train=48_000, data_bytes=0, grad_s=0.01)
+    config = Config(mode=mode, batch_size=10, **options)
+    found = needs(config, measured, 1, 2)
+    each_s = 48_000 / 10 / found.workers * SLACK * 0.01
+    assert found.seconds - STARTUP_S == pytest.approx(config.epochs * each_s, rel=0.01)
+    one = needs(dataclasses.replace(config, steps=1), measured, 1, 2)
+    assert one.seconds - STARTUP_S == pytest.approx(batches * SLACK * 0.01, rel=0.01)
 
 
 def test_what_a_node_keeps_for_its_codec_counts() -> None:

@@ -32,7 +32,8 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
         needed = 4 * parameters * job.dtype.itemsize
     refused = ""
     try:
-        check_memory(job.layout, job.config, sum(r in job.cluster.roles.workers for r in here))
+        workers = sum(rank in job.cluster.roles.workers for rank in here)
+        check_memory(job.layout, job.config, workers, job.cluster.nodes)
     except UserError as error:
         refused = str(error).partition("; ")[0]
     cluster.roles = Roles((), tuple(range(cluster.world)))  # as they were
