@@ -195,3 +195,12 @@ def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
 def open_folders(out: Path) -> set[Path]:
     """Return the checkpoints that are not committed."""
     return {folder for folder in list_checkpoints(out) if not is_whole(folder)}
+
+
+def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Return the vector that each worker, or in rounds each rank, has for itself, as rows."""
+    count = len(checkpoint.contents.workers)
+    found = np.empty((count, checkpoint.layout.size), checkpoint.dtype)
+    for number in range(count):
+        checkpoint.read_worker(name, number, count, found[number])
+    return found

@@ -13,10 +13,11 @@ from runs import (
     final,
     is_whole,
     newest,
+    own,
     samples_file,
 )
 
-from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from mpips.checkpoint import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.launch
 
@@ -36,15 +37,6 @@ BITWISE = {  # ranks, options, what is kept
 }
 TOPK = "--codec topk --topk-ratio 0.1"
 WORLDS = ((4, "--node-size 2"), (4, "--node-size 1"), (5, "--servers 1 --node-size 2"))
-
-
-def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return the vector of each rank, shape (ranks, n_params)."""
-    ranks = len(checkpoint.contents.workers)
-    found = np.empty((ranks, checkpoint.layout.size), checkpoint.dtype)
-    for rank in range(ranks):
-        checkpoint.read_worker(name, rank, ranks, found[rank])
-    return found
 
 
 @pytest.fixture(scope="module")

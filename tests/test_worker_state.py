@@ -19,6 +19,7 @@ from runs import (
     is_whole,
     kill_once,
     newest,
+    own,
     samples_file,
     summary,
 )
@@ -74,15 +75,6 @@ ELASTIC = {
     "far": (5, "--servers 2 --tau 3 --node-size 2"),
     "carried replicas": (6, "--servers 2 --tau 2 --node-size 3 --node-aggregation"),
 }
-
-
-def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return the vector of each worker, shape (workers, n_params)."""
-    workers = len(checkpoint.contents.workers)
-    found = np.empty((workers, checkpoint.layout.size), checkpoint.dtype)
-    for worker in range(workers):
-        checkpoint.read_worker(name, worker, workers, found[worker])
-    return found
 
 
 def each(out: Path) -> list[Checkpoint]:
