@@ -14,7 +14,7 @@ and has one place more for them.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +88,8 @@ class Inbox:
         self._free = [self._new_place() for _ in range(places)]
         self._places, self._most = places, places
         self._probing = bool(self._free) and self._free[0][0].nbytes <= PROBED_MAX_BYTES
-        self._waiting_since: float | None = None
+        self._awaited_since: dict[int, tuple[int, float]] = {}  # message and time, by rank
+        self._next_look_s = 0.0
         self._announced = dict.fromkeys(sources, 0)  # messages, by rank
         self._taken = dict.fromkeys(sources, 0)
         self._headers: dict[tuple[int, int], np.ndarray] = {}
@@ -118,6 +119,8 @@ class Inbox:
             self._announced[rank] += 1
             self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
         self._settle()
+        if limit is not None or not fetch:
+            self._fill_gaps()
         if fetch:
             self._make_room(limit)
 
@@ -162,20 +165,47 @@ class Inbox:
         return True
 
     def _look_for_missing(self) -> None:
-        """Probe from now on, if a body that was announced is here and no receive has it."""
+        """Look for bodies that were announced, are here, and no receive has matched.
+
+        Where there are fewer receives than bodies, one may only wait for room, and gets it in the
+        end; elsewhere the library has failed to match it, and all are probed for from now on.
+        """
         missing = len(self._headers) - len(self._bodies)
         if missing <= 0:
-            self._waiting_since = None
             return
         now = time.perf_counter()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        patience_s = PATIENCE_S * (CROWD_PATIENCE if missing > len(self._posted) else 1)
-        if now - self._waiting_since > patience_s:
-            self._waiting_since = now
-            if self._probe(MPI.ANY_SOURCE):
-                self._probing = True
-                self._most += 1  # for those that wait for what they do not match
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + PATIENCE_S / 4
+        crowded = missing > len(self._posted)
+        here = {body.key for body in self._bodies}
+        for rank, taken in self._taken.items():
+            if not self._awaited(rank, here):
+                continue
+            number, since_s = self._awaited_since.get(rank, (0, now))
+            if number != taken + 1:
+                self._awaited_since[rank] = taken + 1, now
+            elif now - since_s > PATIENCE_S * (CROWD_PATIENCE if crowded else 1):
+                self._awaited_since[rank] = taken + 1, now
+                if self._places <= self._most and self._probe(rank) and not crowded:
+                    self._probing = True
+                    self._most += 1  # for those that wait for what they do not match
+
+    def _awaited(self, rank: int, here: Set[tuple[int, int] | None]) -> bool:
+        """Whether the next body of a rank was announced and is not here."""
+        key = rank, self._next_tag(rank)
+        return key in self._headers and key not in here
+
+    def _next_tag(self, rank: int) -> int:
+        return (self._taken[rank] + 1) % BODY_TAGS
+
+    def _fill_gaps(self) -> None:
+        """Receive what comes before a body that is here, where no receive has matched it."""
+        for body in list(self._bodies):
+            assert body.key is not None, "a body of nobody"
+            rank, tag = body.key
+            if tag != self._next_tag(rank) and not any(b.probed for b in self._posted):
+                self._probe(rank)
 
     def _make_room_up_to(self, limit: np.ndarray) -> None:
         """Make room for a push up to `limit`, one at a time, whatever fills the pool.
@@ -187,23 +217,22 @@ class Inbox:
             return
         if any(body.probed for body in self._posted):
             return
-        if any(b.key not in self._headers or self._within(b, limit) for b in self._bodies):
-            return
-        for rank, workers in self._sources.items():
-            if any(observe(self._applied, w) < limit[w] for w in workers):
+        here = {body.key for body in self._bodies}
+        for rank in self._sources:
+            if self._owes(rank, limit):
+                if (rank, self._next_tag(rank)) in here:
+                    return  # it is the next to be taken
                 if self._probing:
                     self._probe(rank)
                 else:
                     self._post(rank)
                 return
 
-    def _within(self, body: _Body, limit: np.ndarray | None) -> bool:
-        """Whether a body is known to hold a push up to `limit`."""
+    def _owes(self, rank: int, limit: np.ndarray | None) -> bool:
+        """Whether pushes up to `limit` of the workers that a rank sends for are still to come."""
         if limit is None:
             return True
-        assert body.key is not None, "a body of nobody"
-        rows = self._headers.get(body.key)
-        return rows is not None and any(seq <= limit[w] for w, seq in rows[:, :2].tolist())
+        return any(observe(self._applied, w) < limit[w] for w in self._sources[rank])
 
     def _settle(self) -> bool:
         """Sort out the posted receives that are complete; returns whether any is left."""
@@ -212,7 +241,6 @@ class Inbox:
             if not body.requests[0].Test(body.status):
                 waiting.append(body)
             elif not body.status.Is_cancelled():
-                self._waiting_since = None
                 body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
                 rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
                 tag += TAG_REST
@@ -225,14 +253,15 @@ class Inbox:
         """Return a push that is here, of each sender in its order; it is lent until `give_back`.
 
         Args:
-            limit: Return only what holds a push ``seq <= limit[worker]``, shape (workers,).
+            limit: Return only those of ranks that have not sent all ``seq <= limit[worker]``,
+                shape (workers,).
         """
         for body in self._bodies:
             assert body.key is not None, "a body of nobody"
-            if not self._within(body, limit):
-                continue
             rank, tag = body.key
-            if tag != (self._taken[rank] + 1) % BODY_TAGS or body.key not in self._headers:
+            if not self._owes(rank, limit):
+                continue
+            if tag != self._next_tag(rank) or body.key not in self._headers:
                 continue  # an earlier body of this rank, or the header, is still coming
             if not all_done(body.requests):
                 continue

@@ -29,7 +29,7 @@ OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
     *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
-    *("codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
+    *("backup_workers", "codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
     "powersgd_rank",
 )
 

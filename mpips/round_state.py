@@ -44,13 +44,16 @@ def _senders(job: Job, owner: int) -> int:
 def told(job: Job) -> Iterator[str]:
     """Yield lines that say, in a resumed run, what becomes of what was kept."""
     mine = names(job)
-    if not (mine and job.resumed and job.base_step):
+    if job.checkpoint is None or not (job.resumed and job.base_step):
         return
     found = _found(job)
+    lost = job.checkpoint.worker_names if _config(job.checkpoint.config).in_rounds else ()
+    if lost and not mine and not job.own_slots:
+        yield f"{', '.join(lost)} is left out: this run has none"
     if found and _same_places(job):
         yield f"each rank goes on with its own {', '.join(found)}"
     elif found:
-        yield f"the sum of the ranks' {', '.join(found)} is shared out: they have changed places"
+        yield f"the sum of the ranks' {', '.join(found)} is shared out to those who pack now"
     fresh = [name for name in mine if name not in found]
     if fresh:
         yield f"{', '.join(fresh)} begins anew: none of this codec was saved"
@@ -114,7 +117,7 @@ def _found(job: Job) -> tuple[str, ...]:
     if job.checkpoint is None or not job.resumed:
         return ()
     saved, now = _config(job.checkpoint.config), job.config
-    if (saved.mode, saved.codec) != (now.mode, now.codec):
+    if not saved.in_rounds or saved.codec != now.codec:
         return ()
     found = [name for name in names(job) if name in job.checkpoint.worker_names]
     if saved.powersgd_rank != now.powersgd_rank:

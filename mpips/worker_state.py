@@ -138,7 +138,7 @@ def told(job: Job) -> Iterator[str]:
     if kept:
         yield f"each worker goes on with its own {', '.join(kept)}"
     if shared:
-        yield f"the sum of the workers' {', '.join(shared)} is shared out: {change}"
+        yield f"the sum of the workers' {', '.join(shared)} goes to those who pack now: {change}"
     fresh = [name for name in mine if name not in kept + shared]
     if fresh:
         start = "the centre" if job.config.mode == "easgd" else "zero"

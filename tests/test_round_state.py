@@ -92,7 +92,9 @@ RESUMED = (  # ranks, options, what is said
     (2, "--codec topk --node-size 1", "the sum of the ranks' residual is shared out"),
     (4, "--codec powersgd", "error, basis begins anew: none of this codec was saved"),
     (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
-    (4, "--codec none --powersgd-rank 4", ""),
+    (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
+    (5, "--codec topk --servers 1 --backup-workers 1", ""),
+    (5, "--codec topk --servers 1 --backup-workers 0", "residual begins anew"),
 )
 
 

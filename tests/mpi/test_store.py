@@ -14,7 +14,7 @@ from mpips import window as windows
 from mpips.cluster import Cluster
 from mpips.kernels import observe
 from mpips.outbox import BUFFERS
-from mpips.push import Push
+from mpips.push import HEADER_WORDS, Push, pack
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -271,6 +271,41 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
             wrong.append(rig.server.params)
     check(cluster.comm, not wrong, wrong)
     rig.free()
+
+
+@pytest.mark.parametrize("n", [40, 20_000])
+def test_a_carrier_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: int) -> None:
+    """It comes before the one that is needed, and is taken: the servers agree once more."""
+    if cluster.world < 2 or cluster.node_of[0] == cluster.node_of[1]:
+        pytest.skip("needs ranks 0 and 1 on two nodes")
+    wrong: list[object] = []
+    if cluster.rank == 1:
+        sent = [outbox._Message(cluster) for _ in range(2)]
+        for k, (worker, seq) in enumerate([(0, 5), (1, 3)]):
+            header = np.zeros((1, HEADER_WORDS), "i8")
+            pack(header[0], worker, seq, (0, 0, 1), 1, 0.0, 0)
+            sent[k].send(k + 1, [(0, header, [np.full(n, float(seq))])])
+        cluster.wait(lambda: outbox._all_left(sent))
+    elif cluster.rank == 0:
+        applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
+        pool = inbox.Inbox(cluster, {1: [0, 1]}, n, "float64", applied, 1)
+        taken: list[tuple[int, int, float]] = []
+
+        def take() -> bool:
+            pool.give_back()
+            pool.attend(limit, fetch=True)
+            push = pool.take(limit)
+            if push is not None:
+                applied[push.worker] = push.seq
+                taken.append((push.worker, push.seq, push.grad[-1]))
+            return bool((applied >= limit).all())
+
+        cluster.wait(take)
+        if taken != [(0, 5, 5.0), (1, 3, 3.0)]:
+            wrong.append(taken)
+        pool.give_back()
+        pool.close()
+    check(cluster.comm, not wrong, wrong)
 
 
 class Busy:
