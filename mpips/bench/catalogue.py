@@ -61,6 +61,7 @@ MEASURES = {
         Measure("mlp"),
         Measure("crowd"),
         Measure("stragglers"),
+        Measure("convergence"),
         Measure("start"),
         Measure("memory"),
     )

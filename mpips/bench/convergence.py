@@ -1,0 +1,176 @@
+"""Held-out accuracy of every mode beside one rank alone, and of every codec beside none.
+
+Whole runs of the job files in jobs/, with 2 servers and 6 workers, on two problems; ``--repeats``
+is the number of seeds. A seed gives the start, the held-out part and the order, so the runs that
+are compared share them. All modes of a problem train the same model on equally many samples; so
+do a codec and the job without it, on 2 nodes of 4 ranks, with a model that is wide enough for its
+shards to be packed. The accuracy is that at the end, and the aim is for the mean over the seeds.
+"untuned" is what staleness costs with the batch and the rate of the run on one rank.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpips.bench import jobs
+from mpips.bench.jobs import TRAIN, temporary_folder
+from mpips.bench.measure import Options, Row
+from mpips.folder import SUMMARY
+from mpips.launch import TREE
+
+PROBLEMS = ("digits", "spirals")
+RANKS, SERVERS, NODE_SIZE = 8, 2, 4
+POINTS = 0.5  # of accuracy that may be lost
+QUICK_EPOCHS = 1
+SERIAL = "serial"
+UNPACKED = ("--codec", "none", "--pull-codec", "none")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the runs that are compared.
+
+    Attributes:
+        job: What follows the problem in the name of the job file.
+        beside: The case that it is compared to; None for those.
+        options: Over those of the job file.
+        ranks: Of the world.
+        aim: Whether it should come within `POINTS` of `beside`.
+    """
+
+    job: str
+    beside: str | None = SERIAL
+    options: tuple[str, ...] = ()
+    ranks: int = RANKS
+    aim: bool = True
+
+
+CASES = {
+    SERIAL: Case("-serial", None, ranks=1),
+    "async, untuned": Case("-serial", options=("--mode", "async"), aim=False),
+    "async": Case(""),
+    "ssp": Case("-ssp"),
+    "sync": Case("-sync"),
+    "sync, 1 backup": Case("-backup"),
+    "local_sgd": Case("-local-sgd"),
+    "easgd": Case("-easgd"),
+    "adam": Case("-packed", None, UNPACKED),
+    "adam, fp16": Case("-packed", "adam", ("--codec", "fp16")),
+    "adam, bf16": Case("-packed", "adam", ("--codec", "bf16")),
+    "adam, int8": Case("-packed", "adam", ("--codec", "int8")),
+    "sgd": Case("-onebit", None, UNPACKED),
+    "sgd, onebit": Case("-onebit", "sgd"),
+    "sgd, topk": Case("-topk", "sgd"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        accuracy: Held-out, in percent.
+        samples: That gradients were computed for.
+        parameters: Of the model.
+        bytes_sent: What workers sent to other nodes.
+    """
+
+    accuracy: float
+    samples: int
+    parameters: int
+    bytes_sent: int
+
+
+def run(options: Options) -> list[Row]:
+    """Compare all cases of all problems.
+
+    Raises:
+        Failed: If a run fails, or trained on more or fewer samples than what it is compared to.
+    """
+    rows = []
+    for problem in PROBLEMS:
+        found: dict[str, list[Outcome]] = {}
+        for name, case in CASES.items():
+            seeds = range(1 if options.quick else options.repeats)
+            found[name] = [_train(problem, case, seed, options.quick) for seed in seeds]
+            _tell(f"{problem}, {name}", found[name])
+        check(problem, found)
+        rows += compared(problem, found)
+    return rows
+
+
+def _train(problem: str, case: Case, seed: int, quick: bool) -> Outcome:
+    """Run a job file.
+
+    Raises:
+        Failed: If the run fails.
+    """
+    job = str(TREE / "jobs" / f"{problem}{case.job}.toml")
+    given = {"--seed": str(seed), "--out": "run", "--eval-every": "0", "--checkpoint-every": "0"}
+    if case.ranks > 1:
+        given["--servers"] = str(SERVERS)
+    if quick:
+        given["--epochs"] = str(QUICK_EPOCHS)
+    words = [word for pair in given.items() for word in pair]
+    with temporary_folder() as folder:
+        jobs.run(case.ranks, [*TRAIN, job, *words, *case.options], folder)
+        return _outcome(folder / "run" / SUMMARY)
+
+
+def _outcome(path: Path) -> Outcome:
+    summary = json.loads(path.read_text())
+    if summary["stop_reason"] != "epochs":
+        raise jobs.Failed(f"a run ended by {summary['stop_reason']}, expected its epochs")
+    kept = (summary[name] for name in ("samples", "parameters", "bytes_sent"))
+    return Outcome(100 * summary["accuracy"], *kept)
+
+
+def check(problem: str, found: Mapping[str, Sequence[Outcome]]) -> None:
+    """Check that what is compared can be.
+
+    Args:
+        problem: Its name.
+        found: The runs of each of `CASES`, by seed.
+
+    Raises:
+        Failed: If two cases differ in samples or model, or a codec packed nothing.
+    """
+    for name, case in CASES.items():
+        for mine, other in zip(found[name], found[case.beside or name], strict=True):
+            for field in ("samples", "parameters"):
+                got, expected = getattr(mine, field), getattr(other, field)
+                if got != expected:
+                    told = f"{problem}, {name}: {got} {field}, expected {expected}"
+                    raise jobs.Failed(f"{told} as in {case.beside}; change its job file")
+            packed = case.beside not in (None, SERIAL)
+            if packed and mine.bytes_sent >= 0.9 * other.bytes_sent:
+                told = f"{problem}, {name}: {mine.bytes_sent} bytes between nodes"
+                raise jobs.Failed(f"{told}, expected fewer than {case.beside}'s {other.bytes_sent}")
+
+
+def compared(problem: str, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
+    """Return a row for each case: mean and worst accuracy, and the mean of what it is beside.
+
+    Args:
+        problem: Its name.
+        found: The runs of each of `CASES`, by seed.
+    """
+    mean = {name: statistics.mean(o.accuracy for o in runs) for name, runs in found.items()}
+    rows = []
+    for name, case in CASES.items():
+        beside = case.beside or name
+        mine, other = mean[name], mean[beside]
+        worst = min(o.accuracy for o in found[name])
+        text = f"{problem}, {name}: worst {worst:.2f}, {mine - other:+.2f} points"
+        reach = (other - POINTS) / other if case.beside and case.aim else None
+        rows.append(Row("accuracy", text, mine, "%", beside, other, mine / other, reach))
+    return rows
+
+
+def _tell(label: str, runs: Sequence[Outcome]) -> None:
+    """Say how far the measure is: it takes long."""
+    each = " ".join(f"{o.accuracy:.2f}" for o in runs)
+    print(f"mpips.bench: {label}: {each}", file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""``python -m mpips.bench convergence``: its comparisons, the job files it runs, a quick run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import launch
+import pytest
+
+from mpips.bench import convergence
+from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, Outcome, check, compared
+from mpips.bench.jobs import Failed
+from mpips.jobfile import read_toml
+
+ONE = Outcome(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
+
+
+def outcomes(**changed: Outcome) -> dict[str, list[Outcome]]:
+    """Return one run of each case, as `ONE` unless changed; codecs send half the bytes."""
+    packed = replace(ONE, bytes_sent=2000)
+    return {
+        name: [changed.get(name, ONE if case.beside in (None, SERIAL) else packed)]
+        for name, case in CASES.items()
+    }
+
+
+def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
+    found = {name: runs * 2 for name, runs in outcomes().items()}
+    found["ssp"] = [replace(ONE, accuracy=97.0), replace(ONE, accuracy=98.0)]
+    found["easgd"] = [replace(ONE, accuracy=96.8), replace(ONE, accuracy=98.0)]
+    rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
+    ssp, easgd = rows["digits, ssp"], rows["digits, easgd"]
+    assert (ssp.value, ssp.other, ssp.beside) == (97.5, 98.0, SERIAL)
+    assert ssp.case == "digits, ssp: worst 97.00, -0.50 points"
+    assert ssp.reached, "half a point less is allowed"
+    assert easgd.case == "digits, easgd: worst 96.80, -0.60 points"
+    assert not easgd.reached
+    assert rows["digits, serial"].reach is None
+
+
+def test_a_codec_is_beside_the_same_rule_without_one() -> None:
+    found = outcomes(sgd=replace(ONE, accuracy=96.0))
+    rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
+    row = rows["digits, sgd, onebit"]
+    assert (row.beside, row.other) == ("sgd", 96.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ssp", {"samples": 999}, "spirals, ssp: 999 samples, expected 1000 as in serial"),
+        ("easgd", {"parameters": 51}, "spirals, easgd: 51 parameters, expected 50 as in serial"),
+        ("adam, int8", {"bytes_sent": 4000}, "int8: 4000 bytes .*, expected fewer than adam's"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    name: str, change: dict[str, int], message: str
+) -> None:
+    check("spirals", outcomes())
+    with pytest.raises(Failed, match=message):
+        check("spirals", outcomes(**{name: replace(ONE, **change)}))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_each_case_has_its_job_file(problem: str) -> None:
+    for name, case in CASES.items():
+        job = read_toml(launch.ROOT / "jobs" / f"{problem}{case.job}.toml")
+        assert job["dataset"] == problem, name
+        packed = case.job in ("-packed", "-topk", "-onebit")
+        assert job.get("node_size", 0) == (convergence.NODE_SIZE if packed else 0), name
+
+
+def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    summary = {"accuracy": 0.5, "samples": 10, "parameters": 5, "bytes_sent": 0}
+    path.write_text(json.dumps({**summary, "stop_reason": "diverged"}))
+    with pytest.raises(Failed, match="ended by diverged, expected its epochs"):
+        convergence._outcome(path)
+    path.write_text(json.dumps({**summary, "stop_reason": "epochs"}))
+    assert convergence._outcome(path) == Outcome(50.0, 10, 5, 0)
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_quick_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mpips.bench", "convergence", "--quick", "--json", "rows.json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    shown = [row["case"].partition(":")[0] for row in rows]
+    assert shown == [f"{problem}, {name}" for problem in PROBLEMS for name in CASES]
+    assert all(0 < row["value"] <= 100 and row["reach"] is None for row in rows), rows
+    assert sum(line.startswith("accuracy") for line in done.stdout.splitlines()) == len(rows)
