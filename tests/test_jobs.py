@@ -29,12 +29,12 @@ EXPECTED = {  # ranks, least held-out accuracy
     "spirals-backup.toml": (8, 0.98),
     "spirals-easgd.toml": (8, 0.98),
     "spirals-local-sgd.toml": (8, 0.98),
-    "spirals-onebit.toml": (8, 0.98),
+    "spirals-onebit.toml": (8, 0.97),
     "spirals-packed.toml": (8, 0.98),
     "spirals-serial.toml": (1, 0.98),
     "spirals-ssp.toml": (8, 0.98),
     "spirals-sync.toml": (8, 0.98),
-    "spirals-topk.toml": (8, 0.98),
+    "spirals-topk.toml": (8, 0.97),
 }
 
 
