@@ -42,7 +42,13 @@ def test_no_job_is_left_out() -> None:
     assert {path.name for path in (ROOT / "jobs").glob("*.toml")} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.startswith("spirals-") else name
+        for name in EXPECTED
+    ],
+)
 def test_job(name: str, tmp_path: Path) -> None:
     ranks, accuracy = EXPECTED[name]
     out = tmp_path / "run"
