@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
     parser = Parser(prog="python -m mpips.bench", description=DESCRIPTION, add_help=False)
     add = parser.add_argument
-    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all]")
+    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but convergence]")
     add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
     add("--repeats", type=int, default=5, metavar="N", help="repeats of each side [default: 5]")
     add("--sizes", default="", metavar="N,N,...", help="bytes of the parameters, where sizes vary")

@@ -20,6 +20,7 @@ class Measure:
         quick: The same for ``--quick``.
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
+        named: Whether it is taken only where it is named: it says nothing about speed, and is long.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Measure:
     quick: tuple[int, ...] = ()
     least: int = 1
     nodes: int = 1
+    named: bool = False
 
     @property
     def has_jobs(self) -> bool:
@@ -61,7 +63,7 @@ MEASURES = {
         Measure("mlp"),
         Measure("crowd"),
         Measure("stragglers"),
-        Measure("convergence"),
+        Measure("convergence", named=True),
         Measure("start"),
         Measure("memory"),
     )
@@ -69,7 +71,7 @@ MEASURES = {
 
 
 def choose(names: Sequence[str]) -> list[Measure]:
-    """Return the measures of these names, or all.
+    """Return the measures of these names, or all but those that have to be named.
 
     Raises:
         UserError: If a name is not known.
@@ -77,7 +79,7 @@ def choose(names: Sequence[str]) -> list[Measure]:
     for name in names:
         if name not in MEASURES:
             raise unknown("measure", name, MEASURES)
-    return [m for m in MEASURES.values() if not names or m.name in names]
+    return [m for m in MEASURES.values() if (m.name in names if names else not m.named)]
 
 
 def choose_for_driver(names: Sequence[str]) -> list[Measure]:
