@@ -81,6 +81,7 @@ class Job:
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
+        self._base_position = self._position(saved.get("schedule"))
         worker = self.worker_id
         self.delay = 1.0 if worker is None else c.delays.get(worker, 1.0)
 
@@ -98,8 +99,7 @@ class Job:
     @property
     def updates_per_epoch(self) -> int:
         """Updates that one epoch makes."""
-        together = self.config.unit_size * self.gradients_per_update
-        return -(-self.info.n_train // together)
+        return -(-self.info.n_train // self.samples_per_update)
 
     @property
     def gradients_per_update(self) -> int:
@@ -115,13 +115,33 @@ class Job:
             return -(-steps * workers // self.gradients_per_update)
         return self.config.epochs * self.updates_per_epoch
 
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that one update takes, as long as batches are whole."""
+        return self.config.unit_size * self.gradients_per_update
+
     def rate(self) -> Callable[[int], float]:
         """Return the learning rate as a function of the update's number."""
         c = self.config
-        return schedule(
+        found = schedule(
             c.schedule, c.learning_rate, total_steps=max(1, self.total_steps),
             warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
         )  # fmt: skip
+        ahead = self._base_position - self.base_step
+        if c.schedule != "cosine" or not ahead:
+            return found
+        return lambda step: found(step + ahead)
+
+    def _position(self, saved: Mapping[str, int] | None) -> int:
+        """Return how many updates of this world the run that is resumed was long.
+
+        Where an update took other samples it made more of them, or fewer, and a schedule that ends
+        with the run would have ended before it.
+        """
+        if saved is None or saved["samples_per_update"] == self.samples_per_update:
+            return saved["position"] if saved else self.base_step
+        epochs, rest = divmod(self.base_samples, self.info.n_train)
+        return epochs * self.updates_per_epoch - (-rest // self.samples_per_update)
 
     def handout(self) -> HandOut:
         """Return the batches of the run, from where the resumed one was.
@@ -152,6 +172,10 @@ class Job:
         return {
             "step": step,
             "samples": samples,
+            "schedule": {
+                "position": self._base_position + step - self.base_step,
+                "samples_per_update": self.samples_per_update,
+            },
             "handout": handout,
             "block": self.block,
             "n_train": self.info.n_train,

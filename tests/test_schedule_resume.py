@@ -1,0 +1,51 @@
+"""A schedule that ends with the run is where its samples are, in whatever world it goes on."""
+
+import numpy as np
+import pytest
+from launch import ROOT
+from runs import Plan, final
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint
+
+pytestmark = pytest.mark.launch
+
+WORLDS = {  # ranks and options of each part of a run
+    "more ranks": ((2, "--mode sync"), (6, "--mode sync")),
+    "fewer ranks": ((6, "--mode sync"), (2, "--mode sync")),
+    "another mode": ((4, "--mode async"), (4, "--mode sync --servers 0")),
+    "and again": ((4, "--mode async"), (4, "--mode sync --servers 0"), (6, "--mode sync")),
+    "backup": ((4, "--mode ssp --servers 1"), (4, "--mode sync --backup-workers 1")),
+}
+EPOCHS = 3  # of each part
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    made = Plan(tmp_path_factory.mktemp("schedules"))
+    words = [str(ROOT / "jobs/digits-sync.toml"), "--schedule", "cosine", "--eval-every", "0"]
+    for name, parts in WORLDS.items():
+        for k, (ranks, options) in enumerate(parts):
+            start = ["--resume"] if k else [*words, "--keep", "9", "--checkpoint-every", "0"]
+            epochs = ["--epochs", str(EPOCHS * (k + 1))]
+            made.add(name, ranks, [*start, *options.split(), *epochs])
+    made.run(timeout_s=200)
+    return made
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_training_goes_on(name: str, plan: Plan) -> None:
+    """At rate 0 nothing would change."""
+    before, last = map(open_checkpoint, list_checkpoints(plan.out(name))[-2:])
+    assert last.path == final(plan.out(name)).path
+    assert before.state["samples"] < last.state["samples"]
+    assert np.abs(last.read_params() - before.read_params()).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in WORLDS if name != "backup"])
+def test_the_schedule_ends_with_the_run(name: str, plan: Plan) -> None:
+    """But for the last batch of an epoch; with backup workers it depends on who is late."""
+    last = final(plan.out(name)).state
+    each = last["schedule"]["samples_per_update"]
+    per_epoch = -(-last["n_train"] // each)
+    epochs = EPOCHS * len(WORLDS[name])
+    assert last["schedule"]["position"] == pytest.approx(epochs * per_epoch, abs=epochs)
