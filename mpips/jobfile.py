@@ -27,6 +27,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.suffix.lower() != ".toml":
         remedy = "options begin with -- (see --help)"
+        if (path / "config.toml").is_file():
+            remedy = f"a run is continued by --resume --out {path}"
         raise UserError(f"job file {str(path)!r}", "a path that ends in .toml", remedy)
     try:
         return _read_values(path.read_bytes().decode(), str(path))
@@ -45,7 +47,7 @@ def _read_values(text: str, source: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as problem:
-        remedy = 'text stands in quotes: mode = "sync"'
+        remedy = 'text stands in quotes: mode = "sync"' if "Invalid value" in str(problem) else ""
         raise UserError(f"{source}: {problem}", "TOML", remedy) from None
     return {key: _checked_key(key, value, source) for key, value in values.items()}
 

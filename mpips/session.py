@@ -303,7 +303,7 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log) -> Non
         sys.stdout.flush()
         print(
             f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
-            f"{job.out / folder.CHECKPOINTS} are from before it; use a smaller --lr or --clip",
+            f"{job.out / folder.CHECKPOINTS} are from before it; use a smaller --lr, or --clip",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     log.say(summary_text(job, summary))

@@ -62,7 +62,7 @@ def told(
         return f"nothing is packed: no worker is on another node than {who}"
     words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
     large = sum(is_large(n, config.dtype) for n in sizes)
-    return f"packed between nodes: {words}; {large} of {len(sizes)} slices are large enough"
+    return f"packed between nodes: {words}; {large} of {len(sizes)} slices have the 64 KB"
 
 
 def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
@@ -71,7 +71,7 @@ def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
     factors = Factors.of(layout, config.dtype, config.powersgd_rank)
     return (
         f"packed between nodes: sums by powersgd of rank {factors.rank}; {len(factors.matrices)} "
-        f"of {len(layout.names)} arrays are large enough; of {layout.size:,} elements "
+        f"of {len(layout.names)} arrays are worth it; of {layout.size:,} elements "
         f"{factors.sent:,} are sent"
     )
 

@@ -257,6 +257,21 @@ def test_command_line_errors(argv: list[str], parts: list[str]) -> None:
     assert message.isprintable()
 
 
+def test_a_run_in_place_of_a_job_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(Config()))
+    with pytest.raises(UserError, match=f"a run is continued by --resume --out {tmp_path}"):
+        read_toml(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "hinted"), [("mode = async", True), ("lr = 0,002", False), ("lr = 1\nlr = 2", False)]
+)
+def test_what_is_no_toml_is_explained(text: str, hinted: bool) -> None:
+    with pytest.raises(UserError, match="expected TOML") as caught:
+        from_toml(text)
+    assert ("text stands in quotes" in str(caught.value)) is hinted
+
+
 @PATIENT
 @given(st.lists(st.text(max_size=12) | st.sampled_from([o.flag for o in OPTIONS.values()])))
 def test_any_command_line_gives_a_config_or_a_user_error(argv: list[str]) -> None:

@@ -24,10 +24,10 @@ def test_nothing_is_said_where_nothing_is_asked_for() -> None:
 def test_what_is_packed_is_said() -> None:
     both = Config(codec="int8", pull_codec="fp16")
     start = "packed between nodes: pushes by int8, pulls by fp16; "
-    assert line(both, 1, 1, 1 << 20) == f"{start}3 of 3 slices are large enough"
-    assert line(both, 2, 1, 1 << 20) == f"{start}2 of 2 slices are large enough"
-    assert line(both, 2, 2, 1 << 20) == f"{start}2 of 2 slices are large enough"
-    only = "packed between nodes: pulls by bf16; 0 of 3 slices are large enough"
+    assert line(both, 1, 1, 1 << 20) == f"{start}3 of 3 slices have the 64 KB"
+    assert line(both, 2, 1, 1 << 20) == f"{start}2 of 2 slices have the 64 KB"
+    assert line(both, 2, 2, 1 << 20) == f"{start}2 of 2 slices have the 64 KB"
+    only = "packed between nodes: pulls by bf16; 0 of 3 slices have the 64 KB"
     assert line(Config(pull_codec="bf16"), 1, 1, 16383) == only
 
 
@@ -39,10 +39,10 @@ def test_one_node_packs_nothing() -> None:
 def test_a_round_packs_a_slice_once_a_node() -> None:
     sync = Config(mode="sync", codec="onebit", pull_codec="int8")
     start = "packed between nodes: pushes by onebit, pulls by int8; "
-    assert line(sync, 2, 0, 1 << 20) == f"{start}4 of 4 slices are large enough"
-    assert line(sync, 1, 0, 1 << 20) == f"{start}12 of 12 slices are large enough"
-    assert line(sync, 2, 1, 1 << 20) == f"{start}1 of 1 slices are large enough"
-    assert line(sync, 1, 0, 65000) == f"{start}0 of 12 slices are large enough"
+    assert line(sync, 2, 0, 1 << 20) == f"{start}4 of 4 slices have the 64 KB"
+    assert line(sync, 1, 0, 1 << 20) == f"{start}12 of 12 slices have the 64 KB"
+    assert line(sync, 2, 1, 1 << 20) == f"{start}1 of 1 slices have the 64 KB"
+    assert line(sync, 1, 0, 65000) == f"{start}0 of 12 slices have the 64 KB"
     told_so = "nothing is packed: no worker is on another node than an owner"
     assert line(sync, 4, 0, 1 << 20) == told_so
 
@@ -51,7 +51,7 @@ def test_powersgd_says_how_much_it_sends() -> None:
     config = Config(mode="sync", codec="powersgd", powersgd_rank=2)
     n = 1000 * 64 + 5
     assert line(config, 2, 0, n) == (
-        "packed between nodes: sums by powersgd of rank 2; 1 of 2 arrays are large enough; "
+        "packed between nodes: sums by powersgd of rank 2; 1 of 2 arrays are worth it; "
         "of 64,005 elements 2,133 are sent"
     )
     assert line(config, 4, 0, n) == "nothing is packed: all ranks are on one node"
