@@ -64,7 +64,7 @@ class Inbox:
         dtype: Of the gradients.
         applied: The server's ledger, shape (workers,); read here, written by the store.
         places: Bodies held at a time; with 2, one is received while the other is applied. There
-            may be one more at a cut, and for those that no receive matches.
+            may be one more at a cut, and one for bodies that no receive matches.
         codec: What large ones are packed by, or None.
         origins: Whether each gradient comes with what it was computed from.
     """
@@ -187,7 +187,7 @@ class Inbox:
                 self._awaited_since[rank] = taken + 1, now
             elif now - since_s > PATIENCE_S * (CROWD_PATIENCE if crowded else 1):
                 self._awaited_since[rank] = taken + 1, now
-                if self._places <= self._most and self._probe(rank) and not crowded:
+                if self._places <= self._most + 1 and self._probe(rank) and not crowded:
                     self._probing = True
                     self._most += 1  # for those that wait for what they do not match
 
