@@ -10,7 +10,6 @@ import launch
 import pytest
 
 from mpips.bench import convergence
-from mpips.bench.catalogue import choose_for_driver
 from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, Outcome, check, compared
 from mpips.bench.jobs import Failed
 from mpips.jobfile import read_toml
@@ -100,8 +99,3 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert shown == [f"{problem}, {name}" for problem in PROBLEMS for name in CASES]
     assert all(0 < row["value"] <= 100 and row["reach"] is None for row in rows), rows
     assert sum(line.startswith("accuracy") for line in done.stdout.splitlines()) == len(rows)
-
-
-def test_it_is_taken_only_where_it_is_named() -> None:
-    assert "convergence" not in [measure.name for measure in choose_for_driver([])]
-    assert [measure.name for measure in choose_for_driver(["convergence"])] == ["convergence"]
