@@ -7,6 +7,7 @@ import pytest
 from rig import Rig
 from verdict import check
 
+from mpips import neighbours
 from mpips.cluster import Cluster
 from mpips.push import Push
 
@@ -71,7 +72,8 @@ def test_what_is_joined_is_what_was_fetched(cluster: Cluster, far: str) -> None:
 
 
 @pytest.mark.world(max_size=4, min_nodes=2)
-def test_a_fetch_under_way_is_joined(cluster: Cluster) -> None:
+def test_a_fetch_under_way_is_joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "PATIENCE_S", 60.0)  # however long others keep the cores
     rig = Rig(cluster, N, 1, far="reply", share=True)
     far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
     wrong: list[object] = []
