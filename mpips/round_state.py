@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from mpips.checkpoint import Checkpoint, Pieces
-from mpips.codecs import is_large
 from mpips.config import Config
 from mpips.job import Job
 from mpips.jobfile import from_toml
 from mpips.lowrank import BASIS, ERROR
 from mpips.saver import WorkerSaver
-from mpips.wire import push_codec
+from mpips.wire import kept
 
 
 def names(job: Job) -> tuple[str, ...]:
@@ -29,10 +28,7 @@ def names(job: Job) -> tuple[str, ...]:
         return ()
     if config.codec == "powersgd":
         return ERROR, BASIS
-    codec = push_codec(config)
-    owners = zip(cluster.roles.owners, job.shards, strict=True)
-    large = [rank for rank, shard in owners if is_large(shard.size, job.dtype)]
-    return codec.state if codec is not None and any(_senders(job, rank) for rank in large) else ()
+    return kept(config, cluster.roles, cluster.node_of, job.shards)
 
 
 def _senders(job: Job, owner: int) -> int:
@@ -92,8 +88,8 @@ def saver_of(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver 
     found, rank = names(job), job.cluster.rank
     if not found:
         return None
-    kept = {name: state.get(name, ()) if name != BASIS or rank == 0 else () for name in found}
-    return WorkerSaver(job.cluster, rank, kept, job.layout.size, job.dtype, stall)
+    vectors = {name: state.get(name, ()) if name != BASIS or rank == 0 else () for name in found}
+    return WorkerSaver(job.cluster, rank, vectors, job.layout.size, job.dtype, stall)
 
 
 def _owner(job: Job, begin: int) -> int:

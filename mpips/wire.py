@@ -91,6 +91,24 @@ def _crossing(
     ]
 
 
+def kept(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> tuple[str, ...]:
+    """Names of what the push codec keeps, if a slice that crosses nodes is large enough for it.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers, or owners.
+    """
+    codec = push_codec(config)
+    if codec is None:
+        return ()
+    crossing = _crossing(config, roles, node_of, shards)
+    return codec.state if any(is_large(n, config.dtype) for n in crossing) else ()
+
+
 @dataclass(frozen=True)
 class Packing:
     """How a run packs.

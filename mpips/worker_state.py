@@ -39,11 +39,10 @@ from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
 from mpips.cluster import Cluster
-from mpips.codecs import is_large
 from mpips.job import Job
 from mpips.jobfile import from_toml
 from mpips.saver import WorkerSaver
-from mpips.wire import push_codec
+from mpips.wire import kept
 
 REPLICA = "replica"
 
@@ -57,18 +56,7 @@ def names(job: Job) -> tuple[str, ...]:
     """Names of the vectors that each worker has for itself; empty where none has any."""
     if job.config.mode == "easgd":
         return replica_names(job)
-    return _residuals(job)
-
-
-def _residuals(job: Job) -> tuple[str, ...]:
-    """Names of what codecs keep, if a slice that crosses nodes is large enough for them."""
-    codec, cluster = push_codec(job.config), job.cluster
-    if codec is None or not codec.state:
-        return ()
-    owners = zip(cluster.roles.servers, job.shards, strict=True)
-    large = [rank for rank, shard in owners if is_large(shard.size, job.dtype)]
-    nodes = {cluster.node_of[worker] for worker in cluster.roles.workers}
-    return codec.state if any(nodes - {cluster.node_of[rank]} for rank in large) else ()
+    return kept(job.config, job.cluster.roles, job.cluster.node_of, job.shards)
 
 
 def _saved(job: Job) -> list[dict[str, int]]:
@@ -133,13 +121,13 @@ def told(job: Job) -> Iterator[str]:
     if job.checkpoint is None or not job.resumed or not job.base_step:
         return
     mine, saved = names(job), _saved(job)
-    kept, shared = _read(job, shared=False), _read(job, shared=True)
+    own, shared = _read(job, shared=False), _read(job, shared=True)
     change = (_change(job, saved) if saved else "") or "none was saved"
-    if kept:
-        yield f"each worker goes on with its own {', '.join(kept)}"
+    if own:
+        yield f"each worker goes on with its own {', '.join(own)}"
     if shared:
         yield f"the sum of the workers' {', '.join(shared)} goes to those who pack now: {change}"
-    fresh = [name for name in mine if name not in kept + shared]
+    fresh = [name for name in mine if name not in own + shared]
     if fresh:
         start = "the centre" if job.config.mode == "easgd" else "zero"
         yield f"the workers' {', '.join(fresh)} begins at {start}: {change}"
