@@ -117,6 +117,20 @@ attempt() {
     say "the launcher ended with $rc"
 }
 
+# Runs that have begun in `out`, each of which leaves a line.
+begun() { grep -c '"kind": "start"' "$out/metrics.jsonl" 2>/dev/null || true; }
+
+# never_began COUNT: whether the launcher has ended with none of mpips' exit codes before a run
+# began, `begun` being COUNT before it. SLURM's pmi2 plugin reads 1,024 bytes of a command, and an
+# address of MPICH is now and then longer: the ranks die in MPI_Init then, and not the next time.
+never_began() {
+    case $rc in
+        0 | 1 | 2 | 3 | "$EXIT_SAVED") return 1 ;;
+    esac
+    if [ -n "$asked" ] || [ "$(begun)" != "$1" ]; then return 1; fi
+    say "no rank got as far as to begin: starting once more"
+}
+
 # find_out DEFAULT OPTIONS...: check the job before it starts, and set `out`, the run's folder.
 find_out() {
     local config default=$1
@@ -161,14 +175,16 @@ on_done() { :; }
 # train_once OPTIONS...: train in `out`, from where an earlier try has left it. Exits where the run
 # is done or can get no further; returns where there is something left to do.
 train_once() {
-    local words=("$@" --out "$out")
+    local words=("$@" --out "$out") before
     if [ -d "$out" ] || [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume auto); fi
     if ! got_further; then
         say "no further than step $step in two tries: giving up; see the messages above, then" \
             "submit it again with --out $out"
         exit 1
     fi
+    before=$(begun)
     start "${words[@]}"
+    if never_began "$before"; then start "${words[@]}" --resume auto; fi
     if [ "$rc" = 0 ] && [ -e "$out/DONE" ]; then
         say "done: $out"
         on_done

@@ -158,6 +158,32 @@ def test_doctor(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert "fail  memory" in job.log()
 
 
+DIES_ONCE = """
+srun() {
+    case $* in
+        *"-m mpips."*) if mkdir died; then bash -c 'kill -ABRT $$'; return; fi ;;
+    esac
+    command srun "$@"
+}
+"""
+
+
+def test_ranks_that_die_at_the_start_are_started_once_more(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Once in a few hundred starts SLURM's pmi2 plugin cuts an address of MPICH."""
+    shutil.copytree(SCRIPTS, tmp_path / "slurm")
+    site = tmp_path / "slurm" / "site.sh"
+    site.write_text(DIES_ONCE)
+    for script, options in (("train", ("--problem", "softmax", "--epochs", "1")), ("doctor", ())):
+        own = str(tmp_path / "slurm" / f"{script}.sbatch")
+        job = Submitted(slurm, tmp_path, "--job-name=mpips", *TWO_BY_TWO, own, *options)
+        assert job.wait().get("Restarts") == "0"
+        assert "the launcher ended with 134" in job.log()
+        assert job.log().count("starting once more") == 1
+        (tmp_path / "died").rmdir()
+
+
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
     """What slurm/site.sh sets holds; a Python without mpips is refused in one line."""
     shutil.copytree(SCRIPTS, tmp_path / "slurm")
