@@ -193,7 +193,7 @@ class LowRankRound(NodeRound):
 
     def _add_first(self) -> None:
         """Add up P, what goes raw and the reports over the nodes; make P^."""
-        sums = [begin_sum(self._leaders, part) for part in transfer_pieces(self._first)]
+        sums = [self._add_up(self._leaders, part) for part in transfer_pieces(self._first)]
         self._wait(sums + self._begin_agreeing())
         self._agree()
         self._lost = []
@@ -206,7 +206,7 @@ class LowRankRound(NodeRound):
         """Add up Q_w over the node's ranks, and Q' over the nodes."""
         sum_rows(self._parts, self._once, 0, self._own)
         np.copyto(self._q, self._own)
-        sums = [begin_sum(self._leaders, part) for part in transfer_pieces(self._q)]
+        sums = [self._add_up(self._leaders, part) for part in transfer_pieces(self._q)]
         # One node tells the others, which might round another way.
         squares = np.array([sum_squares(self._raw) if self._leaders.rank == 0 else 0.0])
         if self._max_norm:

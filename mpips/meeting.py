@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.cluster import Request, all_done, begin_sum, cluster_subset, free
+from mpips.cluster import Comm, Request, all_done, begin_sum, cluster_subset, free
 from mpips.job import Job
 from mpips.kernels import meet, sum_rows, sum_squares
 from mpips.layout import Shard
@@ -64,6 +64,9 @@ class Round(ABC):
         grad: This worker's gradient, shape (n_params,).
         params: The owner's shard of `replica`, shape (shard.size,).
         slots: The owner's slots, each of that shape.
+        waited_s: Seconds that this rank waited for others; `busy_s`, that it updated.
+        bytes_sent: Sums that this rank sent to owners on other nodes, or gave an Allreduce.
+        bytes_received: Results that it had from owners on other nodes, or from an Allreduce.
     """
 
     replica: np.ndarray
@@ -78,6 +81,7 @@ class Round(ABC):
         self._rate = job.rate()
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.waited_s = self.busy_s = 0.0
+        self.bytes_sent = self.bytes_received = 0
         self._blocks: list[tuple[int, np.ndarray, np.ndarray, Slots]] = []
 
     @abstractmethod
@@ -109,6 +113,13 @@ class Round(ABC):
         self.replica = self.grad = self.params = np.zeros(0)
         self.slots, self._blocks = (), []
         free(self._owners)
+
+    def _add_up(self, comm: Comm, part: np.ndarray) -> Request:
+        """Begin to add up `part` in place over ranks of all nodes."""
+        if self._cluster.nodes > 1:
+            self.bytes_sent += part.nbytes
+            self.bytes_received += part.nbytes
+        return begin_sum(comm, part)
 
     def _wait(self, requests: list[Request]) -> None:
         self.waited_s += self._cluster.wait(lambda: all_done(requests))
@@ -203,7 +214,7 @@ class NodeRound(Round):
 
     def _begin_agreeing(self) -> list[Request]:
         """Begin to add up the nodes' reports, on leaders; `_agree` comes when it is done."""
-        return [begin_sum(self._leaders, self._sums)] if self._leads else []
+        return [self._add_up(self._leaders, self._sums)] if self._leads else []
 
     def _agree(self) -> None:
         """Tell the node the sum of all reports, on leaders."""

@@ -22,9 +22,8 @@ Rows are summed in a fixed order, so equal worlds give equal bits.
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
-from mpips.cluster import begin_sum
+from mpips.cluster import Request
 from mpips.job import Job
 from mpips.kernels import sum_rows
 from mpips.layout import CACHE_LINE_BYTES, Shard
@@ -161,16 +160,18 @@ class SharedRound(NodeRound):
         self._unpack_results()
         self._agree()
 
-    def _send_partials(self, step: int, weights: np.ndarray) -> list[MPI.Request]:
+    def _send_partials(self, step: int, weights: np.ndarray) -> list[Request]:
         requests, comm = [], self._cluster.comm
         for errand in self._errands:
             sum_rows(self._addresses, weights, errand.shard.begin, errand.partial)
             for part in errand.packer.pack(errand.partial, step, 0):
                 requests.append(comm.Isend(part, errand.owner, TAG_PARTIAL))
+                self.bytes_sent += part.nbytes
         return requests
 
-    def _collect_results(self) -> list[MPI.Request]:
+    def _collect_results(self) -> list[Request]:
         comm = self._cluster.comm
+        self.bytes_received += sum(errand.place.nbytes for errand in self._errands)
         return [
             comm.Irecv(part, errand.owner, TAG_RESULT)
             for errand in self._errands
@@ -181,11 +182,11 @@ class SharedRound(NodeRound):
         for errand in self._errands:
             errand.unpacker.unpack(errand.place)
 
-    def _send_result(self, step: int) -> list[MPI.Request]:
+    def _send_result(self, step: int) -> list[Request]:
         if not self._owner or not self._agents:
             return []
-        comm = self._cluster.comm
         pieces = self._packer.pack(self.params, step, 0)
+        comm = self._cluster.comm
         return [comm.Isend(p, agent, TAG_RESULT) for agent in self._agents for p in pieces]
 
     def _receive_partials(self, weights: np.ndarray) -> np.ndarray:
@@ -238,14 +239,19 @@ class AllreduceRound(Round):
 
     def publish_start(self) -> None:
         """Broadcast the owners' shards. Collective: yes."""
-        comm, owners = self._cluster.comm, self._cluster.roles.owners
+        owners = self._cluster.roles.owners
         self._wait(
             [
-                comm.Ibcast(part, rank)
+                self._hand_on(part, rank)
                 for rank, shard in zip(owners, self._job.shards, strict=True)
                 for part in transfer_pieces(self.replica[shard.range])
             ]
         )
+
+    def _hand_on(self, part: np.ndarray, owner: int) -> Request:
+        if self._cluster.nodes > 1 and owner != self._cluster.rank:
+            self.bytes_received += part.nbytes
+        return self._cluster.comm.Ibcast(part, owner)
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
@@ -257,8 +263,8 @@ class AllreduceRound(Round):
             self.grad[:] = 0
         REPORT.pack_into(self._sums.data, 0, *report)
         comm = self._cluster.comm
-        parts = [self._sums, *transfer_pieces(self.grad)]
-        self._wait([begin_sum(comm, part) for part in parts])
+        sums = [self._add_up(comm, part) for part in transfer_pieces(self.grad)]
+        self._wait([*sums, self._add_up(comm, self._sums)])
         if self._cluster.rank in self._cluster.roles.owners:
             if self._max_norm:
                 self._clip(self.grad[self._job.shard.range])

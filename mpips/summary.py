@@ -40,8 +40,8 @@ def summarise(
         "torn_reads": sum(w["torn_reads"] for w in workers),
         "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
         "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
-        "bytes_sent": sum(w["bytes_sent"] for w in workers),
-        "bytes_received": sum(w["bytes_received"] for w in workers),
+        "bytes_sent": sum(p.get("bytes_sent", 0) for p in parts),
+        "bytes_received": sum(p.get("bytes_received", 0) for p in parts),
         "per_worker": [
             {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
             for w in workers

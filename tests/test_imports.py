@@ -43,7 +43,7 @@ LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name 
 # Those that DESIGN.md names, and those that hold requests, communicators or constants of MPI.
 IMPORT_MPI = {
     *("cluster", "window", "inbox"),
-    *("ending", "rounds", "bench.plain", "doctor.library"),
+    *("ending", "bench.plain", "doctor.library"),
 }
 LATE = {"train"}  # these import MPI in functions only: their first lines run on a login node
 

@@ -7,6 +7,9 @@ from launch import ROOT
 from runs import Plan, assert_same_state, final, summary
 
 from mpips.codecs import CODECS
+from mpips.codecs.powersgd import Factors
+from mpips.layout import Layout
+from mpips.meeting import Report
 
 pytestmark = pytest.mark.launch
 
@@ -72,6 +75,17 @@ def test_a_resumed_run_without_feedback_ends_bitwise_equal(plan: Plan) -> None:
 def test_powersgd_costs_less_than_half_a_point(plan: Plan) -> None:
     packed, plain = (summary(plan.out(name))["accuracy"] for name in ("powersgd", "wide"))
     assert packed >= plain - 0.005
+
+
+def test_the_summary_has_the_bytes_between_nodes(plan: Plan) -> None:
+    """By powersgd each node gives all factors and a report to Allreduces; it alone sends less."""
+    found = {name: summary(plan.out(name)) for name in ("powersgd", "wide")}
+    shapes = {"w": (64, 256), "x": (256, 256), "y": (256, 10), "b": (256 + 256 + 10,)}
+    layout = Layout.of(shapes)
+    given = 4 * Factors.of(layout, "float32", 4).sent + 8 * len(Report._fields)
+    assert found["powersgd"]["bytes_sent"] == 2 * found["powersgd"]["global_step"] * given
+    whole = 4 * layout.size + 2 * 8 * len(Report._fields)  # each half crosses once
+    assert found["wide"]["bytes_sent"] == found["wide"]["global_step"] * whole
 
 
 def test_a_run_by_powersgd_goes_on_elsewhere(plan: Plan) -> None:

@@ -90,8 +90,8 @@ class AveragingRound(Round):
         for each in self._slots:
             each.exchange(step, weights, Report())
         agreed = self._main.exchange(step, weights, report)
-        self.waited_s = sum(r.waited_s for r in self._all)
-        self.busy_s = sum(r.busy_s for r in self._all)
+        for name in ("waited_s", "busy_s", "bytes_sent", "bytes_received"):
+            setattr(self, name, sum(getattr(each, name) for each in self._all))
         return agreed
 
     def publish_start(self) -> None:

@@ -276,14 +276,17 @@ class SyncLoop:
             reason, self.step, self.samples, self._handout.epochs_done, self._detail, clocks,
             release=self._release,
         )  # fmt: skip
+        outcome.stats = {
+            name: getattr(self._rounds, name) for name in ("bytes_sent", "bytes_received")
+        }
         rounds = self.step - job.base_step
         if self._worker_id is not None:
             outcome.params = self._rounds.replica
             moved = rounds * job.layout.size * job.dtype.itemsize
-            outcome.stats = {
+            outcome.stats |= {
                 **dataclasses.asdict(self.times),
                 "pushes_sent": self.times.steps, "bytes_pushed": moved, "bytes_pulled": moved,
-                "bytes_sent": 0, "bytes_received": 0, "torn_reads": 0,
+                "torn_reads": 0,
             }  # fmt: skip
         if self._saver:
             outcome.stats |= {

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from test_rounds import gradient, make_job, shares
 from verdict import check
 
@@ -40,27 +41,33 @@ class Serial:
         self.params = initial_vector(job.problem, job.config.seed, job.dtype)
         self.velocity = np.zeros_like(self.params)
         self.states: dict[Any, Any] = {}
+        self.sent = self.received = 0
         self.replicas = [self.params.copy() for _ in range(job.cluster.nodes)]
         self.share(0)
 
-    def packed(self, codec: Any, part: np.ndarray, node: int, number: int, begin: int) -> Any:
-        """Return what the other end decodes."""
+    def packed(
+        self, codec: Any, part: np.ndarray, node: int, number: int, begin: int
+    ) -> tuple[np.ndarray, int]:
+        """Return what the other end decodes, and the bytes of the message."""
         codec = codec_for(codec, part.size, part.dtype)
         if codec is None:
-            return part
+            return part, part.nbytes
         key = (codec.name, node, begin)
         state = self.states.setdefault(key, codec.fresh_state(part.size, part.dtype))
         message, out = buffer_for(codec.wire_bytes(part.size, part.dtype)), np.zeros_like(part)
-        codec.encode(part, message, state, Origin(self.job.config.seed, node, number, begin))
+        origin = Origin(self.job.config.seed, node, number, begin)
+        used = codec.encode(part, message, state, origin)
         codec.decode(message, out)
-        return out
+        return out, used
 
     def share(self, number: int) -> None:
         for rank, shard in self.owners:
             mine, part = self.node_of[rank], self.params[shard.range]
-            there = self.packed(self.pull, part, mine, number, shard.begin)
+            there, nbytes = self.packed(self.pull, part, mine, number, shard.begin)
             for node, replica in enumerate(self.replicas):
                 replica[shard.range] = part if node == mine else there
+            readers = {self.node_of[r] for _, r in self.workers} - {mine}
+            self.received += nbytes * len(readers)
 
     def step(self, number: int) -> None:
         c, real = self.job.config, self.job.dtype.type
@@ -78,7 +85,9 @@ class Serial:
                 for w, r in self.workers:
                     if self.node_of[r] == node and weights[w]:
                         part += real(weights[w]) * grads[w][shard.range]
-                total += self.packed(self.push, part, node, number, shard.begin)
+                there, nbytes = self.packed(self.push, part, node, number, shard.begin)
+                total += there
+                self.sent += nbytes
             v = self.velocity[shard.range]
             v[:] = real(c.momentum) * v + total
             self.params[shard.range] -= real(c.lr * min(1.0, number / c.warmup_steps)) * v
@@ -139,9 +148,14 @@ def test_packed_rounds_equal_a_serial_run(
             if not np.array_equal(array, serial.states[job.config.codec, mine, begin][0]):
                 wrong.append(f"residual at {begin}")
     kept = [begin for _, parts in rounds.own_state().items() for begin, _ in parts]
+    crossed = np.array([rounds.bytes_sent, rounds.bytes_received])
     cluster.barrier()
     rounds.free()
     check(cluster.comm, not wrong, wrong)
+    cluster.comm.Allreduce(MPI.IN_PLACE, crossed)
+    reports = 64 * cluster.nodes * STEPS  # which go both ways
+    expected = [serial.sent + reports, serial.received + reports]
+    check(cluster.comm, crossed.tolist() == expected, (crossed, expected))
     everywhere = [b for begins in cluster.comm.allgather(kept) for b in begins]
     feedback = job.config.codec in ("topk", "onebit")
     far = [
