@@ -72,7 +72,7 @@ def test_each_case_has_its_job_file(problem: str) -> None:
     for name, case in CASES.items():
         job = read_toml(launch.ROOT / "jobs" / f"{problem}{case.job}.toml")
         assert job["dataset"] == problem, name
-        packed = case.job in ("-packed", "-topk", "-onebit")
+        packed = case.job in ("-packed", "-topk", "-onebit", "-powersgd")
         assert job.get("node_size", 0) == (convergence.NODE_SIZE if packed else 0), name
 
 

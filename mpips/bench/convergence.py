@@ -65,6 +65,8 @@ CASES = {
     "none, sgd": Case("-onebit", None, UNPACKED),
     "onebit, sgd": Case("-onebit", "none, sgd"),
     "topk, sgd": Case("-topk", "none, sgd"),
+    "none, rounds": Case("-powersgd", None, UNPACKED),
+    "powersgd, rounds": Case("-powersgd", "none, rounds"),
 }
 
 
@@ -76,7 +78,7 @@ class Outcome:
         accuracy: Held-out, in percent.
         samples: That gradients were computed for.
         parameters: Of the model.
-        bytes_sent: What workers sent to other nodes.
+        bytes_sent: What went to other nodes, of pushes or of rounds' sums.
     """
 
     accuracy: float
