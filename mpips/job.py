@@ -233,7 +233,8 @@ class Job:
     def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
         """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
 
-        Where a mode with shared slots has saved the run, all workers begin with those.
+        Where another number of workers has saved the run, each begins with the mean of theirs;
+        where a mode with shared slots has, with those.
 
         Raises:
             UserError: If the checkpoint cannot be read.
@@ -244,7 +245,10 @@ class Job:
             if self.checkpoint is None or not self.resumed or worker is None:
                 continue
             if name in self.checkpoint.worker_names:
-                self.checkpoint.read_worker(name, worker, workers, slot)
+                if len(self.checkpoint.contents.workers) == workers:
+                    self.checkpoint.read_worker(name, worker, slot)
+                else:
+                    self.checkpoint.read_workers_mean(name, 0, slot)
             elif name in self.checkpoint.slot_names:
                 self.checkpoint.read_slot(name, out=slot)
 

@@ -71,7 +71,7 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
             if name == BASIS:
                 _checkpoint(job).read_workers_share(name, begin, view, 1)
             elif same:
-                _checkpoint(job).read_worker(name, cluster.rank, cluster.world, view, begin)
+                _checkpoint(job).read_worker(name, cluster.rank, view, begin)
             else:
                 shares = cluster.nodes if name == ERROR else _senders(job, _owner(job, begin))
                 _checkpoint(job).read_workers_share(name, begin, view, shares)

@@ -244,6 +244,11 @@ def _say_start(job: Job, found: Run, log: Log) -> None:
     log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
     for note in found.notes:
         log.say(note)
+    asked, held = job.samples_per_update, job.info.n_train
+    if asked > held:
+        log.say(
+            f"each update takes a whole epoch: {asked:,} samples are asked for, it has {held:,}"
+        )
     if job.resumed:
         _say_resumed(job, log)
     if c.delays:
@@ -261,6 +266,11 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
+    left = job.handout()
+    if all(left.next(taker) is None for taker in range(left.workers)):
+        length = "steps" if job.config.steps else "epochs"
+        asked = getattr(job.config, length)
+        log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
 
 
 def _choose_codecs(job: Job, log: Log) -> None:

@@ -146,7 +146,7 @@ def _fill(job: Job, state: Mapping[str, Pieces]) -> None:
     assert worker is not None, "a server has none"
     for name in _read(job, shared=False):
         for begin, view in state.get(name, ()):
-            _checkpoint(job).read_worker(name, worker, len(workers), view, begin)
+            _checkpoint(job).read_worker(name, worker, view, begin)
     node_of = job.cluster.node_of
     owners = zip(job.shards, job.cluster.roles.servers, strict=True)
     owner = {shard.begin: rank for shard, rank in owners if shard.size}

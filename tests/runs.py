@@ -202,5 +202,5 @@ def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
     count = len(checkpoint.contents.workers)
     found = np.empty((count, checkpoint.layout.size), checkpoint.dtype)
     for number in range(count):
-        checkpoint.read_worker(name, number, count, found[number])
+        checkpoint.read_worker(name, number, found[number])
     return found

@@ -337,6 +337,14 @@ def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     assert quiet.check().output == ""
     assert summary(out)["epochs"] == 2
 
+    over = train(3, "--resume", cwd=tmp_path, timeout_s=LIMIT_S).check().output
+    assert over.count("nothing is left to do: 2 epochs are over; --epochs with more goes on\n") == 1
+    assert summary(out)["samples"] == 2 * 1438
+    words = ("job.toml", "--epochs", "1", "--accumulate", "99", "--out", "huge")
+    huge = train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S).check().output
+    each = "each update takes a whole epoch: 3,168 samples are asked for, it has 1,438\n"
+    assert huge.count(each) == 1
+
     before = files(tmp_path / "runs")
     for options in (("--resume",), ("--init-from", f"runs/{out.name}", "--problem", "softmax")):
         done = train(1, "--eval-only", *options, cwd=tmp_path, timeout_s=LIMIT_S).check()

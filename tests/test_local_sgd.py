@@ -195,7 +195,7 @@ def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, n
     for worker, slots in enumerate(expected):
         for name, slot in zip(checkpoint.worker_names, slots, strict=True):
             found = np.empty_like(slot)
-            checkpoint.read_worker(name, worker, len(expected), found)
+            checkpoint.read_worker(name, worker, found)
             pairs.append((found, slot))
     return pairs
 
@@ -209,8 +209,8 @@ def test_stopped_run_keeps_each_worker_s_slots(name: str, runs: Plan) -> None:
     for key in whole.worker_names:
         a, b = np.empty((2, workers, whole.layout.size), whole.dtype)
         for worker in range(workers):
-            whole.read_worker(key, worker, workers, a[worker])
-            parts.read_worker(key, worker, workers, b[worker])
+            whole.read_worker(key, worker, a[worker])
+            parts.read_worker(key, worker, b[worker])
         np.testing.assert_array_equal(a, b)
         assert np.ptp(a, axis=0).any()  # they differ between workers
 

@@ -108,19 +108,14 @@ class Checkpoint:
         """Names of the vectors that each worker had for itself."""
         return self.contents.worker_names
 
-    def read_worker(
-        self, name: str, worker: int, workers: int, out: np.ndarray, begin: int = 0
-    ) -> None:
+    def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
         """Read one worker's own, its elements from `begin` on, into `out`, dtype as saved.
 
-        Where the number of workers is another one than `workers`, each gets the mean of all.
+        In rounds it is a rank's own, and `worker` the rank.
 
         Raises:
             UserError: If a worker's file is missing or is not the one that was committed.
         """
-        if len(self.contents.workers) != workers:
-            self.read_workers_mean(name, begin, out)
-            return
         read_shard(self.path, self.contents.workers[worker], self.step, name, begin, out)
 
     def read_workers_mean(self, name: str, begin: int, out: np.ndarray) -> None:
