@@ -249,9 +249,11 @@ def assumed(config: Config, place: Place) -> Config:
     """Return a job with the codecs that "auto" would choose if packing took no time."""
     case = case_of(config, dataclasses.replace(place, codecs={}))
     given = (config.codec, True), (config.pull_codec, choice.packable_pulls(config))
+    item = np.dtype(config.dtype).itemsize
+    slices = any(is_large(nbytes // item, config.dtype) for nbytes in case.shards)
+    ratios = place.codecs if slices else {}
     pushes, pulls = (
-        [Candidate(name, place.codecs.get(name, 1.0)) for name in choice.names(*how)]
-        for how in given
+        [Candidate(name, ratios.get(name, 1.0)) for name in choice.names(*how)] for how in given
     )
     speeds = Speeds(place.rate, 0.0, (math.inf,) * case.nodes)
     return choice.choose(case, speeds, pushes, pulls).applied(config)

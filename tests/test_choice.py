@@ -210,6 +210,14 @@ def test_an_explanation_takes_packing_to_cost_nothing(
     assert (given_one.codec, given_one.pull_codec) == ("int8", found[1])
 
 
+def test_an_explanation_knows_that_small_shards_are_not_packed() -> None:
+    n = 20_000  # 80 KB: one shard is large enough, two are not
+    place = Place(["host"] * 4, [0, 1, 2, 3], n, SLOW, codecs=codec_ratios(n, "float32"))
+    open_ones = {"codec": "auto", "pull_codec": "auto"}
+    one, two = (assumed(Config(servers=k, **open_ones), place).codec for k in (1, 2))
+    assert (one, two) == ("int8", "none")
+
+
 # Who sends to whom -----------------------------------------------------------------------------
 
 
