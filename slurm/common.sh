@@ -105,9 +105,13 @@ request() {
 # commands, so that the command is in the background and `wait` is what a signal ends.
 attempt() {
     rc=0
-    if [ -n "$asked" ]; then return; fi
+    if [ -n "$asked" ]; then
+        rc=$EXIT_SAVED    # nothing was begun that could be lost
+        return
+    fi
     "$@" &
     pid=$!
+    if [ -n "$asked" ]; then kill -USR1 "$pid" 2>/dev/null || true; fi    # just now
     while :; do
         wait "$pid" || true
         kill -0 "$pid" 2>/dev/null || break
