@@ -66,13 +66,19 @@ def _sharpen_timers() -> None:
 class Backoff:
     """How a rank waits: it spins, then yields, then sleeps longer and longer.
 
-    Spinning is left out where ranks outnumber cores. A sleep gives the core away, which
-    ``sched_yield`` alone does not do under Linux's fair scheduler.
+    A sleep gives the core away, which ``sched_yield`` alone does not do under Linux's fair
+    scheduler. Where ranks outnumber cores, spinning is left out, and the first sleep is the longer
+    the more of them take turns: each look costs those that work 10 to 20 us.
+
+    Args:
+        crowding: Ranks for each core.
     """
 
-    def __init__(self, crowded: bool) -> None:
+    def __init__(self, crowding: float) -> None:
+        crowded = crowding > 1
         self._spin_s = 0.0 if crowded else SPIN_S
         self._yield_s = SPIN_S if crowded else YIELD_S
+        self._sleep_s = SLEEP_S * max(1.0, 2 * (crowding - 1))
         self._since: float | None = None
 
     def reset(self) -> None:
@@ -90,8 +96,8 @@ class Backoff:
         if idle_s < self._yield_s:
             os.sched_yield()
         else:
-            grown = SLEEP_S + (SLEEP_MAX_S - SLEEP_S) * min(1.0, idle_s / IDLE_S)
-            time.sleep(grown)
+            least, most = min(self._sleep_s, SLEEP_MAX_S), SLEEP_MAX_S
+            time.sleep(least + (most - least) * min(1.0, idle_s / IDLE_S))
 
 
 class Background:
@@ -142,6 +148,8 @@ class Cluster:
         hosts: Host name of each rank.
         node_of: Node number of each rank.
         cores_a_rank: Cores of this host, over its ranks.
+        crowding: Its ranks, over its cores.
+        crowded: Whether ranks outnumber cores there.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
@@ -160,7 +168,8 @@ class Cluster:
         masks = comm.allgather(os.sched_getaffinity(0))
         here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
         self.cores_a_rank = len(set().union(*here)) / len(here)
-        self.crowded = self.cores_a_rank < 1
+        self.crowding = 1 / self.cores_a_rank
+        self.crowded = self.crowding > 1
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
         if not self.crowded:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
@@ -209,7 +218,7 @@ class Cluster:
         if ready():
             return 0.0
         start = time.perf_counter()
-        backoff = Backoff(self.crowded)
+        backoff = Backoff(self.crowding)
         while not ready():
             self.progress()
             backoff.pause()
@@ -326,7 +335,7 @@ class Agreed(UserError):
 
 def together(comm: MPI.Comm, error: Exception | None) -> None:
     """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
-    here, backoff = comm.Ibarrier(), Backoff(crowded=True)
+    here, backoff = comm.Ibarrier(), Backoff(crowding=2)
     while not here.Test():  # somebody may be reading a large file
         backoff.pause()
     found = [e for e in comm.allgather(error and str(error)) if e]

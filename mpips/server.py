@@ -147,7 +147,7 @@ class AsyncServer:
 
     def serve_until(self, done: Callable[[], bool]) -> None:
         """Serve until `done()`; what it asks for has to come from elsewhere, or from a turn."""
-        backoff = Backoff(self._cluster.crowded)
+        backoff = Backoff(self._cluster.crowding)
         while not done():
             if self.turn():
                 backoff.reset()

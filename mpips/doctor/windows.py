@@ -132,7 +132,7 @@ def _own(cluster: Cluster, background: Background) -> None:
         "busy": _compute,
         "helped": lambda: _compute_with(background),
     }
-    backoff = Backoff(cluster.crowded)
+    backoff = Backoff(cluster.crowding)
     while True:
         for source, kind, _ in cluster.poll():
             if kind == "end":

@@ -116,7 +116,7 @@ class Rig:
     ) -> None:
         """Take pushes until each worker has said how many it sent, and all of them are applied."""
         final: dict[int, int] = {}
-        backoff = Backoff(self.cluster.crowded)
+        backoff = Backoff(self.cluster.crowding)
         while not self._served(final):
             push = self.receiver.take()
             if push is not None:

@@ -198,16 +198,19 @@ def test_a_lonely_rank_under_another_mpirun_is_refused(
 
 
 @pytest.mark.world(max_size=1)
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize(
+    ("crowding", "first_us"), [(0.5, 20), (1.0, 20), (1.5, 20), (4.0, 120), (256.0, 1000)]
+)
 def test_backoff_spins_then_yields_then_sleeps(
-    cluster: Cluster, crowded: bool, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, crowding: float, first_us: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    crowded = crowding > 1
     clock = [0.0]
     did: list[str | float] = []
     monkeypatch.setattr(clusters.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(clusters.time, "sleep", did.append)
     monkeypatch.setattr(clusters.os, "sched_yield", lambda: did.append("yield"))
-    backoff = Backoff(crowded)
+    backoff = Backoff(crowding)
     for now in (0.0, 10e-6, 100e-6, 300e-6, 0.5, 1.0, 60.0):
         clock[0] = now
         backoff.pause()
@@ -217,7 +220,7 @@ def test_backoff_spins_then_yields_then_sleeps(
         assert did[:1] == ["yield"]
     sleeps = [d for d in did if d != "yield"]
     assert sleeps == sorted(sleeps)
-    assert 20e-6 <= sleeps[0] < 1e-3
+    assert sleeps[0] == pytest.approx(1e-6 * first_us, rel=0.5)
     assert sleeps[-1] == pytest.approx(1e-3)
     backoff.reset()
     did.clear()
