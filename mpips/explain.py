@@ -24,6 +24,7 @@ from mpips.datasets import open_dataset
 from mpips.errors import UserError
 from mpips.layout import cut
 from mpips.metrics import human_bytes
+from mpips.optim import make_rule
 from mpips.problems import load_problem
 from mpips.roles import assign
 from mpips.traffic import SERVERS, WORKERS, Case, Flow, Flows
@@ -139,9 +140,16 @@ def case_of(config: Config, place: Place) -> Case:
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
-        grads=packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
-        params=0.0 if low_rank else packed.get(given.get("pull_codec", ""), 1.0),
+        grads=moved_vectors(c) * packed.get(given.get("codec", ""), 1.0)
+        + (c.delay_compensation > 0),
+        params=0.0 if low_rank else moved_vectors(c) * packed.get(given.get("pull_codec", ""), 1.0),
     )
+
+
+def moved_vectors(config: Config) -> int:
+    """Return how many vectors of the parameters' size a worker brings into an exchange."""
+    averaged = config.mode == "local_sgd" and config.local_slots == "average"
+    return 1 + (len(make_rule(config.optimizer).slots) if averaged else 0)
 
 
 def explain(config: Config, place: Place) -> Explanation:
@@ -152,7 +160,7 @@ def explain(config: Config, place: Place) -> Explanation:
     """
     case = case_of(config, place)
     found = traffic.flows(case)
-    whole = len(case.roles.workers) * case.vector / case.every
+    whole = moved_vectors(config) * len(case.roles.workers) * case.vector / case.every
     loads = [traffic.busy_s(case, [flow], place.rate) for flow in traffic.totals(found)]
     now = Explanation(
         config, place, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
@@ -180,7 +188,8 @@ def _variations(now: Explanation) -> list[dict[str, Any]]:
         {"mode": mode, "servers": None, **free} for mode in OPTIONS["mode"].legal if mode != c.mode
     ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
-    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.case.every}]
+    tried += [{"local_slots": "keep"}]
+    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.config.accumulate}]
     for codec in now.place.codecs:
         tried += [{"codec": codec}, {"pull_codec": codec}, {"codec": codec, "pull_codec": codec}]
     return tried
