@@ -1,10 +1,11 @@
 """What every rank of a run knows before the first step: the job, resolved and checked."""
 
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpips.cluster import Cluster, mpi_name
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
+from mpips.jobfile import from_toml
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard, cut
 from mpips.ledger import HandOut
@@ -136,10 +138,13 @@ class Job:
         """Return how many updates of this world the run that is resumed was long.
 
         Where an update took other samples it made more of them, or fewer, and a schedule that ends
-        with the run would have ended before it.
+        with the run would have ended before it. What --steps leaves to do is counted in steps.
         """
         if saved is None or saved["samples_per_update"] == self.samples_per_update:
             return saved["position"] if saved else self.base_step
+        if self.config.steps:
+            clocks, in_rounds = self.handout().clocks, self.config.in_rounds
+            return clocks[0] if in_rounds else -(-sum(clocks) // self.gradients_per_update)
         epochs, rest = divmod(self.base_samples, self.info.n_train)
         return epochs * self.updates_per_epoch - (-rest // self.samples_per_update)
 
@@ -206,7 +211,8 @@ class Job:
         if self.checkpoint is None:
             return []
         saved, now = self.checkpoint.state.get("world", {}), self.world()
-        saved, now = {**saved, **saved.get("job", {})}, {**now, **now["job"]}
+        before = asdict(from_toml(self.checkpoint.config))  # for what it had no need to keep
+        saved, now = {**before, **saved, **saved.get("job", {})}, {**now, **now["job"]}
         names = [name for name in now if name != "job"]
         return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
 
@@ -312,6 +318,21 @@ def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
         raise UserError(
             f"{n_train} training samples on resume", f"{saved} as in the saved run", remedy
         )
+
+
+def check_length(checkpoint: Checkpoint, config: Config) -> None:
+    """Check that a run that is resumed is not asked to be shorter than it is.
+
+    Raises:
+        UserError: If it is: what was handed out would be trained on, and the run called done.
+    """
+    handout, n_train = checkpoint.state["handout"], checkpoint.state["n_train"]
+    epoch, position = handout["cursor"]
+    done = epoch + (position - sum(end - begin for _, begin, end in handout["pending"])) / n_train
+    if not (config.steps or config.eval_only) and done > config.epochs:
+        expected = f"at least {math.ceil(done)}: {done:.2f} are over"
+        remedy = "leave out --epochs to go on as the run was begun"
+        raise UserError(f"epochs {config.epochs} on resume", expected, remedy)
 
 
 def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None:

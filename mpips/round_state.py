@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from mpips.checkpoint import Checkpoint, Pieces
+from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.job import Job
 from mpips.jobfile import from_toml
 from mpips.lowrank import BASIS, ERROR
 from mpips.saver import WorkerSaver
-from mpips.wire import kept
+from mpips.wire import kept, unpacked
 
 
 def names(job: Job) -> tuple[str, ...]:
@@ -42,17 +43,16 @@ def told(job: Job) -> Iterator[str]:
     mine = names(job)
     if job.checkpoint is None or not (job.resumed and job.base_step):
         return
-    found = _found(job)
-    lost = job.checkpoint.worker_names if _config(job.checkpoint.config).in_rounds else ()
-    if lost and not mine and not job.own_slots:
-        yield f"{', '.join(lost)} is left out: this run has none"
+    found = read_names(job)
     if found and _same_places(job):
         yield f"each rank goes on with its own {', '.join(found)}"
     elif found:
         yield f"the sum of the ranks' {', '.join(found)} is shared out to those who pack now"
+    if found and (dropped := _dropped(job)):
+        yield f"{found[0]} of {dropped} is left out: nobody packs them now"
     fresh = [name for name in mine if name not in found]
     if fresh:
-        yield f"{', '.join(fresh)} begins anew: none of this codec was saved"
+        yield f"{', '.join(fresh)} begins anew: none that fits was saved"
 
 
 def fill(job: Job, state: Mapping[str, Pieces]) -> None:
@@ -66,7 +66,7 @@ def fill(job: Job, state: Mapping[str, Pieces]) -> None:
         UserError: If the checkpoint cannot be read.
     """
     cluster, same = job.cluster, _same_places(job)
-    for name in _found(job):
+    for name in read_names(job):
         for begin, view in state.get(name, ()):
             if name == BASIS:
                 _checkpoint(job).read_workers_share(name, begin, view, 1)
@@ -108,7 +108,7 @@ def _config(text: str) -> Config:
     return from_toml(text)
 
 
-def _found(job: Job) -> tuple[str, ...]:
+def read_names(job: Job) -> tuple[str, ...]:
     """Names of what was saved for this codec, and is read."""
     if job.checkpoint is None or not job.resumed:
         return ()
@@ -119,6 +119,19 @@ def _found(job: Job) -> tuple[str, ...]:
     if saved.powersgd_rank != now.powersgd_rank:
         found = [name for name in found if name != BASIS]
     return tuple(found)
+
+
+def _dropped(job: Job) -> str:
+    """Return the arrays or parameters that something was kept of, and for which nothing is now."""
+    c, cluster = job.config, job.cluster
+    if c.codec == "powersgd":
+        ranks = _config(_checkpoint(job).config).powersgd_rank, c.powersgd_rank
+        before, now = (Factors.of(job.layout, job.dtype, rank).matrices for rank in ranks)
+        return ", ".join(x.name for x in before if x.name not in {y.name for y in now})
+    if _same_places(job):
+        return ""
+    none = unpacked(c, cluster.roles, cluster.node_of, job.shards)
+    return f"parameters {none}" if none else ""
 
 
 def _same_places(job: Job) -> bool:

@@ -3,10 +3,19 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mpips import __version__, cluster, codecs, folder, metrics, signals
+from mpips import (
+    __version__,
+    cluster,
+    codecs,
+    folder,
+    metrics,
+    round_state,
+    signals,
+    worker_state,
+)
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.cluster import Cluster
 from mpips.codecs.powersgd import warm_powersgd
@@ -18,7 +27,7 @@ from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
 from mpips.explain import explain_world
 from mpips.folder import Run
-from mpips.job import Job, check_checkpoint, check_memory, check_samples
+from mpips.job import Job, check_checkpoint, check_length, check_memory, check_samples
 from mpips.metrics import Log
 from mpips.optim import is_compiled, make_rule, warm
 from mpips.probe import choose_codecs, possible
@@ -165,6 +174,7 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
             check_checkpoint(saved, problem.layout, config.dtype)
             if found.resumed:
                 check_samples(saved, info.n_train)
+                check_length(saved, config)
         kept = int(saved.state["block"]) if saved is not None and found.resumed else block
         job = Job(
             config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
@@ -200,8 +210,10 @@ def _compile(ranks: Cluster, config: Config) -> None:
 
 def _train(job: Job, found: Run) -> int:
     chief = job.cluster.is_chief
+    done = job.out / folder.DONE
+    finished = chief and done.exists()
     if chief:
-        (job.out / folder.DONE).unlink(missing_ok=True)
+        done.unlink(missing_ok=True)
         folder.save_config(job.out, job.config)
     path = job.out / folder.METRICS if chief else None
     c = job.config
@@ -218,7 +230,7 @@ def _train(job: Job, found: Run) -> int:
             if kind == "eval":  # overtaken by the end
                 log.evaluation(payload)
         if summary is not None:
-            _leave(job, outcome, summary, log)
+            _leave(job, outcome, summary, log, finished)
     job.cluster.barrier()  # polled: to free a window waits inside MPI for everybody
     outcome.release()
     return exit_code(outcome.reason)
@@ -242,7 +254,7 @@ def _say_start(job: Job, found: Run, log: Log) -> None:
     log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
     log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
     log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
-    for note in found.notes:
+    for note in (*found.notes, *filter(None, [job.info.remark])):
         log.say(note)
     asked, held = job.samples_per_update, job.info.n_train
     if asked > held:
@@ -266,11 +278,20 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
+    if lost := _left_out(job, job.checkpoint.worker_names):
+        log.say(f"{', '.join(lost)} is left out: this run has none")
     left = job.handout()
     if all(left.next(taker) is None for taker in range(left.workers)):
         length = "steps" if job.config.steps else "epochs"
         asked = getattr(job.config, length)
         log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
+
+
+def _left_out(job: Job, saved: Sequence[str]) -> list[str]:
+    """Return what workers or ranks had for themselves, and nothing in this run reads."""
+    state = round_state if job.config.in_rounds else worker_state
+    read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}
+    return [name for name in saved if name not in read]
 
 
 def _choose_codecs(job: Job, log: Log) -> None:
@@ -286,7 +307,7 @@ def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
     if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
         return None
     part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
-    return evaluate(job, job.layout.views(outcome.params), *part)
+    return evaluate(job, job.layout.views(outcome.params, writable=False), *part)
 
 
 def _gather(
@@ -298,14 +319,18 @@ def _gather(
     return None if parts is None else summarise(job, outcome, parts, train_s)
 
 
-def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log) -> None:
-    """Write what the run leaves, on the chief, and say how it ended."""
+def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> None:
+    """Write what the run leaves, on the chief, and say how it ended.
+
+    The summary of a run that was `finished` before stays if there was nothing left to do.
+    """
     if summary["accuracy"] is not None:
         log.last_eval = {"accuracy": summary["accuracy"]}
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss
-    metrics.write_json(job.out / folder.SUMMARY, summary)
+    if outcome.samples > job.base_samples or not finished:
+        metrics.write_json(job.out / folder.SUMMARY, summary)
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
     if exit_code(outcome.reason) == 0:
         (job.out / folder.DONE).write_text(f"{outcome.reason}\n")
@@ -324,7 +349,7 @@ def _evaluate_only(job: Job, found: Run) -> int:
     assert job.checkpoint is not None, "config checks that one is named"
     parts = None
     if job.worker_id is not None and job.info.n_test:
-        params = job.layout.views(job.checkpoint.read_params())
+        params = job.layout.views(job.checkpoint.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part)
     gathered = job.cluster.comm.gather(parts)

@@ -92,6 +92,16 @@ def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
     return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
 
 
+def _crossed(summary: dict[str, Any]) -> list[str]:
+    """Return the line about what went between nodes, if there is more than one."""
+    if len(summary["nodes"]) == 1:
+        return []
+    sent, received = (metrics.human_bytes(summary[f"bytes_{way}"]) for way in ("sent", "received"))
+    names = " and ".join(sorted({summary["codec"], summary["pull_codec"]} - {"none"}))
+    packed = f", packed by {names}" if names else ""
+    return [f"workers sent {sent} to other nodes and had {received} from them{packed}"]
+
+
 def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
     """Return the line about clocks in mode ssp: every read was checked against the bound."""
     if summary["clock_distance_max"] is None:
@@ -136,6 +146,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
+            *_crossed(s),
             *_clocks(job, s),
             *_dropped(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",

@@ -109,6 +109,23 @@ def kept(
     return codec.state if any(is_large(n, config.dtype) for n in crossing) else ()
 
 
+def unpacked(config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]) -> str:
+    """Return the slices that nobody packs, as text: small ones, and those of no other node's.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers, or owners.
+    """
+    workers = {node_of[rank] for rank in roles.workers}
+    return ", ".join(
+        f"{shard.begin:,} to {shard.end - 1:,}"
+        for rank, shard in zip(roles.owners, shards, strict=True)
+        if shard.size and not (is_large(shard.size, config.dtype) and workers - {node_of[rank]})
+    )
+
+
 @dataclass(frozen=True)
 class Packing:
     """How a run packs.

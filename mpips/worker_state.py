@@ -42,7 +42,7 @@ from mpips.cluster import Cluster
 from mpips.job import Job
 from mpips.jobfile import from_toml
 from mpips.saver import WorkerSaver
-from mpips.wire import kept
+from mpips.wire import kept, unpacked
 
 REPLICA = "replica"
 
@@ -104,6 +104,11 @@ def _read(job: Job, *, shared: bool) -> tuple[str, ...]:
     return tuple(name for name in names(job) if name in _checkpoint(job).worker_names)
 
 
+def read_names(job: Job) -> tuple[str, ...]:
+    """Names of what was saved for this mode and codec, and is read."""
+    return _read(job, shared=False) + _read(job, shared=True)
+
+
 def saved_numbers(job: Job) -> dict[str, int]:
     """Return the numbers that go with this worker's state; empty where it begins anew."""
     worker = job.worker_id
@@ -127,13 +132,13 @@ def told(job: Job) -> Iterator[str]:
         yield f"each worker goes on with its own {', '.join(own)}"
     if shared:
         yield f"the sum of the workers' {', '.join(shared)} goes to those who pack now: {change}"
+        cluster = job.cluster
+        if none := unpacked(job.config, cluster.roles, cluster.node_of, job.shards):
+            yield f"{shared[0]} of parameters {none} is left out: nobody packs them now"
     fresh = [name for name in mine if name not in own + shared]
     if fresh:
         start = "the centre" if job.config.mode == "easgd" else "zero"
         yield f"the workers' {', '.join(fresh)} begins at {start}: {change}"
-    lost = [name for name in job.checkpoint.worker_names if name not in mine] if saved else []
-    if lost:
-        yield f"{', '.join(lost)} of {len(saved)} workers is left out: this run has none"
 
 
 def _fill(job: Job, state: Mapping[str, Pieces]) -> None:

@@ -1,5 +1,6 @@
 """What codecs keep between synchronous rounds is in checkpoints, and in a resumed run."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +91,7 @@ RESUMED = (  # ranks, options, what is said
     (4, "--codec topk", ""),
     (4, "--codec topk", "each rank goes on with its own residual"),
     (2, "--codec topk --node-size 1", "the sum of the ranks' residual is shared out"),
-    (4, "--codec powersgd", "error, basis begins anew: none of this codec was saved"),
+    (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
     (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
     (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
     (5, "--codec topk --servers 1 --backup-workers 1", ""),
@@ -103,5 +104,8 @@ def test_a_resumed_run_says_what_becomes_of_it(tmp_path: Path) -> None:
     words = [*JOB, "--optimizer", "sgd", "--node-size", "2", "--out", str(out)]
     for k, (ranks, more, line) in enumerate(RESUMED):
         options = [*more.split(), "--epochs", str(k + 1), *["--resume"] * (k > 0)]
-        assert line in train(ranks, *words, *options, cwd=tmp_path).check().output
+        said = train(ranks, *words, *options, cwd=tmp_path).check().output
+        assert line in said
+        packed = ", packed by" if "--codec none" not in more else "$"
+        assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
         assert bool(newest(out).worker_names) == ("--codec none" not in more)

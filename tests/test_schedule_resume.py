@@ -16,6 +16,11 @@ WORLDS = {  # ranks and options of each part of a run
     "and again": ((4, "--mode async"), (4, "--mode sync --servers 0"), (6, "--mode sync")),
     "backup": ((4, "--mode ssp --servers 1"), (4, "--mode sync --backup-workers 1")),
 }
+STEPS = {
+    "fewer ranks, steps": ((4, "--mode sync --steps 20"), (2, "--mode sync --steps 30")),
+    "more ranks, steps": ((2, "--mode sync --steps 20"), (6, "--mode sync --steps 30")),
+    "servers, steps": ((4, "--mode async --steps 20"), (5, "--mode sync --servers 0 --steps 40")),
+}
 EPOCHS = 3  # of each part
 
 
@@ -23,16 +28,17 @@ EPOCHS = 3  # of each part
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     made = Plan(tmp_path_factory.mktemp("schedules"))
     words = [str(ROOT / "jobs/digits-sync.toml"), "--schedule", "cosine", "--eval-every", "0"]
-    for name, parts in WORLDS.items():
+    for name, parts in (WORLDS | STEPS).items():
         for k, (ranks, options) in enumerate(parts):
             start = ["--resume"] if k else [*words, "--keep", "9", "--checkpoint-every", "0"]
             epochs = ["--epochs", str(EPOCHS * (k + 1))]
-            made.add(name, ranks, [*start, *options.split(), *epochs])
+            length = [] if name in STEPS else epochs
+            made.add(name, ranks, [*start, *options.split(), *length])
     made.run(timeout_s=200)
     return made
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [*WORLDS, *STEPS])
 def test_training_goes_on(name: str, plan: Plan) -> None:
     """At rate 0 nothing would change."""
     before, last = map(open_checkpoint, list_checkpoints(plan.out(name))[-2:])
@@ -49,3 +55,10 @@ def test_the_schedule_ends_with_the_run(name: str, plan: Plan) -> None:
     per_epoch = -(-last["n_train"] // each)
     epochs = EPOCHS * len(WORLDS[name])
     assert last["schedule"]["position"] == pytest.approx(epochs * per_epoch, abs=epochs)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_schedule_over_steps_ends_with_them(name: str, plan: Plan) -> None:
+    last = final(plan.out(name)).state
+    assert last["schedule"]["position"] == max(last["handout"]["clocks"])
+    assert set(last["handout"]["clocks"]) == {int(STEPS[name][-1][1].split()[-1])}

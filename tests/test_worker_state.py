@@ -221,7 +221,7 @@ RESUMED = (  # ranks, options, what is said
     (3, "--node-size 1", "workers' residual goes to those who pack now: saved by 3 workers, now 2"),
     (3, "--node-size 2", "who pack now: nodes of the ranks are [0, 0, 1], were [0, 1, 2]"),
     (4, "--node-size 2 --node-aggregation", "residual begins at zero: saved by 2 workers, now 3"),
-    (3, "--codec none --topk-ratio 0.01", "residual of 3 workers is left out: this run has none"),
+    (3, "--codec none --topk-ratio 0.01", "residual is left out: this run has none"),
     (3, "--node-size 1 --no-node-aggregation", "workers' residual begins at zero: none was saved"),
 )
 
