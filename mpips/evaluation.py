@@ -62,8 +62,11 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
         UserError: If it is not a mapping of names to numbers, ``loss`` among them.
     """
     expected = 'a dictionary of numbers, such as {"loss": 0.5, "accuracy": 0.9}'
-    if not isinstance(value, Mapping) or "loss" not in value:
-        raise UserError(f"evaluate of the problem returned {str(value)[:60]}", expected)
+    got = f"evaluate of the problem returned {str(value)[:60]}"
+    if not isinstance(value, Mapping):
+        raise UserError(got, expected)
+    if "loss" not in value:
+        raise UserError(f"{got}, without 'loss'", expected, "add the mean loss under that name")
     for name, number in value.items():
         if np.ndim(number) or not isinstance(number, (int, float, np.number)):
             got = f"evaluate of the problem returned {type(number).__name__} for {name!r}"
@@ -96,9 +99,20 @@ def first_gradient(
 ) -> float:
     """Compute a worker's first gradient, and check that the problem wrote all of it.
 
+    What it is evaluated by is tried on the same batch: else a mistake there would end the run
+    after its first epoch.
+
     Raises:
-        UserError: If an element of `out` was not written although the loss is finite.
+        UserError: If an element of `out` was not written although the loss is finite; if the
+            problem has not the metrics that the run needs.
     """
+    if job.info.n_test:
+        metrics = checked_metrics(job.problem.evaluate(params, batch))
+        if job.config.target_accuracy and "accuracy" not in metrics:
+            got = (
+                f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"
+            )
+            raise UserError(got, "'accuracy' as well", "leave out --target-accuracy")
     flat[:] = np.nan
     loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
     views = job.layout.views(flat)

@@ -206,14 +206,23 @@ def _make(out: Path, named: bool, used: bool) -> Path:
         if not named:
             out = _fresh(out)
         if out.exists() and not used and not _is_unused(out):
-            remedy = "choose another --out, or continue the run with --resume"
-            raise UserError(f"--out {out} is in use", "a new or empty folder", remedy)
+            raise _taken(out)
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{CONFIG}.tmp").write_text("")
         (out / f"{CONFIG}.tmp").unlink()
     except OSError as problem:
         raise _unwritable(out, problem) from None
     return out
+
+
+def _taken(out: Path) -> UserError:
+    got, remedy = f"--out {out} is a file", "choose another --out"
+    if out.is_dir():
+        got = f"--out {out} is not empty, and holds no run"
+    if (out / CONFIG).exists():
+        got = f"--out {out} holds a run"
+        remedy = f"go on with it by --resume, remove it, or {remedy}"
+    return UserError(got, "a new or empty folder", remedy)
 
 
 def _is_unused(out: Path) -> bool:

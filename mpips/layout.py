@@ -63,10 +63,13 @@ class Layout:
             begin = out[name][1]
         return out
 
-    def views(self, vector: np.ndarray) -> dict[str, np.ndarray]:
+    def views(self, vector: np.ndarray, *, writable: bool = True) -> dict[str, np.ndarray]:
         """Return ``{name: array}``, each a view of `vector`, shape (size,), without a copy."""
         if vector.shape != (self.size,):
             raise ValueError(f"vector of shape {vector.shape}, expected ({self.size},)")
+        if not writable:
+            vector = vector.view()
+            vector.flags.writeable = False
         shapes = dict(zip(self.names, self.shapes, strict=True))
         return {k: vector[b:e].reshape(shapes[k]) for k, (b, e) in self.slices().items()}
 

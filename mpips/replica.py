@@ -31,7 +31,7 @@ class Replica:
     def __init__(self, job: "Job", params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
         self.params, self.slots = params, slots
         self._rule, self._max_norm = job.rule, job.config.clip
-        self._views = job.layout.views(params)
+        self._views = job.layout.views(params, writable=False)
         self._grad = np.zeros_like(params)
         self._out = job.layout.views(self._grad)
         self._accumulator = Accumulator(job)

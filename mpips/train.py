@@ -23,13 +23,18 @@ if TYPE_CHECKING:
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
+def launched() -> str | None:
+    """Return what the launcher calls this process, or None where there is none."""
+    return next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one job on all ranks of the world; returns the exit code.
 
     What needs no MPI (help, the resolved job) starts none. Without a launcher, neither does a
     mistake on the command line.
     """
-    rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
+    rank = launched()
     try:
         line = command_line.parse_command_line(argv)
     except UserError as error:
@@ -81,7 +86,8 @@ def refuse(error: UserError, rank: str | None) -> int:
     if rank is not None:
         from mpips.cluster import MPI
 
-        rank = str(MPI.COMM_WORLD.rank)
+        if MPI.COMM_WORLD.size > 1 or not rank:  # else its own number, in several worlds of one
+            rank = str(MPI.COMM_WORLD.rank)
         MPI.COMM_WORLD.Barrier()  # a launcher may kill the others when the first one leaves
     if rank in (None, "0"):
         print(f"mpips: {error}", file=sys.stderr, flush=True)
@@ -96,7 +102,7 @@ def _start(line: "CommandLine") -> int:
     try:
         return session.run(line, STARTED)
     except cluster.Agreed as error:
-        return refuse(error, "")
+        return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
         ending.abort(str(error), 2)
     except BaseException as error:

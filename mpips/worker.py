@@ -65,7 +65,7 @@ class AsyncWorker:
         self._replicas = replicas or [
             np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
         ]
-        self._params = [job.layout.views(replica) for replica in self._replicas]
+        self._params = [job.layout.views(r, writable=False) for r in self._replicas]
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due

@@ -6,13 +6,15 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from launch import Finished, run, train
+from launch import Finished, environment, run, train
 
 from mpips import train as program
 from mpips.checkpoint import list_checkpoints, newest_whole
@@ -190,14 +192,14 @@ REFUSALS = {
     "--problem {data}/broken.py:A": "broken.py' raised SyntaxError.*, expected a file that imports",
     "--problem {faulty}:RaisesWhenMade": "raised KeyError.*, expected a class .*; see line",
     "--problem {faulty}:LeavesWhenMade": "raised SystemExit: 3, expected a class",
-    "--out {data}/good.npz": "--out .* is in use, expected a new or empty folder",
-    "--out {data}/used": "--out .* is in use, expected a new or empty folder; .*--resume",
+    "--out {data}/good.npz": "--out .* is a file, expected a new or empty folder; choose another",
+    "--out {data}/used": "--out .* is not empty, and holds no run, expected a new or empty folder",
     "--out {data}/good.npz/run": "good.npz/run: Not a directory, expected a folder that can be",
     "--out /proc/run": "--out /proc/run: .*, expected a folder that can be written",
     "--out {data}/{long}": "File name too long, expected a folder that can be written",
     "--out {data}/new --resume": "--resume finds no run in .*/new, .*; use --resume auto",
     "--out {data}/used --resume": "--resume finds no run in .*/used",
-    "--out {data}/used --resume auto": "--out .* is in use",
+    "--out {data}/used --resume auto": "--out .* is not empty, and holds no run",
     "--resume": "--resume finds no run in runs/mlp-async-",
     "--init-from {data}/used": "--init-from .*used: there is none, expected a whole checkpoint",
     "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
@@ -209,7 +211,7 @@ REFUSALS = {
     "--resume --out {finished} --hidden 7 --problem mlp": "problem 'mlp' on resume, expected",
     "--resume --out {finished} --dtype float64": "dtype 'float64' on resume, expected 'float32'",
     "--init-from {finished}": r"params/w1 of shape None, expected \(64, 128\), as in the model",
-    "--out {finished}": "--out .* is in use, expected a new or empty folder; .*--resume",
+    "--out {finished}": "--out .* holds a run, expected a new or empty folder; .*--resume",
 }
 
 
@@ -265,6 +267,16 @@ def test_a_world_of_one_in_a_step_of_many(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_worlds_of_one_refuse_once(tmp_path: Path) -> None:
+    for rank, told in ((0, 1), (1, 0)):
+        done = subprocess.run(
+            [sys.executable, "-m", "mpips.train"], cwd=tmp_path, capture_output=True, text=True,
+            env={**environment(), "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2"},
+            timeout=LIMIT_S,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr.count("use srun --mpi=")) == (2, told), done.stderr
+
+
 # The user's own problem.
 
 
@@ -286,6 +298,26 @@ def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) ->
     assert done.output.count("Traceback (most recent call last)") == 1
     assert re.search(r'faulty.py", line \d+, in (fail|evaluate)', done.output)
     assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_a_mistake_in_evaluate_is_found_before_the_first_step(tmp_path: Path) -> None:
+    words = ("--problem", f"{FAULTY}:RaisesInEvaluate", "--mode", "sync", "--out", "run")
+    train(3, *words, "--checkpoint-every", "1steps", cwd=tmp_path, timeout_s=LIMIT_S).check(1)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*[1-9]*")] == []
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", "local_sgd", "easgd"])
+def test_parameters_cannot_be_written(mode: str, tmp_path: Path) -> None:
+    """It would train another model than the one that is saved."""
+    words = ("--problem", f"{FAULTY}:WritesParameters", "--mode", mode, "--out", "run")
+    message = message_of(train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S), 1)
+    assert re.search("raised ValueError: .* is read-only, expected no exception", message), message
+
+
+def test_an_accuracy_that_the_problem_does_not_give(tmp_path: Path) -> None:
+    words = ("--problem", f"{FAULTY}:LossAlone", "--target-accuracy", "0.9", "--out", "run")
+    message = message_of(train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S), 2)
+    assert "target_accuracy 0.9: evaluate gives loss, expected 'accuracy' as well; leave" in message
 
 
 def test_a_constructor_that_raises_on_one_rank_shows_its_traceback(tmp_path: Path) -> None:

@@ -170,6 +170,18 @@ def test_split_in_memory_is_random_disjoint_and_complete(tmp_path: Path, fractio
     assert np.array_equal(everything(again.test)[1], test)
 
 
+def test_classes_that_only_the_tail_has_are_told(tmp_path: Path) -> None:
+    sorted_y = np.repeat(np.arange(5), 4)
+    found = opened(write_h5(tmp_path / "a.h5", np.ones((20, 2)), sorted_y), test_fraction=0.3)
+    assert found.info.remark == (
+        "samples 14 to 19 are held out, and 1 of their 2 classes are not in the rest: shuffle the "
+        "file, or give another for testing"
+    )
+    mixed = write_h5(tmp_path / "b.h5", np.ones((20, 2)), np.tile(np.arange(5), 4))
+    assert opened(mixed, test_fraction=0.3).info.remark == ""
+    assert opened("digits").info.remark == ""
+
+
 def test_split_of_hdf5_is_the_tail(tmp_path: Path) -> None:
     y = np.arange(50.0)
     data = opened(write_h5(tmp_path / "a.h5", y, y), test_fraction=0.3)

@@ -1,7 +1,6 @@
 """Measure: ``python -m mpips.bench [MEASURE ...]``, with or without ``mpirun -n RANKS``."""
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import NoReturn
 from mpips.bench.catalogue import choose, listing
 from mpips.bench.measure import Options
 from mpips.errors import UserError
-from mpips.train import LAUNCHED, refuse
+from mpips.train import launched, refuse
 
 DESCRIPTION = """\
 Measure mpips beside the limit of this machine, and print one table. Every ratio is of two sides
@@ -73,7 +72,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
-    rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
+    rank = launched()
     parser = make_parser()
     try:
         args = parser.parse_args(argv)

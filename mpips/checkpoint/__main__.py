@@ -125,6 +125,10 @@ def export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     if output.exists():
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
+    if output.suffix != ".npz":
+        raise UserError(f"{output}", "a name that ends in .npz", "it is read by numpy.load")
+    if not output.parent.is_dir():
+        raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
     if args.step is None:
         find(args)
         checkpoint, complaints = newest_whole(args.dir)

@@ -109,7 +109,8 @@ def _open_table(name: str) -> Table:
         )
     check_file(first)
     if not _reader("idx.is_idx")(first):
-        raise UserError(f"{first} is of no known format", f"one of {FORMATS}", "rename it")
+        remedy = "name it so, or store it as np.savez('data.npz', x=..., y=...) does"
+        raise UserError(f"{first} is of no known format", f"one of {FORMATS}", remedy)
     return _reader(IDX)(path, arrays)
 
 
@@ -132,6 +133,9 @@ def _split(config: "Config", train: Table, test: Table | None) -> Dataset:
         y_shape=train.y.shape[1:] if classes is None else (),
         classes=classes,
         source=config.dataset,
+        remark=_remark(train, n_train)
+        if test is None and n_test and classes and not config.classes
+        else "",
     )
     for table in tables:
         if table.in_memory:
@@ -160,6 +164,24 @@ def _rows(table: Table, n_test: int) -> tuple[range | np.ndarray, range | np.nda
         return range(n_train), range(n_train, table.n)
     mixed = shuffled(table.n, SPLIT)
     return np.sort(mixed[n_test:]), np.sort(mixed[:n_test])
+
+
+def _remark(table: Table, n_train: int) -> str:
+    """Tell if the tail of a file, which is held out, has a class that the rest has not."""
+    if table.in_memory:  # held out at random
+        return ""
+    step = 1 << 20
+    head, tail = set[int](), set[int]()
+    for found, begin, end in ((head, 0, n_train), (tail, n_train, table.n)):
+        for at in range(begin, end, step):
+            found.update(np.unique(table.read_y(at, min(at + step, end))).tolist())
+    if tail <= head:
+        return ""
+    alone, last = len(tail - head), table.n - 1
+    return (
+        f"samples {n_train:,} to {last:,} are held out, and {alone} of their {len(tail)} classes "
+        "are not in the rest: shuffle the file, or give another for testing"
+    )
 
 
 def _classes(tables: list[Table], wanted: int) -> int | None:

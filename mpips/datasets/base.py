@@ -45,6 +45,7 @@ class DataInfo:
         y_shape: Shape of one target; ``()`` for class numbers.
         classes: Number of classes, or None if the targets are real values.
         source: Name or path that was opened.
+        remark: What a person should know of it, or an empty text.
     """
 
     name: str
@@ -54,6 +55,7 @@ class DataInfo:
     y_shape: tuple[int, ...]
     classes: int | None
     source: str
+    remark: str = ""
 
 
 class Source:

@@ -1,7 +1,6 @@
 """Examine a cluster: ``mpirun -n 8 python -m mpips.doctor``, or srun in a job."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import GRACE_S, Watch
 from mpips.errors import UserError
-from mpips.train import LAUNCHED, refuse
+from mpips.train import launched, refuse
 
 DESCRIPTION = """\
 Find out in a minute whether this cluster runs mpips well, and what to change. Start it as you
@@ -66,7 +65,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def main(argv: Sequence[str]) -> int:
     """Examine the world that this process is a rank of, or this host; returns the exit code."""
-    rank = next((os.environ[name] for name in LAUNCHED if name in os.environ), None)
+    rank = launched()
     parser = make_parser()
     try:
         args = parser.parse_args(argv)

@@ -79,7 +79,9 @@ class SyncLoop:
             self._loader = make_loader(job)
             self._grad = job.layout.views(rounds.grad)
             self._accumulator = Accumulator(job)
-        self._params = job.layout.views(rounds.replica) if self._loader else {}
+        self._params: dict[str, np.ndarray] = {}
+        if self._loader:
+            self._params = job.layout.views(rounds.replica, writable=False)
         self.step, self.samples = job.base_step, job.base_samples
         self._saved_step = job.base_step if job.resumed else -1
         self._period = job.config.checkpoint_period

@@ -90,6 +90,22 @@ class RaisesEverywhere(Raises):
     everywhere = True
 
 
+class WritesParameters(Softmax):
+    """As if they were its own."""
+
+    def loss_and_grad(
+        self, params: Mapping[str, np.ndarray], batch: Batch, out: Mapping[str, np.ndarray]
+    ) -> float:
+        loss = super().loss_and_grad(params, batch, out)
+        params["w"][...] -= out["w"]
+        return loss
+
+
+class LossAlone(Softmax):
+    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+        return {"loss": super().evaluate(params, batch)["loss"]}
+
+
 class Leaves(Faulty):
     def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
         sys.exit(0)
