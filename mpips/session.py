@@ -3,32 +3,25 @@
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpips import (
-    __version__,
-    cluster,
-    codecs,
-    folder,
-    metrics,
-    round_state,
-    signals,
-    worker_state,
-)
+from mpips import cluster, codecs, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
+from mpips.checks import check_checkpoint, check_length, check_memory, check_samples
 from mpips.cluster import Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.command_line import CommandLine
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset, open_dataset
-from mpips.delay import check_delays, delays_text
+from mpips.delay import check_delays
 from mpips.errors import UserError
 from mpips.evaluation import evaluate, share
 from mpips.explain import explain_world
 from mpips.folder import Run
-from mpips.job import Job, check_checkpoint, check_length, check_memory, check_samples
+from mpips.job import Job
 from mpips.metrics import Log
+from mpips.opening import say_start
 from mpips.optim import is_compiled, make_rule, warm
 from mpips.probe import choose_codecs, possible
 from mpips.problems import load_problem
@@ -218,7 +211,7 @@ def _train(job: Job, found: Run) -> int:
     path = job.out / folder.METRICS if chief else None
     c = job.config
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
-        _say_start(job, found, log)
+        say_start(job, found.notes, log)
         _choose_codecs(job, log)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
@@ -241,57 +234,6 @@ def exit_code(reason: str) -> int:
     if reason.startswith("SIG"):
         return signals.EXIT_SAVED
     return 1 if reason == "diverged" else 0
-
-
-def _say_start(job: Job, found: Run, log: Log) -> None:
-    if not job.cluster.is_chief:
-        return
-    ranks, c = job.cluster, job.config
-    item = job.dtype.itemsize * (1 + len(job.slots))
-    owned = dict(zip(ranks.roles.owners, (s.size * item for s in job.shards), strict=True))
-    sizes = [owned.get(r, 0) for r in range(ranks.world)]
-    names = [ranks.roles.name(r) for r in range(ranks.world)]
-    log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
-    log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
-    log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
-    for note in (*found.notes, *filter(None, [job.info.remark])):
-        log.say(note)
-    asked, held = job.samples_per_update, job.info.n_train
-    if asked > held:
-        log.say(
-            f"each update takes a whole epoch: {asked:,} samples are asked for, it has {held:,}"
-        )
-    if job.resumed:
-        _say_resumed(job, log)
-    if c.delays:
-        log.say(f"slowed: {delays_text(c.delays)}")
-    log.event(
-        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed,
-        inject_delay=c.delays,
-    )  # fmt: skip
-
-
-def _say_resumed(job: Job, log: Log) -> None:
-    assert job.checkpoint is not None
-    log.say(f"resumed at step {job.base_step} from {job.checkpoint.path}")
-    if job.config.in_rounds:
-        changed = "; ".join(job.differences())
-        held = f"does not hold ({changed})" if changed else "holds"
-        log.say(f"bitwise equality with an uninterrupted run {held}")
-    if lost := _left_out(job, job.checkpoint.worker_names):
-        log.say(f"{', '.join(lost)} is left out: this run has none")
-    left = job.handout()
-    if all(left.next(taker) is None for taker in range(left.workers)):
-        length = "steps" if job.config.steps else "epochs"
-        asked = getattr(job.config, length)
-        log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
-
-
-def _left_out(job: Job, saved: Sequence[str]) -> list[str]:
-    """Return what workers or ranks had for themselves, and nothing in this run reads."""
-    state = round_state if job.config.in_rounds else worker_state
-    read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}
-    return [name for name in saved if name not in read]
 
 
 def _choose_codecs(job: Job, log: Log) -> None:

@@ -20,7 +20,7 @@ command_line config validation jobfile checkpoint datasets problems
 staleness
 evaluation folder traffic choice explain averaging
 accumulate replica vectors
-cluster ending
+cluster ending checks
 window
 push wire
 outbox
@@ -34,7 +34,7 @@ rounds
 worker_state round_state
 server worker
 strategies
-summary needs
+summary needs opening
 session
 train bench doctor results sbatch
 """

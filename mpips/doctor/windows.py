@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.vector import gradient_of, make_job
+from mpips.checks import check_memory
 from mpips.cluster import Background, Backoff, Cluster
 from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
-from mpips.job import check_memory
 from mpips.roles import Roles
 from mpips.strategies.async_sgd import plan
 from mpips.window import Field, Plan, Window, shared_bytes_free

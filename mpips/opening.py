@@ -1,0 +1,66 @@
+"""What a run says as it starts."""
+
+from collections.abc import Sequence
+
+from mpips import __version__, metrics, round_state, worker_state
+from mpips.delay import delays_text
+from mpips.job import Job
+from mpips.metrics import Log
+
+
+def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
+    """Say on the chief what the run is, who does what, and what it goes on from.
+
+    Args:
+        job: The run.
+        notes: What was found with its folder.
+        log: Of the run.
+    """
+    if not job.cluster.is_chief:
+        return
+    ranks, c = job.cluster, job.config
+    item = job.dtype.itemsize * (1 + len(job.slots))
+    owned = dict(zip(ranks.roles.owners, (s.size * item for s in job.shards), strict=True))
+    sizes = [owned.get(r, 0) for r in range(ranks.world)]
+    names = [ranks.roles.name(r) for r in range(ranks.world)]
+    log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
+    log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
+    log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
+    for note in (*notes, *filter(None, [job.info.remark])):
+        log.say(note)
+    asked, held = job.samples_per_update, job.info.n_train
+    if asked > held:
+        log.say(
+            f"each update takes a whole epoch: {asked:,} samples are asked for, it has {held:,}"
+        )
+    if job.resumed:
+        _say_resumed(job, log)
+    if c.delays:
+        log.say(f"slowed: {delays_text(c.delays)}")
+    log.event(
+        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed,
+        inject_delay=c.delays,
+    )  # fmt: skip
+
+
+def _say_resumed(job: Job, log: Log) -> None:
+    assert job.checkpoint is not None
+    log.say(f"resumed at step {job.base_step} from {job.checkpoint.path}")
+    if job.config.in_rounds:
+        changed = "; ".join(job.differences())
+        held = f"does not hold ({changed})" if changed else "holds"
+        log.say(f"bitwise equality with an uninterrupted run {held}")
+    if lost := _left_out(job, job.checkpoint.worker_names):
+        log.say(f"{', '.join(lost)} is left out: this run has none")
+    left = job.handout()
+    if all(left.next(taker) is None for taker in range(left.workers)):
+        length = "steps" if job.config.steps else "epochs"
+        asked = getattr(job.config, length)
+        log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
+
+
+def _left_out(job: Job, saved: Sequence[str]) -> list[str]:
+    """Return what workers or ranks had for themselves, and nothing in this run reads."""
+    state = round_state if job.config.in_rounds else worker_state
+    read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}
+    return [name for name in saved if name not in read]
