@@ -1,9 +1,10 @@
-"""Runs side by side: ``python -m mpips.results FOLDER...``.
+"""Runs side by side: ``python -m mpips.results [--csv] FOLDER...``.
 
-A table of the runs in some folders, such as those of a sweep: what differs between their jobs, and
-what came of each. It reads what a run leaves and starts no MPI, so it may be asked at any time.
+A table of the runs in some folders, such as those of a sweep: what came of each, and in what their
+jobs differ. It reads what a run leaves and starts no MPI, so it may be asked at any time.
 """
 
+import csv
 import json
 import re
 import sys
@@ -15,7 +16,6 @@ from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.errors import UserError
 from mpips.folder import CONFIG, DONE, SUMMARY
 from mpips.jobfile import read_toml
-from mpips.options import shown
 
 RESULTS = {  # of summary.json: how each is shown
     "global_step": "{:d}",
@@ -26,7 +26,11 @@ RESULTS = {  # of summary.json: how each is shown
     "samples_per_s": "{:.0f}",
     "wall_s": "{:.1f}",
 }
-USAGE = "usage: python -m mpips.results FOLDER...\n"
+USAGE = """usage: python -m mpips.results [--csv] FOLDER...
+
+A line for each run in the folders and directly below them: its state, what came of it, and the
+options in which the runs differ. --csv gives the same as comma-separated values.
+"""
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -53,7 +57,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def results(runs: Sequence[Path]) -> list[dict[str, str]]:
-    """Return a row for each run: its name, the options that differ, what came of it, its state.
+    """Return a row for each run: its name, its state, what came of it, the options that differ.
 
     Raises:
         UserError: If a run's files cannot be read.
@@ -64,12 +68,19 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
     rows = []
     for run, job in zip(runs, jobs, strict=True):
         summary = _summary(run / SUMMARY)
-        varied = {k: shown(job[k]) if k in job else "-" for k in differ}
+        varied = {k: _plain(job.get(k)) for k in differ}
         came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
         reason = str(summary.get("stop_reason", "not ended"))
         state = "done" if (run / DONE).exists() else f"not done ({reason})"
-        rows.append({"run": run.name, **varied, **came, "state": state})
+        rows.append({"run": run.name, "state": state, **came, **varied})
     return rows
+
+
+def _plain(value: Any) -> str:
+    """Return an option as it is given on a command line, ``-`` for one that is not."""
+    if isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value))
+    return "-" if value in (None, "") else str(value)
 
 
 def _summary(path: Path) -> Mapping[str, Any]:
@@ -100,11 +111,18 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
-    if not argv or any(word.startswith("-") for word in argv):
+    words = [word for word in argv if word != "--csv"]
+    if not words or any(word.startswith("-") for word in words):
         print(USAGE, end="", file=sys.stdout if "--help" in argv else sys.stderr)
         return 0 if "--help" in argv else 2
     try:
-        print(table(results(find_runs([Path(word) for word in argv]))), end="")
+        rows = results(find_runs([Path(word) for word in words]))
+        if len(words) < len(argv):
+            writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            print(table(rows), end="")
     except UserError as error:
         print(f"mpips: {error}", file=sys.stderr)
         return 2

@@ -94,14 +94,19 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
 
 def _told(request: Request, need: Needs) -> list[str]:
     """Return what stands behind the numbers."""
-    owners = f"{need.servers} servers and " if need.servers else ""
+    owners = f"{_counted(need.servers, 'server')} and " if need.servers else ""
     one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"
     if need.servers:
         one += f", {need.server_bytes / 1e6:.0f} MB a server"
-    told = [f"{owners}{need.workers} workers: {one}, and {clock(need.seconds)} to the end."]
+    workers = _counted(need.workers, "worker")
+    told = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
     if not request.time and need.seconds > request.max_time_s:
         told.append("That is more than the time limit: it is requeued, and goes on, until it ends.")
     return told
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _memory(request: Request, need: Needs) -> str:

@@ -29,9 +29,8 @@ def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: 
     config = Config(dtype=dtype, batch_size=size, accumulate=accumulate, hidden=(9,))
     data = open_dataset(config)
     problem = load_problem(config.problem, data.info, config)
-    job: Any = SimpleNamespace(
-        config=config, layout=problem.layout, dtype=np.dtype(dtype), problem=problem, delay=1.0
-    )
+    parts = {"config": config, "layout": problem.layout, "problem": problem, "info": data.info}
+    job: Any = SimpleNamespace(**parts, dtype=np.dtype(dtype), delay=1.0)
     accumulator, norm = Accumulator(job), np.linalg.norm
     params = problem.layout.views(initial_vector(problem, 0, job.dtype))
     flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)

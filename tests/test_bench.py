@@ -13,13 +13,14 @@ import launch
 import pytest
 
 from mpips.bench import catalogue, jobs, measure, wire
-from mpips.bench.__main__ import LAUNCHED, main
+from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
 from mpips.codecs import CODECS
 from mpips.errors import UserError
 from mpips.launch import family, running
 from mpips.optim import RULES
+from mpips.train import LAUNCHED
 
 BENCH = ["-m", "mpips.bench"]
 KEYS = {"measure", "case", "value", "unit", "beside", "other", "ratio", "reach", "reached"}

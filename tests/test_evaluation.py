@@ -24,10 +24,34 @@ def compute(write: Write, loss: Any = 0.5) -> tuple[float, np.ndarray]:
         return loss
 
     problem = SimpleNamespace(loss_and_grad=loss_and_grad)
-    job: Any = SimpleNamespace(problem=problem, layout=LAYOUT)
+    job: Any = SimpleNamespace(problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=0))
     flat = np.zeros(LAYOUT.size, "f4")
     batch: Any = None
     return first_gradient(job, {}, batch, dict(LAYOUT.views(flat)), flat), flat
+
+
+@pytest.mark.parametrize(("target", "n_test"), [(0.0, 5), (0.9, 0)])
+def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int) -> None:
+    calls: list[Any] = []
+
+    def evaluate(params: Any, batch: Any) -> dict[str, float]:
+        calls.append(batch)
+        return {"loss": 1.0}
+
+    def loss_and_grad(params: Any, batch: Any, out: Any) -> float:
+        whole(out)
+        return 1.0
+
+    problem = SimpleNamespace(loss_and_grad=loss_and_grad, evaluate=evaluate)
+    info, config = SimpleNamespace(n_test=n_test), SimpleNamespace(target_accuracy=target)
+    job: Any = SimpleNamespace(problem=problem, layout=LAYOUT, info=info, config=config)
+    flat, batch = np.zeros(LAYOUT.size, "f4"), "batch"
+    args: Any = {}, batch, dict(LAYOUT.views(flat)), flat
+    assert first_gradient(job, *args) == 1.0
+    assert calls == [batch] * (n_test > 0)
+    info.n_test, config.target_accuracy = 5, 0.9
+    with pytest.raises(UserError, match="evaluate gives loss, expected 'accuracy' as well"):
+        first_gradient(job, *args)
 
 
 def whole(out: Mapping[str, np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """The table of runs: what differs between them, and what came of each."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -40,20 +41,28 @@ def test_table(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Options that are the same everywhere are left out, and numbers are in their order."""
     assert main([str(sweep)]) == 0
     assert capsys.readouterr().out == (
-        "run  seed  hidden     lr     global_step  epochs  loss    eval_loss  accuracy  "
-        "samples_per_s  wall_s  state\n"
-        "2    0     [128, 64]  0.01   1800         40.00   0.0025  0.0764     0.9805    "
-        "64112          5.2     done\n"
-        "9    3     [128, 64]  0.002  -            -       -       -          -         "
-        "-              -       not done (not ended)\n"
-        "10   0     [8]        0.002  1800         40.00   0.0025  -          -         "
-        "64112          5.2     not done (SIGUSR1)\n"
+        "run  state                 global_step  epochs  loss    eval_loss  accuracy  "
+        "samples_per_s  wall_s  seed  hidden  lr\n"
+        "2    done                  1800         40.00   0.0025  0.0764     0.9805    "
+        "64112          5.2     0     128,64  0.01\n"
+        "9    not done (not ended)  -            -       -       -          -         "
+        "-              -       3     128,64  0.002\n"
+        "10   not done (SIGUSR1)    1800         40.00   0.0025  -          -         "
+        "64112          5.2     0     8       0.002\n"
     )
+
+
+def test_values_for_a_spreadsheet(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--csv", str(sweep)]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["run"] for row in rows] == ["2", "9", "10"]
+    assert (rows[0]["accuracy"], rows[0]["hidden"], rows[1]["loss"]) == ("0.9805", "128,64", "-")
 
 
 def test_one_run(sweep: Path) -> None:
     (row,) = results(find_runs([sweep / "2"]))
-    assert list(row)[:2] == ["run", "global_step"]
+    assert list(row)[:3] == ["run", "state", "global_step"]
+    assert "lr" not in row
     assert table([row]).count("\n") == 2
 
 

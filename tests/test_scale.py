@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from mpips.bench import growth, plot
-from mpips.bench.__main__ import LAUNCHED, main
+from mpips.bench.__main__ import main
 from mpips.bench.fit import Line, fit_line, power
 from mpips.bench.points import Memory, Point, Points, Series, by_series, join, read
 from mpips.errors import UserError
+from mpips.train import LAUNCHED
 
 SCALE = ["-m", "mpips.bench", "--scale"]
 SIZES = [64 << 10, 1 << 20, 16 << 20, 256 << 20]

@@ -57,10 +57,10 @@ def test_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
     for k in "12":
         assert slurm.wait(f"{array}_{k}", 30, told) == "COMPLETED"
     head, *rows = (line.split() for line in (folder / "results.txt").read_text().splitlines())
-    assert head[:4] == ["run", "seed", "lr", "global_step"]
-    assert [row[:3] for row in rows] == [["1", "1", "0.001"], ["2", "0", "0.01"]]
-    assert [row[-1] for row in rows] == ["done"] * 2
-    assert [float(row[3]) for row in rows] == [summary(folder / k)["global_step"] for k in "12"]
+    assert (head[:3], head[-2:]) == (["run", "state", "global_step"], ["seed", "lr"])
+    assert [row[-2:] for row in rows] == [["1", "0.001"], ["0", "0.01"]]
+    assert [row[:2] for row in rows] == [["1", "done"], ["2", "done"]]
+    assert [float(row[2]) for row in rows] == [summary(folder / k)["global_step"] for k in "12"]
 
 
 def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> None:

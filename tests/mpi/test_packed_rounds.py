@@ -13,6 +13,7 @@ from verdict import check
 from mpips.cluster import Cluster
 from mpips.codecs import Origin, buffer_for, codec_for
 from mpips.job import Job, initial_vector
+from mpips.jobfile import to_toml
 from mpips.rounds import Report, Round, make_round
 from mpips.wire import pull_codec, push_codec
 
@@ -221,7 +222,7 @@ def test_a_resumed_start_packs_as_the_round_before_it(cluster: Cluster) -> None:
 
 def test_a_resumed_run_says_that_its_codec_changed(cluster: Cluster) -> None:
     job = make_job(cluster, 0, SHAPES, optimizer="sgd", codec="topk")
-    saved: Any = SimpleNamespace(state={"world": job.world()})
+    saved: Any = SimpleNamespace(state={"world": job.world()}, config=to_toml(job.config))
     job.checkpoint = saved
     check(cluster.comm, job.differences() == [], job.differences())
     saved.state["world"]["job"]["codec"] = "bf16"
