@@ -50,8 +50,6 @@ def _say_resumed(job: Job, log: Log) -> None:
         changed = "; ".join(job.differences())
         held = f"does not hold ({changed})" if changed else "holds"
         log.say(f"bitwise equality with an uninterrupted run {held}")
-    if lost := _left_out(job, job.checkpoint.worker_names):
-        log.say(f"{', '.join(lost)} is left out: this run has none")
     left = job.handout()
     if all(left.next(taker) is None for taker in range(left.workers)):
         length = "steps" if job.config.steps else "epochs"
@@ -59,8 +57,17 @@ def _say_resumed(job: Job, log: Log) -> None:
         log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
 
 
-def _left_out(job: Job, saved: Sequence[str]) -> list[str]:
-    """Return what workers or ranks had for themselves, and nothing in this run reads."""
+def say_left_out(job: Job, log: Log) -> None:
+    """Say what workers or ranks had for themselves, and nothing in a resumed run reads.
+
+    Args:
+        job: The run, with codecs that are settled.
+        log: Of the run.
+    """
+    if job.checkpoint is None or not job.resumed:
+        return
     state = round_state if job.config.in_rounds else worker_state
     read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}
-    return [name for name in saved if name not in read]
+    lost = [name for name in job.checkpoint.worker_names if name not in read]
+    if lost:
+        log.say(f"{', '.join(lost)} is left out: this run has none")

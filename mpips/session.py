@@ -21,7 +21,7 @@ from mpips.explain import explain_world
 from mpips.folder import Run
 from mpips.job import Job
 from mpips.metrics import Log
-from mpips.opening import say_start
+from mpips.opening import say_left_out, say_start
 from mpips.optim import is_compiled, make_rule, warm
 from mpips.probe import choose_codecs, possible
 from mpips.problems import load_problem
@@ -213,6 +213,7 @@ def _train(job: Job, found: Run) -> int:
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
+        say_left_out(job, log)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
         outcome = strategy("backup" if c.backup_workers else c.mode)(job, log)

@@ -256,7 +256,7 @@ class SyncLoop:
         config, info = self._job.config, self._job.info
         if not config.eval_every or not info.n_test or self._handout.epochs_done < self._next_eval:
             return
-        self._next_eval += config.eval_every
+        self._next_eval = next_evaluation(self._handout.epochs_done, config.eval_every)
         if self._worker_id is None:
             return
         begin, end = share(info.n_test, self._worker_id, len(self._cluster.roles.workers))
