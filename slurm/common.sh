@@ -125,14 +125,19 @@ attempt() {
 begun() { grep -c '"kind": "start"' "$out/metrics.jsonl" 2>/dev/null || true; }
 
 # never_began COUNT: whether the launcher has ended with none of mpips' exit codes before a run
-# began, `begun` being COUNT before it. SLURM's pmi2 plugin reads 1,024 bytes of a command, and an
-# address of MPICH is now and then longer: the ranks die in MPI_Init then, and not the next time.
+# began, `begun` being COUNT before it. SLURM's pmi2 plugin reads 1,024 bytes of a command, and what
+# MPICH puts into one depends on what is in memory behind its address: now and then it is longer, and
+# the ranks die in MPI_Init. So the next start is by mpirun, which needs no plugin; but it sees one
+# component of a heterogeneous job alone.
 never_began() {
     case $rc in
         0 | 1 | 2 | 3 | "$EXIT_SAVED") return 1 ;;
     esac
     if [ -n "$asked" ] || [ "$(begun)" != "$1" ]; then return 1; fi
-    say "no rank got as far as to begin: starting once more"
+    case "${launcher[*]},${LAUNCHER_FLAGS:-},${SLURM_HET_SIZE:-}" in
+        "srun --mpi=pmi2 "*,,) LAUNCHER=mpirun && pick_launcher ;;
+    esac
+    say "no rank got as far as to begin: starting once more, by ${launcher[0]}"
 }
 
 # find_out DEFAULT OPTIONS...: check the job before it starts, and set `out`, the run's folder.
