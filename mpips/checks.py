@@ -51,15 +51,16 @@ def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
         )
 
 
-def check_length(checkpoint: Checkpoint, config: Config) -> None:
+def check_length(done: float, config: Config) -> None:
     """Check that a run that is resumed is not asked to be shorter than it is.
+
+    Args:
+        done: Epochs that are over.
+        config: The job.
 
     Raises:
         UserError: If it is: what was handed out would be trained on, and the run called done.
     """
-    handout, n_train = checkpoint.state["handout"], checkpoint.state["n_train"]
-    epoch, position = handout["cursor"]
-    done = epoch + (position - sum(end - begin for _, begin, end in handout["pending"])) / n_train
     if not (config.steps or config.eval_only) and done > config.epochs:
         expected = f"at least {math.ceil(done)}: {done:.2f} are over"
         remedy = "leave out --epochs to go on as the run was begun"

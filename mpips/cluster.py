@@ -78,7 +78,7 @@ class Backoff:
         crowded = crowding > 1
         self._spin_s = 0.0 if crowded else SPIN_S
         self._yield_s = SPIN_S if crowded else YIELD_S
-        self._sleep_s = SLEEP_S * max(1.0, 2 * (crowding - 1))
+        self._sleep_s = min(SLEEP_MAX_S, SLEEP_S * max(1.0, 2 * (crowding - 1)))
         self._since: float | None = None
 
     def reset(self) -> None:
@@ -96,8 +96,8 @@ class Backoff:
         if idle_s < self._yield_s:
             os.sched_yield()
         else:
-            least, most = min(self._sleep_s, SLEEP_MAX_S), SLEEP_MAX_S
-            time.sleep(least + (most - least) * min(1.0, idle_s / IDLE_S))
+            more = SLEEP_MAX_S - self._sleep_s
+            time.sleep(self._sleep_s + more * min(1.0, idle_s / IDLE_S))
 
 
 class Background:

@@ -130,6 +130,7 @@ def case_of(config: Config, place: Place) -> Case:
     low_rank = given.get("codec") == "powersgd"
     slices = any(is_large(size // item, c.dtype) for size in sizes)
     packed = place.codecs if slices or low_rank else {}
+    vectors = moved_vectors(c)
     return Case(
         roles,
         tuple(place.node_of),
@@ -140,9 +141,8 @@ def case_of(config: Config, place: Place) -> Case:
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
-        grads=moved_vectors(c) * packed.get(given.get("codec", ""), 1.0)
-        + (c.delay_compensation > 0),
-        params=0.0 if low_rank else moved_vectors(c) * packed.get(given.get("pull_codec", ""), 1.0),
+        grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
+        params=0.0 if low_rank else vectors * packed.get(given.get("pull_codec", ""), 1.0),
     )
 
 

@@ -185,8 +185,8 @@ class SharedRound(NodeRound):
     def _send_result(self, step: int) -> list[Request]:
         if not self._owner or not self._agents:
             return []
-        pieces = self._packer.pack(self.params, step, 0)
         comm = self._cluster.comm
+        pieces = self._packer.pack(self.params, step, 0)
         return [comm.Isend(p, agent, TAG_RESULT) for agent in self._agents for p in pieces]
 
     def _receive_partials(self, weights: np.ndarray) -> np.ndarray:

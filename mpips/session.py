@@ -167,11 +167,12 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
             check_checkpoint(saved, problem.layout, config.dtype)
             if found.resumed:
                 check_samples(saved, info.n_train)
-                check_length(saved, config)
         kept = int(saved.state["block"]) if saved is not None and found.resumed else block
         job = Job(
             config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
         )
+        if found.resumed:
+            check_length(job.handout().epochs_done, config)
         job.rate()  # checks the schedule
         if config.backup_workers and not all(shard.size for shard in job.shards):
             got = f"servers {len(job.shards)} for {problem.layout.size} parameters"

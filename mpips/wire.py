@@ -103,10 +103,8 @@ def kept(
         shards: Of the servers, or owners.
     """
     codec = push_codec(config)
-    if codec is None:
-        return ()
-    crossing = _crossing(config, roles, node_of, shards)
-    return codec.state if any(is_large(n, config.dtype) for n in crossing) else ()
+    packed = _packed(config, roles, node_of, shards)
+    return codec.state if codec is not None and any(packed) else ()
 
 
 def unpacked(config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]) -> str:
@@ -118,12 +116,23 @@ def unpacked(config: Config, roles: Roles, node_of: Sequence[int], shards: Seque
         node_of: Node of each rank.
         shards: Of the servers, or owners.
     """
-    workers = {node_of[rank] for rank in roles.workers}
+    packed = _packed(config, roles, node_of, shards)
     return ", ".join(
         f"{shard.begin:,} to {shard.end - 1:,}"
-        for rank, shard in zip(roles.owners, shards, strict=True)
-        if shard.size and not (is_large(shard.size, config.dtype) and workers - {node_of[rank]})
+        for shard, is_packed in zip(shards, packed, strict=True)
+        if shard.size and not is_packed
     )
+
+
+def _packed(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> list[bool]:
+    """Return of each shard whether it is large enough, and a worker is on another node."""
+    workers = {node_of[rank] for rank in roles.workers}
+    return [
+        is_large(shard.size, config.dtype) and bool(workers - {node_of[rank]})
+        for rank, shard in zip(roles.owners, shards, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

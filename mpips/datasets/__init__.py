@@ -5,7 +5,7 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -133,9 +133,7 @@ def _split(config: "Config", train: Table, test: Table | None) -> Dataset:
         y_shape=train.y.shape[1:] if classes is None else (),
         classes=classes,
         source=config.dataset,
-        remark=_remark(train, n_train)
-        if test is None and n_test and classes and not config.classes
-        else "",
+        remark="" if test is not None or config.classes or not classes else _remark(train, n_train),
     )
     for table in tables:
         if table.in_memory:
@@ -170,18 +168,25 @@ def _remark(table: Table, n_train: int) -> str:
     """Tell if the tail of a file, which is held out, has a class that the rest has not."""
     if table.in_memory:  # held out at random
         return ""
-    step = 1 << 20
-    head, tail = set[int](), set[int]()
-    for found, begin, end in ((head, 0, n_train), (tail, n_train, table.n)):
-        for at in range(begin, end, step):
-            found.update(np.unique(table.read_y(at, min(at + step, end))).tolist())
-    if tail <= head:
+    tail = {k for _, labels in _labels(table, n_train, table.n) for k in np.unique(labels).tolist()}
+    alone, last = set(tail), table.n - 1
+    for _, labels in _labels(table, 0, n_train):
+        if not alone:  # at once, where the file is mixed
+            break
+        alone.difference_update(np.unique(labels).tolist())
+    if not alone:
         return ""
-    alone, last = len(tail - head), table.n - 1
     return (
-        f"samples {n_train:,} to {last:,} are held out, and {alone} of their {len(tail)} classes "
-        "are not in the rest: shuffle the file, or give another for testing"
+        f"samples {n_train:,} to {last:,} are held out, and {len(alone)} of their {len(tail)} "
+        "classes are not in the rest: shuffle the file, or give another for testing"
     )
+
+
+def _labels(table: Table, begin: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the labels of some samples in pieces, each with the number of its first sample."""
+    step = 1 << 20
+    for at in range(begin, end, step):
+        yield at, table.read_y(at, min(at + step, end))
 
 
 def _classes(tables: list[Table], wanted: int) -> int | None:
@@ -201,10 +206,8 @@ def _classes(tables: list[Table], wanted: int) -> int | None:
 
 
 def _highest_label(table: Table) -> int:
-    """Scan the labels in pieces."""
-    highest, step = 0, 1 << 20
-    for begin in range(0, table.n, step):
-        labels = table.read_y(begin, min(begin + step, table.n))
+    highest = 0
+    for begin, labels in _labels(table, 0, table.n):
         if labels.dtype.kind == "i" and labels.min() < 0:
             sample = begin + int(np.argmax(labels.reshape(-1) < 0))
             raise UserError(
