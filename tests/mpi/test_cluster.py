@@ -1,3 +1,4 @@
+import os
 import random
 import signal
 import time
@@ -39,6 +40,20 @@ def test_messages_of_tests_and_job_do_not_meet(cluster: Cluster) -> None:
     MPI.COMM_WORLD.recv(source=(cluster.rank - 1) % cluster.world, tag=clusters.TAG_CONTROL)
     request.wait()
     check(cluster.comm, not taken, taken)
+
+
+def test_ranks_that_share_cores_do_not_interrupt_each_other(cluster: Cluster) -> None:
+    policy = os.sched_getscheduler(0)
+    wanted = os.SCHED_BATCH if cluster.crowded else os.SCHED_OTHER
+    check(cluster.comm, policy == wanted, (policy, cluster.crowding))
+
+
+def test_a_policy_that_was_chosen_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda pid, policy, how: set_to.append(policy))
+    Cluster(cluster.comm).free()
+    check(cluster.comm, not set_to, set_to)
 
 
 def test_wait_runs_signal_handlers(cluster: Cluster) -> None:
