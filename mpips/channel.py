@@ -7,7 +7,6 @@ the buffer is free once every near server has applied it, and the far ones have 
 (see `mpips.outbox` and `mpips.inbox`).
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from mpips.cluster import Cluster
 from mpips.codecs import Codec
 from mpips.inbox import Inbox
-from mpips.kernels import observe, publish
+from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
 from mpips.layout import Shard
 from mpips.ledger import Range
 from mpips.outbox import BUFFERS, PUSHED, Announced, Carried, Carrier, Direct, Outbox, carriers
@@ -160,7 +159,11 @@ class Receiver:
         self._server, self._shard, self._applied = server_id, shard, applied
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
-        self._near = deque(Announced.of(window, w, r, origins) for w, r in near)
+        self._near = [Announced.of(window, w, r, origins) for w, r in near]
+        self._words = addresses_of((source.words for source in self._near), PUSHED)
+        self._workers = np.array([source.worker for source in self._near], np.int64)
+        self._no_limit = no_limit(applied.size)
+        self._next = 0
         sources: dict[int, list[int]] = {}
         carrier = carriers(cluster, aggregate)
         for worker, rank in workers:
@@ -199,15 +202,12 @@ class Receiver:
         self._far.close()
 
     def _take_near(self, limit: np.ndarray | None) -> Push | None:
-        for _ in range(len(self._near)):
-            source = self._near[0]
-            self._near.rotate(-1)  # in turn, so that no worker waits for ever
-            seq = observe(self._applied, source.worker) + 1
-            if observe(source.words, PUSHED) < seq:
-                continue
-            if limit is not None and seq > limit[source.worker]:
-                continue
-            grad = source.grads[seq % BUFFERS, self._shard.range]
-            origin = source.origin(seq, self._shard)
-            return Push.unpack(source.header(seq, self._server), grad, origin)
-        return None
+        bounds = self._no_limit if limit is None else limit
+        found = find_ahead(self._words, self._workers, self._applied, bounds, self._next)
+        if found < 0:
+            return None
+        self._next = (found + 1) % len(self._near)  # in turn, so that no worker waits for ever
+        source = self._near[found]
+        seq = observe(self._applied, source.worker) + 1
+        grad = source.grads[seq % BUFFERS, self._shard.range]
+        return Push.unpack(source.header(seq, self._server), grad, source.origin(seq, self._shard))

@@ -8,8 +8,10 @@ batch comes with its number in the order in which they are handed out, from 0 in
 
 from collections import deque
 
+import numpy as np
+
 from mpips.cluster import Cluster
-from mpips.kernels import observe, publish
+from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
 from mpips.ledger import EXHAUSTED, HandOut, Range
 from mpips.window import Field, Window
 
@@ -44,30 +46,35 @@ class Granter:
         self._cluster, self._handout, self._ahead = cluster, handout, ahead
         self._grants = window.view(cluster.rank, "grants")
         workers = list(enumerate(cluster.roles.workers))
-        self._near = [(w, window.view(r, "taken")) for w, r in workers if cluster.near(r)]
-        self._given = [0] * len(workers)
-        self._open = [True] * len(workers)
+        near = [(w, r) for w, r in workers if cluster.near(r)]
+        self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
+        self._near = np.array([w for w, _ in near], np.int64)
+        self._given = np.zeros(len(workers), np.int64)
+        self._open = no_limit(len(workers))  # or -1, where nothing more will be given
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
-        for worker, taken in self._near:
-            if not self._open[worker]:
-                continue
-            while self._open[worker] and self._given[worker] < observe(taken, TAKEN) + self._ahead:
-                self._put(worker, self._next(worker))
+        while True:
+            behind = self._taken, self._near, self._given - self._ahead, self._open, 0
+            if (found := find_ahead(*behind)) < 0:
+                return
+            worker = int(self._near[found])
+            self._put(worker, self._next(worker))
 
     def _next(self, worker: int) -> Grant:
         number = self._handout.issued
         batch = self._handout.next(worker)
-        self._open[worker] = batch is not None
+        if batch is None:
+            self._open[worker] = -1
         return (*(EXHAUSTED if batch is None else batch), number)
 
     def _put(self, worker: int, grant: Grant) -> None:
         ring = self._grants[worker]
-        at = 8 + 8 * (self._given[worker] % RING)
+        given = int(self._given[worker])
+        at = 8 + 8 * (given % RING)
         ring[at : at + 4] = grant
-        self._given[worker] += 1
-        publish(ring, COUNT, self._given[worker])
+        self._given[worker] = given + 1
+        publish(ring, COUNT, given + 1)
 
     def answer(self, rank: int) -> None:
         """Answer a far worker's request for a batch."""

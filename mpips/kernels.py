@@ -8,7 +8,7 @@ since the loops wait for memory. All run without the GIL and are cached on disk.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,6 +46,16 @@ def kernel(*fastmath: str) -> Callable[[F], F]:
             return njit(**options)(function)
 
     return decorate
+
+
+def addresses_of(arrays: Iterable[np.ndarray], index: int = 0) -> np.ndarray:
+    """Return the address in bytes of that element of each array, dtype int64, for loops."""
+    return np.array([array.ctypes.data + index * array.itemsize for array in arrays], np.int64)
+
+
+def no_limit(n: int) -> np.ndarray:
+    """Return bounds for `find_ahead` that nothing reaches, shape (n,), dtype int64."""
+    return np.full(n, np.iinfo(np.int64).max)
 
 
 # Header words -----------------------------------------------------------------------------
@@ -140,6 +150,30 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:
 
 
 @kernel()
+def find_ahead(words: Vector, own: Vector, done: Vector, limit: Vector, first: int) -> int:
+    """Find a header word that is ahead of what was done about it; all are looked at in turn.
+
+    Args:
+        words: Addresses of header words, shape (n,), dtype int64. The words are int64, 8-byte
+            aligned, and stay alive during the call.
+        own: Place of each in `done` and `limit`, shape (n,), dtype int64.
+        done: Header words of what was done last, dtype int64; the next is one more.
+        limit: The most that may be done now, shape and dtype of `done`.
+        first: Which word to look at first, in ``[0, n)``.
+
+    Returns:
+        The index of the first one found, or -1. What its owner wrote before is then visible.
+    """
+    for i in range(words.size):
+        k = (first + i) % words.size
+        seq = observe(done, own[k]) + 1
+        word = carray(_pointer(words[k], words), 1)
+        if seq <= limit[own[k]] and observe(word, 0) >= seq:
+            return k
+    return -1
+
+
+@kernel()
 def meet(words: Vector, turn: int, looks: int) -> bool:
     """Publish `turn` in one's own header word, and look whether the others' have reached it too.
 
@@ -168,6 +202,31 @@ def meet(words: Vector, turn: int, looks: int) -> bool:
             _sched_yield()
         looks = min(looks, _LOOKS)
     return False
+
+
+@kernel()
+def meet_and_add(words: Vector, turn: int, looks: int, rows: Vector, out: Vector) -> bool:
+    """`meet`, and where all have come, add up a row of each; one call instead of two.
+
+    Args:
+        words: Addresses of header words, one's own first; see `meet`.
+        turn: Number of the meeting.
+        looks: How many looks may be in vain; see `meet`.
+        rows: Address in bytes of each row, shape (n,), dtype int64. The rows have out's dtype and
+            length, are aligned to it, and stay alive during the call.
+        out: Where the sum goes, in the order of `rows`; must not overlap any of them.
+
+    Returns:
+        Whether all have come; if not, nothing is added up.
+    """
+    if not meet(words, turn, looks):
+        return False
+    out[:] = 0
+    for k in range(rows.size):
+        row = carray(_pointer(rows[k], out), out.size)
+        for i in range(out.size):
+            out[i] += row[i]
+    return True
 
 
 # Reductions, copies and checks --------------------------------------------------------------

@@ -32,8 +32,8 @@ from mpips.codecs.powersgd import (
     rebuild,
 )
 from mpips.job import Job
-from mpips.kernels import sum_rows, sum_squares
-from mpips.meeting import NodeRound, OwnState, Report, Weights, addresses_of, leaders
+from mpips.kernels import addresses_of, sum_rows, sum_squares
+from mpips.meeting import NodeRound, OwnState, Report, Weights, leaders
 from mpips.optim import Slots, clip_factor
 from mpips.window import Field, transfer_pieces
 
@@ -91,6 +91,7 @@ class LowRankRound(NodeRound):
         )
         self._grad_block = np.zeros(largest, job.dtype)
         self._parts = addresses_of([view(rank, "part") for rank in cluster.my_node])
+        self._once = np.ones(count)
         if self._leads:
             self._q[:] = factors.first_basis(job.config.seed, job.dtype)
 

@@ -7,7 +7,7 @@ leaders, the first rank of each.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import Struct
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.cluster import Comm, Request, all_done, begin_sum, cluster_subset, free
 from mpips.job import Job
-from mpips.kernels import meet, sum_rows, sum_squares
+from mpips.kernels import addresses_of, meet, meet_and_add, sum_rows, sum_squares
 from mpips.layout import Shard
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.window import Field, Plan, Window
@@ -174,7 +174,7 @@ class NodeRound(Round):
         self._looks = LOOKS if not cluster.crowded else 1 if cluster.nodes == 1 else 0
         self._report = view(cluster.rank, "report").data
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
-        self._once, self._sums = np.ones(len(cluster.my_node)), np.zeros(8)
+        self._sums = np.zeros(8)
         self._agreed = (view(self._leader, "agreed") if cluster.nodes > 1 else self._sums).data
         self.replica = view(self._leader, "replica")
         self._workers = [w for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
@@ -198,19 +198,18 @@ class NodeRound(Round):
     def _fields(self, rank: int) -> list[Field]:
         """Return what else the segment of a rank holds."""
 
-    def _meet(self) -> None:
+    def _meet(self, met: Callable[..., bool] = meet, *rows: np.ndarray) -> None:
         """Wait for the node's ranks; their stores before are seen after. Collective: node."""
         start = perf_counter()
         self._turn += 1
-        if not meet(self._words, self._turn, self._looks):
-            self._cluster.wait(lambda: meet(self._words, self._turn, 0))
+        if not met(self._words, self._turn, self._looks, *rows):
+            self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows))
         self.waited_s += perf_counter() - start
 
     def _enter(self, report: Report) -> None:
         """Bring a report, meet, and add up the reports of the node. Collective: node."""
         REPORT.pack_into(self._report, 0, *report)
-        self._meet()
-        sum_rows(self._reports, self._once, 0, self._sums)
+        self._meet(meet_and_add, self._reports, self._sums)
 
     def _begin_agreeing(self) -> list[Request]:
         """Begin to add up the nodes' reports, on leaders; `_agree` comes when it is done."""
@@ -237,8 +236,3 @@ class NodeRound(Round):
 def leaders(node_of: Sequence[int]) -> list[int]:
     """Return the first rank of each node."""
     return sorted({node_of.index(node) for node in node_of})
-
-
-def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
-    """Return the address of element 0 of each array, dtype int64, as kernels take rows."""
-    return np.array([array.ctypes.data for array in arrays], np.int64)

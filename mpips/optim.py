@@ -23,8 +23,8 @@ Slots = tuple[np.ndarray, ...]
 
 # What every run calls, beside the loop of its rule.
 SHARED_KERNELS = (
-    *("publish", "observe", "meet", "sum_rows", "sum_squares", "all_finite"),
-    *("scale", "copy_finite", "add_scaled"),
+    *("publish", "observe", "find_ahead", "meet", "meet_and_add", "sum_rows", "sum_squares"),
+    *("all_finite", "scale", "copy_finite", "add_scaled"),
 )
 
 
@@ -325,8 +325,10 @@ def schedule(
         raise unknown("schedule", name, shapes)
     _need(name, "warmup_steps", warmup_steps, name == "warmup")
     _need(name, "step_every", step_every, name == "step")
-    shape, ramp = shapes[name], max(1, warmup_steps)
-    return lambda step: lr * min(1.0, step / ramp) * shape(step)
+    shape = shapes[name]
+    if not warmup_steps:
+        return lambda step: lr * shape(step)
+    return lambda step: lr * min(1.0, step / warmup_steps) * shape(step)
 
 
 def _need(name: str, option: str, value: int, needed: bool) -> None:
@@ -378,9 +380,12 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
     words = np.zeros(1, np.int64)
     kernels.publish(words, 0, 1)
     kernels.observe(words, 0)
-    kernels.meet(np.array([words.ctypes.data], np.int64), 1, 0)
+    ours = kernels.addresses_of([words])
+    kernels.find_ahead(ours, np.zeros(1, np.int64), words, words, 0)
+    kernels.meet(ours, 1, 0)
+    kernels.meet_and_add(ours, 1, 0, ours[:0], np.zeros(1))
     params, grad, *slots = (np.ones(1, dtype) for _ in range(2 + len(rule.slots)))
-    addresses = np.array([grad.ctypes.data], np.int64)
+    addresses = kernels.addresses_of([grad])
     kernels.sum_rows(addresses, np.ones(1), 0, params)
     kernels.sum_rows(addresses[:0], np.ones(0), 0, np.zeros(1))
     kernels.sum_squares(grad)

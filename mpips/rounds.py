@@ -25,7 +25,7 @@ import numpy as np
 
 from mpips.cluster import Request
 from mpips.job import Job
-from mpips.kernels import sum_rows
+from mpips.kernels import addresses_of, sum_rows
 from mpips.layout import CACHE_LINE_BYTES, Shard
 from mpips.lowrank import LowRankRound
 from mpips.meeting import (
@@ -36,7 +36,6 @@ from mpips.meeting import (
     Report,
     Round,
     Weights,
-    addresses_of,
 )
 from mpips.optim import Rule
 from mpips.window import Field, transfer_pieces

@@ -19,7 +19,7 @@ from mpips.cluster import Cluster
 from mpips.codecs import Codec
 from mpips.far import BEGUN, CLOCK, COMMITTED, STATE, FarReads, GetReads, Replies, ReplyReads
 from mpips.gate import Clocks, Gate, Needs
-from mpips.kernels import observe, publish
+from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
 from mpips.layout import Shard
 from mpips.neighbours import Neighbour, SharedReads
 from mpips.optim import Rule
@@ -277,11 +277,11 @@ class Server:
         self.applied = view("applied")
         self._granted = view("granted_reads")
         workers = enumerate(cluster.roles.workers)
-        self._readers = [
-            (w, window.view(r, "wants"), window.view(r, "reads"))
-            for w, r in workers
-            if cluster.near(r)
-        ]
+        near = [(w, r) for w, r in workers if cluster.near(r)]
+        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
+        self._wants = addresses_of((wants for _, wants, _ in self._readers), server_id)
+        self._near = np.array([w for w, _ in near], np.int64)
+        self._no_limit = no_limit(self.applied.size)
         packing = packing or Packing()
         self._replies = Replies(cluster, self._header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
@@ -396,11 +396,12 @@ class Server:
         """
         self.clocks.let()
         held = []
-        for worker, wants, reads in self._readers:
+        asked = self._wants, self._near, self._granted, self._no_limit, 0
+        while (found := find_ahead(*asked)) >= 0:
+            worker, wants, reads = self._readers[found]
             want = observe(wants, self._server)
-            if want > observe(self._granted, worker):
-                publish(self._granted, worker, want)
-                held.append((reads, want))
+            publish(self._granted, worker, want)
+            held.append((reads, want))
         for reads, want in held:
             self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
         self._replies.serve()

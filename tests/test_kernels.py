@@ -11,13 +11,13 @@ import pytest
 from numba import njit
 
 from mpips import kernels
-from mpips.kernels import meet, observe, publish
+from mpips.kernels import addresses_of, find_ahead, meet, meet_and_add, observe, publish
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
 
-HEADER_LOOPS = ["publish", "observe", "meet"]
+HEADER_LOOPS = ["publish", "observe", "find_ahead", "meet", "meet_and_add"]
 UPDATES = {
     "sgd": (0, 2),
     "momentum": (1, 3),
@@ -124,11 +124,22 @@ def in_threads(*calls):
     return results
 
 
+def test_what_is_ahead_is_found_in_turn_and_within_limits():
+    pushed = np.array([3, 1, 2], np.int64)
+    words, own = addresses_of(pushed[k : k + 1] for k in range(3)), np.array([4, 0, 2], np.int64)
+    done, limit = np.zeros(5, np.int64), np.full(5, 9, np.int64)
+    found = [find_ahead(words, own, done, limit, first) for first in range(3)]
+    assert found == [0, 1, 2]
+    done[:] = [1, 7, 2, 7, 2]
+    assert [find_ahead(words, own, done, limit, first) for first in range(3)] == [0, 0, 0]
+    limit[4] = 2
+    assert find_ahead(words, own, done, limit, 0) == -1
+    done[0] = 0
+    assert [find_ahead(words, own, done, limit, first) for first in range(3)] == [1, 1, 1]
+    assert find_ahead(words[:0], own[:0], done, limit, 0) == -1
+
+
 # Meetings ---------------------------------------------------------------------------------
-
-
-def addresses_of(arrays):
-    return np.array([array.ctypes.data for array in arrays], np.int64)
 
 
 @pytest.mark.parametrize("looks", [0, 1, 10_000])
@@ -143,6 +154,20 @@ def test_a_meeting_waits_for_all_and_not_for_ever(looks):
     assert meet(words, 1, looks)
     assert not meet(words, 2, looks)
     assert [mine[0], first[0], second[0]] == [2, 2, 1]
+
+
+def test_who_meets_last_adds_up_what_all_brought():
+    mine, other = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    words = addresses_of([mine, other])
+    rows = np.array([[1.0, 1.0, np.nan], [2.0, 1e16, 0.0], [4.0, -1e16, 0.0]])
+    out = np.full(3, -7.0)
+    assert not meet_and_add(words, 1, 10, addresses_of(list(rows)), out)
+    assert (out == -7.0).all()
+    publish(other, 0, 1)
+    assert meet_and_add(words, 1, 10, addresses_of(list(rows)), out)
+    assert np.array_equal(out, [7.0, 0.0, np.nan], equal_nan=True)
+    assert meet_and_add(words, 1, 0, addresses_of(list(rows[::-1])), out)
+    assert out[1] == 1.0  # in the order given
 
 
 def test_alone_one_need_not_wait():

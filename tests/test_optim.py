@@ -382,7 +382,10 @@ memory = np.frombuffer(bytearray(4096), np.uint8)
 words, w, g, m, v = memory[:256].view("i8"), *memory[256:2304].view("f4").reshape(4, 128)
 kernels.publish(words, 3, np.int64(4))
 kernels.observe(words, np.int64(3))
-kernels.meet(np.array([words.ctypes.data]), 5, 10_000)
+ours = kernels.addresses_of([words], 3)
+kernels.find_ahead(ours, np.zeros(1, np.int64), words[8:], kernels.no_limit(1), np.int64(0))
+kernels.meet(ours, 5, 10_000)
+kernels.meet_and_add(ours, 6, 10_000, np.array([words.ctypes.data]), np.zeros(8))
 kernels.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
 kernels.sum_rows(np.array([words.ctypes.data]), np.ones(1), 0, np.zeros(8))
 kernels.scale(g[3:70], optim.clip_factor(kernels.sum_squares(w), 1.0))
@@ -398,8 +401,8 @@ def test_a_warm_run_compiles_nothing_more():
     command = [sys.executable, "-c", WARM_CHECK]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     checks = ["add_scaled", "all_finite", "copy_finite", "scale"]
-    checks += ["sum_rows", "sum_squares"]
-    assert done.stdout.strip() == str(sorted(["adam", "publish", "observe", "meet", *checks]))
+    checks += ["sum_rows", "sum_squares", "publish", "observe", "find_ahead", "meet"]
+    assert done.stdout.strip() == str(sorted(["adam", "meet_and_add", *checks]))
 
 
 COMPILED_CHECK = """

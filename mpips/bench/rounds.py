@@ -39,8 +39,9 @@ class Rounds:
 
     def exchange(self, count: int) -> None:
         """Run so many rounds."""
+        report = Report()
         for step in range(1, count + 1):
-            self.round.exchange(step, self._weights, Report())
+            self.round.exchange(step, self._weights, report)
 
     def free(self) -> None:
         """Free what the rounds hold."""

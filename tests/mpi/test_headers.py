@@ -54,6 +54,11 @@ class GuardedGrants(np.ndarray):
         super().__setitem__(index, value)
 
 
+def _find_ahead(*args: Any) -> int:
+    *arrays, first = args
+    return kernels.find_ahead(*(array.view(np.ndarray) for array in arrays), first)
+
+
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Hand out guarded views from now on; returns the names of the fields handed out."""
@@ -76,6 +81,8 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             monkeypatch.setattr(
                 module, "observe", lambda w, i: kernels.observe(w.view(np.ndarray), i)
             )
+        if hasattr(module, "find_ahead"):
+            monkeypatch.setattr(module, "find_ahead", _find_ahead)
     return seen
 
 
