@@ -5,7 +5,8 @@ and adds the error that it keeps of them, multiplies them by Q, and the node's l
 the nodes; likewise Q'. The product of the two is then known on every node, so that no parameter
 crosses: every node has a whole replica and whole slots, in the memory of its leader, and its ranks
 make the update of their rows. All nodes compute it from the same bits in the same order (MPI-4.1,
-section 6.9.6: all processes receive identical results of an Allreduce), so that they stay equal.
+section 6.9.6: all processes receive identical results of an Allreduce), so that they stay equal;
+before each checkpoint they are compared.
 
     meet | M_w of own rows, P of them | meet | leader: Allreduce of P, orthogonalize
     meet | own rows' part of Q_w | meet | leader: Q_w, Allreduce of Q'
@@ -15,6 +16,7 @@ An owner's parameters and slots are its shard of the node's, for checkpoints; be
 nobody writes there.
 """
 
+import zlib
 from collections.abc import Iterator
 from functools import cached_property
 from time import perf_counter
@@ -22,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.cluster import Request, begin_sum
+from mpips.cluster import Request, begin_maximum, begin_sum
 from mpips.codecs.powersgd import (
     Factors,
     cut_rows,
@@ -31,8 +33,9 @@ from mpips.codecs.powersgd import (
     product_squares,
     rebuild,
 )
+from mpips.errors import UserError
 from mpips.job import Job
-from mpips.kernels import addresses_of, sum_rows, sum_squares
+from mpips.kernels import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.meeting import NodeRound, OwnState, Report, Weights, leaders
 from mpips.optim import Slots, clip_factor
 from mpips.window import Field, transfer_pieces
@@ -239,6 +242,24 @@ class LowRankRound(NodeRound):
             grad *= grad.dtype.type(self._scale[0])
         slots: Slots = tuple(slot[flat] for slot in self._all_slots)
         self._rule.apply(self.replica[flat], grad, slots, step, lr)
+
+    def compare(self, step: int) -> None:
+        """See `Round.compare`: the replicas and slots, by a CRC that leaders bring."""
+        mine = np.full(2, np.iinfo("i8").min)
+        if self._leads:
+            mine[:] = 0  # what is not finite is refused elsewhere, and a NaN has many faces
+            if all_finite(self.replica):
+                crc = 0
+                for vector in (self.replica, *self._all_slots):
+                    crc = zlib.crc32(vector.data, crc)
+                mine[:] = crc, -crc
+        most = np.zeros_like(mine)
+        self._wait([begin_maximum(self._cluster.comm, mine, most)])
+        if most[0] != -most[1]:
+            got = f"replicas that differ from node to node at step {step}"
+            wanted = "the same bits on all nodes, which powersgd keeps by equal arithmetic"
+            remedy = "go on from the last checkpoint, on nodes of one kind or with another --codec"
+            raise UserError(got, wanted, remedy)
 
     def free(self) -> None:
         """See `Round.free`."""

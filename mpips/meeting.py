@@ -108,6 +108,15 @@ class Round(ABC):
     def publish_start(self) -> None:
         """Share what the owners have filled in before the first round. Collective: yes."""
 
+    def compare(self, step: int) -> None:  # noqa: B027  (most rounds have nothing to compare)
+        """Compare what several nodes compute for themselves, after round `step`.
+
+        Collective: yes. Blocks: until all have come; never inside MPI.
+
+        Raises:
+            UserError: On every rank, if it is not the same on all nodes, bit for bit.
+        """
+
     def free(self) -> None:
         """Free what the round holds; may be called twice. Collective: yes."""
         self.replica = self.grad = self.params = np.zeros(0)

@@ -210,6 +210,7 @@ class SyncLoop:
     def _save(self) -> None:
         """Begin a checkpoint of this round's end. Collective; blocks for a copy."""
         self._saved_step, self._last_save = self.step, (time.perf_counter(), self.step)
+        self._rounds.compare(self.step)
         if not self._savers:
             return
         self._cluster.wait(lambda: not self._attend())

@@ -11,6 +11,7 @@ from verdict import check
 
 from mpips.cluster import Cluster
 from mpips.codecs.powersgd import drawn
+from mpips.errors import UserError
 from mpips.job import Job, initial_vector
 from mpips.lowrank import LowRankRound
 from mpips.rounds import Report, Round, SharedRound, make_round
@@ -220,6 +221,30 @@ def test_what_is_not_finite_reaches_every_replica(cluster: Cluster) -> None:
         seen = not np.isfinite(job.layout.views(rounds.replica)["w"]).all()
         end(cluster, rounds)
         check(cluster.comm, seen, bad)
+
+
+@pytest.mark.parametrize("what", ["nothing", "params", "slots", "nan"])
+def test_nodes_that_differ_are_found(cluster: Cluster, what: str) -> None:
+    """One bit of one element of one node is enough; every rank is told. A NaN is no difference."""
+    job = make_job(cluster, 0, SHAPES, optimizer="momentum", codec="powersgd")
+    rounds = start(job)
+    step(job, rounds, 1)
+    rounds.compare(1)
+    cluster.barrier()
+    if what == "nan":
+        rounds.params[0] = np.nan
+        rounds.publish_start()
+    elif what != "nothing" and cluster.rank == cluster.roles.owners[-1]:
+        vector = rounds.params if what == "params" else rounds.slots[0]
+        vector.view("u4")[-1] ^= 1
+    cluster.barrier()
+    told = ""
+    try:
+        rounds.compare(2)
+    except UserError as error:
+        told = str(error)
+    end(cluster, rounds)
+    check(cluster.comm, ("differ" in told) == (what in ("params", "slots")), told)
 
 
 def test_a_round_of_one_node_packs_nothing(cluster: Cluster) -> None:
