@@ -140,7 +140,11 @@ class Exchange:
         self._job.problem.loss_and_grad(views(self.worker.replica), ONE, grad)
 
     def free(self) -> None:
-        """Free the window. Collective: yes."""
+        """End the reads that workers have begun for a further step, and free the window.
+
+        Collective: yes.
+        """
+        self.serve_while(lambda: self.puller.abandon(), 0)
         if self.server is not None:
             self.server.close()
         self.cluster.barrier()

@@ -6,6 +6,8 @@ import pytest
 from verdict import check
 
 from mpips.bench.measure import in_turn
+from mpips.bench.pushpull import Exchange
+from mpips.bench.vector import make_job
 from mpips.cluster import Cluster
 
 pytestmark = pytest.mark.mpi
@@ -29,3 +31,24 @@ def test_a_turn_lasts_until_its_last_rank_is_done(cluster: Cluster) -> None:
     found = in_turn(cluster, {"a": side}, REPEATS)["a"]
     check(cluster.comm, min(found) >= NAP_S, found)
     check(cluster.comm, len(set(map(tuple, cluster.comm.allgather(found)))) == 1, found)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_an_exchange_is_freed_when_nothing_is_read(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker reads ahead for a step that never comes: into memory that is about to go."""
+    exchange = Exchange(make_job(cluster, 10_000, "async", servers=1))
+    exchange.exchange(3)
+    puller, barrier, reading = vars(exchange).get("puller"), cluster.barrier, list[bool]()
+
+    def note() -> float:
+        reading.append(puller is not None and puller.reading)
+        return barrier()
+
+    note()
+    monkeypatch.setattr(cluster, "barrier", note)
+    exchange.free()
+    far = puller is not None and not cluster.near(cluster.roles.servers[0])
+    check(cluster.comm, reading == [far, False], reading)
