@@ -20,6 +20,7 @@ RING = 4  # more than AHEAD, so that an entry is read before it is written again
 Grant = tuple[int, int, int, int]  # a batch and its number
 COUNT = 0  # word of a worker's ring: grants given
 TAKEN = 0  # word of a worker's segment: grants taken
+CLOSED = np.iinfo(np.int64).min
 
 
 def chief_fields(workers: int) -> tuple[Field, ...]:
@@ -50,7 +51,7 @@ class Granter:
         self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
         self._near = np.array([w for w, _ in near], np.int64)
         self._given = np.zeros(len(workers), np.int64)
-        self._open = no_limit(len(workers))  # or -1, where nothing more will be given
+        self._open = no_limit(len(workers))  # or `CLOSED`: nothing more will be given
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
@@ -65,7 +66,7 @@ class Granter:
         number = self._handout.issued
         batch = self._handout.next(worker)
         if batch is None:
-            self._open[worker] = -1
+            self._open[worker] = CLOSED
         return (*(EXHAUSTED if batch is None else batch), number)
 
     def _put(self, worker: int, grant: Grant) -> None:

@@ -395,9 +395,13 @@ class Server:
         Blocks: until near readers have copied the shard; far ones get a reply.
         """
         self.clocks.let()
+        asked = self._wants, self._near, self._granted, self._no_limit
         held = []
-        asked = self._wants, self._near, self._granted, self._no_limit, 0
-        while (found := find_ahead(*asked)) >= 0:
+        first = 0
+        for _ in self._readers:
+            if (found := find_ahead(*asked, first)) < 0:
+                break
+            first = (found + 1) % len(self._readers)
             worker, wants, reads = self._readers[found]
             want = observe(wants, self._server)
             publish(self._granted, worker, want)
