@@ -50,14 +50,14 @@ class Granter:
         near = [(w, r) for w, r in workers if cluster.near(r)]
         self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
         self._near = np.array([w for w, _ in near], np.int64)
-        self._given = np.zeros(len(workers), np.int64)
+        self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
         self._open = no_limit(len(workers))  # or `CLOSED`: nothing more will be given
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
         while True:
-            behind = self._taken, self._near, self._given - self._ahead, self._open, 0
-            if (found := find_ahead(*behind)) < 0:
+            found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
+            if found < 0:
                 return
             worker = int(self._near[found])
             self._put(worker, self._next(worker))
@@ -71,10 +71,10 @@ class Granter:
 
     def _put(self, worker: int, grant: Grant) -> None:
         ring = self._grants[worker]
-        given = int(self._given[worker])
+        given = int(self._behind[worker]) + self._ahead
         at = 8 + 8 * (given % RING)
         ring[at : at + 4] = grant
-        self._given[worker] = given + 1
+        self._behind[worker] += 1
         publish(ring, COUNT, given + 1)
 
     def answer(self, rank: int) -> None:

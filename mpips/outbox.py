@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.cluster import Cluster, Request, all_done
-from mpips.kernels import observe, publish, sum_rows
+from mpips.kernels import addresses_of, observe, publish, sum_rows
 from mpips.layout import Shard
 from mpips.push import HEADER_WORDS
 from mpips.window import Field, Window, transfer_pieces
@@ -361,7 +361,7 @@ class Carrier(Outbox):
         return [(m, seq) for m, seq in following if observe(m.words, PUSHED) >= seq]
 
     def _carry(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
-        rows = np.array([m.grads[seq % BUFFERS].ctypes.data for m, seq in ready], "i8")
+        rows = addresses_of(m.grads[seq % BUFFERS] for m, seq in ready)
         weights = np.full(len(ready), 1 / len(ready))
         parts = []
         self.messages += 1

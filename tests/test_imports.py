@@ -285,12 +285,15 @@ def test_header_words_are_published_and_observed_only() -> None:
     assert set(DATA) - found == set(), "exceptions that are no longer needed"
 
 
+ATOMIC = ("publish", "observe", "find_ahead", "meet", "meet_and_add")
+
+
 def test_only_these_modules_publish_and_observe() -> None:
     using = {
         name
         for name, tree in sources().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id in ("publish", "observe", "find_ahead", "meet")
+        if isinstance(node, ast.Name | ast.Attribute) and identifier(node) in ATOMIC
     }
     assert using - {"optim", "kernels"} == set(WORDS) - {"strategies.async_sgd"}
 
