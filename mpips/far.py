@@ -71,6 +71,10 @@ class FarReads(ABC):
     def advance(self) -> bool:
         """Get on; returns whether all that `fetch` asked for is here. Blocks: no."""
 
+    def stamped(self) -> bool:
+        """Whether the owners have said which versions they will send. Blocks: no."""
+        return True
+
     def result(self, versions: np.ndarray) -> int:
         """Write the versions read, shape (servers,); returns how many of the reads are torn."""
         torn = 0
@@ -138,15 +142,16 @@ class ReplyReads(FarReads):
         super().__init__(cluster, owners, servers)
         self._consistent, self._codec, self._needs = consistent, codec, needs
         self._ends: list[Request] = []
+        self._stamps: list[Request] | None = None
         self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
 
     def begin(self, out: np.ndarray) -> None:
-        """See `FarReads.begin`: there is nothing to do."""
-        self._out = out
+        """See `FarReads.begin`: nothing is asked for yet."""
+        self._out, self._stamps = out, None
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        self._coming, self._ends, out = [], [], self._out
+        self._coming, self._ends, self._stamps, out = [], [], [], self._out
         for server, rank, shard in self._owners:
             chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
             chunks = chunked.cut(out[shard.range])
@@ -159,6 +164,7 @@ class ReplyReads(FarReads):
                 rows = zip(comes[1:-1], messages, chunks, strict=True)
                 self._packed.extend((come, chunked, a, b) for come, a, b in rows)
             self._coming += comes
+            self._stamps.append(comes[0])
             self._ends.append(comes[-1])
             self._received += sum(message.nbytes for message in messages)
             self._cluster.send(rank, "read", (self._consistent, *self._needs()))
@@ -169,6 +175,10 @@ class ReplyReads(FarReads):
             _, chunked, message, chunk = self._packed.popleft()
             chunked.unpack(message, chunk)
         return not self._packed and all_done(self._ends) and all_done(self._coming)
+
+    def stamped(self) -> bool:
+        """See `FarReads.stamped`."""
+        return self._stamps is not None and all_done(self._stamps)
 
     def hurry(self) -> None:
         """Have the owners answer what was asked for whether they meet its needs or not."""

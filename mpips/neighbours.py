@@ -1,11 +1,12 @@
 """Reads of far shards that the workers of a node share: one fetches, the others copy.
 
 Where workers of a node keep their replicas in shared memory, a worker that wants the far shards
-first looks at its neighbours. If one of them has a fetch under way that began after this worker's
-last read was complete, so that reads never go back, it waits for that and copies what came; if
-not, it fetches them itself, and says so. Nobody leads, every word has one writer, and a link that
-is the bottleneck brings the workers into step, so that a node takes each shard once. A joined read
-is older than one of its own by one transfer at most, and carries the versions of the fetch, so
+first looks at its neighbours. If one of them has a fetch under way that began when this worker knew
+the versions of its last read, so that versions never go back, it waits for that and copies what
+came; if not, it fetches them itself, and says so. Nobody leads, every word has one writer, and a
+link that is the bottleneck brings the workers into step, so that a node takes each shard once: of
+two fetches under way at once, whoever ends first begins another, which the other can join. A joined
+read is older than one of its own by one transfer at most, and carries the versions of the fetch, so
 that staleness stays exact. Whoever waits longer than a read should take (its neighbour may be
 stopped) fetches for itself.
 """
@@ -78,9 +79,9 @@ class SharedReads(FarReads):
         super().__init__(cluster, owners, servers)
         self._own, self._me, self._others = own, me, others
         self._joined: tuple[Neighbour, int] | None = None
-        self._seen = [0] * len(others)  # fetches that may be older than the last read
+        self._seen = [0] * len(others)  # fetches whose versions may be older than the last read's
         self._number = self._slot = 0
-        self._here = True
+        self._here = self._stamped = True
         self._found = np.zeros(servers, "i8")
         self._torn = self.joined = 0
         self._asked_s = self._longest_s = 0.0
@@ -112,6 +113,14 @@ class SharedReads(FarReads):
         self._slot = places.index(self._out.ctypes.data)
         publish(self._me.words, BEGUN, REPLICAS * self._number + self._slot)
         self._own.begin(self._out)
+        self._stamped = False
+        self._note_stamps()
+
+    def _note_stamps(self) -> None:
+        """Once this worker's own versions are known, note which fetches began before."""
+        if not self._stamped and self._own.stamped():
+            self._stamped = True
+            self._seen = [observe(other.words, BEGUN) for other in self._others]
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
@@ -123,17 +132,10 @@ class SharedReads(FarReads):
         """See `FarReads.advance`."""
         if not self._here:
             self._here = self._own_is_here() if self._joined is None else self._other_is_here()
-            if self._here:
-                self._seen = [self._last_begun(other) for other in self._others]
         return self._here
 
-    def _last_begun(self, other: Neighbour) -> int:
-        """Return the last fetch of a neighbour that may be older than what was read just now."""
-        if self._joined is not None and self._joined[0] is other:
-            return self._joined[1]
-        return observe(other.words, BEGUN)
-
     def _own_is_here(self) -> bool:
+        self._note_stamps()
         if not self._own.advance():
             return False
         self._torn = self._own.result(self._found)
@@ -160,6 +162,8 @@ class SharedReads(FarReads):
         overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
         self._torn = len(self._owners) if overwritten else int(other.fetched[slot, -1])
         self.joined += 1
+        begun = ((o, observe(o.words, BEGUN)) for o in self._others)
+        self._seen = [number if o is other else last for o, last in begun]
         return True
 
     def result(self, versions: np.ndarray) -> int:

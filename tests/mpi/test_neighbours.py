@@ -124,3 +124,41 @@ def test_a_neighbour_that_stands_still_is_not_waited_for(cluster: Cluster) -> No
         serve(rig, lambda: None)
     check(cluster.comm, not wrong, wrong)
     rig.free()
+
+
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_fetches_out_of_step_come_into_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers fetch at once; whoever ends first begins again, and the other joins that."""
+    rig = Rig(cluster, N, 1, far="get", share=True)
+    far = [r for r in rig.roles.workers if not cluster.near(0) and cluster.near(r)]
+    wrong: list[object] = []
+    if len(far) > 1:
+        first, replicas = cluster.rank == min(far), rig.replicas
+        patience_s = 60.0 if first else -1.0  # who has none fetches beside the other
+        monkeypatch.setattr(neighbours, "PATIENCE", 0.0)
+        monkeypatch.setattr(neighbours, "PATIENCE_S", patience_s)
+        if first:
+            rig.puller.begin(replicas[0])
+        cluster.wait_request(cluster.node.Ibarrier())
+        if not first:
+            rig.puller.begin(replicas[0])
+            rig.puller.fetch()
+            rig.puller.advance()
+        cluster.wait_request(cluster.node.Ibarrier())  # both are under way
+        if first:
+            rig.puller.fetch()
+            rig.puller.finish()
+            rig.puller.begin(replicas[1])
+            rig.puller.fetch()
+        cluster.wait_request(cluster.node.Ibarrier())
+        rig.puller.finish()
+        if rig.puller.joined != first:
+            wrong.append(("joined", rig.puller.joined, far))
+    if rig.worker:
+        cluster.send(0, "enough")
+    else:
+        serve(rig, lambda: None)
+    check(cluster.comm, not wrong, wrong)
+    rig.free()
