@@ -28,11 +28,20 @@ PATIENCE = 4.0  # times the longest read so far
 PATIENCE_S = 0.05  # and at least this
 
 
-def fields(n: int, servers: int, dtype: str, replicas: int) -> tuple[Field, ...]:
-    """Return the fields of a worker's segment by which others join its reads."""
+def fields(n: int, servers: int, workers: int, dtype: str, replicas: int) -> tuple[Field, ...]:
+    """Return the fields of a worker's segment by which others join its reads.
+
+    Args:
+        n: Number of parameters.
+        servers: Number of servers.
+        workers: Number of workers on the node that share.
+        dtype: Of the parameters.
+        replicas: That each worker has, 1 or 2.
+    """
     return (
         Field("fetches", "i8", (8,)),
         Field("fetched", "i8", (REPLICAS, servers + 1)),
+        Field("before", "i8", (REPLICAS, workers)),
         Field("replicas", dtype, (replicas, n)),
     )
 
@@ -45,17 +54,21 @@ class Neighbour:
         words: Its fetches begun and done, shape (8,), dtype int64.
         fetched: Versions that they found, and how many reads were torn, shape
             (REPLICAS, servers + 1), dtype int64.
+        before: Fetches that each worker of the node had begun when the versions were known, shape
+            (REPLICAS, workers of the node), dtype int64.
         replicas: Where they go, shape (replicas, n_params).
     """
 
     words: np.ndarray
     fetched: np.ndarray
+    before: np.ndarray
     replicas: np.ndarray
 
     @classmethod
     def of(cls, window: Window, rank: int) -> "Neighbour":
         """Return the worker of that rank."""
-        return cls(*(window.view(rank, name) for name in ("fetches", "fetched", "replicas")))
+        names = ("fetches", "fetched", "before", "replicas")
+        return cls(*(window.view(rank, name) for name in names))
 
 
 class SharedReads(FarReads):
@@ -63,8 +76,8 @@ class SharedReads(FarReads):
 
     Args:
         own: How this worker reads.
-        me: This worker.
-        others: The other workers of the node.
+        workers: The workers of the node that share, this one too, in the same order on each.
+        me: Which of them this one is.
     """
 
     def __init__(
@@ -73,13 +86,15 @@ class SharedReads(FarReads):
         owners: Sequence[Owner],
         servers: int,
         own: FarReads,
-        me: Neighbour,
-        others: Sequence[Neighbour],
+        workers: Sequence[Neighbour],
+        me: int,
     ) -> None:
         super().__init__(cluster, owners, servers)
-        self._own, self._me, self._others = own, me, others
-        self._joined: tuple[Neighbour, int] | None = None
-        self._seen = [0] * len(others)  # fetches whose versions may be older than the last read's
+        self._own, self._workers, self._me = own, workers, workers[me]
+        self._others = [k for k in range(len(workers)) if k != me]
+        self._joined: tuple[int, int] | None = None  # worker, fetch
+        # Fetches whose versions may be older than those of the last read.
+        self._before = np.zeros(len(workers), "i8")
         self._number = self._slot = 0
         self._here = self._stamped = True
         self._found = np.zeros(servers, "i8")
@@ -99,10 +114,11 @@ class SharedReads(FarReads):
         """
         self._out, self._here = out, False
         self._joined = None
-        for other, seen in zip(self._others, self._seen, strict=True):
-            begun = observe(other.words, BEGUN)
-            if begun > max(seen, observe(other.words, DONE)):
-                self._joined = other, begun
+        for k in self._others:
+            words = self._workers[k].words
+            begun = observe(words, BEGUN)
+            if begun > max(self._before[k], observe(words, DONE)):
+                self._joined = k, begun
         if self._joined is None:
             self._claim()
 
@@ -117,10 +133,10 @@ class SharedReads(FarReads):
         self._note_stamps()
 
     def _note_stamps(self) -> None:
-        """Once this worker's own versions are known, note which fetches began before."""
+        """Once this worker's own versions are known, note which fetches have begun."""
         if not self._stamped and self._own.stamped():
             self._stamped = True
-            self._seen = [observe(other.words, BEGUN) for other in self._others]
+            self._before[:] = [observe(worker.words, BEGUN) for worker in self._workers]
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
@@ -135,19 +151,21 @@ class SharedReads(FarReads):
         return self._here
 
     def _own_is_here(self) -> bool:
+        here = self._own.advance()
         self._note_stamps()
-        if not self._own.advance():
+        if not here:
             return False
         self._torn = self._own.result(self._found)
         self._me.fetched[self._slot, :-1] = self._found
         self._me.fetched[self._slot, -1] = self._torn
+        self._me.before[self._slot] = self._before
         publish(self._me.words, DONE, REPLICAS * self._number + self._slot)
         self._longest_s = max(self._longest_s, time.perf_counter() - self._asked_s)
         return True
 
     def _other_is_here(self) -> bool:
         assert self._joined is not None
-        other, number = self._joined
+        other, number = self._workers[self._joined[0]], self._joined[1]
         if observe(other.words, DONE) < number:
             if time.perf_counter() - self._asked_s > PATIENCE_S + PATIENCE * self._longest_s:
                 self._joined = None
@@ -156,14 +174,14 @@ class SharedReads(FarReads):
             return False
         slot = number % REPLICAS
         self._found[:] = other.fetched[slot, :-1]
+        self._before[:] = other.before[slot]
+        self._before[self._joined[0]] = number
         for _, _, shard in self._owners:
             np.copyto(self._out[shard.range], other.replicas[slot, shard.range])
         later = observe(other.words, BEGUN) - REPLICAS * (number // REPLICAS)
         overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
         self._torn = len(self._owners) if overwritten else int(other.fetched[slot, -1])
         self.joined += 1
-        begun = ((o, observe(o.words, BEGUN)) for o in self._others)
-        self._seen = [number if o is other else last for o, last in begun]
         return True
 
     def result(self, versions: np.ndarray) -> int:

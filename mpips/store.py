@@ -109,11 +109,11 @@ class Puller:
         elif self._far_owners:
             self._far = ReplyReads(*args, self._consistent, self._codec)
 
-    def share(self, me: Neighbour, others: Sequence[Neighbour]) -> None:
-        """Share far reads with the other workers of the node from now on."""
-        if self._far is not None and others and not self._consistent:
+    def share(self, workers: Sequence[Neighbour], me: int) -> None:
+        """Share far reads with the other workers of the node from now on; see `SharedReads`."""
+        if self._far is not None and len(workers) > 1 and not self._consistent:
             args = self._cluster, self._far_owners, len(self.versions)
-            self._far = self._shared = SharedReads(*args, self._far, me, others)
+            self._far = self._shared = SharedReads(*args, self._far, workers, me)
 
     @property
     def joined(self) -> int:

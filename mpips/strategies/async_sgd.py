@@ -54,8 +54,8 @@ def plan(job: Job, rank: int) -> Plan:
     if job.config.node_aggregation:
         fields += outbox.carrier_fields(workers)
     replicas = 2 if job.config.prefetch or job.staleness.origins else 1
-    if sharing(job, rank):
-        fields += neighbours.fields(job.layout.size, servers, dtype, replicas)
+    if near := sharing(job, rank):
+        fields += neighbours.fields(job.layout.size, servers, len(near), dtype, replicas)
     elif job.staleness.origins:
         fields += (Field("replicas", dtype, (replicas, job.layout.size)),)
     return Plan(fields)
@@ -210,9 +210,9 @@ def share_far_reads(job: Job, window: Window, puller: Puller) -> list[np.ndarray
     ranks, me = sharing(job, job.cluster.rank), job.cluster.rank
     if not ranks:
         return list(window.view(me, "replicas")) if job.staleness.origins else []
-    seen = {rank: Neighbour.of(window, rank) for rank in ranks}
-    puller.share(seen[me], [seen[rank] for rank in ranks if rank != me])
-    return list(seen[me].replicas)
+    workers = [Neighbour.of(window, rank) for rank in ranks]
+    puller.share(workers, ranks.index(me))
+    return list(workers[ranks.index(me)].replicas)
 
 
 def agree_on_far_reads(

@@ -98,16 +98,20 @@ class Rig:
         if self._stale.origins:
             fields += (Field("replicas", "float64", (outbox.BUFFERS, n)),)
         if self._sharing:
-            fields += neighbours.fields(n, servers, "float64", 2)
+            near = len(self._near_workers(rank))
+            fields += neighbours.fields(n, servers, near, "float64", 2)
         return Plan(fields)
 
     def _share(self) -> None:
-        near = [r for r in self.roles.workers if self.cluster.near(r)]
-        seen = {r: Neighbour.of(self.window, r) for r in near}
-        me = seen.pop(self.cluster.rank)
-        self.replicas = me.replicas
-        self.replica = me.replicas[0]
-        self.puller.share(me, list(seen.values()))
+        near = self._near_workers(self.cluster.rank)
+        workers, me = [Neighbour.of(self.window, r) for r in near], near.index(self.cluster.rank)
+        self.replicas = workers[me].replicas
+        self.replica = self.replicas[0]
+        self.puller.share(workers, me)
+
+    def _near_workers(self, rank: int) -> list[int]:
+        node_of = self.cluster.node_of
+        return [r for r in self.roles.workers if node_of[r] == node_of[rank]]
 
     def serve(
         self,
