@@ -1,8 +1,11 @@
-"""Bytes that a push and a pull take on the wire with each codec, by the interfaces' counters.
+"""Bytes that pushes and pulls take on the wire, by the interfaces' counters.
 
-One rank of the first node is the server, one of the second the worker; the others sleep. What
-counts is what the sending side's host sends, headers of all layers and answers to the other side
-included, over the interface that sends most; nothing else should be sent from there meanwhile.
+With each codec, one rank of the first node is the server, one of the second the worker; the others
+sleep. Then all ranks step, each worker for itself, and with what the workers of a node do together:
+`node_aggregation` for pushes, `share_pulls` for pulls.
+
+What counts is what the sending side's hosts send, headers of all layers and answers to the other
+side included, over the interface that sends most; nothing else should be sent from there meanwhile.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +15,11 @@ import numpy as np
 
 from mpips.bench.link import Sides, pair_of
 from mpips.bench.measure import Options, Row, bytes_text
+from mpips.bench.pushpull import Exchange
+from mpips.bench.vector import make_job
 from mpips.cluster import Cluster
 from mpips.errors import UserError
+from mpips.roles import assign
 
 COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace
 SENT = 8  # column of the bytes sent, after the name
@@ -21,11 +27,16 @@ SIZES, QUICK = (16 << 20,), (1 << 20,)
 AIMS = {"fp16": 1.95, "bf16": 1.95, "int8": 3.8, "topk": 40.0, "onebit": 28.0}
 PULLED = ("fp16", "bf16", "int8")
 LEAST = 0.9  # of the bytes of plain messages must be seen by a counter
+STEPS = 24
+TOGETHER = 0.85  # of the workers on a node: so much fewer are the bytes, once all are in step
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Count with each codec, at each size. Collective: yes."""
-    return pair_of(cluster, lambda two: _between(two, options)) or []
+    """Count with each codec and of neighbours, at each size. Collective: yes."""
+    rows = pair_of(cluster, lambda two: _between(two, options)) or []
+    for size in options.pick(SIZES, QUICK):
+        rows += neighbours(cluster, size)
+    return rows
 
 
 def _between(cluster: Cluster, options: Options) -> list[Row]:
@@ -63,16 +74,52 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
             draws.standard_normal(size // 4, "f4", out=sides.exchange.sender.buffer(seq))
     work: Callable[[], None] = sides.push if what == "push" else sides.pull
     work()  # for the first time: connections are made
+    mine = _counted(cluster, work)
+    counted = cluster.comm.bcast(mine, 1 if what == "push" else 0)
+    times = sides.times
+    sides.free()
+    return float(counted) / times
+
+
+def neighbours(cluster: Cluster, size: int) -> list[Row]:
+    """Count what steps send where a node has several far workers. Collective: yes."""
+    home = cluster.node_of[assign("async", cluster.hosts, cluster.node_of, 1).servers[0]]
+    far = [node for node in cluster.node_of if node != home]
+    workers = len(far) / (cluster.nodes - 1)
+    if workers <= 1:
+        return []
+    alone = _step_bytes(cluster, size, home, node_aggregation=False, share_pulls=False)
+    joined = _step_bytes(cluster, size, home, node_aggregation=True, share_pulls=True)
+    rows, mb, aim = [], 1e-6, TOGETHER * workers
+    for what, option in (("push", "node_aggregation"), ("pull", "share_pulls")):
+        _check(cluster, alone[what] / len(far), size, what)
+        case = f"{bytes_text(size)}, {workers:.3g} workers a node, {option}"
+        mine, other, ratio = joined[what] * mb, alone[what] * mb, alone[what] / joined[what]
+        rows.append(Row(f"wire {what}", case, mine, "MB", "each for itself", other, ratio, aim))
+    return rows
+
+
+def _step_bytes(cluster: Cluster, size: int, home: int, **options: bool) -> dict[str, float]:
+    """Return what the node `home` of the server sends in a step, and what all others send.
+
+    Collective: yes.
+    """
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1, **options))
+    exchange.exchange(1)  # connections are made
+    counts = cluster.comm.allgather(_counted(cluster, lambda: exchange.exchange(STEPS)))
+    exchange.free()
+    sent = [counts[cluster.node_of.index(node)] / STEPS for node in range(cluster.nodes)]
+    return {"pull": sent[home], "push": sum(sent) - sent[home]}
+
+
+def _counted(cluster: Cluster, work: Callable[[], None]) -> int:
+    """Return the bytes that this host sends while all `work`. Collective: yes."""
     cluster.barrier()
     before = bytes_sent(COUNTERS.read_text())
     cluster.barrier()
     work()
     cluster.barrier()  # what a send leaves in the buffers of the system has come by now
-    mine = grown(before, bytes_sent(COUNTERS.read_text()))
-    counted = cluster.comm.bcast(mine, 1 if what == "push" else 0)
-    times = sides.times
-    sides.free()
-    return float(counted) / times
+    return grown(before, bytes_sent(COUNTERS.read_text()))
 
 
 def bytes_sent(text: str) -> dict[str, int]:

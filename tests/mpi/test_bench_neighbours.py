@@ -30,6 +30,6 @@ def test_each_counts_where_it_is_sent(cluster: Cluster, monkeypatch: pytest.Monk
         return
     home = cluster.node_of[cluster.roles.servers[0]]
     pushed, pulled = 2.0 - home, 1.0 + home
-    due = [("wire push", pushed, pushed, 1, 1.8), ("wire pull", pulled, pulled, 1, 1.8)]
+    due = [("wire push", pushed, pushed, 1, 1.7), ("wire pull", pulled, pulled, 1, 1.7)]
     check(cluster.comm, found == due, (found, due))
     check(cluster.comm, seen == [(False, False), (True, True)], seen)
