@@ -28,6 +28,8 @@ READS, PAUSE_S = 200, 5e-3
 FAST = 300e6  # bytes a second of TCP, above which processors are the limit and less is aimed at
 LATENCY_S = 0.2e-3
 OVERLAP = 1 / 1.15
+OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
+OVERLAP_REPEATS = 2  # at most, where so many steps take long
 T = TypeVar("T")
 
 
@@ -165,16 +167,19 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> list
     Aimed at only where the link is the limit: TCP of a faster one takes the core that computes.
     """
     reach = OVERLAP if rate <= FAST else None
-    sides = Sides(cluster, size)
+    sides, repeats = Sides(cluster, size), options.repeats
+    if sides.times < OVERLAP_STEPS:
+        sides.times, repeats = OVERLAP_STEPS, min(repeats, OVERLAP_REPEATS)
     rows = []
     for share in (0.7, 1.0, 1.4):
         sides.problem.passes = 1
         passes = np.array([_passes(cluster, sides, share)])
         cluster.comm.Bcast(passes, 1)
         alone = Sides(cluster, size)
+        alone.times = sides.times
         sides.problem.passes = int(passes[0])
         turns = {"step": sides.both, "move": alone.both, "compute": sides.compute}
-        found = in_turn(cluster, turns, options.repeats)
+        found = in_turn(cluster, turns, repeats)
         alone.free()
         pairs = zip(found["move"], found["compute"], strict=True)
         mine, other, ratio = compare(found["step"], [max(pair) for pair in pairs])
