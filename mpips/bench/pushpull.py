@@ -47,8 +47,8 @@ class Exchange:
             self.server = self._serve(servers)
         else:
             args = cluster, self.window, job.worker_id, job.shards
-            c, codec = job.config, pull_codec(job.config)
-            self.puller = Puller(*args, far="reply" if codec else "get", codec=codec)
+            c = job.config
+            self.puller = Puller(*args, far="reply", codec=pull_codec(c))
             self.sender = Sender(*args, c.node_aggregation, Packing(push_codec(c), c.seed))
             feed = Feed(cluster, self.window, job.worker_id)
         cluster.barrier()
@@ -64,10 +64,10 @@ class Exchange:
             times = agree_on_far_reads(
                 self._job, None, lambda request: server.serve_until(request.Test)
             )
-            return "" if times is None else faster(times)
+            return "reply" if times is None else faster(times)
         times = agree_on_far_reads(self._job, self.puller, self.cluster.wait_request)
         if times is None:
-            return ""
+            return "reply"
         self.puller.read_far_by(faster(times))
         return faster(times)
 
