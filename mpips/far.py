@@ -142,12 +142,12 @@ class ReplyReads(FarReads):
         super().__init__(cluster, owners, servers)
         self._consistent, self._codec, self._needs = consistent, codec, needs
         self._ends: list[Request] = []
-        self._stamps: list[Request] | None = None
+        self._stamps: list[Request] = []
         self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
 
     def begin(self, out: np.ndarray) -> None:
         """See `FarReads.begin`: nothing is asked for yet."""
-        self._out, self._stamps = out, None
+        self._out, self._stamps = out, []
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
@@ -178,7 +178,7 @@ class ReplyReads(FarReads):
 
     def stamped(self) -> bool:
         """See `FarReads.stamped`."""
-        return self._stamps is not None and all_done(self._stamps)
+        return bool(self._stamps) and all_done(self._stamps)
 
     def hurry(self) -> None:
         """Have the owners answer what was asked for whether they meet its needs or not."""

@@ -59,17 +59,15 @@ class Exchange:
 
     def _choose_far_reads(self) -> str:
         """Return how far shards are read, as a run's start finds it out. Collective: yes."""
-        server = self.server
+        server, puller = self.server, None if self.server else self.puller
+        wait: Callable[[Request], object] = self.cluster.wait_request
         if server is not None:
-            times = agree_on_far_reads(
-                self._job, None, lambda request: server.serve_until(request.Test)
-            )
-            return "reply" if times is None else faster(times)
-        times = agree_on_far_reads(self._job, self.puller, self.cluster.wait_request)
-        if times is None:
-            return "reply"
-        self.puller.read_far_by(faster(times))
-        return faster(times)
+            wait = lambda request: server.serve_until(request.Test)  # noqa: E731
+        times = agree_on_far_reads(self._job, puller, wait)
+        way = "reply" if times is None else faster(times)
+        if puller is not None:
+            puller.read_far_by(way)
+        return way
 
     def _serve(self, servers: Comm) -> AsyncServer:
         job, cluster, shard = self._job, self.cluster, self._job.shard
