@@ -10,30 +10,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
-from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
+from mpips import kernels
 from mpips.errors import UserError, unknown
 
 Slots = tuple[np.ndarray, ...]
-
-# What every run calls, beside the loop of its rule.
-SHARED_KERNELS = (
-    *("publish", "observe", "find_ahead", "meet", "meet_and_add", "sum_rows", "sum_squares"),
-    *("all_finite", "scale", "copy_finite", "add_scaled"),
-)
-
-
-@cache
-def _kernels() -> ModuleType:
-    """Return `mpips.kernels`, imported at the first update: its import takes up to a second."""
-    from mpips import kernels
-
-    return kernels
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class Rule(ABC):
 
     @cached_property
     def _loop(self) -> Callable[..., None]:
-        loop: Callable[..., None] = getattr(_kernels(), self.kernel)
+        loop: Callable[..., None] = getattr(kernels, self.kernel)
         return loop
 
     @abstractmethod
@@ -354,21 +339,6 @@ def clip_factor(sum_of_squares: float, max_norm: float) -> float:
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
 
 
-def is_compiled(rule: Rule) -> bool:
-    """Say whether compiled loops for `rule`, newer than their source, lie on the disk.
-
-    They may be of another dtype or processor: `warm` finds that out.
-    """
-    kernels: Any = _kernels()
-    folder = kernels.publish.stats.cache_path
-    if folder is None:
-        return False
-    written = Path(kernels.__file__).stat().st_mtime
-    names = *SHARED_KERNELS, rule.kernel
-    found = [[p.stat().st_mtime for p in Path(folder).glob(f"kernels.{n}-*.nbi")] for n in names]
-    return all(times and max(times) >= written for times in found)
-
-
 def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
     """Compile, or load from the cache on disk, every loop that a run needs.
 
@@ -376,7 +346,6 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
         rule: The rule of the run.
         dtype: dtype of the parameters, float32 or float64.
     """
-    kernels: Any = _kernels()
     words = np.zeros(1, np.int64)
     kernels.publish(words, 0, 1)
     kernels.observe(words, 0)

@@ -12,22 +12,14 @@ and the one that it is applied to. With gradient g, rate lr and staleness t:
 """
 
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 
+from mpips import kernels
 from mpips.config import Config
 
 MEAN_SQUARE = "mean_square"
 DECAY, EPS = 0.95, 1e-7  # the values of the paper
-
-
-@cache
-def _kernels() -> ModuleType:
-    from mpips import kernels
-
-    return kernels
 
 
 @dataclass(frozen=True)
@@ -92,6 +84,6 @@ class Staleness:
         """
         if slots:
             scalars = self.compensation, DECAY, 1 - DECAY, EPS
-            _kernels().compensate_adaptive(out, grad, params, origin, *slots, *scalars)
+            kernels.compensate_adaptive(out, grad, params, origin, slots[0], *scalars)
         else:
-            _kernels().compensate(out, grad, params, origin, self.compensation)
+            kernels.compensate(out, grad, params, origin, self.compensation)

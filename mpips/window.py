@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
+from mpips import segments
 from mpips.cluster import Cluster, together
 from mpips.errors import UserError
 from mpips.layout import CACHE_LINE_BYTES
+from mpips.metrics import human_bytes
+from mpips.segments import SHARED_MEMORY
 
-SHARED_MEMORY = "/dev/shm"
 TRANSFER_MAX_BYTES = 1 << 30
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
 GET_MAX_BYTES = 1 << 16 if "Open MPI" in MPI.Get_library_version() else TRANSFER_MAX_BYTES
@@ -104,7 +106,8 @@ class Window:
     def _allocate_shared(self, nbytes: int) -> dict[int, np.ndarray]:
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = nbytes + CACHE_LINE_BYTES
-        self._near = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
+        with segments.noted():
+            self._near = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
         info.Free()
         self._near.Lock_all(MPI.MODE_NOCHECK)
         query = self._near.Shared_query
@@ -176,9 +179,12 @@ def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
     free = shared_bytes_free()
     if needed <= free:
         return None
+    has, wants = human_bytes(free), human_bytes(needed)
+    if has == wants:
+        has, wants = f"{free} bytes", f"{needed} bytes"
     return UserError(
-        f"{SHARED_MEMORY} on {host} has {free} bytes free",
-        f"at least {needed} bytes for the windows of its ranks",
+        f"{SHARED_MEMORY} on {host} has {has} free",
+        f"at least {wants} for the windows of its ranks",
         "enlarge it (docker: --shm-size), use more nodes, or --window private",
     )
 

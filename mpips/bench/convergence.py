@@ -19,7 +19,7 @@ from mpips.bench import jobs
 from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.folder import SUMMARY
-from mpips.launch import TREE
+from mpips.jobfile import shared_files
 
 PROBLEMS = ("digits", "spirals")
 RANKS, SERVERS, NODE_SIZE = 8, 2, 4
@@ -110,7 +110,7 @@ def _train(problem: str, case: Case, options: Options) -> list[Outcome]:
     Raises:
         Failed: If a run fails.
     """
-    job = str(TREE / "jobs" / f"{problem}{case.job}.toml")
+    job = str(shared_files("jobs")[f"{problem}{case.job}.toml"])
     number = 1 if options.quick else options.repeats
     words = ["--quiet", "--eval-every", "0", "--checkpoint-every", "0", *case.options]
     if case.ranks > 1:

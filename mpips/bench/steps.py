@@ -18,8 +18,9 @@ from mpips.bench.vector import make_job
 from mpips.bench.world import facts
 from mpips.cluster import Cluster
 from mpips.job import Job
+from mpips.segments import SHARED_MEMORY
 from mpips.strategies.async_sgd import plan
-from mpips.window import SHARED_MEMORY, shared_bytes_free
+from mpips.window import shared_bytes_free
 
 SIZES = tuple(64 << 10 + 2 * k for k in range(7))  # 64 KB to 256 MB
 QUICK = (64 << 10, 1 << 20)
@@ -136,7 +137,7 @@ def _beyond(params: np.ndarray, segment: int) -> int:
         used += sizes["Anonymous"]
         if window and not path:  # a node of one rank may have its window in private memory
             used -= segment
-        elif not window and path.startswith((SHARED_MEMORY, "/SYSV", "/memfd")):
+        elif not window and path.startswith((f"{SHARED_MEMORY}", "/SYSV", "/memfd")):
             used += sizes["Pss"]
     return used
 

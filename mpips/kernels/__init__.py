@@ -4,18 +4,22 @@ Every array is one-dimensional; float32 and float64 both work, and all arrays of
 the dtype. Loops are compiled without fast-math: each element is computed operation by operation
 as IEEE 754 says, so NaN and infinity propagate, results equal NumPy's bit for bit, and a vector
 cut into blocks gives the same bits as the whole. Contraction was measured and gains nothing,
-since the loops wait for memory. All run without the GIL and are cached on disk.
+since the loops wait for memory. Those that take any time
+run without the GIL; all are kept on the disk (`mpips.kernels.compiled`).
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.core.errors import TypingError
-from numba.extending import intrinsic
+
+from mpips.kernels.compiled import compiling, kernel
+
+if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+    from mpips.kernels.compiler import array_at, load_acquire, sched_yield, store_release
+
+__all__ = ["compiling", "kernel"]
 
 # Short enough for a block of the output to stay in the first-level cache over all rows.
 _BLOCK = 2048
@@ -25,27 +29,7 @@ _BLOCK = 2048
 _OFFERS = 40
 _LOOKS = 50
 
-F = TypeVar("F", bound=Callable[..., Any])
 Vector = np.ndarray
-
-# Some versions of numba declare an intrinsic as called with its typing context; it is not.
-_intrinsic: Any = intrinsic
-
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
-
-def kernel(*fastmath: str) -> Callable[[F], F]:
-    """Make the decorator that compiles a loop, with the named LLVM fast-math flags."""
-    # Python's error model tests every divisor for zero, which keeps a loop from being vectorised.
-    options: Any = {"error_model": "numpy", "nogil": True, "fastmath": set(fastmath)}
-
-    def decorate(function: F) -> F:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # neither the package nor the home directory can be written
-            return njit(**options)(function)
-
-    return decorate
 
 
 def addresses_of(arrays: Iterable[np.ndarray], index: int = 0) -> np.ndarray:
@@ -61,48 +45,7 @@ def no_limit(n: int) -> np.ndarray:
 # Header words -----------------------------------------------------------------------------
 
 
-def _word(context: Any, builder: Any, words_type: Any, words: Any, index: Any) -> Any:
-    """Emit the address of ``words[index]``."""
-    array = context.make_array(words_type)(context, builder, words)
-    return cgutils.get_item_pointer(context, builder, words_type, array, [index])
-
-
-def _check_words(words: Any) -> None:
-    """Refuse all but a vector of int64 when a header function is compiled."""
-    if not isinstance(words, types.Array) or words.dtype != types.int64 or words.ndim != 1:
-        raise TypingError(f"header words of type {words}, expected a vector of int64")
-
-
-@_intrinsic
-def _store_release(typing: Any, words: Any, index: Any, value: Any) -> Any:
-    """Store atomically with release order, then a sequentially consistent fence."""
-    _check_words(words)
-    if not words.mutable:
-        raise TypingError("a read-only header, expected one that this rank owns")
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], args[0], args[1])
-        builder.store_atomic(args[2], pointer, "release", 8)
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(words, types.int64, types.int64), emit
-
-
-@_intrinsic
-def _load_acquire(typing: Any, words: Any, index: Any) -> Any:
-    """Fence with acquire order, then load atomically with acquire order."""
-    _check_words(words)
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _word(context, builder, signature.args[0], args[0], args[1])
-        builder.fence("acquire")
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(words, types.int64), emit
-
-
-@kernel()
+@kernel(quick=True)
 def publish(words: Vector, index: int, value: int) -> None:
     """Write one header word, after everything that this thread has written before.
 
@@ -118,10 +61,10 @@ def publish(words: Vector, index: int, value: int) -> None:
     """
     if index < 0 or index >= words.size:
         raise IndexError("header word outside the header")
-    _store_release(words, index, value)
+    store_release(words, index, value)
 
 
-@kernel()
+@kernel(quick=True)
 def observe(words: Vector, index: int) -> int:
     """Read one header word, after all earlier reads and before all later ones.
 
@@ -136,20 +79,10 @@ def observe(words: Vector, index: int) -> int:
     """
     if index < 0 or index >= words.size:
         raise IndexError("header word outside the header")
-    return _load_acquire(words, index)
+    return load_acquire(words, index)
 
 
-@_intrinsic
-def _pointer(typing: Any, address: Any, like: Any) -> Any:
-    """Turn an address into a pointer to elements of the dtype of the array `like`."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(like.dtype)(types.int64, like), emit
-
-
-@kernel()
+@kernel(quick=True)
 def find_ahead(words: Vector, own: Vector, done: Vector, limit: Vector, first: int) -> int:
     """Find a header word that is ahead of what was done about it; all are looked at in turn.
 
@@ -167,7 +100,7 @@ def find_ahead(words: Vector, own: Vector, done: Vector, limit: Vector, first: i
     for i in range(words.size):
         k = (first + i) % words.size
         seq = observe(done, own[k]) + 1
-        word = carray(_pointer(words[k], words), 1)
+        word = array_at(words[k], words, 1)
         if seq <= limit[own[k]] and observe(word, 0) >= seq:
             return k
     return -1
@@ -187,19 +120,19 @@ def meet(words: Vector, turn: int, looks: int) -> bool:
     Returns:
         Whether all have come. What they wrote before is then visible; if not, call again.
     """
-    publish(carray(_pointer(words[0], words), 1), 0, turn)
+    publish(array_at(words[0], words, 1), 0, turn)
     k, offers = 1, _OFFERS if looks else 0
     for offer in range(offers + 1):
         vain = 0
         while k < words.size and vain <= looks:
-            if observe(carray(_pointer(words[k], words), 1), 0) >= turn:
+            if observe(array_at(words[k], words, 1), 0) >= turn:
                 k += 1
             else:
                 vain += 1
         if k == words.size:
             return True
         if offer < offers:
-            _sched_yield()
+            sched_yield()
         looks = min(looks, _LOOKS)
     return False
 
@@ -223,7 +156,7 @@ def meet_and_add(words: Vector, turn: int, looks: int, rows: Vector, out: Vector
         return False
     out[:] = 0
     for k in range(rows.size):
-        row = carray(_pointer(rows[k], out), out.size)
+        row = array_at(rows[k], out, out.size)
         for i in range(out.size):
             out[i] += row[i]
     return True
@@ -263,7 +196,7 @@ def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> Non
             weight = out.dtype.type(weights[k])
             if weight != 0:
                 address = np.int64(addresses[k]) + (begin + offset) * out.itemsize
-                row = carray(_pointer(address, out), block.size)
+                row = array_at(address, out, block.size)
                 for i in range(block.size):
                     block[i] += weight * row[i]
 
