@@ -10,6 +10,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.metrics import human_bytes
 from mpips.vectors import codec_vectors, least_vectors
 
 
@@ -31,8 +32,8 @@ def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> No
     if workers and needed > there:
         raise UserError(
             f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
-            f"{needed} bytes",
-            f"at most {there} bytes, its memory",
+            f"{human_bytes(needed)}",
+            f"at most {human_bytes(there)}, its memory",
             "use a smaller model, or fewer ranks on a host",
         )
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpips import segments
 from mpips.errors import UserError
 from mpips.roles import Roles
 
@@ -40,8 +41,11 @@ def _yield_when_crowded() -> None:
 
 
 _yield_when_crowded()
+segments.clean()
+segments.require_room()
 
-from mpi4py import MPI  # noqa: E402  (starts MPI, with what was set above)
+with segments.noted():
+    from mpi4py import MPI  # starts MPI, with what was set above
 
 SPIN_S = 20e-6
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # prctl(2)
@@ -117,12 +121,14 @@ class Background:
 
     So MPI gets on while this rank computes. The thread and the rank never act at once: entering
     hands over to the thread, leaving waits for it. Without MPI_THREAD_MULTIPLE nothing is called.
+    The thread begins with the first block, and ends by `end`.
     """
 
     def __init__(self, advance: Callable[[], object]) -> None:
         self._advance = advance
         self._wanted, self._turn = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._ended = False
         self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def __enter__(self) -> None:
@@ -136,8 +142,15 @@ class Background:
         with self._turn:
             return
 
+    def end(self) -> None:
+        """End the thread, if there is one; no block may follow."""
+        self._ended = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self) -> None:
-        while self._wanted.wait():
+        while self._wanted.wait() and not self._ended:
             with self._turn:
                 if self._wanted.is_set():
                     self._advance()
@@ -369,8 +382,10 @@ def check_world(comm: MPI.Comm) -> None:
     tasks = max((int(text) for text in told if text.isdigit()), default=1)
     if comm.size > 1 or tasks == 1:
         return
-    open_mpi = "Open MPI" in MPI.Get_library_version()
-    mine = ("Open MPI", "pmix") if open_mpi else ("MPICH", "pmi2")
+    library = MPI.Get_library_version()
+    mine = ("Open MPI", "pmix") if "Open MPI" in library else ("MPICH", "pmi2")
+    if "Intel" in library:
+        mine = ("Intel MPI", "pmi2, and I_MPI_PMI_LIBRARY of SLURM's libpmi2.so")
     slurm = "SLURM_STEP_NUM_TASKS" in os.environ
     where = "a SLURM step" if slurm else "a launch"
     remedy = f"use srun --mpi={mine[1]}" if slurm else f"use the mpirun of {mine[0]}"

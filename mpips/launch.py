@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from mpips import segments
 from mpips.errors import UserError
 
 TREE = Path(__file__).resolve().parent.parent
@@ -51,7 +52,10 @@ def environment() -> dict[str, str]:
     if os.geteuid() == 0:
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}  # this tree, wherever it runs
+    # Intel MPI's mpirun looks there for the rest of itself.
+    beside = os.pathsep.join([sysconfig.get_path("scripts"), kept.get("PATH", os.defpath)])
+    ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "PATH": beside}
+    return kept | ours  # this tree, wherever it runs
 
 
 def command(ranks: int, args: Sequence[str]) -> list[str]:
@@ -62,15 +66,6 @@ def command(ranks: int, args: Sequence[str]) -> list[str]:
     """
     extra = ["--oversubscribe", "--mca", "osc", "^ucx"] if is_open_mpi() else []
     return [mpirun(), *extra, "-n", str(ranks), sys.executable, *args]
-
-
-def shared_memory(pid: int) -> set[str]:
-    """Return the files in shared memory that a process has mapped: SIGKILL leaves them."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return set()
-    return {line[5] for m in maps.splitlines() if "/dev/shm/" in (line := m.split(None, 5))[-1]}
 
 
 def family(leader: int) -> list[int]:
@@ -167,6 +162,7 @@ class Running:
         started = [*wrapper, *command(ranks, args)]
         self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "output.txt"
+        self._before = segments.present()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 started,
@@ -206,9 +202,9 @@ class Running:
         return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
     def kill(self) -> None:
-        """SIGKILL mpirun and every rank; returns when they are gone, their shared memory too."""
+        """SIGKILL mpirun and every rank; returns when they are gone, their segments too."""
         members = self._family()
-        segments = {name for pid in members for name in shared_memory(pid)}
+        mapped = {segment for pid in members for segment in segments.mapped(pid)}
         for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -218,8 +214,7 @@ class Running:
         deadline = time.monotonic() + GONE_S
         while running(members) and time.monotonic() < deadline:
             time.sleep(GONE_S / 1000)
-        for name in segments:
-            Path(name).unlink(missing_ok=True)
+        segments.remove(mapped - self._before)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end; a job that outlasts the limit is killed.

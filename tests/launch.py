@@ -1,13 +1,17 @@
 """Starts real jobs: mpirun of either MPI, under a time limit, with nothing left behind."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mpips import launch
+import numpy as np
+
+from mpips import launch, segments
 from mpips.launch import TREE as ROOT
 from mpips.launch import environment
 
-__all__ = ["ROOT", "Finished", "Running", "environment", "run", "train"]
+__all__ = ["ROOT", "Finished", "Running", "environment", "file_in_shared_memory", "run", "train"]
 
 
 class Finished(launch.Finished):
@@ -28,6 +32,19 @@ class Running(launch.Running):
         except TimeoutError as error:
             raise AssertionError(str(error)) from None
         return Finished(done.code, done.output)
+
+
+@contextlib.contextmanager
+def file_in_shared_memory() -> Iterator[Path]:
+    """A user's array in shared memory, in use, by a name that an MPI might choose."""
+    path = segments.SHARED_MEMORY / f"mpich_shm_{secrets.token_hex(4)}_9"
+    with path.open("xb") as file:
+        np.save(file, np.array([1.0, 2.0]))
+        file.flush()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def run(

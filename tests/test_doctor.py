@@ -26,7 +26,6 @@ from mpips.doctor.facts import (
     networks,
     process_age_s,
     quota,
-    stale_segments,
 )
 from mpips.doctor.finding import FAIL, OK, WARN, Finding, lines, ok, per_host, summary, warn
 from mpips.doctor.finding import exit_code as code_of
@@ -249,16 +248,6 @@ def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     assert found == [job, tmp_path / "cpu"]
     assert quota(found) == 0.5
     assert memory_limit(found) == math.inf
-
-
-def test_stale_segments_are_those_that_nobody_has_mapped(tmp_path: Path) -> None:
-    shared, process = tmp_path / "shm", tmp_path / "proc" / "7"
-    shared.mkdir()
-    process.mkdir(parents=True)
-    for name in ("mpich_shm_1_0", "mpich_shm_2_0", "something else"):
-        (shared / name).write_bytes(b"x")
-    (process / "maps").write_text(f"7f00-7f01 rw-s 0 00:19 5    {shared}/mpich_shm_1_0\n")
-    assert stale_segments(shared, tmp_path / "proc") == [shared / "mpich_shm_2_0"]
 
 
 def test_networks(tmp_path: Path) -> None:

@@ -8,10 +8,19 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import file_in_shared_memory
 
-from mpips import launch
+from mpips import launch, segments
 from mpips.errors import UserError
 
+MAPS_A_FILE = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+mine = np.load(sys.argv[1], mmap_mode="r")
+print("up", flush=True)
+time.sleep(600)
+"""
 SLEEP = ["-c", "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"]
 
 
@@ -31,6 +40,7 @@ def test_a_job_knows_nothing_of_the_one_it_is_started_from(monkeypatch: pytest.M
     assert not [name for name in found if name.startswith(("PMI", "MPI_"))]
     assert not [n for n in found if n.startswith("OMPI_") and not n.startswith("OMPI_ALLOW")]
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(launch.TREE)
+    assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
 def test_without_mpirun_the_error_names_what_to_do(
@@ -87,28 +97,38 @@ def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with launch.Running(3, SLEEP, tmp_path) as job:
         ranks = wait_for(job, 3)
-        segments = {name for pid in ranks for name in launch.shared_memory(pid)}
+        found = {segment for pid in ranks for segment in segments.mapped(pid)}
         assert len(set(ranks)) == 3
         sessions = list(tmp_path.glob(f"*/*{job.process.pid}*"))  # Open MPI's, named by mpirun's id
         assert bool(sessions) is launch.is_open_mpi()
     assert not list(tmp_path.iterdir())
     assert launch.running([job.process.pid, *ranks]) == []
-    assert not [name for name in segments if Path(name).exists()]
+    assert not [segment for segment in found if segment.path.exists()]
+
+
+@pytest.mark.launch
+def test_a_killed_job_leaves_a_user_s_file(tmp_path: Path) -> None:
+    with file_in_shared_memory() as mine:
+        with launch.Running(2, ["-c", MAPS_A_FILE, str(mine)], tmp_path) as job:
+            ranks = wait_for(job, 2)
+            found = {segment.path for pid in ranks for segment in segments.mapped(pid)}
+        assert mine in found
+        assert len(found) > 1
+        assert [path for path in found if path.exists()] == [mine]
 
 
 @pytest.mark.launch
 def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
     with launch.Running(2, SLEEP, tmp_path) as job:
         ranks = wait_for(job, 2)
-        segments = {name for pid in ranks for name in launch.shared_memory(pid)}
+        found = {segment for pid in ranks for segment in segments.mapped(pid)}
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(10)
     deadline = time.monotonic() + 10  # MPICH's ranks find out by themselves
     while launch.running(ranks):
         assert time.monotonic() < deadline, "ranks are still there"
         time.sleep(0.05)
-    for name in segments:  # nobody is left who knows of them
-        Path(name).unlink(missing_ok=True)
+    segments.remove(found)  # nobody is left who knows of them
 
 
 @pytest.mark.launch

@@ -1,11 +1,13 @@
 """Examine a cluster: ``mpirun -n 8 python -m mpips.doctor``, or srun in a job."""
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from mpips import segments
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import GRACE_S, Watch
@@ -44,6 +46,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=default.limit_s, metavar="SECONDS",
         help=f"a check may take; one that hangs fails [default: {default.limit_s:g}]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings")
+    add(
+        "--clean",
+        action="store_true",
+        help="remove what killed jobs of yours have left in this host's shared memory, and end",
+    )
     add("--help", "-h", action="store_true", help="show this text, and end")
     return parser
 
@@ -63,6 +70,17 @@ def read_options(args: argparse.Namespace) -> Options:
     return Options(args.node_size, args.out, args.json, args.limit, args.parameters)
 
 
+def clean() -> int:
+    """Remove what killed jobs have left in this host's shared memory; returns the exit code."""
+    from mpips.metrics import human_bytes
+
+    removed = segments.clean()
+    told = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
+    kept = f"{len(segments.present())} stay, as they are in use or may be"
+    print(f"{platform.node()}: {told}; {kept}", flush=True)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Examine the world that this process is a rank of, or this host; returns the exit code."""
     rank = launched()
@@ -72,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         if args.help:
             print(end="" if rank not in (None, "0") else parser.format_help())
             return 0
+        if args.clean:
+            return clean()
         options = read_options(args)
     except UserError as error:
         return refuse(error, rank)

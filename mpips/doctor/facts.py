@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
-SEGMENTS = ("mpich_shm_*", "mpich_*", "osc_*", "vader_*", "sm_segment*", "psm*_shm*", "ucx_shm*")
+from mpips import segments
+from mpips.segments import SHARED_MEMORY
+
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
     "locked memory": resource.RLIMIT_MEMLOCK,
@@ -67,7 +68,7 @@ def gather_facts() -> Facts:
         memory=min(installed_memory(), memory_limit(groups("memory"))),
         shared_free=shared.f_bavail * shared.f_frsize if shared else 0,
         shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
-        stale=sum(_size(path) for path in stale_segments(SHARED_MEMORY)),
+        stale=sum(segments.left_over().values()),
         limits={name: _limit(number) for name, number in LIMITS.items()},
         core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
         variables=kept,
@@ -97,13 +98,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
 
 
 # Control groups ------------------------------------------------------------------------------
@@ -150,32 +144,7 @@ def memory_limit(of: list[Path]) -> float:
     return min(found)
 
 
-# Shared memory and networks ------------------------------------------------------------------
-
-
-def stale_segments(folder: Path, processes: Path = Path("/proc")) -> list[Path]:
-    """Return files of this user's MPI jobs in shared memory that no process has mapped.
-
-    A killed job leaves them there until the host is started again.
-    """
-    found = {p for pattern in SEGMENTS for p in folder.glob(pattern)}
-    mine = {p for p in found if _owner(p) == os.getuid()}
-    if not mine:
-        return []
-    mapped = {
-        line.split(maxsplit=5)[-1].strip()
-        for maps in processes.glob("[0-9]*/maps")
-        for line in _read(maps).splitlines()
-        if str(folder) in line
-    }
-    return sorted(p for p in mine if str(p) not in mapped)
-
-
-def _owner(path: Path) -> int:
-    try:
-        return path.stat().st_uid
-    except OSError:
-        return -1
+# Networks ------------------------------------------------------------------------------------
 
 
 def networks(root: Path) -> dict[str, float]:

@@ -61,6 +61,6 @@ def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
     told = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
     figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
     if loaded_s > SLOW_LOADING_S * max(1.0, turns):
-        remedy = "set NUMBA_CACHE_DIR to a folder on a local disk that each rank can write"
+        remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
         return warn("kernels", told, remedy, **figures)
     return ok("kernels", told, **figures)

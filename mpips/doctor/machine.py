@@ -84,7 +84,7 @@ def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
     stale, total = ranks[0].stale, ranks[0].shared_total
     if not total or stale <= STALE_SHARE * total:
         return ok("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}")
-    remedy = f"when no job of yours runs there, remove your mpich_* and osc_* in {SHARED_MEMORY}"
+    remedy = "python -m mpips.doctor --clean, on that host"
     return warn("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}", remedy)
 
 

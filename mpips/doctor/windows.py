@@ -100,6 +100,7 @@ def try_far_get(cluster: Cluster, window: Window) -> FarGet | None:
     elif cluster.rank == owner:
         _own(cluster, background)
     cluster.barrier()
+    background.end()
     return found
 
 

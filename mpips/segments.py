@@ -1,0 +1,187 @@
+"""The files that an MPI keeps in shared memory: which are this job's, and which are nobody's.
+
+A segment is known by its place, its owner and the name that an MPI gives it, and then by who has
+mapped it: what else lies in shared memory is a user's own, and is never removed.
+"""
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpips.errors import UserError
+
+SHARED_MEMORY = Path("/dev/shm")
+NAMES = (
+    *(r"mpich_shm_[0-9a-f]+_\d+", r"mpich_shar_tmp\w{6}", r"ucx_shm_posix_[0-9a-f]+"),
+    *(r"sm_segment\.[\w.-]+\.\d+\.[0-9a-f]+\.\d+", r"vader_segment\.[\w.-]+\.\d+\.[0-9a-f]+\.\d+"),
+    *(r"osc_(sm|rdma)\.[\w.-]+\.[0-9a-f]+\.\d+(\.\d+)?", r"open_mpi\.\d+"),
+)
+NAME = re.compile("|".join(NAMES))
+MPICH_BYTES, MPICH_RANK_BYTES = 4096, 1_057_344  # of its file on each host
+HEARD_S = 2.0
+YOUNG_S = 2.0  # while a file is made, there is a moment before the kernel counts its maker
+
+
+class Segment(NamedTuple):
+    """A file of an MPI, which a process has mapped.
+
+    Attributes:
+        path: Where it is.
+        inode: Its number, in the file system.
+    """
+
+    path: Path
+    inode: int
+
+
+_noted: set[Segment] = set()
+
+
+def mapped(pid: int | None = None, folder: Path = SHARED_MEMORY) -> set[Segment]:
+    """Return the segments that a process has mapped, by default this one."""
+    try:
+        lines = Path(f"/proc/{pid or 'self'}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    found = set()
+    for line in lines:
+        if f"{folder}/" in line:
+            *_, inode, name = line.split(None, 5)
+            path = Path(name.strip())
+            if path.parent == folder and NAME.fullmatch(path.name):
+                found.add(Segment(path, int(inode)))
+    return found
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Note that what this process maps in the block is its own job's: MPI starts, or allocates."""
+    before = mapped()
+    yield
+    _noted.update(mapped() - before)
+
+
+def remove_noted() -> None:
+    """Remove the segments of this job; ranks that have mapped them keep them until they end."""
+    remove(_noted)
+
+
+def remove(segments: Iterable[Segment]) -> None:
+    """Remove files of this user that are still the ones that were seen."""
+    for segment in segments:
+        found = _seen(segment.path)
+        if found is not None and found.st_ino == segment.inode:
+            _unlink(segment.path)
+
+
+def _unlink(path: Path) -> bool:
+    """Remove a file; returns whether that could be done. No job fails for it."""
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _seen(path: Path) -> os.stat_result | None:
+    """Return what is known of a file, if it is a plain one of this user."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else None
+
+
+def present(folder: Path = SHARED_MEMORY) -> set[Segment]:
+    """Return the segments of this user's jobs that are there."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return set()
+    seen = {folder / name: _seen(folder / name) for name in names if NAME.fullmatch(name)}
+    return {Segment(path, found.st_ino) for path, found in seen.items() if found is not None}
+
+
+def left_over(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
+    """Return the segments of this user that no process has any more, with their bytes.
+
+    A rank has its segments open or mapped for as long as it lives, and the kernel knows of all
+    who do, also of those in other containers.
+    """
+    found = {}
+    for path, _ in present(folder):
+        known = _seen(path)
+        if known is not None and time.time() - known.st_mtime > YOUNG_S and _is_unused(path):
+            found[path] = known.st_blocks * 512
+    return found
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether no process has a file open or mapped; False where the kernel does not say.
+
+    It grants a lease (fcntl(2)) only on a file that nobody else has open, and a mapping counts.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored; SIGIO would end this process
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)  # and the lease with it
+    return True
+
+
+def clean(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
+    """Remove what killed jobs of this user have left; returns what it was, with its bytes."""
+    return {path: size for path, size in left_over(folder).items() if _unlink(path)}
+
+
+def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
+    """Return why MPICH would die by SIGBUS as it starts, or None.
+
+    Args:
+        variables: The environment of a rank.
+        total: Bytes of the file system that holds shared memory.
+    """
+    # Open MPI does without it; what Intel MPI needs does not follow from the ranks alone.
+    others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
+    if "PMI_RANK" not in variables or any(name in variables for name in others):
+        return None
+    told = variables.get("MPI_LOCALNRANKS", "")
+    ranks = int(told) if told.isdigit() else 1
+    needed = MPICH_BYTES + ranks * MPICH_RANK_BYTES
+    if total >= needed:
+        return None
+    return UserError(
+        f"{SHARED_MEMORY} on {platform.node()} is of {total} bytes",
+        f"at least {needed} bytes for MPICH with {ranks} ranks there",
+        "enlarge it (docker: --shm-size), or use Open MPI, which does without",
+    )
+
+
+def require_room() -> None:
+    """End this process, and with it the job, with a message where MPICH could not start."""
+    if not SHARED_MEMORY.is_dir():
+        return
+    found = os.statvfs(SHARED_MEMORY)
+    error = lacking(os.environ, found.f_blocks * found.f_frsize)
+    if error is None:
+        return
+    if os.environ.get("MPI_LOCALRANKID", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(HEARD_S)  # the launcher ends them all with the first that leaves
+    sys.exit(2)
