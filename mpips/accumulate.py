@@ -67,6 +67,7 @@ class Accumulator:
                 keep = 1.0
             mean += weight * loss
             self.compute_s += time.perf_counter() - start
+            self._job.begun = True
         return mean
 
     def _make_room(self) -> None:

@@ -8,11 +8,12 @@ Where a server needs what a gradient was computed from (`mpips.staleness`), the 
 of push ``seq`` lies in shared memory beside the gradient, stays as long, and is sent behind it.
 
 With aggregation one worker of each node, the **carrier**, sends for all of them: it takes the
-mean of the gradients that its node has announced, at most one a worker, in one pass over where
-they lie, and frees their buffers at once. It waits for a gradient of every worker; while nothing
-is on its way, for no longer than the last message took. So a link that is not the bottleneck
-delays nobody by much, and one that is carries each node's gradients as one. All far servers get
-the same pushes in the same message, and apply the mean at as many times the rate.
+mean of the gradients that its node has announced (their sum where a packer keeps a state, and then
+makes the mean), at most one a worker, in one pass over where they lie, and frees their buffers at
+once. It waits for a gradient of every worker; while nothing is on its way, for no longer than the
+last message took. So a link that is not the bottleneck delays nobody by much, and one that is
+carries each node's gradients as one. All far servers get the same pushes in the same message, and
+apply the mean at as many times the rate.
 
 A body may be packed: see `mpips.wire`.
 """
@@ -361,15 +362,15 @@ class Carrier(Outbox):
         return [(m, seq) for m, seq in following if observe(m.words, PUSHED) >= seq]
 
     def _carry(self, slot: int, ready: Sequence[tuple[Announced, int]]) -> None:
-        rows = addresses_of(m.grads[seq % BUFFERS] for m, seq in ready)
-        weights = np.full(len(ready), 1 / len(ready))
+        rows, count = addresses_of(m.grads[seq % BUFFERS] for m, seq in ready), len(ready)
         parts = []
         self.messages += 1
         both = zip(self._bodies[slot], self.packers, strict=True)
         for (server, rank, shard), (body, packer) in zip(self._far, both, strict=True):
+            weights = np.full(count, 1.0 if packer.sums else 1 / count)
             sum_rows(rows, weights, shard.range.start, body)
             headers = np.stack([member.header(seq, server) for member, seq in ready])
-            parts.append((rank, headers, packer.pack(body, self.messages, slot)))
+            parts.append((rank, headers, packer.pack(body, self.messages, slot, count)))
         self.packed += 1
         self.pushes += len(ready)
         self._messages[slot].send(self.messages, parts)

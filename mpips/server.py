@@ -29,7 +29,7 @@ from mpips.kernels import observe
 from mpips.ledger import HandOut
 from mpips.metrics import Log
 from mpips.push import Push
-from mpips.saver import Committer, Saver
+from mpips.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer, Saver
 from mpips.store import Server
 from mpips.worker_state import Holding
 
@@ -165,6 +165,7 @@ class AsyncServer:
         push = self._take()
         if push is not None:
             self.store.apply(push)
+            self._job.begun = True
             if self.chief:
                 for part in push:
                     self.chief.applied(part)
@@ -256,9 +257,11 @@ class Chief:
         self._cutting = False
         self._stop: str | None = None
         self._ended = False
+        self._tries = 0  # to write the last checkpoint
         committer.saved_step = job.base_step if job.resumed else None
-        self.samples = self._saved_samples = job.base_samples
+        self.samples = self._saved_samples = self._cut_samples = job.base_samples
         self.diverged: str | None = None
+        self.unsaved = ""
 
     @property
     def step(self) -> int:
@@ -309,7 +312,7 @@ class Chief:
         """Get on with everything. Blocks: no."""
         self._granter.serve()
         if self._committer.poll():
-            self._log.event("checkpoint", self._committer.saved_step)
+            self._saved_samples = self._cut_samples
         if self._committer.refused:
             self._refuse()
         if self._log.due():
@@ -329,6 +332,8 @@ class Chief:
 
     def _due(self) -> bool:
         seconds, steps = self._job.config.checkpoint_period
+        if self._committer.failed_for(RETRY_S):
+            return True
         if seconds is not None and time.perf_counter() - self._last_s >= seconds:
             return self.step > self._last_step
         return steps is not None and self.step - self._last_step >= steps
@@ -345,17 +350,23 @@ class Chief:
     def cut_reached(self, step: int) -> None:
         """Open the checkpoint of `step`: this server has just reached the cut."""
         self._cutting = False
-        self._last_step, self._saved_samples = step, self.samples
+        self._last_step, self._cut_samples = step, self.samples
         own = self._holding.numbers if self._holding else []
         state = self._job.state(step, self._handout.state(), self.samples)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
 
     def _end(self) -> None:
         """Save the final state if that is not done, then end the run."""
-        saved = self._committer.saved_step == self.step and self._saved_samples == self.samples
+        saved = self._saved_samples == self.samples and self._committer.has_saved(self.step)
         if self.diverged is None and not saved:  # what was dropped makes no step, but is handled
-            self._begin_cut()
-            return
+            failed = bool(self._committer.failure)
+            if failed and not self._committer.failed_for(LAST_PAUSE_S):
+                return
+            if self._tries < LAST_TRIES:
+                self._tries += 1
+                self._begin_cut()
+                return
+            self.unsaved = f"{self._committer.failure}; {self._committer.kept}"
         self._ended = True
         reason = self._stop or ("steps" if self._job.config.steps else "epochs")
         if self.diverged is not None:

@@ -160,6 +160,9 @@ class Packer:
     Attributes:
         shard: The server's shard.
         state: What the codec keeps, by name, each of shape (shard.size,).
+        sums: Whether it takes the sum of several gradients, else their mean. A mean is applied
+            at as many times the rate as there are gradients in it, so what is kept of one that
+            goes with another number of them would be applied at the wrong rate.
     """
 
     def __init__(
@@ -178,23 +181,25 @@ class Packer:
             self._messages = [buffer_for(nbytes) for _ in range(buffers)]
             fresh = self._codec.fresh_state(shard.size, dtype)
             self.state = dict(zip(self._codec.state, fresh, strict=True))
+        self.sums = bool(self.state)
 
-    def pack(self, grad: np.ndarray, number: int, slot: int) -> list[np.ndarray]:
+    def pack(self, grad: np.ndarray, number: int, slot: int, count: int = 1) -> list[np.ndarray]:
         """Return what to send for `grad`, shape (shard.size,), as pieces of one transfer each.
 
         The number of pieces does not depend on the gradient. They are `grad` itself where there
         is nothing to pack, and else a message that is kept until `slot` is used again.
 
         Args:
-            grad: The gradient, or the mean of several.
+            grad: The gradient, or what `sums` says of several; what arrives is their mean.
             number: Of the message, 1 for the first of this job.
             slot: Which of the `buffers` to use.
+            count: Gradients in it.
         """
         if self._codec is None:
             return transfer_pieces(grad)
         message = self._messages[slot]
         p = self._packing
-        origin = Origin(p.seed, self._source, p.before + number, self.shard.begin)
+        origin = Origin(p.seed, self._source, p.before + number, self.shard.begin, count)
         used = self._codec.encode(grad, message, tuple(self.state.values()), origin)
         pieces, at = [], 0
         for piece in transfer_pieces(message):

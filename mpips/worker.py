@@ -1,5 +1,6 @@
 """The loop of an asynchronous worker: take a batch, pull, compute, push."""
 
+import contextlib
 import itertools
 import math
 import time
@@ -24,7 +25,7 @@ from mpips.kernels import scale, sum_squares
 from mpips.ledger import Range
 from mpips.optim import clip_factor
 from mpips.store import Puller
-from mpips.worker_state import Keeper, keeper_of
+from mpips.worker_state import SUMS, Keeper, keeper_of
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
 
@@ -95,7 +96,7 @@ class AsyncWorker:
 
     def _numbers(self) -> tuple[int, dict[str, int]]:
         """Return the number of pushes, and the numbers that go with its own state."""
-        return self._sender.seq, {"packed": self._sender.packed}
+        return self._sender.seq, {"packed": self._sender.packed, SUMS: 1}
 
     def work(self) -> str:
         """Step until there is nothing to do; returns why the run ended.
@@ -104,7 +105,10 @@ class AsyncWorker:
             UserError: If a batch cannot be read.
         """
         self._feed.open()
-        with make_loader(self._job) as loader:
+        with contextlib.ExitStack() as over:
+            loader = over.enter_context(make_loader(self._job))
+            if self._background is not None:
+                over.callback(self._background.end)
             while self._has_batch(loader):
                 batch = self._queue.popleft()
                 bounded = self._puller.gate is not None

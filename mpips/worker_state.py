@@ -30,8 +30,9 @@ until then it begins no step.
 A resumed run continues the state if it has as many workers, and, for residuals, servers and nodes
 where they were. Else the workers share out the sum of the residuals: each of those who pack for a
 shard takes an equal part, so that nothing is lost of what was to be sent there (the rules that
-residuals go with are linear). Means of nodes (``--node-aggregation``) have no such sum: there they
-begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
+residuals go with are linear). Those of a carrier are of sums of gradients, like any other; a
+checkpoint without the mark of that, ``sums``, has them of means over numbers that nobody knows, and
+they begin at zero. Replicas begin at the centre, as in Zhang et al., NeurIPS 2015, algorithm 1.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,10 +42,12 @@ from mpips.checkpoint import Checkpoint, Pieces
 from mpips.cluster import Cluster
 from mpips.job import Job
 from mpips.jobfile import from_toml
+from mpips.outbox import carriers
 from mpips.saver import WorkerSaver
 from mpips.wire import kept, unpacked
 
 REPLICA = "replica"
+SUMS = "sums"  # among the numbers of a worker whose residuals are of sums of gradients
 
 
 def replica_names(job: Job) -> tuple[str, ...]:
@@ -69,15 +72,18 @@ def _saved(job: Job) -> list[dict[str, int]]:
 def _change(job: Job, saved: Sequence[object]) -> str:
     """Return what keeps each worker from going on with what it saved, or an empty text."""
     before, now = len(saved), len(job.cluster.roles.workers)
+    if _of_means(job):
+        return "those saved are of means"
     if before != now:
         return f"saved by {before} workers, now {now}"
     if job.config.mode == "easgd":
         return ""
     old = _checkpoint(job).state["world"]
+    aggregated = from_toml(_checkpoint(job).config).node_aggregation
     for what, a, b in (
         ("servers are ranks", old["servers"], list(job.cluster.roles.servers)),
         ("nodes of the ranks are", old["node_of"], list(job.cluster.node_of)),
-        ("node_aggregation is", _aggregated(job), job.config.node_aggregation),
+        ("node_aggregation is", aggregated, job.config.node_aggregation),
     ):
         if a != b:
             return f"{what} {b}, were {a}"
@@ -89,9 +95,11 @@ def _checkpoint(job: Job) -> Checkpoint:
     return job.checkpoint
 
 
-def _aggregated(job: Job) -> bool:
-    """Whether the saved residuals are of means."""
-    return from_toml(_checkpoint(job).config).node_aggregation
+def _of_means(job: Job) -> bool:
+    """Whether the saved residuals are of means, over one does not know how many gradients."""
+    marked = any(SUMS in numbers for numbers in _saved(job))
+    residual = job.config.mode != "easgd"
+    return residual and not marked and from_toml(_checkpoint(job).config).node_aggregation
 
 
 def _read(job: Job, *, shared: bool) -> tuple[str, ...]:
@@ -99,7 +107,7 @@ def _read(job: Job, *, shared: bool) -> tuple[str, ...]:
     saved = _saved(job)
     if not saved or shared != bool(_change(job, saved)):
         return ()
-    if shared and (job.config.mode == "easgd" or job.config.node_aggregation or _aggregated(job)):
+    if shared and (job.config.mode == "easgd" or _of_means(job)):
         return ()
     return tuple(name for name in names(job) if name in _checkpoint(job).worker_names)
 
@@ -153,12 +161,13 @@ def _fill(job: Job, state: Mapping[str, Pieces]) -> None:
         for begin, view in state.get(name, ()):
             _checkpoint(job).read_worker(name, worker, view, begin)
     node_of = job.cluster.node_of
+    senders = carriers(job.cluster, job.config.node_aggregation)
     owners = zip(job.shards, job.cluster.roles.servers, strict=True)
     owner = {shard.begin: rank for shard, rank in owners if shard.size}
     for name in _read(job, shared=True):
         for begin, view in state.get(name, ()):
             node = node_of[owner[begin]]
-            packing = sum(node_of[rank] != node for rank in workers)
+            packing = len({senders[rank] for rank in workers if node_of[rank] != node})
             _checkpoint(job).read_workers_share(name, begin, view, packing)
 
 
@@ -219,11 +228,7 @@ class Keeper:
         return True
 
     def poll(self) -> None:
-        """Get on with writing. Blocks: no.
-
-        Raises:
-            UserError: If the file cannot be written.
-        """
+        """Get on with writing. Blocks: no."""
         self._saver.poll()
 
 

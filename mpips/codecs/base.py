@@ -30,12 +30,15 @@ class Origin:
         source: Number of the worker, or whatever else tells senders apart.
         number: Of the push, 1 for a worker's first.
         begin: Position of the first element in the flat vector.
+        count: Gradients whose sum is encoded, where the codec keeps a state; what is sent is
+            their mean, and the state is of sums, so that another count may follow.
     """
 
     seed: int = 0
     source: int = 0
     number: int = 1
     begin: int = 0
+    count: int = 1
 
     @property
     def key(self) -> np.uint64:

@@ -42,7 +42,7 @@ class OneBit(Codec):
         """See `Codec.encode`."""
         self._check(out, grad, *state)
         means, signs = self._parts(out, grad)
-        pack(grad, state[0], means, signs)
+        pack(grad, state[0], means, signs, origin.count)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
@@ -62,9 +62,12 @@ def _mean(shares: float, count: int, largest: float) -> float:
 
 
 @kernel()
-def pack(grad: np.ndarray, residual: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
-    """Write means and signs, bucket by bucket; a bucket stays in the first-level cache."""
+def pack(
+    grad: np.ndarray, residual: np.ndarray, means: np.ndarray, signs: np.ndarray, count: int
+) -> None:
+    """Write means over `count` and signs, bucket by bucket; a bucket stays in the L1 cache."""
     real, part, largest = grad.dtype.type, 1.0 / BUCKET, np.finfo(grad.dtype).max
+    over = real(count)
     for b in range(means.size // 2):
         block = grad[b * BUCKET : (b + 1) * BUCKET]
         rest = residual[b * BUCKET : (b + 1) * BUCKET]
@@ -78,7 +81,7 @@ def pack(grad: np.ndarray, residual: np.ndarray, means: np.ndarray, signs: np.nd
             positive += v >= 0
         above = real(_mean(above, positive, largest))
         below = real(_mean(below, block.size - positive, largest))
-        means[2 * b], means[2 * b + 1] = above, below
+        means[2 * b], means[2 * b + 1] = above / over, below / over
         bits = signs[b * (BUCKET // 8) : (b + 1) * (BUCKET // 8)]
         for j in range(bits.size):
             byte = np.int64(0)

@@ -24,12 +24,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.codecs.base import RAW_BYTES
 from mpips.kernels import kernel
 from mpips.layout import Layout, Shard
+
+if TYPE_CHECKING:  # where a loop is compiled, this is among its names
+    from mpips.kernels.compiler import scratch
 
 _BLOCK = 1024  # elements of a row that stay in the first-level cache over the columns of P^
 _LANES = 8
@@ -144,7 +148,8 @@ def cut_rows(m: int, parts: Iterable[int], count: int) -> list[tuple[int, int]]:
 
 @kernel()
 def _dot(x: np.ndarray, y: np.ndarray) -> float:
-    lanes = np.zeros(_LANES)
+    lanes = scratch(_LANES)
+    lanes[:] = 0
     whole = x.size - x.size % _LANES
     for at in range(0, whole, _LANES):
         a, b = x[at : at + _LANES], y[at : at + _LANES]

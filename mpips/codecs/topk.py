@@ -71,10 +71,11 @@ class TopK(Codec):
             count_first(bits, mask, shift, counts)
         else:
             add_and_count(grad, state[0], bits, mask, shift, counts)
-        above, ties = threshold(bits, mask, shift, counts, k)
+        threshold(bits, mask, shift, counts, k)
+        above, ties = int(counts[0]), int(counts[1])
         head, values, places = self._parts(out, k, grad.dtype)
         head[0] = k
-        take(state[0], state[-1], bits, mask, above, ties, values, places)
+        take(state[0], state[-1], bits, mask, above, ties, values, places, origin.count)
         return self._used(k, grad.dtype)
 
     def _parts(self, message: np.ndarray, k: int, dtype: np.typing.DTypeLike) -> list[np.ndarray]:
@@ -127,10 +128,11 @@ def add_and_count(
 
 
 @kernel()
-def threshold(
-    bits: np.ndarray, mask: int, shift: int, counts: np.ndarray, k: int
-) -> tuple[int, int]:
+def threshold(bits: np.ndarray, mask: int, shift: int, counts: np.ndarray, k: int) -> None:
     """Find the k largest magnitudes, digit by digit from the highest: O(n), whatever they are.
+
+    The magnitudes greater than the first element of `counts` afterwards, and as many equal to it as
+    the second one says, are k.
 
     Args:
         bits: The values as integers; their magnitudes have the same order.
@@ -138,9 +140,6 @@ def threshold(
         shift: Bits below the highest digit.
         counts: Of the highest digit; overwritten.
         k: At most the number of values.
-
-    Returns:
-        ``(above, ties)``: the magnitudes greater than `above`, and `ties` equal to it, are k.
     """
     prefix, left, width = 0, k, _DIGIT
     while True:
@@ -150,9 +149,11 @@ def threshold(
             digit -= 1
         prefix = prefix << width | digit
         if counts[digit] == left:
-            return (prefix << shift) - 1, 0
+            counts[0], counts[1] = (prefix << shift) - 1, 0
+            return
         if shift == 0:
-            return prefix, left
+            counts[0], counts[1] = prefix, left
+            return
         width = min(_DIGIT, shift)
         shift -= width
         counts[:] = 0
@@ -172,15 +173,16 @@ def take(
     ties: int,
     values: np.ndarray,
     places: np.ndarray,
+    count: int,
 ) -> None:
-    """Move what `threshold` found to the message, and clear it in both vectors."""
-    at = 0
+    """Move what `threshold` found, over `count`, to the message; clear it in both vectors."""
+    at, over = 0, residual.dtype.type(count)
     for i in range(residual.size):
         size = np.int64(bits[i]) & mask
         if size < above or (size == above and ties == 0):
             continue
         ties -= size == above
-        values[at], places[at] = residual[i], i
+        values[at], places[at] = residual[i] / over, i
         residual[i] = other[i] = 0
         at += 1
 

@@ -167,7 +167,7 @@ def whole(rig: Rig) -> dict[str, np.ndarray]:
 
 @pytest.mark.world(min_nodes=2)
 @pytest.mark.parametrize("name", ["onebit", "topk"])
-def test_carried_means_and_their_residuals_lose_nothing(cluster: Cluster, name: str) -> None:
+def test_carried_sums_and_their_residuals_lose_nothing(cluster: Cluster, name: str) -> None:
     """What came from a node, and what its sender kept, is all that was pushed there."""
     rig = Rig(cluster, N, 1, codec=make_codec(name), aggregate=True)
     kept: dict[int, np.ndarray] = {}
@@ -181,8 +181,8 @@ def test_carried_means_and_their_residuals_lose_nothing(cluster: Cluster, name: 
 
         def note(push: Push) -> None:
             nonlocal messages
-            mean = sum(gradient(part.worker, part.seq) for part in push) / push.count
-            lost[cluster.node_of[rig.roles.workers[push.worker]]] += mean - push.grad
+            total = sum(gradient(part.worker, part.seq) for part in push)
+            lost[cluster.node_of[rig.roles.workers[push.worker]]] += total - push.count * push.grad
             messages += 1
             rig.server.apply(push)
 
@@ -245,8 +245,10 @@ def test_a_carrier_keeps_for_a_cut_what_its_node_has_left_by_then(
             if len(before) > 1:
                 wrong.append([(part.worker, part.seq) for part in push])
             if before == {True}:
-                mean = sum(gradient(part.worker, part.seq) for part in push) / push.count
-                lost[cluster.node_of[rig.roles.workers[push.worker]]] += mean - push.grad
+                total = sum(gradient(part.worker, part.seq) for part in push)
+                lost[cluster.node_of[rig.roles.workers[push.worker]]] += (
+                    total - push.count * push.grad
+                )
             rig.server.apply(push)
 
         rig.serve(note)

@@ -1,0 +1,99 @@
+"""A carrier by itself: its messages hold the pushes of a number of workers that varies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips import outbox
+from mpips.channel import BUFFERS
+from mpips.codecs import make_codec
+from mpips.codecs.topk import TopK
+from mpips.kernels import observe, publish
+from mpips.layout import Shard
+from mpips.optim import Sgd
+from mpips.outbox import PUSHED, Announced, Carrier
+from mpips.push import HEADER_WORDS, Push, pack
+from mpips.wire import Packer, Packing, Unpacker
+
+N, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
+SHARD = Shard(100, N)
+
+
+class Line:
+    """What a carrier sends, in the order in which it does."""
+
+    def __init__(self) -> None:
+        self.sent: list[np.ndarray] = []
+        self.comm = self.bodies = self
+
+    def Isend(self, array: np.ndarray, rank: int, tag: int) -> None:
+        self.sent.append(array.copy())
+
+    Issend = Isend
+
+
+def member(worker: int) -> Announced:
+    shapes = (8,), (BUFFERS, HEADER_WORDS), (BUFFERS, 1)
+    words, headers, versions = (np.zeros(shape, "i8") for shape in shapes)
+    return Announced(worker, words, headers, versions, np.zeros((BUFFERS, N)))
+
+
+def announce(worker: Announced, grad: np.ndarray) -> None:
+    seq = observe(worker.words, PUSHED) + 1
+    worker.grads[seq % BUFFERS] = grad
+    pack(worker.headers[seq % BUFFERS], worker.worker, seq, (0, seq, seq + 1), 1, 0.5, seq)
+    publish(worker.words, PUSHED, seq)
+
+
+def arrives(carrier: Carrier, line: Line, unpacker: Unpacker) -> Push:
+    """Return the next message as the server takes it."""
+    before = carrier.messages
+    while carrier.messages == before:
+        carrier.send(0)
+    headers, message = line.sent
+    line.sent.clear()
+    place = unpacker.place()
+    place[: message.size] = message
+    return Push.unpack_all(headers, unpacker.unpack(place))
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "topk", "dgc", "onebit"])
+def test_nothing_is_lost_where_messages_hold_one_push_or_many(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, at as many times the rate as there are pushes, and residuals are all of them."""
+    monkeypatch.setattr(outbox, "all_done", lambda requests: True)
+    codec = TopK(0.05, 0.5) if name == "dgc" else make_codec(name)
+    line, rng, rule = Line(), np.random.default_rng(0), Sgd()
+    members = [member(k) for k in range(WORKERS)]
+    cluster: Any = SimpleNamespace(comm=line, bodies=line)
+    args = [(0, 0, SHARD)], np.zeros(WORKERS, "i8"), members[-1], members
+    carrier, unpacker = Carrier(cluster, *args, Packing(codec)), Unpacker(codec, SHARD.size, "f8")
+    alone, its = (
+        Packer(Packing(codec), SHARD, "f8", WORKERS - 1, 1),
+        Unpacker(codec, SHARD.size, "f8"),
+    )
+    params, sums, expected, counts = *np.zeros((3, SHARD.size)), set()
+    for number in range(1, MESSAGES + 1):
+        grads = rng.integers(-8, 9, (rng.integers(1, WORKERS + 1), N)).astype("f8")
+        for worker, grad in zip(rng.permutation(WORKERS), grads, strict=False):
+            announce(members[worker], grad)
+        push = arrives(carrier, line, unpacker)
+        rule.apply(params, push.grad, (), number, -1.0 * push.count)
+        counts.add(push.count)
+        total = grads.sum(axis=0)[SHARD.range]
+        sums += total
+        message = its.place()
+        (sent,) = alone.pack(total, number, 0)
+        message[: sent.size] = sent
+        expected += its.unpack(message)
+    assert counts == set(range(1, WORKERS + 1))
+    bound = 1.0 if name == "fp16" else 1e-9
+    np.testing.assert_allclose(params, expected, rtol=0, atol=bound)
+    kept = carrier.state["residual"][0][1] if carrier.state else 0
+    if name == "topk":
+        np.testing.assert_array_equal(params + kept, sums)
+    elif name != "dgc":  # where momentum makes more of a gradient
+        np.testing.assert_allclose(params + kept, sums, rtol=0, atol=bound)
