@@ -3,30 +3,39 @@
 Nothing here knows MPI: rank 0 looks at the files and tells the others.
 """
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import os
 import re
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mpips.checkpoint import list_checkpoints, newest_whole
-from mpips.checkpoint.files import INDEX
+from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.checkpoint.files import INDEX, folder_step
+from mpips.checkpoint.index import read_index
 from mpips.command_line import CommandLine
 from mpips.config import OPTIONS, Config
 from mpips.errors import UserError
-from mpips.jobfile import read_toml, resolve, to_toml
-from mpips.validation import check_resume
+from mpips.jobfile import from_toml, read_toml, resolve, to_toml
+from mpips.options import shown
+from mpips.validation import check_resume, check_saved, differences
 
 CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("config.toml", "metrics.jsonl", "checkpoints"),
     *("summary.json", "DONE"),
 )
 LOCK = ".lock"
+LATER = ("train", "eval")  # lines of METRICS that a job writes when it has trained
+REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
+}
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
@@ -56,6 +65,52 @@ class Run:
     notes: list[str]
 
 
+class Place:
+    """A run's folder, held open by the chief: renamed it is found, removed it is missed.
+
+    Attributes:
+        moved: What became of it while the job ran, or empty.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.moved = ""
+        self._hold(out)
+
+    def _hold(self, out: Path) -> None:
+        self._out, self._handle = out, os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Let the folder go."""
+        os.close(self._handle)
+
+    def where(self) -> Path | None:
+        """Return where the folder is now, or None if it is removed."""
+        for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._handle}"))):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(path.stat(), os.fstat(self._handle)):
+                    if path != self._out:
+                        self.moved = f"{self._out} was renamed to {path} while the job ran"
+                        self._out = path
+                    return path
+        return None
+
+    def make_anew(self) -> Path:
+        """Make a folder in place of one that was removed: a checkpoint in it can be resumed.
+
+        Raises:
+            OSError: If it cannot be made, or there is something in its place but an empty folder.
+            UserError: If another job is in it.
+        """
+        self._out.mkdir(parents=True, exist_ok=True)
+        if any(path.name != LOCK for path in self._out.iterdir()):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._out))
+        _claim(self._out)
+        self.close()
+        self._hold(self._out)
+        self.moved = f"{self._out} was removed while the job ran"
+        return self._out
+
+
 def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
     """Resolve a command line: with its job file and, on resume, with the saved run.
 
@@ -68,12 +123,49 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
     given = read_toml(line.job) if line.job else {}
     wanted = {**given, **line.options}
     out = _run_folder(wanted)
-    if not wanted.get("resume") or not _is_file(out / CONFIG):
+    saved = _saved_values(out) if wanted.get("resume") else None
+    if saved is None:
         return resolve(line.options, given), out, False
-    saved = read_toml(out / CONFIG)
     config = resolve(line.options, given, saved)
-    check_resume(resolve({}, saved=saved), config, out)
+    try:
+        check_resume(resolve({}, saved=saved), config, out)
+    except UserError:
+        if wanted["resume"] == "auto" and not _has_begun(out):  # it ended in its first batch
+            return resolve(line.options, given), out, False
+        raise
     return config, out, True
+
+
+def _saved_values(out: Path) -> dict[str, Any] | None:
+    """Return the configuration of the run in a folder, or None where there is no run.
+
+    It stands in ``config.toml``. Every checkpoint has a copy under its sum, which is taken where
+    the file is missing, and which the file must be like in what the arrays and the order need.
+
+    Raises:
+        UserError: If the file cannot be read, or is another than the copy in one of these.
+    """
+    there = _is_file(out / CONFIG)
+    sealed = _newest_sealed(out)
+    if not there or sealed is None:
+        values = dataclasses.asdict(from_toml(sealed)) if sealed is not None else None
+        return read_toml(out / CONFIG) if there else values
+    remedy = f"or remove {out / CONFIG}: the checkpoints have a copy"
+    try:
+        values = read_toml(out / CONFIG)
+    except UserError as problem:
+        got, _, expected = str(problem).partition(", expected ")
+        raise UserError(got, expected, remedy) from None
+    check_saved(resolve({}, saved=values), from_toml(sealed), out / CONFIG, remedy)
+    return values
+
+
+def _newest_sealed(out: Path) -> str | None:
+    """Return the copy of the configuration in the newest index of a run that is sound."""
+    for folder in reversed(list_checkpoints(out)):
+        with contextlib.suppress(UserError):
+            return read_index(folder).config
+    return None
 
 
 def find_run(line: CommandLine) -> Run:
@@ -86,16 +178,18 @@ def find_run(line: CommandLine) -> Run:
     config, out, exists = find_config(line)
     if exists and not config.eval_only:
         _claim(out)
-    if exists and (config.resume != "auto" or _was_saved(out)):
-        return _continue(config, out)
+    if exists and (config.resume != "auto" or _has_begun(out)):
+        given = {**(read_toml(line.job) if line.job else {}), **line.options}
+        return _continue(config, out, given)
     if config.resume == "yes":
         raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
     checkpoint, notes = _start_checkpoint(config)
     if config.eval_only and checkpoint is None:
         raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
     if not config.eval_only:
-        out = _make(out, named=bool(config.out), used=exists)
-        if not exists:
+        used = exists or _take_over(out)
+        out = _make(out, named=bool(config.out), used=used)
+        if not used:
             _claim(out)
     return Run(config, out, checkpoint, False, notes)
 
@@ -106,7 +200,10 @@ def _claim(out: Path) -> None:
     Raises:
         UserError: If another job is in it.
     """
-    lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
+    try:
+        lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
+    except OSError as problem:
+        raise _unwritable(out, problem) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -173,13 +270,17 @@ def _run_folder(wanted: Mapping[str, Any]) -> Path:
 def _newest(asked: Mapping[str, Any], name: str) -> Path | None:
     """Return the newest run under ``runs/``, of the mode and problem that were asked for."""
     found: list[tuple[str, int, Path]] = []
-    for path in Path(RUNS).glob(f"*/{CONFIG}"):
-        match = DEFAULT_NAME.fullmatch(path.parent.name)
+    for path in Path(RUNS).glob("*"):
+        match = DEFAULT_NAME.fullmatch(path.name)
         if match is None or (asked["problem"] and match["problem"] != name):
             continue
-        if not asked["mode"] or match["mode"] == asked["mode"]:
-            found.append((match["time"], int(match["number"] or 1), path.parent))
+        if (not asked["mode"] or match["mode"] == asked["mode"]) and _holds_run(path):
+            found.append((match["time"], int(match["number"] or 1), path))
     return max(found)[2] if found else None
+
+
+def _holds_run(out: Path) -> bool:
+    return (out / CONFIG).exists() or _was_saved(out)
 
 
 def _is_file(path: Path) -> bool:
@@ -190,7 +291,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _unwritable(out: Path, problem: OSError) -> UserError:
-    remedy = "give another --out, or free some space"
+    remedy = REMEDIES.get(problem.errno or 0, "give another --out")
     return UserError(f"--out {out}: {problem.strerror}", "a folder that can be written", remedy)
 
 
@@ -207,6 +308,8 @@ def _make(out: Path, named: bool, used: bool) -> Path:
             out = _fresh(out)
         if out.exists() and not used and not _is_unused(out):
             raise _taken(out)
+        if (out / CHECKPOINTS).exists():  # of what nothing came
+            shutil.rmtree(out / CHECKPOINTS)
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{CONFIG}.tmp").write_text("")
         (out / f"{CONFIG}.tmp").unlink()
@@ -219,10 +322,35 @@ def _taken(out: Path) -> UserError:
     got, remedy = f"--out {out} is a file", "choose another --out"
     if out.is_dir():
         got = f"--out {out} is not empty, and holds no run"
-    if (out / CONFIG).exists():
+    if _holds_run(out):
         got = f"--out {out} holds a run"
         remedy = f"go on with it by --resume, remove it, or {remedy}"
     return UserError(got, "a new or empty folder", remedy)
+
+
+def _take_over(out: Path) -> bool:
+    """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
+    left = {CONFIG, f"{CONFIG}.tmp", METRICS, CHECKPOINTS, LOCK}
+    if not _is_file(out / CONFIG):
+        return False
+    try:
+        if {path.name for path in out.iterdir()} - left or _has_begun(out):
+            return False
+        _claim(out)
+        for name in (CONFIG, METRICS):
+            (out / name).unlink(missing_ok=True)
+    except OSError as problem:
+        raise _unwritable(out, problem) from None
+    return True
+
+
+def _has_begun(out: Path) -> bool:
+    """Whether a run has trained, and was saved; what ends in its first batch has not."""
+    if not _was_saved(out):
+        return False
+    lines = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
+    later = any(f'"kind": "{kind}"' in lines for kind in LATER)
+    return later or any(folder_step(folder) for folder in list_checkpoints(out))
 
 
 def _is_unused(out: Path) -> bool:
@@ -247,13 +375,33 @@ def _was_saved(out: Path) -> bool:
     return any((folder / INDEX).exists() for folder in list_checkpoints(out))
 
 
-def _continue(config: Config, out: Path) -> Run:
+def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
     found, complaints = newest_whole(out)
     if found is None:
         what = "; ".join(complaints) or "none was saved"
         remedy = "remove the folder and start again"
         raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
-    return Run(config, out, found.path, True, _notes(complaints))
+    notes = _notes(complaints) + _edited(out, found, given)
+    return Run(config, out, found.path, True, notes)
+
+
+def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:
+    """Say where ``config.toml`` is not what the checkpoint has, beside what is `given` anew."""
+    if not _is_file(out / CONFIG):
+        return [f"{out / CONFIG} is missing: the copy in {found.path} is taken"]
+    before, now = from_toml(found.config), resolve({}, saved=read_toml(out / CONFIG))
+    changes = [
+        f"{name} {shown(old)} -> {shown(new)}"
+        for name, old, new in differences(before, now)
+        if name not in given and new != "auto"  # which the checkpoint has settled
+    ]
+    if not changes:
+        return []
+    how = "changed by hand, or by a start that saved nothing"
+    return [
+        f"{out / CONFIG} differs from the checkpoint of step {found.step} ({how}): "
+        f"{', '.join(changes)}; this holds from here on"
+    ]
 
 
 def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:

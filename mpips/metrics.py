@@ -1,8 +1,8 @@
 """What the user sees while a run goes on, and what it leaves: lines, JSONL and the summary.
 
 One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
-(``start``, ``train``, ``eval``, ``checkpoint``, ``stop``, ``end``), ``time_s`` since the start,
-``step`` (updates applied), and the fields of its kind.
+(``start``, ``train``, ``eval``, ``checkpoint``, ``warning``, ``stop``, ``end``), ``time_s``
+since the start, ``step`` (updates applied), and the fields of its kind.
 """
 
 import json
@@ -11,16 +11,20 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps, {elapsed}<{remaining}{postfix}"
+from mpips.terminal import Terminal, find_terminal
+
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
 LINE_MAX_S = 30.0
 LONG_LOSS = 1e5
 LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
+WARNINGS = 100  # that a summary holds, the last ones
 
 
 def peak_memory_mb() -> float:
@@ -37,6 +41,11 @@ class Log:
         total_steps: Updates in the whole run, for the bar; None if unknown.
         interval_s: Least seconds between progress lines; they grow rarer in a long run.
         quiet: Whether to print nothing.
+
+    Attributes:
+        warnings: What went wrong and did not end the run.
+
+    What cannot be written is kept, and written with a later line.
     """
 
     def __init__(
@@ -47,10 +56,14 @@ class Log:
         interval_s: float = 1.0,
         quiet: bool = False,
     ) -> None:
-        self._file = open(path, "a", buffering=1) if path else None  # noqa: SIM115  (closed by close)
+        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115  (closed by close)
+        self._unwritten, self._full, self._step = b"", False, 0
+        self.warnings: deque[str] = deque(maxlen=WARNINGS)
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
         self._total = total_steps
         self._bar: Any = None
+        self._found: tuple[Terminal | None, bool] | None = None
+        self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
         self._loss_sum, self._loss_samples = 0.0, 0
         self.last_loss = math.nan
@@ -66,8 +79,18 @@ class Log:
         """Close the file and the bar; may be called twice."""
         self._close_bar()
         if self._file is not None:
+            self._write()
             self._file.close()
             self._file = None
+        if self._found is not None and self._found[0] is not None:
+            self._found[0].close()
+        self._found = None
+
+    def reopen(self, path: Path) -> None:
+        """Go on in another file: the one before is gone."""
+        if self._file is not None:
+            self._file.close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -91,7 +114,33 @@ class Log:
                 "time_s": round(time.perf_counter() - self._start, 3),
                 "step": step,
             }
-            self._file.write(json.dumps(finite({**row, **fields})) + "\n")
+            self._step = self._step if step is None else step
+            self._unwritten += f"{json.dumps(finite({**row, **fields}))}\n".encode()
+            self._write()
+
+    def _write(self) -> None:
+        """Write what there is; where that fails, warn once, and go on later from there."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+            self._full = False
+        except OSError as problem:
+            if not self._full:
+                self._full = True
+                self.warn(f"{self._file.name} cannot be written: {problem.strerror}")
+
+    def warn(self, text: str) -> None:
+        """Tell of what went wrong and does not end the run; also where it is quiet."""
+        if self._file is not None:
+            self.note(text)
+            self._close_bar()
+            print(f"mpips: warning: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Keep a warning for ``metrics.jsonl`` and the summary, and do not print it."""
+        self.warnings.append(text)
+        self.event("warning", self._step, text=text)
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: ``step``, ``epoch``, ``loss`` and, where defined, ``accuracy``."""
@@ -112,38 +161,52 @@ class Log:
 
         With `force` if there is anything new, and with the speed of the whole run: the last line.
         """
-        if self._file is None or not self._loss_samples or not (force or self.due()):
+        new = bool(self._loss_samples) or self._is_outdated()
+        if self._file is None or not ((force and new) or self.due()):
             return
         then, before = self._begin if force else self._last
         now = time.perf_counter()
-        self._last = (now, samples)
-        if self._loss_samples:
-            self.last_loss = self._loss_sum / self._loss_samples
-        self._loss_sum, self._loss_samples = 0.0, 0
         rate = (samples - before) / max(now - then, 1e-9)
-        self.event(
-            "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,
-            samples_per_s=round(rate, 1),
-        )  # fmt: skip
+        if self._loss_samples:
+            self._last = (now, samples)
+            self.last_loss = self._loss_sum / self._loss_samples
+            self._loss_sum, self._loss_samples = 0.0, 0
+            self.event(
+                "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,
+                samples_per_s=round(rate, 1),
+            )  # fmt: skip
         if not self._quiet:
             self._show(step, epoch, rate)
+        if force:
+            self._close_bar()
+
+    def _is_outdated(self) -> bool:
+        """Whether the last line has another accuracy than the last evaluation."""
+        return self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
 
     def _show(self, step: int, epoch: float, rate: float) -> None:
         accuracy = self.last_eval.get("accuracy")
-        held_out = "" if accuracy is None else f"  accuracy {accuracy:.4f}"
+        self._shown = (accuracy,)
+        held_out = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
         loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
-        text = f"epoch {epoch:6.2f}  loss {loss}{held_out}  {rate:,.0f} samples/s"
-        if sys.stderr.isatty():
-            self._show_bar(step, text)
-        else:
+        words = [f"epoch {epoch:6.2f}", f"loss {loss}", *held_out, f"{rate:,.0f} samples/s"]
+        if self._found is None:
+            self._found = find_terminal()
+        terminal, lines = self._found
+        if terminal is not None:
+            self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
+        if lines:
             gone = time.perf_counter() - self._start
-            print(f"[{gone:7.1f} s] step {step:>8d}  {text}", flush=True)
+            print(f"[{gone:7.1f} s] step {step:>8d}  {'  '.join(words)}", flush=True)
 
-    def _show_bar(self, step: int, text: str) -> None:
+    def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, dynamic_ncols=True, bar_format=BAR)
+            tqdm.monitor_interval = 0  # no thread of its own: every line draws it
+            self._bar = tqdm(
+                total=self._total, initial=step, file=terminal, dynamic_ncols=True, bar_format=BAR
+            )
         self._bar.n = step
         self._bar.set_postfix_str(text)
 
@@ -194,8 +257,12 @@ def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dic
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(finite(value), indent=2) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(finite(value), indent=2) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def role_table(
@@ -211,8 +278,8 @@ def role_table(
 
 def human_bytes(size: float) -> str:
     """Return a size in words: 12.3 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if size < 999.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
-    return f"{size:.1f} TB"
+    return f"{size:.1f} EB"

@@ -6,27 +6,40 @@ to share the cut: `mpips.worker_state`). The chief makes the folder and tells wh
 of each writes the copy and the rank sends the chief its record; with the last record the chief
 commits. Such a rank is idle, or has copied and waits for the folder, or writes. One checkpoint is
 under way at a time. Whoever dies, a folder without an index is no checkpoint.
+
+Who cannot write says why in place of a record. With the last answer the chief removes what the
+others wrote and warns; training goes on, and a later cut is tried (`RETRY_S`).
 """
 
+import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from mpips import checkpoint
 from mpips.checkpoint import Pieces, ShardRecord
-from mpips.checkpoint.files import folder_step
+from mpips.checkpoint.files import INDEX, folder_step
 from mpips.cluster import Cluster
+from mpips.errors import UserError
+from mpips.folder import CHECKPOINTS, METRICS, Place
 from mpips.job import Job
 from mpips.jobfile import to_toml
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard
+from mpips.metrics import Log
 
 COPY_BYTES = 4 << 20
+RETRY_S = 60.0  # after a checkpoint that could not be written, where the period is longer
+LAST_TRIES, LAST_PAUSE_S = 3, 1.0  # to write the last one
+NOWHERE = ""  # in place of a folder that could not be made
+# What a rank says of its file: None if it refuses to write it, a text if it could not.
+Answer: TypeAlias = ShardRecord | str | None
 
 
 class Snapshots(ABC):
@@ -90,14 +103,12 @@ class Snapshots(ABC):
         self._folder = folder
 
     def poll(self) -> None:
-        """Get on with what is under way. Blocks: no.
-
-        Raises:
-            UserError: If the file cannot be written.
-        """
+        """Get on with what is under way. Blocks: no."""
         if self._writing is not None:
             if self._writing.done():
-                self._report(self._writing.result())
+                self._report(_answer(self._writing))
+        elif self._taken and self._folder == NOWHERE:
+            self._report("no folder")
         elif self._taken and self._folder is not None:
             step = folder_step(self._folder) if self._step is None else self._step
             assert step is not None, f"{self._folder} is no folder of a checkpoint"
@@ -106,11 +117,19 @@ class Snapshots(ABC):
     def _write(self, step: int, folder: str) -> None:
         self._writing = self._thread.submit(self._write_file, folder, step, self._copies)
 
-    def _report(self, record: ShardRecord | None) -> None:
+    def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
         self._taken = False
         self._copies = []  # given back: between checkpoints a server holds its state once
-        self._cluster.send(self._cluster.roles.chief, self.kind, record)
+        self._cluster.send(self._cluster.roles.chief, self.kind, answer)
+
+
+def _answer(writing: Future[ShardRecord | None]) -> Answer:
+    """Return what came of writing a file."""
+    try:
+        return writing.result()
+    except (UserError, OSError) as error:
+        return str(error)
 
 
 class Saver(Snapshots):
@@ -218,30 +237,38 @@ class Contents:
 
 
 class Committer:
-    """The chief's half: makes the folder, collects the records, commits.
+    """The chief's half: makes the folder, collects the records, commits, and tells the log.
 
     Attributes:
         saved_step: Step of the newest checkpoint committed, or None.
         refused: Whether a rank refused to save what is not finite.
+        failure: Why the last one could not be written; empty if it was.
     """
 
-    def __init__(self, cluster: Cluster, directory: Path, contents: Contents) -> None:
-        self._cluster, self._directory, self._contents = cluster, directory, contents
+    def __init__(self, cluster: Cluster, place: Place, contents: Contents, log: Log) -> None:
+        self._cluster, self._place, self._contents = cluster, place, contents
+        self._log = log
         self._step: int | None = None
-        self._folder = directory
+        self._folder: Path | None = None
         self._state: dict[str, Any] = {}
-        self._records: list[ShardRecord | None] = []
-        self._own: list[ShardRecord | None] = []
+        self._records: list[Answer] = []
+        self._own: list[Answer] = []
         self._keepers: tuple[int, ...] = ()  # those that write beside the owners
         self._committing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
+        self._failed_s = 0.0
         self.saved_step: int | None = None
         self.refused = False
+        self.failure = ""
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is under way anywhere."""
         return self._step is not None
+
+    def failed_for(self, seconds: float) -> bool:
+        """Whether the last one could not be written, and that is so many seconds ago."""
+        return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
 
     def open(self, step: int, state: dict[str, Any], own: bool = True) -> None:
         """Make the folder for `step` and tell who writes.
@@ -250,30 +277,43 @@ class Committer:
             step: Updates applied at the cut.
             state: Clocks, ledger and hand-out at the cut; what JSON can say.
             own: Whether those that have state of their own save it.
-
-        Raises:
-            UserError: If the folder cannot be made.
         """
         self._step, self._state, self._records, self._own = step, state, [], []
-        self._folder = checkpoint.begin_step(self._directory, step)
+        self._folder, self.failure = None, ""
+        try:
+            self._folder = checkpoint.begin_step(self._directory(), step)
+        except (UserError, OSError) as error:
+            self.failure = str(error)
         self._keepers = self._contents.keepers if own and self._contents.own else ()
+        place = NOWHERE if self._folder is None else str(self._folder)
         for rank in sorted({*self._cluster.roles.owners, *self._keepers}):
-            self._cluster.send(rank, "write", str(self._folder))
+            self._cluster.send(rank, "write", place)
 
-    def collect(self, record: ShardRecord | None) -> None:
-        """Take an owner's record; None if it refused."""
-        self._records.append(record)
+    def _directory(self) -> Path:
+        """Return where checkpoints go; a run's folder that was removed is made anew."""
+        before, out = self._place.moved, self._place.where()
+        if out is None:
+            self.saved_step = None
+            out = self._place.make_anew()
+            self._log.reopen(out / METRICS)
+        if self._place.moved != before:
+            self._log.warn(f"{self._place.moved}; checkpoints go to {out}")
+        return out / CHECKPOINTS
 
-    def collect_own(self, record: ShardRecord | None) -> None:
-        """Take a record of what is one rank's own; None if it refused."""
-        self._own.append(record)
+    def has_saved(self, step: int) -> bool:
+        """Whether the last checkpoint is that of `step`, and its folder is not removed."""
+        return self.saved_step == step and self._place.where() is not None
+
+    def collect(self, answer: Answer) -> None:
+        """Take an owner's answer."""
+        self._records.append(answer)
+
+    def collect_own(self, answer: Answer) -> None:
+        """Take the answer for what is one rank's own."""
+        self._own.append(answer)
 
     def poll(self) -> bool:
-        """Get on; returns whether a checkpoint was committed just now. Blocks: no.
-
-        Raises:
-            UserError: If the index cannot be written.
-        """
+        """Get on; returns whether a checkpoint was committed just now. Blocks: no."""
         if self._committing is None:
             complete = len(self._records) == len(self._cluster.roles.owners)
             complete = complete and len(self._own) == len(self._keepers)
@@ -282,20 +322,54 @@ class Committer:
             return False
         if not self._committing.done():
             return False
-        self._committing.result()
-        self.saved_step, self._step, self._committing = self._step, None, None
+        committing, self._committing = self._committing, None
+        try:
+            committing.result()
+        except UserError as error:
+            self._fail(str(error))
+            return False
+        except OSError as error:  # of an older one: the index is there
+            self._log.warn(f"an old checkpoint cannot be removed: {error}")
+        self.saved_step, self._step, self.failure = self._step, None, ""
+        self._log.event("checkpoint", self.saved_step)
         return True
 
     def _all_here(self, step: int) -> None:
-        records = [r for r in self._records if r is not None]
-        own = [r for r in self._own if r is not None]
-        if len(records) + len(own) < len(self._records) + len(self._own):
-            checkpoint.remove_checkpoint(self._folder)
+        answers = [*self._records, *self._own]
+        if None in answers:
+            self._discard()
             self.refused, self._step = True, None
             return
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            self._fail(self.failure or failures[0])
+            return
+        records = [r for r in self._records if isinstance(r, ShardRecord)]
+        own = [r for r in self._own if isinstance(r, ShardRecord)]
         c = self._contents
+        assert self._folder is not None, "its files are written"
         self._committing = self._thread.submit(
             checkpoint.commit, self._folder, step=step, layout=c.layout, dtype=c.dtype,
             shards=records, slots=c.slots, config=c.config, state=self._state, arrays={},
             keep=c.keep, workers=own, worker_names=c.own if own else (),
         )  # fmt: skip
+
+    def _fail(self, why: str) -> None:
+        """Give up the checkpoint under way, and warn."""
+        self._discard()
+        self._log.warn(f"no checkpoint of step {self._step}: {why}; {self.kept}")
+        self.failure, self._failed_s, self._step = why, time.perf_counter(), None
+
+    def _discard(self) -> None:
+        """Remove what was written, unless the index is there: then it is whole after all."""
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # what is left is no checkpoint, and goes later
+                if not (self._folder / INDEX).exists():
+                    checkpoint.remove_checkpoint(self._folder)
+
+    @property
+    def kept(self) -> str:
+        """Which checkpoint there is, in words."""
+        if self.saved_step is None:
+            return "none is saved"
+        return f"the newest whole checkpoint is that of step {self.saved_step}"

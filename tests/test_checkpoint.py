@@ -58,6 +58,7 @@ def save(
     """Write a checkpoint whose content follows from its step, and return its folder."""
     shards = changes.pop("shards", cut(layout.size, parts, np.dtype(dtype).itemsize))
     whole = [vector(layout.size, 10 * step + k, dtype) for k in range(1 + len(slots))]
+    directory.mkdir(parents=True, exist_ok=True)
     folder = begin_step(directory, step)
     records = []
     for owner, s in enumerate(shards):
@@ -481,6 +482,9 @@ def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     assert final.read_text() == "old"
     with pytest.raises(UserError, match="cannot make the checkpoint folder"):
         begin_step(final, 1)
+    with pytest.raises(UserError, match="No such file or directory"):
+        begin_step(tmp_path / "removed" / "checkpoints", 1)
+    assert not (tmp_path / "removed").exists()
 
 
 ROOT = Path(__file__).parent.parent

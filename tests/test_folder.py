@@ -1,15 +1,23 @@
 """The folder of a run belongs to one job at a time: `mpips.folder`."""
 
+import dataclasses
+import errno
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpips import folder
+from mpips.checkpoint import begin_step, commit, write_shard
+from mpips.checkpoint.files import step_folder
 from mpips.command_line import parse_command_line
 from mpips.config import Config
 from mpips.errors import UserError
-from mpips.jobfile import read_toml, resolve
+from mpips.jobfile import read_toml, resolve, to_toml
+from mpips.layout import Layout, Shard
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +54,216 @@ def test_epochs_on_resume_end_a_saved_number_of_steps() -> None:
     saved = {"steps": 10, "epochs": 40}
     assert resolve({"epochs": 3}, {}, saved).steps == 0
     assert resolve({}, {}, saved).steps == 10
-    assert resolve({"epochs": 3, "steps": 5}, {}, saved).steps == 5
+    assert resolve({"steps": 5}, {"epochs": 3}, saved).steps == 5
 
 
 def test_a_problem_file_without_a_class_is_told_how() -> None:
     with pytest.raises(UserError, match=r"name the class too: mine\.py:Class"):
         parse_command_line(["--problem", "mine.py"])
+
+
+def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
+    """Leave what a job leaves that has saved its start and then gone to `step`."""
+    folder.find_run(parse_command_line(["--out", str(out)]))
+    folder.release()
+    folder.save_config(out, Config(seed=3))
+    lines = "".join(f'{{"kind": "{kind}"}}\n' for kind in ("start", "checkpoint", *kinds))
+    (out / "metrics.jsonl").write_text(lines)
+    for k in {0, step}:
+        (step_folder(out / "checkpoints", k)).mkdir(parents=True)
+        (step_folder(out / "checkpoints", k) / "index.h5").touch()
+
+
+def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    unfinished(out, "stop")  # Open MPI ends the other ranks by SIGTERM
+    found = folder.find_run(parse_command_line(["--out", str(out), "--seed", "4"]))
+    assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
+    assert {path.name for path in out.iterdir()} == {".lock"}
+    folder.release()
+
+
+def test_resume_auto_begins_anew_what_ended_in_its_first_batch(tmp_path: Path) -> None:
+    auto = ["--out", str(tmp_path / "run"), "--resume", "auto"]
+    unfinished(tmp_path / "run")
+    found = folder.find_run(parse_command_line(auto))
+    assert (found.config.seed, found.checkpoint, found.resumed) == (3, None, False)
+    folder.release()
+    found = folder.find_run(parse_command_line([*auto, "--seed", "4"]))  # the corrected command
+    assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
+
+
+@pytest.mark.parametrize(("kinds", "step"), [(("train",), 0), (("eval",), 0), ((), 7)])
+def test_what_has_trained_stays(tmp_path: Path, kinds: tuple[str, ...], step: int) -> None:
+    out = tmp_path / "run"
+    unfinished(out, *kinds, step=step)
+    before = sorted(out.rglob("*"))
+    with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
+        folder.find_run(parse_command_line(["--out", str(out)]))
+    with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
+        folder.find_run(parse_command_line(["--out", str(out), "--resume", "auto", "--seed", "4"]))
+    assert sorted(out.rglob("*")) == before
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    unfinished(out)
+    (out / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="holds a run"):
+        folder.find_run(parse_command_line(["--out", str(out)]))
+    assert (out / "thesis.txt").exists()
+
+
+def test_a_first_batch_under_way_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    unfinished(out)
+    with open(out / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use by a running job"):
+            folder.find_run(parse_command_line(["--out", str(out)]))
+    assert (out / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "Permission denied, .*; give another --out, or the right to write there"),
+        (errno.EROFS, "Read-only file system, .*; give another --out$"),
+        (errno.ENOSPC, "No space left on device, .*; free some space, or give another --out"),
+    ],
+)
+def test_a_folder_that_cannot_be_made(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(UserError, match=remedy):
+        folder.find_run(parse_command_line(["--out", str(tmp_path / "run")]))
+
+
+def test_a_folder_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished(tmp_path, "train")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr(folder, "find_config", lambda line: (Config(resume="yes"), tmp_path, True))
+    with pytest.raises(UserError, match=r"Permission denied, .* the right to write there"):
+        folder.find_run(parse_command_line(["--out", str(tmp_path), "--resume"]))
+
+
+def saved_run(out: Path, config: Config, step: int = 7) -> None:
+    """Make a run's folder with its configuration and one checkpoint."""
+    out.mkdir(parents=True)
+    folder.save_config(out, config)
+    at, layout = begin_step(out / "checkpoints", step), Layout.of({"w": (4,)})
+    records = [write_shard(at, 0, Shard(0, 4), step, np.zeros(4, "f4"), {})]
+    commit(
+        at, step=step, layout=layout, dtype="float32", shards=records, slots=(),
+        config=to_toml(config), state={}, arrays={}, keep=1,
+    )  # fmt: skip
+
+
+def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    place = folder.Place(out)
+    out.rmdir()
+    assert place.where() is None
+    out.mkdir()
+    (out / "of somebody else").touch()
+    with pytest.raises(FileExistsError):
+        place.make_anew()
+    assert (place.where(), place.moved) == (None, "")
+    (out / "of somebody else").unlink()
+    assert place.make_anew() == place.where() == out
+    assert place.moved == f"{out} was removed while the job ran"
+    folder.release()
+    place.close()
+
+
+def resumed(out: Path, *options: str) -> folder.Run:
+    """Find the run to be resumed, as rank 0 does."""
+    found = folder.find_run(parse_command_line(["--resume", "--out", str(out), *options]))
+    folder.release()
+    return found
+
+
+SAVED = Config(batch_size=48, seed=3, optimizer="sgd", lr=0.1, codec="int8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed = 3", "seed = 2", "seed 2, which was changed by hand, expected 3 as in its check"),
+        ("batch_size = 48\n", "", "batch_size 32, .*, expected 48 .*; write batch_size = 48 there"),
+        ("shuffle = true", "shuffle = false", "shuffle false, which was .*, expected true as in"),
+        ("batch_size", "catch_size", "unknown key 'catch_size', expected .* or remove .*config"),
+        ("seed = 3", "seed 3", r"config\.toml: .*, expected TOML; or remove .*config\.toml"),
+    ],
+)
+def test_a_changed_config_is_refused_where_the_order_depends_on_it(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    saved_run(out, SAVED)
+    assert not resumed(out).notes
+    text = (out / "config.toml").read_text()
+    assert old in text
+    (out / "config.toml").write_text(text.replace(old, new))
+    for more in ([], ["--seed", "3", "--batch-size", "48", "--shuffle"]):
+        with pytest.raises(UserError, match=message):
+            resumed(out, *more)
+    (out / "config.toml").unlink()
+    assert resumed(out).config.batch_size == 48
+
+
+def test_every_flipped_bit_of_a_config_is_refused_or_said(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    saved_run(out, SAVED)
+    path = out / "config.toml"
+    good, kept = path.read_bytes(), resumed(out).config
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+        try:
+            found = resumed(out)
+        except UserError:
+            continue
+        assert found.config == kept or found.notes, path.read_bytes()[at - 20 : at + 20]
+
+
+def test_another_change_of_the_config_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    saved_run(out, SAVED)
+    path = out / "config.toml"
+    path.write_text(path.read_text().replace("lr = 0.1", "lr = 0.01"))
+    (note,) = resumed(out).notes
+    assert "differs from the checkpoint of step 7" in note
+    assert note.endswith(": lr 0.1 -> 0.01; this holds from here on")
+    assert not resumed(out, "--lr", "0.1").notes
+    path.write_text(to_toml(dataclasses.replace(SAVED, codec="auto", dataset="digits")))
+    assert not resumed(out).notes  # the checkpoint has what was chosen
+
+
+def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("runs", "mlp-async-20260101-120000")
+    saved_run(out, SAVED)
+    (out / "config.toml").unlink()
+    for words in (["--resume", "--out", str(out)], ["--resume"], ["--resume", "auto"]):
+        found = folder.find_run(parse_command_line(words))
+        folder.release()
+        assert found.resumed
+        assert found.out == out
+        assert (found.config.seed, found.config.batch_size, found.config.lr) == (3, 48, 0.1)
+        (note,) = found.notes
+        assert "config.toml is missing: the copy in" in note
+    with pytest.raises(UserError, match="holds a run"):
+        folder.find_run(parse_command_line(["--out", str(out)]))
+    with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
+        folder.find_run(parse_command_line(["--out", str(out), "--resume", "--seed", "4"]))

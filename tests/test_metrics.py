@@ -89,6 +89,29 @@ def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
     assert len(rows(path)) == 1
 
 
+def test_the_last_line_has_the_last_accuracy(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    """Also where the line before came with the last batch: then there is no new loss to tell."""
+    path = tmp_path / "metrics.jsonl"
+    with Log(path, 100.0) as log:
+        log.evaluation({"step": 1.0, "epoch": 0.5, "loss": 1.0, "accuracy": 0.7})
+        log.count(0.5, 5)
+        clock.now += 2.0
+        log.progress(9, 2.0, 10)
+        log.progress(9, 2.0, 10, force=True)
+        assert capsys.readouterr().out.count("accuracy 0.7000") == 1
+        log.last_eval = {"accuracy": 0.9875}
+        clock.now += 2.0
+        log.progress(9, 2.0, 10, force=True)
+    last = capsys.readouterr().out
+    assert (
+        last
+        == "[    4.0 s] step        9  epoch   2.00  loss 0.5000  accuracy 0.9875  2 samples/s\n"
+    )
+    assert [row["kind"] for row in rows(path)] == ["eval", "train"]
+
+
 def test_quiet_and_other_ranks_say_nothing(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
 ) -> None:
@@ -197,7 +220,8 @@ def test_role_table() -> None:
         (12_300_000, "12.3 MB"),
         (2.5e9, "2.5 GB"),
         (7e12, "7.0 TB"),
-        (7e15, "7000.0 TB"),
+        (7e15, "7.0 PB"),
+        (7e21, "7000.0 EB"),
     ],
 )
 def test_bytes_in_words(size: float, text: str) -> None:

@@ -5,12 +5,13 @@ an index is not a checkpoint: the index is renamed into place last, and removed 
 """
 
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpips.errors import UserError
 
@@ -82,9 +83,10 @@ def _age(folder: Path) -> tuple[int, bool]:
 def begin_step(directory: PathLike, step: int) -> Path:
     """Make the empty folder into which the shards of `step` are written.
 
-    Called once, before any owner calls `write_shard`. What a killed job left of the same step
-    is removed. A committed checkpoint of the same step is moved aside to ``step-....old``, where
-    it still counts as a checkpoint, until the new one is committed.
+    Called once, before any owner calls `write_shard`. `directory` is made too, in a folder that
+    is there: a run's folder that was removed does not come back unseen. What a killed job left of
+    the same step is removed. A committed checkpoint of the same step is moved aside to
+    ``step-....old``, where it still counts as a checkpoint, until the new one is committed.
 
     Returns:
         The folder.
@@ -96,7 +98,7 @@ def begin_step(directory: PathLike, step: int) -> Path:
         raise ValueError(f"step {step}, expected 0 or more")
     folder = step_folder(directory, step)
     with explained("make the checkpoint folder", folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
         if (folder / INDEX).exists():
             aside = folder.with_name(folder.name + _OLD)
             remove_checkpoint(aside)
@@ -192,11 +194,83 @@ def file_sha256(path: Path, begin: int = 0) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_h5(path: Path) -> "h5py.File":
-    """Open a finished HDF5 file, without a lock: it never changes."""
+@contextmanager
+def reading(path: Path, what: str) -> Iterator["h5py.File"]:
+    """Open a finished HDF5 file to read `what`, without a lock: it never changes.
+
+    Raises:
+        UserError: Whatever goes wrong in the block. There is no one kind of error for a file with
+            flipped bits: h5py then raises a TypeError as well as an OSError, or makes a group of
+            what should be a dataset.
+    """
     import h5py
 
-    return h5py.File(path, "r", locking=False)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise damaged(f"{path}: cannot read {what}: {reason}", "a whole file") from None
+
+
+def damaged(got: str, expected: str) -> UserError:
+    """Make the error for a checkpoint that is not as it was written."""
+    return UserError(got, expected, "use another checkpoint")
+
+
+class _Writing(io.RawIOBase):
+    """A new file whose first error is kept instead of raised.
+
+    HDF5 cannot close a file that it could not write, and the process crashes later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115  (closed by close)
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or nothing any more after an error."""
+        left = memoryview(data)
+        with self._kept():
+            while left and self.error is None:
+                left = left[self._file.write(left) :]
+        return len(data)
+
+    def readinto(self, out: Any) -> int:
+        """Read as much as there is; the rest is zero."""
+        whole = memoryview(out)
+        with self._kept():
+            count = self._file.readinto(whole) or 0
+            whole[count:] = bytes(len(whole) - count)
+        return len(whole)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._file.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the length."""
+        with self._kept():
+            return self._file.truncate(size)
+        return size or 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
 
 
 @contextmanager
@@ -209,14 +283,13 @@ def create_h5(path: Path, user_block_bytes: int = 0) -> Iterator["h5py.File"]:
     import h5py
 
     block, versions = user_block_bytes or None, ("earliest", "v110")
-    try:
-        with h5py.File(path, "w", libver=versions, locking=False, userblock_size=block) as file:
-            yield file
-    except RuntimeError as error:
-        # This is how h5py fails to close a file; the write before it says why.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise OSError(str(error)) from error
+    with _Writing(path) as raw:
+        try:
+            with h5py.File(raw, "w", libver=versions, userblock_size=block) as file:
+                yield file
+        finally:
+            if raw.error is not None:
+                raise raw.error
 
 
 def pieces(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:

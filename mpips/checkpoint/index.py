@@ -19,9 +19,10 @@ from mpips.checkpoint.files import (
     INDEX,
     PathLike,
     create_h5,
+    damaged,
     file_sha256,
-    open_h5,
     prune,
+    reading,
     write_durably,
 )
 from mpips.checkpoint.shards import PARAMS, ShardRecord, shard_problem, slot_dataset
@@ -249,18 +250,15 @@ def read_index(folder: Path) -> Contents:
         with open(path, "rb") as raw:
             found = raw.read(SEAL_BYTES)
         expected = seal(path)
-        if found != expected:
-            raise UserError(
-                f"{path}: seal {_line(found)}", _line(expected), "use another checkpoint"
-            )
-        with open_h5(path) as file:
-            return _parse_index(file)
     except FileNotFoundError:
         problem = f"{folder}: no {INDEX}, so it was never committed"
-        raise UserError(problem, "a checkpoint", "use another checkpoint") from None
-    except (OSError, KeyError, ValueError, TypeError) as error:
-        problem = f"{path}: cannot be read: {error}"
-        raise UserError(problem, "an index of a checkpoint", "use another checkpoint") from error
+        raise damaged(problem, "a checkpoint") from None
+    except OSError as error:
+        raise damaged(f"{path}: cannot be read: {error}", "an index of a checkpoint") from None
+    if found != expected:
+        raise damaged(f"{path}: seal {_line(found)}", _line(expected))
+    with reading(path, "the index") as file:
+        return _parse_index(file)
 
 
 def _line(block: bytes) -> str:

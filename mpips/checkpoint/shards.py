@@ -12,9 +12,10 @@ from mpips.checkpoint.files import (
     INDEX,
     PathLike,
     create_h5,
+    damaged,
     file_sha256,
-    open_h5,
     pieces,
+    reading,
     shard_file,
     write_durably,
 )
@@ -130,19 +131,16 @@ def read_shard(
         UserError: If the file cannot be read or is not the one that the record describes.
     """
     path, first = folder / record.file, begin - record.begin
-    try:
-        with open_h5(path) as file:
-            _check_identity(path, file, record, step)
-            source = file[dataset]
-            if source.shape != (record.size,) or source.dtype != out.dtype:
-                raise _damaged(
-                    f"{path}: {dataset} of shape {source.shape} and dtype {source.dtype}",
-                    f"({record.size},) and {out.dtype}",
-                )
-            for a, b in pieces(0, len(out), out.itemsize):
-                source.read_direct(out[a:b], np.s_[first + a : first + b])
-    except (OSError, KeyError) as error:
-        raise _damaged(f"{path}: cannot read {dataset}: {error}", "a whole shard file") from error
+    with reading(path, dataset) as file:
+        _check_identity(path, file, record, step)
+        source = file[dataset]
+        if source.shape != (record.size,) or source.dtype != out.dtype:
+            raise damaged(
+                f"{path}: {dataset} of shape {source.shape} and dtype {source.dtype}",
+                f"({record.size},) and {out.dtype}",
+            )
+        for a, b in pieces(0, len(out), out.itemsize):
+            source.read_direct(out[a:b], np.s_[first + a : first + b])
 
 
 def _check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
@@ -155,11 +153,7 @@ def _check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> No
     }
     for name, value in expected.items():
         if file.attrs.get(name) != value:
-            raise _damaged(f"{path}: attribute {name} {file.attrs.get(name)}", str(value))
-
-
-def _damaged(got: str, expected: str) -> UserError:
-    return UserError(got, expected, "use another checkpoint")
+            raise damaged(f"{path}: attribute {name} {file.attrs.get(name)}", str(value))
 
 
 def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError | None:
@@ -168,15 +162,15 @@ def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError
     try:
         size = path.stat().st_size
         if size != record.bytes:
-            return _damaged(f"{path}: {size} bytes for {content}", f"{record.bytes} bytes")
+            return damaged(f"{path}: {size} bytes for {content}", f"{record.bytes} bytes")
         found = file_sha256(path) if sums else record.sha256
     except FileNotFoundError:
-        return _damaged(f"{path}: missing, with {content}{_namesake(folder, record)}", "a file")
+        return damaged(f"{path}: missing, with {content}{_namesake(folder, record)}", "a file")
     except OSError as error:
-        return _damaged(f"{path}: cannot be read ({error}), with {content}", "a readable file")
+        return damaged(f"{path}: cannot be read ({error}), with {content}", "a readable file")
     if found != record.sha256:
         got = f"{path}: sha256 {found} of {content}{_identity(path)}"
-        return _damaged(got, record.sha256)
+        return damaged(got, record.sha256)
     return None
 
 
@@ -192,8 +186,8 @@ def _namesake(folder: Path, record: ShardRecord) -> str:
 def _identity(path: Path) -> str:
     """What a file that is not the expected one says of itself."""
     try:
-        with open_h5(path) as file:
+        with reading(path, "attributes") as file:
             a = file.attrs
             return f" (it says: owner {a['owner']}, step {a['step']}, [{a['begin']}, {a['end']}))"
-    except (OSError, KeyError, RuntimeError):
+    except UserError:
         return " (its HDF5 header is damaged)"

@@ -1,0 +1,146 @@
+"""Runs whose disk is full, by turns or from some moment on."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, ClassVar
+
+from countdown import Stopping
+from counting import Counting, MeanCounting, SlowCounting
+from faulty import last_rank, rank
+
+from mpips import checkpoint
+from mpips.checkpoint import files, index, shards, workers
+from mpips.checkpoint.files import explained
+from mpips.config import Config
+from mpips.datasets import Batch, DataInfo
+from mpips.problems.base import Arrays
+from mpips.problems.mlp import MLP
+
+ALWAYS = range(1, 10**9)
+WRITING: dict[str, Callable[..., Any]] = {
+    call.__name__: call
+    for call in (files.begin_step, shards.write_shard, workers.write_worker, index.commit)
+}
+FULL_STEPS = 180  # of the worker that has filled the disk
+
+
+def failing(call: Callable[..., Any], calls: Collection[int], number: int) -> Callable[..., Any]:
+    """Return `call` with a full disk in some of its calls, of those for owner `number` if any."""
+    count = -1
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if call is WRITING["write_shard"] and args[1] != number:
+            return call(*args, **kwargs)
+        count += 1
+        with explained("write", Path(args[0])):
+            if count in calls:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return call(*args, **kwargs)
+
+    return called
+
+
+class Fails:
+    """Fails to write now and then, each rank for itself, in a run that is not resumed."""
+
+    calls: ClassVar[dict[str, Collection[int]]] = {
+        "begin_step": {1}, "write_shard": {1}, "write_worker": {2}, "commit": {2},
+    }  # fmt: skip
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)  # type: ignore[call-arg]
+        fresh = not (Path(config.out) / "metrics.jsonl").exists()
+        for name, original in WRITING.items():
+            calls = self.calls.get(name, ()) if fresh else ()
+            setattr(checkpoint, name, failing(original, calls, 1))
+
+
+class Sometimes(Fails, SlowCounting):
+    """Counts samples."""
+
+
+class SometimesMean(Fails, MeanCounting):
+    """Counts samples in rounds."""
+
+
+class SometimesMLP(Fails, MLP):
+    """Learns, also by replicas of its workers."""
+
+
+class Never(Fails, Counting):
+    """Has one server write the first checkpoint only."""
+
+    calls: ClassVar = {"write_shard": ALWAYS}
+
+
+class NeverStopped(Fails, Stopping, Counting):
+    """The same, and asks to stop."""
+
+    calls: ClassVar = {"write_shard": ALWAYS}
+
+
+class NeverMean(Fails, MeanCounting):
+    """The same in rounds."""
+
+    calls: ClassVar = {"write_shard": ALWAYS}
+
+
+class FullDisk(MLP):
+    """Fills the disk when it has a checkpoint, and makes room again unless ``FILL=forever``."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        self.out, self.full = Path(config.out), 0  # steps since the disk is full
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        how, filler = os.environ.get("FILL"), self.out.parent / "filler"
+        if self.full:
+            self.full += 1
+        elif how and list(self.out.glob("checkpoints/*/index.h5")):
+            self.full = 1
+            fill(filler)
+        if self.full == FULL_STEPS and how != "forever":
+            filler.unlink(missing_ok=True)
+        return super().loss_and_grad(params, batch, out)
+
+
+def fill(path: Path) -> None:
+    """Write until there is no room."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
+
+
+class Moved(Fails, SlowCounting):
+    """One worker does something to the run's folder when it has a checkpoint."""
+
+    calls: ClassVar = {}
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        self.out = Path(config.out)
+        self.waits = rank() == last_rank() and not (self.out / "metrics.jsonl").exists()
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        if self.waits and list(self.out.glob("checkpoints/*/index.h5")):
+            self.waits = False
+            self.move()
+        return super().loss_and_grad(params, batch, out)
+
+    def move(self) -> None:
+        """Rename it."""
+        self.out.rename(self.out.with_name(f"{self.out.name}-2"))
+
+
+class Removed(Moved):
+    """Removes it."""
+
+    def move(self) -> None:
+        """Remove it, though somebody may be writing."""
+        while self.out.exists():
+            shutil.rmtree(self.out, ignore_errors=True)
