@@ -1,11 +1,16 @@
 """Write a job script: ``python -m mpips.sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
 
 What it does not know, every option of mpips.train, goes into the job. Memory and time are filled
-in from the job (see `mpips.needs`), unless they are given. Starts no MPI.
+in from the job (see `mpips.needs`), unless they are given. With ``--sweep TABLE`` the script is an
+array: a run for each row of the table, which has one more line of options a row; with ``--out`` of
+such a sweep, those rows that are not done. ``| sbatch`` submits what is printed. Starts no MPI.
 """
 
 import argparse
+import dataclasses
 import math
+import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,15 +18,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.command_line import parse_command_line
-from mpips.errors import UserError
-from mpips.jobfile import read_toml, resolve
-from mpips.launch import TREE
+from mpips.command_line import CommandLine, parse_command_line
+from mpips.config import OPTIONS, Config
+from mpips.errors import UserError, answer
+from mpips.folder import DONE
+from mpips.jobfile import copy_shared, read_toml, resolve, shared_files
 from mpips.needs import Needs, measure, needs
 
 MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
 SHORTEST_S, TIME_STEP_S = 600, 300
 NOTICE_S = 120  # SLURM may be a minute early, and as much is left to spare
+EARLY_S = 60
+# Of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
+ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")
+WORD = re.compile(r"[\w.,:;+=@%/*&|!()\[\]-]+")
+PASSED = {
+    "partition": "partition of the cluster",
+    "account": "account to be charged",
+    "constraint": "feature that the nodes must have",
+    "qos": "quality of service",
+    "gres": "what else the nodes must have, such as gpu:1",
+    "mail-type": "when to write a mail, such as END,FAIL",
+    "mail-user": "whom to write it to",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,9 @@ class Request:
         max_time_s: The longest time limit of the cluster, in seconds.
         name: Of the job.
         directives: More options of sbatch, as they stand.
+        scratch: Folder on a node's own disk, and what is copied there; empty for none.
+        table: Of a sweep; empty for one run.
+        array: Rows of it.
     """
 
     nodes: int
@@ -47,6 +71,14 @@ class Request:
     max_time_s: int = 86400
     name: str = "mpips"
     directives: tuple[str, ...] = ()
+    scratch: tuple[str, ...] = ()
+    table: str = ""
+    array: str = ""
+
+    @property
+    def each(self) -> str:
+        """What SLURM calls a log: by the job, or by the array and its task."""
+        return "%A_%a" if self.table else "%j"
 
 
 def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -> str:
@@ -57,8 +89,12 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
         need: What the job takes there.
         words: The job's command line.
         scripts: The folder of common.sh.
+
+    Raises:
+        UserError: If the time limit is over as soon as the ranks would be asked to save.
     """
-    limit_s, notice_s = _limit_s(request, need), NOTICE_S + math.ceil(2 * need.save_s)
+    notice_s = NOTICE_S + math.ceil(2 * need.save_s)
+    limit_s = _limit_s(request, need, notice_s + EARLY_S)
     lines = [
         f"--job-name={request.name}",
         f"--nodes={request.nodes}",
@@ -69,10 +105,11 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
         f"--signal=B:USR1@{notice_s}",
         "--requeue",
         "--open-mode=append",
-        "--output=%x-%j.out",
+        f"--output=%x-{request.each}.out",
+        *([f"--array={request.array}"] if request.table else []),
         *request.directives,
     ]
-    job = shlex.join(words)
+    job = shlex.join(["sweep", request.table, *words] if request.table else ["train", *words])
     return "\n".join(
         [
             "#!/bin/bash",
@@ -84,9 +121,8 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
             f". {shlex.quote(str(scripts / 'common.sh'))}",
             "",
             "prepare",
-            f'find_out "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" {job}',
-            f"train_once {job}",
-            "requeue",
+            *([shlex.join(["scratch", *request.scratch])] if request.scratch else []),
+            job,
             "",
         ]
     )
@@ -114,9 +150,34 @@ def _memory(request: Request, need: Needs) -> str:
     return f"{math.ceil(each / MEMORY_STEP_MB) * MEMORY_STEP_MB}M"
 
 
-def _limit_s(request: Request, need: Needs) -> int:
+def _limit_s(request: Request, need: Needs, least_s: int) -> int:
+    """Return the time limit, of which more must be left than the notice takes."""
     steps = math.ceil(need.seconds / TIME_STEP_S) * TIME_STEP_S
-    return min(request.max_time_s, max(SHORTEST_S, steps))
+    limit_s = min(request.max_time_s, max(SHORTEST_S, 2 * least_s, steps))
+    got = f"--max-time {request.max_time_s / 3600:g}"
+    if request.time:
+        limit_s, got = seconds(request.time), f"--time {request.time}"
+    if limit_s <= least_s:
+        expected = f"more than {clock(least_s)}"
+        raise UserError(got, expected, "the ranks are asked to save that much before the end")
+    return limit_s
+
+
+def seconds(text: str) -> int:
+    """Return a time limit, as sbatch reads it, in seconds.
+
+    Raises:
+        UserError: If it is none.
+    """
+    match = TIME.fullmatch(text)
+    if match is None:
+        form = "minutes, hours:minutes:seconds or days-hours:minutes:seconds"
+        raise UserError(f"--time {text!r}", form, "such as 90, 12:00:00 or 1-12:00:00")
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"] is None and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, rest = (*parts, 0, 0)[:3]
+    return ((24 * int(match["days"] or 0) + hours) * 60 + minutes) * 60 + rest
 
 
 def clock(seconds: float) -> str:
@@ -151,9 +212,15 @@ def make_parser() -> Parser:
     add("--time", default="", metavar="TIME", help="time limit [default: what the job needs]")
     add("--max-time", type=_count, default=24, metavar="HOURS", help="its maximum [default: 24]")
     add("--job-name", default="", metavar="NAME", help="[default: that of the job file]")
-    add("--partition", metavar="NAME", help="partition of the cluster")
-    add("--account", metavar="NAME", help="account to be charged")
-    add("--constraint", metavar="FEATURE", help="feature that the nodes must have")
+    for name, what in PASSED.items():
+        add(f"--{name}", metavar=name.rpartition("-")[2].upper(), help=what)
+    add("--scratch", metavar="DIR", help="copy the environment and the data to DIR, on a disk of "
+        "each node's own, of one name in all jobs of a run")  # fmt: skip
+    add("--sweep", metavar="TABLE", help="file with the options of a run on each line")
+    add("--array", metavar="ROWS", help="of the table, such as 1-6%%2 for two at once, or %%2 "
+        "[default: all; with --out, those that are not done]")  # fmt: skip
+    add("--row", type=_count, metavar="K", help="show row K of the table, and end")
+    add("--copy", type=Path, metavar="DIR", help="copy mpips' own job scripts to DIR, and end")
     return parser
 
 
@@ -171,30 +238,142 @@ def write(argv: Sequence[str]) -> str:
         UserError: If the command line, the job or its data is wrong, or the world too small.
     """
     args, words = make_parser().parse_known_args(argv)
-    scripts = TREE / "slurm"
-    if not (scripts / "common.sh").is_file():
-        remedy = "install mpips from a clone by pip install -e"
-        raise UserError(f"no slurm/common.sh in {TREE}", "a clone of the repository", remedy)
+    if args.copy:
+        if words:
+            raise UserError(f"--copy beside {words[0]}", "--copy DIR alone")
+        return "".join(f"{path}\n" for path in copy_shared("slurm", args.copy))
+    if args.row:
+        return shlex.join(_row(args.sweep, args.row)) + "\n"
     line = parse_command_line(words)
-    config = resolve(line.options, read_toml(line.job) if line.job else None)
-    need = needs(config, measure(config), args.nodes, args.ntasks_per_node)
-    extra = [f"--{k}={getattr(args, k)}" for k in ("partition", "account", "constraint")]
+    rows = read_table(args.sweep) if args.sweep else [[]]
+    configs = [_resolve([*words, *row], k if args.sweep else 0) for k, row in enumerate(rows, 1)]
+    scratch, moved = _scratch(args.scratch, configs[0])
+    need = _most(configs, args.nodes, args.ntasks_per_node)
     request = Request(
-        args.nodes, args.ntasks_per_node, args.cpus_per_task, args.mem_per_cpu, args.time,
-        3600 * args.max_time, args.job_name or (line.job.stem if line.job else "mpips"),
-        tuple(word for word in extra if not word.endswith("=None")),
+        args.nodes, args.ntasks_per_node, args.cpus_per_task, _memory_size(args.mem_per_cpu),
+        args.time, 3600 * args.max_time, _name(args.job_name or (line.job or Path("mpips")).stem),
+        tuple(_passed(args)), scratch, args.sweep or "", _array(args, len(rows), line),
     )  # fmt: skip
-    return script(request, need, words, scripts)
+    return script(request, need, [*words, *moved], _scripts())
+
+
+def read_table(path: str) -> list[list[str]]:
+    """Return the rows of a sweep's table, as words; those in quotes may have spaces.
+
+    Raises:
+        UserError: If it cannot be read, has an open quote, or no row.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"--sweep {path}: {problem}", "a text file") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            rows.append(shlex.split(line))
+        except ValueError as problem:
+            got = f"{path}, line {number}: {str(problem).lower()}"
+            raise UserError(got, "options of mpips.train") from None
+    if not rows:
+        raise UserError(f"--sweep {path} without a row", "options of mpips.train on each line")
+    return rows
+
+
+def _row(table: str | None, number: int) -> list[str]:
+    """Return a row of a table, the first of which is 1."""
+    rows = read_table(table or "")
+    if number > len(rows):
+        raise UserError(f"row {number} of {table}, which has {len(rows)}", f"1 to {len(rows)}")
+    return rows[number - 1]
+
+
+def _resolve(words: list[str], row: int) -> Config:
+    """Return the job of a command line; an error names the table's row, if there is one."""
+    try:
+        line = parse_command_line(words)
+        return resolve(line.options, read_toml(line.job) if line.job else None)
+    except UserError as error:
+        if row:
+            error.args = (f"row {row} of the table: {error}",)
+        raise
+
+
+def _scratch(folder: str | None, config: Config) -> tuple[tuple[str, ...], list[str]]:
+    """Return what is copied, behind where to, and the options that name the data there."""
+    if not folder:
+        return (), []
+    if not os.path.isabs(folder):
+        raise UserError(f"--scratch {folder}", "an absolute path, such as /scratch/$USER")
+    copied = [sys.prefix] if sys.prefix != sys.base_prefix else []
+    moved: list[str] = []
+    for option in ("dataset", "test_dataset"):
+        names, colons, arrays = str(getattr(config, option)).partition("::")
+        paths = [os.path.abspath(name) for name in names.split(",") if name and Path(name).exists()]
+        if paths:
+            copied += paths
+            there = ",".join(f"{folder.rstrip('/')}{path}" for path in paths)
+            moved += [OPTIONS[option].flag, there + colons + arrays]
+    return (folder.rstrip("/"), *copied), moved
+
+
+def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> Needs:
+    """Return the most that any of the jobs takes; those that differ in little are one."""
+    same = {repr(dataclasses.replace(c, seed=0, lr=None)): c for c in configs}
+    found = [needs(c, measure(c), nodes, ranks_per_node) for c in same.values()]
+    return Needs(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
+
+
+def _array(args: argparse.Namespace, rows: int, line: CommandLine) -> str:
+    """Return the rows to run: those asked for, or all that are not done."""
+    if not args.sweep:
+        if args.array:
+            raise UserError(f"--array {args.array}", "--sweep TABLE with it")
+        return ""
+    match = ARRAY.fullmatch(args.array or "")
+    if match is None:
+        raise UserError(f"--array {args.array}", "rows such as 1-6, 2,5 or 1-6%2")
+    asked = [int(number) for number in re.findall(r"\d+", match["rows"] or "")]
+    if asked and not 1 <= min(asked) <= max(asked) <= rows:
+        raise UserError(f"--array {args.array} of a table of {rows} rows", f"1 to {rows}")
+    out = line.options.get("out")
+    left = [k for k in range(1, rows + 1) if not (out and (Path(out) / f"{k}" / DONE).exists())]
+    if not left:
+        raise UserError(f"--out {out}, where all {rows} rows are done", "one that is not")
+    every = f"1-{rows}" if len(left) == rows else ",".join(map(str, left))
+    return (match["rows"] or every) + (match["at_once"] or "")
+
+
+def _memory_size(text: str) -> str:
+    if text and not MEMORY.fullmatch(text):
+        raise UserError(f"--mem-per-cpu {text!r}", "a size such as 500M or 4G")
+    return text
+
+
+def _name(text: str) -> str:
+    """Return a job's name that is fit for a log and a folder."""
+    return re.sub(r"[^\w.+=-]+", "-", text).strip("-") or "mpips"
+
+
+def _passed(args: argparse.Namespace) -> list[str]:
+    """Return the options that SLURM gets as they are."""
+    given = {name: getattr(args, name.replace("-", "_")) for name in PASSED}
+    for name, value in given.items():
+        if value is not None and not WORD.fullmatch(value):
+            raise UserError(f"--{name} {value!r}", "a word as sbatch takes it, without spaces")
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def _scripts() -> Path:
+    """Return the folder of common.sh: a copy in ``slurm`` here, or that of mpips."""
+    here = Path("slurm").resolve()
+    return here if (here / "common.sh").is_file() else shared_files("slurm")["common.sh"].parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the script; returns the exit code."""
-    try:
-        print(write(argv), end="")
-    except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return answer(write, argv)
 
 
 if __name__ == "__main__":

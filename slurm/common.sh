@@ -4,14 +4,22 @@
 # These may be set in site.sh or exported before sbatch:
 #   LAUNCHER        srun or mpirun; by default srun, where it has the plugin for the MPI in use
 #   LAUNCHER_FLAGS  more words for the launcher, such as --mpi=pmix_v4 or --bind-to none
+#   MPIPS_MAX_REQUEUES  how often a job goes back into the queue at the most; by default 100
 
 readonly EXIT_SAVED=85    # of mpips: saved, run me again
 readonly EXIT_REFUSED=2   # of mpips: the job cannot run as it was asked for
-launcher=() pid='' asked='' rc=0 out='' step=-1
+readonly EARLY_S=60       # SLURM may give its notice that much too early
+launcher=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
+name=${SLURM_JOB_NAME:-mpips} name=${name//\//-}    # of the run's folder
+# The last task of an array has the array's own number as its SLURM_JOB_ID.
+job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job_id=${job_id:-${SLURM_JOB_ID:-}}
 
 say() { echo "== $(date '+%F %T') $*"; }
 refuse() { echo "mpips: $*" >&2; exit "$EXIT_REFUSED"; }
-job_field() { scontrol -o show job "$SLURM_JOB_ID" | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1; }
+job_field() { scontrol -o show job "$job_id" | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1; }
+
+pause() { read -rt "$1" <> <(:) || true; }    # SECONDS, without a process that may be left behind
 
 # Everything before the first rank: the site, the environment, threads, the launcher.
 prepare() {
@@ -23,6 +31,7 @@ prepare() {
     # shellcheck source=site.sh.example
     if [ -r "$site" ]; then . "$site"; fi
     set -u
+    unset SLURM_EXPORT_ENV    # of sbatch --export=...: the ranks need what this shell has
     export PYTHONUNBUFFERED=1
     export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
     export OPENBLAS_NUM_THREADS=$OMP_NUM_THREADS MKL_NUM_THREADS=$OMP_NUM_THREADS
@@ -35,7 +44,11 @@ prepare() {
     pick_launcher
     say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: $SLURM_NTASKS ranks on" \
         "$SLURM_JOB_NODELIST by ${launcher[*]}"
-    say "$(python --version) at $(command -v python), $(mpi_library), commit $(commit)"
+    if ((${SLURM_MEM_PER_CPU:-1024} * OMP_NUM_THREADS < 350)); then
+        say "$((SLURM_MEM_PER_CPU * OMP_NUM_THREADS)) MB a rank, of which Python and MPI take 300;" \
+            "give sbatch --mem-per-cpu=1G, or --mem"
+    fi
+    say "$(python --version) at $(command -v python), $library, commit $(commit)"
 }
 
 mpi_library() {    # such as "MPICH Version: 5.0.2"; asked without starting MPI
@@ -51,8 +64,8 @@ commit() { git -C "$(dirname "${BASH_SOURCE[0]}")" describe --always --dirty 2>/
 # pinned where SLURM does it, or where all cores of this shell's mask are theirs: elsewhere mpirun
 # would pin them to cores of other jobs.
 pick_launcher() {
-    local plugin library mask
-    library=$(mpi_library)
+    local plugin mask
+    library=${library:-$(mpi_library)}
     case $library in
         *"Open MPI"*) plugin=pmix ;;
         *MPICH* | *MVAPICH* | *Intel*) plugin=pmi2 ;;
@@ -65,7 +78,10 @@ pick_launcher() {
     fi
     case $LAUNCHER in
         srun)
-            launcher=(srun "--mpi=$plugin" --kill-on-bad-exit=1)
+            # Ranks end one after the other: to kill the rest at the first one's code would hide
+            # it, and an srun of several components may then wait for ever (Open MPI). The rest of
+            # a rank that has died is killed once the wait is over.
+            launcher=(srun "--mpi=$plugin" --kill-on-bad-exit=0 --wait=15)
             if grep -q '^TaskPlugin .*affinity' <<<"$(scontrol show config)"; then
                 launcher+=(--cpu-bind=cores)
                 export OMP_PLACES=cores OMP_PROC_BIND=close
@@ -104,11 +120,13 @@ request() {
 # attempt COMMAND...: run it, and hand requests on; sets rc. A shell runs its traps only between
 # commands, so that the command is in the background and `wait` is what a signal ends.
 attempt() {
+    local byte first
     rc=0
     if [ -n "$asked" ]; then
         rc=$EXIT_SAVED    # nothing was begun that could be lost
         return
     fi
+    byte=$(log_size) first=$(begun)
     "$@" &
     pid=$!
     if [ -n "$asked" ]; then kill -USR1 "$pid" 2>/dev/null || true; fi    # just now
@@ -119,6 +137,27 @@ attempt() {
     wait "$pid" || rc=$?
     pid=''
     say "the launcher ended with $rc"
+    case $rc in
+        0 | 1 | 2 | 3 | "$EXIT_SAVED") ;;
+        *) rc=$(told_code "$byte" "$first") ;;
+    esac
+}
+
+log_size() { if [ -f /dev/stderr ]; then stat -Lc %s /dev/stderr; fi; }
+
+# told_code BYTE BEGUN: the exit code that mpips has had in mind, by what it has said in the log
+# after so many bytes, else `rc`. Where one rank ends the job under srun, MPICH loses its code.
+told_code() {
+    local told=''
+    if [ -n "$1" ]; then
+        told=$(tail -c "+$(($1 + 1))" /dev/stderr | grep -aE '^mpips: (doctor: |.*, expected )' |
+            tail -n 1 || true)
+    fi
+    case $told in
+        '') echo "$rc" ;;
+        *", expected no exception;"* | "mpips: doctor: "*) echo 1 ;;
+        *) if [ "$(begun)" = "$2" ]; then echo "$EXIT_REFUSED"; else echo 1; fi ;;
+    esac
 }
 
 # Runs that have begun in `out`, each of which leaves a line.
@@ -141,16 +180,56 @@ never_began() {
 }
 
 # find_out DEFAULT OPTIONS...: check the job before it starts, and set `out`, the run's folder.
+# Exits where the options ask for a text, or for an evaluation, and not for a run.
 find_out() {
-    local config default=$1
+    local config default=$1 word explain=''
     shift
+    for word; do
+        case $word in    # of which the first ones need no ranks
+            --help | -h | --version | --print-config | --ranks | --ranks=*)
+                exec python -m mpips.train "$@" ;;
+            --explain) explain=1 ;;
+        esac
+    done
+    if [ -n "$explain" ]; then
+        start "$@"
+        exit "$rc"
+    fi
     config=$(python -m mpips.train "$@" --print-config) || exit "$EXIT_REFUSED"
-    out=$(sed -n 's/^out = "\(.*\)"$/\1/p' <<<"$config")
+    out=$(python -c 'import sys, tomllib
+print(tomllib.load(sys.stdin.buffer).get("out", ""))' <<<"$config")
     out=${out:-$default}
     if grep -q '^eval_only = true' <<<"$config"; then
         start "$@"
         exit "$rc"
     fi
+    check_time
+}
+
+# seconds TIME: of a time limit as SLURM shows it; nothing where there is none.
+seconds() {
+    local days=0 h m s
+    [[ $1 =~ ^([0-9]+-)?[0-9]+:[0-9]+:[0-9]+$ ]] || return 0
+    case $1 in *-*) days=${1%%-*} ;; esac
+    IFS=: read -r h m s <<<"${1#*-}"
+    echo "$((((24 * 10#$days + 10#$h) * 60 + 10#$m) * 60 + 10#$s))"
+}
+
+# A job whose time limit is over as soon as the notice comes would be requeued for ever. The notice
+# is that of the script, or of SBATCH_SIGNAL: one on the command line of sbatch cannot be seen.
+check_time() {
+    local limit signal notice=60 least
+    limit=$(seconds "$(job_field TimeLimit)")
+    signal=${SBATCH_SIGNAL:-$(sed -n 's/^#SBATCH .*--signal=//p' "$0" | tail -n 1)}
+    case $signal in
+        '') return 0 ;;
+        *@*) notice=${signal#*@} notice=${notice%% *} ;;
+    esac
+    least=$((notice + EARLY_S))
+    if [ -z "$limit" ] || ((limit > least)); then return 0; fi
+    refuse "a time limit of $limit s, expected more than $least s, as the ranks are asked to save" \
+        "$notice to $least s before its end; give sbatch --time=$((least / 60 + 5)), or a shorter" \
+        "notice by SBATCH_SIGNAL=B:USR1@30 sbatch ..."
 }
 
 # The step of the newest checkpoint in `out`, -1 where there is none.
@@ -171,15 +250,58 @@ got_further() {
     local restarts=${SLURM_RESTART_COUNT:-0}
     step=$(saved_step)
     if [ -f "$out/config.toml" ]; then    # else there is no run yet, and mpips wants an empty folder
-        echo "$step job $SLURM_JOB_ID restart $restarts" >>"$out/tries"
+        echo "$step job $job_id restart $restarts" >>"$out/tries"
     fi
     if [ "$restarts" -lt 2 ]; then return 0; fi
-    [ "$step" != -1 ] && [ "$(tail -n 3 "$out/tries" | grep -c "^$step ")" -lt 3 ]
+    [ "$step" != -1 ] && [ "$(grep -v ^hurried "$out/tries" | tail -n 3 | grep -c "^$step ")" -lt 3 ]
 }
 
-# What a script may say differently: how ranks start, and what else to do once the run is done.
+# diverged COUNT: whether the run that began after `begun` was COUNT has ended with a loss that is
+# not finite, as it would again.
+diverged() {
+    [ "$(begun)" != "$1" ] || return 1
+    case $(grep -E '"kind": "(start|end)"' "$out/metrics.jsonl" | tail -n 1) in
+        *'"reason": "diverged"'*) return 0 ;;
+    esac
+    return 1
+}
+
+# each_node SECONDS COMMAND...: run it once on every node.
+each_node() {
+    local n=${SLURM_JOB_NUM_NODES:-1} limit=$1
+    shift
+    timeout "$limit" srun --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --mpi=none "$@"
+}
+
+# Whether every node of this job still starts a program. SLURM takes minutes to notice one that has
+# died, and would start the job on it again.
+nodes_answer() { [ -n "${SLURM_HET_SIZE:-}" ] || each_node 60 true; }
+
+# scratch DIR PATH...: copy files, folders and virtual environments to DIR, on a disk of every node's
+# own, and start Python from there. DIR is the same in every job, as a run that goes on must find its
+# data under their name; a whole copy of what has not changed since stays.
+scratch() {
+    local dir=$1 path copy
+    # shellcheck disable=SC2016    # that is for the nodes' shells
+    copy='
+        mkdir -p "$0" && exec 9>"$0/.lock" && flock 9 || exit
+        for path; do
+            is=$(find -L "$path" -maxdepth 4 -printf "%T@ %s %p\n" 2>/dev/null | cksum)
+            if [ "$is" = "$(cat "$0$path.copied" 2>/dev/null)" ]; then continue; fi
+            rm -rf "$0$path" "$0$path.copied" && mkdir -p "$0${path%/*}" &&
+                cp -rpH "$path" "$0$path" && echo "$is" >"$0$path.copied" || exit
+        done'
+    say "copying to $dir on every node: ${*:2}"
+    each_node 3600 bash -c "$copy" "$@" || refuse "--scratch $dir cannot be filled, expected a" \
+        "folder that can be written on every node, with enough space"
+    shift
+    for path; do
+        if [ -x "$dir$path/bin/python" ]; then export PATH=$dir$path/bin:$PATH; fi
+    done
+}
+
+# What a script may say differently: how ranks start.
 start() { attempt "${launcher[@]}" python -m mpips.train "$@"; }
-on_done() { :; }
 
 # train_once OPTIONS...: train in `out`, from where an earlier try has left it. Exits where the run
 # is done or can get no further; returns where there is something left to do.
@@ -194,28 +316,115 @@ train_once() {
     before=$(begun)
     start "${words[@]}"
     if never_began "$before"; then start "${words[@]}" --resume auto; fi
-    if [ "$rc" = 0 ] && [ -e "$out/DONE" ]; then
+    if [ -e "$out/DONE" ] && { [ "$rc" = 0 ] || [ "$(begun)" != "$before" ]; }; then
         say "done: $out"
-        on_done
-        exit 0
+        case $rc in 1 | 2 | 3) exit "$rc" ;; *) exit 0 ;; esac
     fi
-    if [ "$rc" = "$EXIT_REFUSED" ]; then exit "$rc"; fi
-    if [ "$rc" = 1 ] && [ "$(saved_step)" = "$step" ]; then exit "$rc"; fi
+    if diverged "$before"; then exit 1; fi
+    case $rc in
+        2 | 3) exit "$rc" ;;
+        1) if (($(saved_step) <= (step > 0 ? step : 0))) && nodes_answer; then exit 1; fi ;;
+    esac
     say "not done: step $(saved_step) is saved in $out"
 }
 
 # Put this job back into the queue, where it keeps its number and goes on. Not where somebody has
 # cancelled it: its state is COMPLETING then, as at the time limit, which the reason tells apart.
 requeue() {
-    trap - TERM    # SLURM ends this shell by it, once the job is requeued
+    local restarts=${SLURM_RESTART_COUNT:-0} most=${MPIPS_MAX_REQUEUES:-100} k
+    trap leave TERM    # SLURM ends this shell by it, once the job is requeued
     case $(job_field JobState),$(job_field Reason) in
         RUNNING,* | *,TimeLimit | ,) ;;    # nothing: the controller did not answer
-        *) say "cancelled; go on with --out $out"; exit 1 ;;
+        *) leave ;;
     esac
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        say "requeued"
-        sleep 600
+    if ((restarts >= most)); then
+        say "requeued $restarts times, MPIPS_MAX_REQUEUES is $most; go on with --out $out"
+        exit "$EXIT_SAVED"
+    fi
+    if hurried; then
+        say "asked to save within a minute of its start three times: giving up; give a longer" \
+            "--time or a shorter --signal, and go on with --out $out"
+        exit "$EXIT_SAVED"
+    fi
+    for ((k = 0; k < 15; k++)); do
+        if [ "$rc" = "$EXIT_SAVED" ] || nodes_answer; then break; fi
+        say "a node does not answer: waiting until SLURM takes it out"
+        pause 20
+    done
+    if scontrol requeue "$job_id"; then
+        queued=1
+        pause 600    # until SLURM ends this shell, and `leave` tells why
     fi
     say "cannot be requeued; submit it again with --out $out"
     exit "$EXIT_SAVED"
+}
+
+# Whether this try and the two before it were asked to save as soon as they had begun, though nobody
+# needed the nodes: the notice is too long for the time limit.
+hurried() {
+    local restarts=${SLURM_RESTART_COUNT:-0} k
+    if [ "$asked" != USR1 ] || ((SECONDS > EARLY_S)); then return 1; fi
+    if [ ! -f "$out/config.toml" ]; then return 1; fi
+    case $(job_field PreemptTime) in None | '') ;; *) return 1 ;; esac
+    echo "hurried job $job_id restart $restarts" >>"$out/tries"
+    for ((k = restarts - 2; k <= restarts; k++)); do
+        grep -qx "hurried job $job_id restart $k" "$out/tries" || return 1
+    done
+}
+
+# SLURM has ended this job: somebody has cancelled it, or it is requeued for a node that failed or
+# for a job that is more urgent.
+leave() {
+    local restarts
+    restarts=$(job_field Restarts)
+    if [ -n "$queued" ] || ((${restarts:-0} > ${SLURM_RESTART_COUNT:-0})); then
+        queued=1
+        say "requeued"
+        exit "$EXIT_SAVED"
+    fi
+    say "cancelled; go on with --out $out"
+    exit 1
+}
+
+# train OPTIONS...: train in --out, or in a folder with the name of the job.
+train() {
+    find_out "runs/$name-$SLURM_JOB_ID" "$@"
+    train_once "$@"
+    requeue
+}
+
+# sweep TABLE JOB OPTIONS...: train as row k of the table says, k being this task of the array, in a
+# folder of its own below --out. Whenever a row has ended, results.txt there shows all of them.
+sweep() {
+    local table=$1 row word last=''
+    shift
+    sweep_folder=runs/$name-$SLURM_ARRAY_JOB_ID
+    for word; do
+        case $last,$word in
+            --out,*) sweep_folder=$word ;;
+            *,--out=*) sweep_folder=${word#--out=} ;;
+        esac
+        last=$word
+    done
+    row=$(python -m mpips.sbatch --sweep "$table" --row "$SLURM_ARRAY_TASK_ID") || exit "$EXIT_REFUSED"
+    say "row $SLURM_ARRAY_TASK_ID of $table: $row"
+    eval "row=($row)"    # words in quotes
+    mkdir -p "$sweep_folder"
+    rm -f "$sweep_folder/$SLURM_ARRAY_TASK_ID.failed"
+    trap 'row_ended $?' EXIT
+    find_out '' "$@" "${row[@]}" --out "$sweep_folder/$SLURM_ARRAY_TASK_ID"
+    train_once "$@" "${row[@]}"
+    requeue
+}
+
+# Note a row that has failed, which may have left no run, and write the table of results: one row at
+# a time, so that the last one writes the last table.
+row_ended() {
+    if [ -n "$queued" ]; then return; fi
+    if [ "$1" != 0 ]; then echo "exit code $1" >"$sweep_folder/$SLURM_ARRAY_TASK_ID.failed"; fi
+    (
+        flock 9 || true    # a file system without locks goes without
+        python -m mpips.results "$sweep_folder" >"$sweep_folder/results.tmp"
+        mv "$sweep_folder/results.tmp" "$sweep_folder/results.txt"
+    ) 9>"$sweep_folder/results.lock"
 }

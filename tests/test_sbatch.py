@@ -1,6 +1,7 @@
 """Job scripts made from job files: their text, and the memory and time that they ask for."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mpips import sbatch
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.needs import SLACK, STARTUP_S, Measured, Needs, measure, needs
-from mpips.sbatch import Request, clock, script
+from mpips.sbatch import Request, clock, script, seconds
 
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = Path("/home/ada/mpips/slurm")
@@ -56,7 +57,7 @@ def test_of_a_job_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     for line in ("--job-name=digits", "--nodes=2", "--ntasks-per-node=4", "--partition=wide"):
         assert f"#SBATCH {line}\n" in text
     assert "# 2 servers and 6 workers: about" in text
-    assert "\ntrain_once jobs/digits.toml --lr 0.01\n" in text
+    assert "\ntrain jobs/digits.toml --lr 0.01\n" in text
     assert "#SBATCH --time=00:10:00\n" in text
 
 
@@ -68,6 +69,12 @@ def test_of_a_job_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["--lrr", "1"], "unknown option --lrr"),
         (["no.toml"], "job file 'no.toml' not found"),
         (["--dataset", "no.npz"], "no.npz"),
+        (["--time", "soon"], "--time 'soon', expected minutes, hours:minutes:seconds or days-"),
+        (["--time", "3"], "--time 3, expected more than 00:03:01; the ranks are asked to save"),
+        (["--mem-per-cpu", "much"], "--mem-per-cpu 'much', expected a size such as 500M or 4G"),
+        (["--gres", "gpu 1"], "--gres 'gpu 1', expected a word"),
+        (["--array", "1-6"], "--array 1-6, expected --sweep TABLE with it"),
+        (["--sweep", "no.txt"], "--sweep no.txt: [Errno 2] No such file"),
     ],
 )
 def test_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +83,94 @@ def test_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[s
     assert not caught.out
     assert caught.err.startswith("mpips: ")
     assert message in caught.err
+
+
+def test_times_as_sbatch_reads_them() -> None:
+    times = {
+        "90": 5400,
+        "2:30": 150,
+        "1:00:30": 3630,
+        "1-2": 93600,
+        "1-2:30": 95400,
+        "1-0:0:9": 86409,
+    }
+    assert {text: seconds(text) for text in times} == times
+
+
+def test_time_limit_leaves_more_than_the_notice() -> None:
+    """Of a job that takes minutes to save, whatever is asked for."""
+    need = Needs(0, 4, server_bytes=0, worker_bytes=5e8, save_s=400, seconds=200)
+    text = script(Request(1, 4), need, [], SCRIPTS)
+    assert "--signal=B:USR1@920\n" in text
+    assert "--time=00:32:40\n" in text
+    for request, got in (
+        (Request(1, 4, time="16"), "--time 16"),
+        (Request(1, 4, max_time_s=900), "--max-time 0.25"),
+    ):
+        with pytest.raises(UserError, match=f"{got}, expected more than 00:16:20"):
+            script(request, need, [], SCRIPTS)
+
+
+def test_what_sbatch_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    given = ["--qos", "long", "--gres=gpu:1", "--mail-type", "END,FAIL", "--mail-user", "a@b.org"]
+    text = sbatch.write([*given, "--job-name", "my run/1", "--time", "1-0"])
+    for line in ("qos=long", "gres=gpu:1", "mail-type=END,FAIL", "mail-user=a@b.org"):
+        assert f"\n#SBATCH --{line}\n" in text
+    assert "\n#SBATCH --job-name=my-run-1\n" in text
+    assert "\n#SBATCH --time=1-0\n" in text
+
+
+def test_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of the job are named where the nodes have them; what is built in stays."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "y"):
+        np.save(tmp_path / f"{name}.npy", np.zeros((8, 2) if name == "x" else 8, "f4"))
+    options = ["--problem", "linear", "--test-fraction", "0.5", "--batch-size", "2"]
+    text = sbatch.write([*options, "--dataset", "x.npy,y.npy", "--scratch", "/scratch/ada/"])
+    copied = f"{sys.prefix} " if sys.prefix != sys.base_prefix else ""
+    assert f"\nscratch /scratch/ada {copied}{tmp_path}/x.npy {tmp_path}/y.npy\ntrain " in text
+    there = f"/scratch/ada{tmp_path}"
+    assert text.endswith(f" --dataset {there}/x.npy,{there}/y.npy\n")
+    assert text.count("--test-dataset") == 0
+    assert f"\nscratch /s {copied}".rstrip() + "\ntrain\n" in sbatch.write(["--scratch", "/s"])
+    with pytest.raises(UserError, match="--scratch tmp, expected an absolute path"):
+        sbatch.write(["--scratch", "tmp"])
+
+
+TABLE = """\ufeff# two words in quotes, and lines as Windows ends them
+--lr 0.1 --seed 1
+
+--lr 0.2 --out 'a b'
+--lr 0.3"""
+
+
+def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An array as long as its table; again for the rows that are not done."""
+    table = tmp_path / "my table.txt"
+    table.write_bytes(TABLE.replace("\n", "\r\n").encode())
+    words = ["--sweep", str(table), "--epochs", "1"]
+    text = sbatch.write([*words, "--array=%2", "--job-name", "s"])
+    for line in ("array=1-3%2", "output=%x-%A_%a.out"):
+        assert f"\n#SBATCH --{line}\n" in text
+    assert text.endswith(f"\nprepare\nsweep '{table}' --epochs 1\n")
+    assert sbatch.write([*words, "--row", "2"]) == "--lr 0.2 --out 'a b'\n"
+    (tmp_path / "runs" / "2").mkdir(parents=True)
+    (tmp_path / "runs" / "2" / "DONE").touch()
+    again = [*words, "--out", str(tmp_path / "runs")]
+    assert "\n#SBATCH --array=1,3\n" in sbatch.write(again)
+    assert "\n#SBATCH --array=2\n" in sbatch.write([*again, "--array", "2"])
+    for wrong, message in (
+        (["--row", "4"], "row 4 of "),
+        (["--array", "2-4"], "--array 2-4 of a table of 3 rows, expected 1 to 3"),
+        (["--array", "two"], "--array two, expected rows such as 1-6, 2,5 or 1-6%2"),
+        (["--backup-workers", "9"], "row 1 of the table: "),
+    ):
+        assert sbatch.main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
+    table.write_text("--lr 'open\n")
+    assert sbatch.main(words) == 2
+    assert "my table.txt, line 1: no closing quotation" in capsys.readouterr().err
 
 
 def test_time_is_that_of_the_steps() -> None:
@@ -167,7 +262,24 @@ def test_memory_is_enough_and_not_much_more(mode: str, codec: str, tmp_path: Pat
     assert all(p <= t <= 2.5 * p for p, t in zip(peaks, told, strict=True)), (peaks, told)
 
 
-def test_refuses_what_is_no_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sbatch, "TREE", tmp_path)
-    with pytest.raises(UserError, match=r"no slurm/common.sh in .*pip install -e"):
-        sbatch.write([])
+def test_copies_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all but this clone's site.sh; a script that is made there runs the copies."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert sbatch.main(["--copy", "slurm"]) == 0
+    copies = {path.name: path for path in (tmp_path / "slurm").iterdir()}
+    assert set(copies) == {p.name for p in (ROOT / "slurm").iterdir()} - {"site.sh"}
+    for name, path in copies.items():
+        assert path.read_bytes() == (ROOT / "slurm" / name).read_bytes()
+    assert f"slurm/{name}\n" in capsys.readouterr().out
+    assert f"\n. {tmp_path}/slurm/common.sh\n" in sbatch.write([])
+    copies["common.sh"].write_text("mine\n")
+    assert sbatch.main(["--copy", "slurm"]) == 2
+    assert "slurm/common.sh, which differs, expected a folder" in capsys.readouterr().err
+    assert copies["common.sh"].read_text() == "mine\n"
+    assert sbatch.main(["--copy", str(copies["common.sh"])]) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert sbatch.main(["--copy", "other", "--lr", "1"]) == 2
+    assert not (tmp_path / "other").exists()

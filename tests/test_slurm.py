@@ -78,6 +78,7 @@ def test_crashed_node(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: 
         slurm.wait_idle()
     hold.unlink()
     assert job.wait()["Restarts"] == "1"
+    assert "cancelled;" not in job.log()
     assert job.resumed_steps()[0] > 0
     assert (job.out / "DONE").exists()
 
@@ -117,16 +118,36 @@ class Dying(MLP):
 
 
 def test_refused_job_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """What mpips refuses, and what it fails at, ends the job with its message."""
-    for words, message in (
-        (("--lr", "-1"), "mpips: lr -1.0, expected a number > 0"),
-        (("--servers", "4"), "servers=4 leaves no worker in a world of 4"),
-        (("no-such.toml",), "'no-such.toml' not found"),
+    """What mpips refuses, and what it fails at, ends the job with its message and its code."""
+    (tmp_path / "raising.py").write_text(RAISING)
+    diverges = ("--optimizer", "sgd", "--lr", "1e30", "--checkpoint-every", "0.01")
+    limit = "mpips: a time limit of 240 s, expected more than 240 s"
+    for time, words, code, message in (
+        ("5", ("--lr", "-1"), "2:0", "mpips: lr -1.0, expected a number > 0"),
+        ("5", ("--servers", "4"), "2:0", "servers=4 leaves no worker in a world of 4"),
+        ("5", ("no-such.toml",), "2:0", "'no-such.toml' not found"),
+        ("4", ("--lr", "1"), "2:0", limit),
+        ("5", diverges, "1:0", "expected a finite loss"),
+        ("5", ("--problem", "raising.py:Raising"), "1:0", "raised ValueError: mine, expected no"),
     ):
-        job = Submitted(slurm, tmp_path, *TWO_BY_TWO, TRAIN, *words)
-        assert job.wait("FAILED", 40)["Restarts"] == "0"
+        job = Submitted(slurm, tmp_path, *TWO_BY_TWO, f"--time={time}", TRAIN, *words)
+        assert job.wait("FAILED", 60)["Restarts"] == "0"
         assert message in job.log()
-        assert job.slurm.show(job.id)["ExitCode"] == "2:0"
+        assert job.slurm.show(job.id)["ExitCode"] == code, job.told()
+
+
+RAISING = """
+from mpips.problems.mlp import MLP
+
+class Raising(MLP):
+    calls = 0
+
+    def loss_and_grad(self, params, batch, out):
+        self.calls += 1
+        if self.calls > 5:
+            raise ValueError("mine")
+        return super().loss_and_grad(params, batch, out)
+"""
 
 
 def test_wrong_mpi_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:

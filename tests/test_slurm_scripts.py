@@ -37,30 +37,35 @@ def test_scripts_are_clean(slurm: SlurmCluster) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Two lines of a table, one run each; the table of results has both."""
-    (tmp_path / "table").write_text("# two\n--lr 0.001 --seed 1\n\n--lr 0.01\n")
-    words = (
-        "--array=1-2",
-        "--ntasks-per-node=2",
-        "--mem-per-cpu=600M",
-        str(SCRIPTS / "sweep.sbatch"),
-    )
-    more = ("--epochs", "2", "--quiet")
-    array = slurm.submit(*words, f"{ROOT}/jobs/digits.toml", "table", *more, cwd=tmp_path)
+def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
+    """A run for each row; one that is stopped goes on alone, one that is refused is in the results.
+
+    The row that is stopped is the last task of the array, whose id is that of the array.
+    """
+    (tmp_path / "table").write_text("# three\n--lr -1\n--lr 0.001 --seed 1\n\n--lr 0.01\n")
+    words = ("--array=1-3", "--ntasks-per-node=2", "--mem-per-cpu=600M", f"{SCRIPTS}/sweep.sbatch")
+    job = (f"{ROOT}/jobs/digits.toml", "table", *HELD, "--epochs", "2", "--quiet")
+    array = slurm.submit(*words, *job, cwd=tmp_path)
     folder = tmp_path / "runs" / f"sweep-{array}"
 
     def told() -> str:
         return "\n".join(path.read_text() for path in tmp_path.glob("sweep-*.out"))
 
-    until(lambda: all((folder / k / "DONE").exists() for k in "12"), 90, told)
-    for k in "12":
-        assert slurm.wait(f"{array}_{k}", 30, told) == "COMPLETED"
-    head, *rows = (line.split() for line in (folder / "results.txt").read_text().splitlines())
-    assert (head[:3], head[-2:]) == (["run", "state", "global_step"], ["seed", "lr"])
-    assert [row[-2:] for row in rows] == [["1", "0.001"], ["0", "0.01"]]
-    assert [row[:2] for row in rows] == [["1", "done"], ["2", "done"]]
-    assert [float(row[2]) for row in rows] == [summary(folder / k)["global_step"] for k in "12"]
+    until(lambda: newest_step(folder / "2") > 0 < newest_step(folder / "3"), 90, told)
+    slurm.ask("scancel", "--batch", "-s", "USR1", f"{array}_3")
+    until(lambda: slurm.show(f"{array}_3").get("Restarts") == "1", 60, told)
+    hold.unlink()
+    ends = {"1": ("FAILED", "0"), "2": ("COMPLETED", "0"), "3": ("COMPLETED", "1")}
+    for k, end in ends.items():
+        state = slurm.wait(f"{array}_{k}", 90, told)
+        assert (state, slurm.show(f"{array}_{k}")["Restarts"]) == end, told()
+    head, failed, *rows = (folder / "results.txt").read_text().splitlines()
+    assert failed.startswith("1    failed (exit code 2)")
+    assert head.split()[:3] + head.split()[-2:] == ["run", "state", "step", "seed", "lr"]
+    assert [row.split()[-2:] for row in rows] == [["1", "0.001"], ["0", "0.01"]]
+    assert [row.split()[:2] for row in rows] == [["2", "done"], ["3", "done"]]
+    steps = [summary(folder / k)["global_step"] for k in "23"]
+    assert [float(row.split()[2]) for row in rows] == steps
 
 
 def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -68,7 +73,7 @@ def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> Non
     words = ("--array=2", "--mem-per-cpu=600M", "--output=log", str(SCRIPTS / "sweep.sbatch"))
     array = slurm.submit(*words, f"{ROOT}/jobs/digits.toml", "table", cwd=tmp_path)
     assert slurm.wait(f"{array}_2", 30) == "FAILED"
-    expected = "run 2 of table, which has 1, expected sbatch --array=1-1"
+    expected = "row 2 of table, which has 1, expected 1 to 1"
     assert expected in (tmp_path / "log").read_text()
 
 
@@ -141,21 +146,22 @@ def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "my.sbatch").write_text(text)
     assert re.search(r"^#SBATCH --mem-per-cpu=\d+M$", text, re.M)
     slurm.ask("shellcheck", str(tmp_path / "my.sbatch"))
-    job = Submitted(slurm, tmp_path, "my.sbatch")
-    job.wait()
-    assert summary(job.out)["world"] == 8
-    assert (job.out / "DONE").exists()
+    line = "sbatch --parsable --output=log < my.sbatch"  # the controller does not know its name
+    job = slurm.ask("bash", "-c", line, cwd=tmp_path).strip()
+    log = tmp_path / "log"
+    assert slurm.wait(job, 150, log.read_text) == "COMPLETED", log.read_text()
+    out = tmp_path / "runs" / f"mpips-{job}"
+    assert summary(out)["world"] == 8
+    assert (out / "DONE").exists()
 
 
 def test_doctor(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Warnings, as of more ranks than cores here, do not fail the job; a failure does."""
+    """It ends with 1 at a failure, at once."""
     words = ("--job-name=mpips", *TWO_BY_TWO, str(SCRIPTS / "doctor.sbatch"), "--limit", "60")
-    told = tmp_path / "found.json"
-    Submitted(slurm, tmp_path, *words, "--json", str(told)).wait()
-    assert json.loads(told.read_text())["world"].startswith("4 ranks on")
     job = Submitted(slurm, tmp_path, *words, "--parameters", "1000000000000")
-    job.wait("FAILED")
+    assert job.wait("FAILED")["ExitCode"] == "1:0"
     assert "fail  memory" in job.log()
+    assert job.log().count("the launcher ended with") == 1
 
 
 def shell(script: str, folder: Path) -> str:
@@ -180,6 +186,7 @@ def test_a_request_while_the_ranks_start_is_handed_on(tmp_path: Path) -> None:
 
 
 DIES_ONCE = """
+ulimit -S -s 1000    # of which the doctor warns
 srun() {
     case $* in
         *"-m mpips."*) if mkdir died; then bash -c 'kill -ABRT $$'; return; fi ;;
@@ -192,25 +199,34 @@ srun() {
 def test_ranks_that_die_at_the_start_are_started_once_more(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    """SLURM's pmi2 plugin may cut what MPICH tells it: then by mpirun, which has no such limit."""
+    """SLURM's pmi2 plugin may cut what MPICH tells it: then by mpirun, which has no such limit.
+
+    The doctor ends with 3 after a warning.
+    """
+    told = tmp_path / "found.json"
     shutil.copytree(SCRIPTS, tmp_path / "slurm")
     site = tmp_path / "slurm" / "site.sh"
     site.write_text(DIES_ONCE)
-    for script, options in (("train", ("--problem", "softmax", "--epochs", "1")), ("doctor", ())):
+    for script, options, state, code in (
+        ("train", ("--problem", "softmax", "--epochs", "1"), "COMPLETED", "0:0"),
+        ("doctor", ("--json", str(told), "--limit", "60"), "FAILED", "3:0"),
+    ):
         own = str(tmp_path / "slurm" / f"{script}.sbatch")
         job = Submitted(slurm, tmp_path, "--job-name=mpips", *TWO_BY_TWO, own, *options)
-        assert job.wait().get("Restarts") == "0"
+        found = job.wait(state)
+        assert (found["Restarts"], found["ExitCode"]) == ("0", code)
         assert "the launcher ended with 134" in job.log()
         other = "mpirun" if "--mpi=pmi2" in job.log() else "srun"
         assert job.log().count(f"starting once more, by {other}\n") == 1
         (tmp_path / "died").rmdir()
+    assert json.loads(told.read_text())["world"].startswith("4 ranks on")
 
 
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """What slurm/site.sh sets holds; a Python without mpips is refused in one line."""
-    shutil.copytree(SCRIPTS, tmp_path / "slurm")
-    own = str(tmp_path / "slurm" / "train.sbatch")
-    site = tmp_path / "slurm" / "site.sh"
+    """What slurm/site.sh sets holds, also without sbatch's environment; its path has a space."""
+    scripts = tmp_path / "my clone" / "slurm"
+    shutil.copytree(SCRIPTS, scripts)
+    own, site = str(scripts / "train.sbatch"), scripts / "site.sh"
     site.write_text("LAUNCHER=mpirun LAUNCHER_FLAGS='-genv A B'\n")
     job = Submitted(slurm, tmp_path, *TWO_BY_TWO, own, "--lr", "-1")
     job.wait("FAILED", 40)
@@ -220,6 +236,12 @@ def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = Submitted(slurm, tmp_path, *TWO_BY_TWO, own, "--lr", "0.1")
     job.wait("FAILED", 40)
     assert re.search(r"mpips: \S+.* cannot import mpips, expected one that can; act", job.log())
+    names = [k for k in slurm.env if k.startswith(("PATH", "PYTHON", "OMPI_", "OPENBLAS_"))]
+    site.write_text("".join(f"export {k}={shlex.quote(slurm.env[k])}\n" for k in names))
+    words = (*TWO_BY_TWO[:2], "--mem=1200M", "--time=5", "--export=NONE", own)
+    job = Submitted(slurm, tmp_path, *words, "--problem", "softmax", "--epochs", "1")
+    job.wait()
+    assert summary(job.out)["world"] == 4
 
 
 def test_evaluation(slurm: SlurmCluster, tmp_path: Path) -> None:

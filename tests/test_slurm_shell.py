@@ -1,0 +1,364 @@
+"""The job scripts in a shell, with a SLURM that only answers: what they decide, and what they say.
+
+`srun` runs the lines of a test in the place of the ranks; `scontrol` shows a job, and notes what it
+is told to do.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+SCRIPTS = ROOT / "slurm"
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >>calls
+case $* in
+    "-o show job "*) paste -sd ' ' job ;;
+    "show job "*) cat job ;;
+    "show config") echo "TaskPlugin = task/none" ;;
+    requeue*) sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) & ;;
+esac
+"""
+SRUN = """#!/bin/bash
+echo "srun $*" >>calls
+case $* in
+    --mpi=list) echo "MPI plugin types are... none pmi2 pmix" ;;
+    *" true") . ./node ;;
+    *" bash -c "*)
+        while [ "$1" != bash ]; do shift; done
+        exec "$@" ;;
+    *)
+        for word; do if [ "$last" = --out ]; then out=$word; fi; last=$word; done
+        begin() { mkdir -p "$out"; touch "$out/config.toml"; line start ''; }
+        line() { echo "{\\"kind\\": \\"$1\\", \\"reason\\": \\"$2\\"}" >>"$out/metrics.jsonl"; }
+        save() { mkdir -p "$out/checkpoints/step-$1"; touch "$out/checkpoints/step-$1/index.h5"; }
+        . ./ranks ;;
+esac
+"""
+PYTHON = f"""#!/bin/bash
+case $* in    # what takes long and is the same in every test
+    "-c import mpips, mpi4py") ;;
+    "-c import mpi4py"*) echo MPICH Version: 5.0.2 ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+SHOWN = {
+    "JobState": "RUNNING", "Reason": "None", "Restarts": "0", "TimeLimit": "01:00:00",
+    "PreemptTime": "None", "Command": "",
+}  # fmt: skip
+
+
+class Batch:
+    """A batch shell of job 17 in a folder of its own, once `run` has been called: its end.
+
+    Attributes:
+        code: Its exit code; the negative number of the signal that it died of.
+        log: What it has printed.
+        left: Processes of its that live on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("python", PYTHON)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "node").write_text("")
+        self.out = folder / "runs" / "mpips-17"
+        self.code, self.log, self.left = 0, "", list[str]()
+
+    def calls(self, program: str) -> list[str]:
+        """Return how a program was called, without its name."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [line.removeprefix(f"{program} ") for line in lines if line.startswith(program)]
+
+    @property
+    def requeued(self) -> list[str]:
+        """The jobs that were put back into the queue."""
+        return [c.split()[1] for c in self.calls("scontrol") if c.startswith("requeue")]
+
+    def run(
+        self, *words: str, ranks: str = "", script: Path = SCRIPTS / "train.sbatch",
+        copy: str = "", env: dict[str, str] | None = None, shown: dict[str, str] | None = None,
+    ) -> "Batch":  # fmt: skip
+        """Run a script as SLURM would.
+
+        Args:
+            words: The script's arguments.
+            ranks: What the ranks do, in bash: ``begin`` a run, ``save STEP``, add a ``line``.
+            script: The script, as the controller knows it.
+            copy: The script's text, where it is not the file's.
+            env: More of SLURM's variables.
+            shown: What the controller says of the job, where it is not `SHOWN`.
+        """
+        fields = {**SHOWN, "Command": " ".join([str(script), *words]), **(shown or {})}
+        (self.folder / "job").write_text("".join(f"{k}={v}\n" for k, v in fields.items()))
+        (self.folder / "ranks").write_text(ranks)
+        (self.folder / "slurm_script").write_text(copy or script.read_text())
+        known = {
+            "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mpips", "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURM_SUBMIT_DIR": f"{self.folder}",
+        }  # fmt: skip
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        with open(self.folder / "log", "w+") as log:
+            shell = subprocess.Popen(
+                ["bash", str(self.folder / "slurm_script"), *words], cwd=self.folder,
+                env={**environment(), **known, "PATH": path, "LAUNCHER": "srun", **(env or {})},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            self.code = shell.wait(60)
+            log.seek(0)
+            self.log = log.read()
+        self.left = sessions(shell.pid)
+        return self
+
+
+def sessions(leader: int) -> list[str]:
+    """Return the command lines of the processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[3]) == leader and stat[0] != "Z":
+                found.append((path / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    return Batch(tmp_path)
+
+
+SAVED = "begin; save 0000000003; exit 85"
+
+
+def test_saved_job_is_requeued_and_leaves_no_process(batch: Batch) -> None:
+    batch.run("--lr", "0.1", ranks=SAVED)
+    assert batch.requeued == ["17"]
+    assert "not done: step 3 is saved in runs/mpips-17" in batch.log
+    assert batch.log.splitlines()[-1].endswith(" requeued")
+    assert not batch.left
+
+
+def test_task_of_an_array_is_requeued_alone(batch: Batch) -> None:
+    """The last one has the array's id as its own, by which all of it would be requeued."""
+    batch.run(ranks=SAVED, env={"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"})
+    assert not batch.requeued  # without a job file it is refused
+    batch.run("--lr=1", ranks=SAVED, env={"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"})
+    assert batch.requeued == ["17_6"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "told"),
+    [
+        ("begin; save 5; line end diverged; exit 1", 1, "ended with 1"),
+        ("begin; save 5; line end diverged; exit 143", 1, "ended with 143"),
+        ("exit 2", 2, "ended with 2"),
+        ("begin; save 5; exit 3", 3, "ended with 3"),
+        ("begin; exit 1", 1, "ended with 1"),
+        ("begin; save 0; exit 1", 1, "ended with 1"),
+        ("echo mpips: lr 1, expected less >&2; exit 137", 2, "lr 1, expected less"),
+        ("begin; echo mpips: loss 7, expected less >&2; exit 137", 1, "loss 7"),
+        ("echo 'mpips: rank 1 raised E, expected no exception; see' >&2; exit 137", 1, "raised E"),
+        ("begin; touch $out/DONE; exit 0", 0, "done: runs/mpips-17"),
+        ("begin; touch $out/DONE; exit 143", 0, "done: runs/mpips-17"),
+    ],
+)
+def test_ends_with_the_code_of_the_ranks(ranks: str, code: int, told: str, batch: Batch) -> None:
+    """What is done, diverged or refused is not tried again; MPI_Abort under srun shows 137."""
+    batch.run("--lr", "0.1", ranks=ranks)
+    assert (batch.code, batch.requeued) == (code, []), batch.log
+    assert told in batch.log
+
+
+def test_what_was_done_before_is_not_done_now(batch: Batch) -> None:
+    batch.out.mkdir(parents=True)
+    (batch.out / "DONE").touch()
+    assert batch.run("--epochs", "9", ranks="exit 85").requeued == ["17"]
+
+
+def test_time_limit_within_the_notice_is_refused(batch: Batch) -> None:
+    """Else the ranks are asked to save as soon as they begin, in each of a hundred tries."""
+    batch.run("--lr", "0.1", ranks=SAVED, shown={"TimeLimit": "00:04:00"})
+    assert batch.code == 2
+    assert "mpips: a time limit of 240 s, expected more than 240 s, as the" in batch.log
+    assert "; give sbatch --time=9, or a shorter notice by SBATCH_SIGNAL=" in batch.log
+    assert not batch.calls("srun")
+    short = {"TimeLimit": "00:04:00"}
+    batch.run("--lr", "0.1", ranks=SAVED, shown=short, env={"SBATCH_SIGNAL": "B:USR1@30"})
+    assert batch.requeued == ["17"]
+
+
+def test_time_limits_as_slurm_shows_them() -> None:
+    limits = ("UNLIMITED", "Partition_Limit", "", "1-00:00:00", "00:04:01", "08:09:08")
+    lines = "".join(f'echo "$(seconds "{limit}")"\n' for limit in limits)
+    told = subprocess.check_output(["bash", "-c", f'. "{SCRIPTS}/common.sh"\n{lines}'], text=True)
+    assert told.splitlines() == ["", "", "", "86400", "241", "29348"]
+
+
+def test_number_of_requeues_is_limited(batch: Batch) -> None:
+    env = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
+    batch.run("--lr", "0.1", ranks=SAVED, env=env)
+    assert (batch.code, batch.requeued) == (85, [])
+    assert "requeued 1 times, MPIPS_MAX_REQUEUES is 1; go on with --out runs/mpips-17" in batch.log
+
+
+def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
+    """Though each try gets a little further: a notice that only SLURM knows is too long."""
+    for k in range(3):
+        ranks = f"begin; save {k}; kill -USR1 $(ps -o ppid= $$); sleep 0.3; exit 85"
+        env = {"SLURM_RESTART_COUNT": f"{k}"}
+        batch.run("--lr", "0.1", ranks=ranks, env=env, shown={"Restarts": f"{k}"})
+        assert "SIGUSR1: asking the ranks to save" in batch.log
+    assert batch.requeued == ["17", "17"]
+    assert "within a minute of its start three times: giving up; give a longer --time" in batch.log
+
+
+@pytest.mark.parametrize(
+    ("shown", "told"),
+    [
+        ({"JobState": "COMPLETING", "Reason": "NodeDown", "Restarts": "1"}, " requeued"),
+        ({"JobState": "COMPLETING"}, "cancelled; go on with --out runs/mpips-17"),
+    ],
+)
+def test_job_that_slurm_ends(shown: dict[str, str], told: str, batch: Batch) -> None:
+    batch.run("--lr", "0.1", ranks=SAVED, shown=shown)
+    assert not batch.requeued
+    assert batch.log.splitlines()[-1].endswith(told)
+
+
+@pytest.mark.parametrize("ends", ["exit 137", "exit 1"])
+def test_dead_node_is_waited_for(ends: str, batch: Batch) -> None:
+    """Until SLURM has noticed, it would start the job there again."""
+    shutil.copytree(SCRIPTS, batch.folder / "slurm")
+    (batch.folder / "slurm" / "site.sh").write_text("pause() { command sleep 0.1; }\n")
+    (batch.folder / "node").write_text("! mkdir dead 2>>calls || exit 1\n")
+    own = batch.folder / "slurm" / "train.sbatch"
+    batch.run("--lr", "0.1", ranks=f"begin; {ends}", script=own)
+    if ends == "exit 137":
+        assert batch.log.count("a node does not answer: waiting until SLURM") == 1
+    assert batch.requeued == ["17"]
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("--help", "usage: mpirun -n"), ("--version", "mpips "), ("--print-config", "\nlr = 0.1")],
+)
+def test_a_text_is_printed_and_nothing_else(word: str, told: str, batch: Batch) -> None:
+    batch.run("--lr", "0.1", word, ranks=SAVED)
+    assert (batch.code, batch.calls("srun"), batch.requeued) == (0, [], [])
+    assert told in batch.log
+
+
+def test_explanation_is_that_of_the_world(batch: Batch) -> None:
+    batch.run("--explain", ranks="echo explained")
+    assert (batch.code, batch.requeued) == (0, [])
+    assert "explained" in batch.log
+    assert "--out" not in batch.calls("srun")[-1]
+    (batch.folder / "calls").unlink()
+    batch.run("--explain", "--ranks", "8")
+    assert (batch.code, batch.calls("srun")) == (0, [])
+    assert "the bottleneck is" in batch.log
+
+
+@pytest.mark.parametrize("place", ["beside", "submitted", "installed"])
+def test_scripts_anywhere(place: str, batch: Batch) -> None:
+    """Below a folder with a space, a copy of one, and `sbatch < script`."""
+    own = batch.folder / "my clone" / "slurm"
+    shutil.copytree(SCRIPTS, own)
+    shown = {"Command": "(null)"} if place == "submitted" else None
+    script = own / "train.sbatch"
+    if place == "installed":
+        shutil.copy(script, batch.folder / "copied.sh")
+        script = batch.folder / "copied.sh"
+    env = {"SLURM_SUBMIT_DIR": str(own.parent)} if place == "submitted" else {}
+    batch.run("jobs/no.toml", script=script, shown=shown, env=env)
+    assert batch.code == 2
+    assert "'jobs/no.toml' not found" in batch.log
+
+
+def test_environment_of_the_shell_is_that_of_the_ranks(batch: Batch) -> None:
+    batch.run("--lr=1", ranks="echo to ${SLURM_EXPORT_ENV-all}", env={"SLURM_EXPORT_ENV": "NONE"})
+    assert "\nto all\n" in batch.log
+
+
+def test_names_of_jobs_and_folders(batch: Batch) -> None:
+    done = 'begin; touch "$out/DONE"'
+    batch.run("--lr", "0.1", ranks=done, env={"SLURM_JOB_NAME": "a/b c"})
+    assert (batch.folder / "runs" / "a-b c-17" / "DONE").exists()
+    name = 'it\'s "mine" \\ 5'
+    batch.run("--out", name, ranks=done)
+    assert (batch.folder / name / "DONE").exists(), batch.log
+    assert f"done: {name}\n" in batch.log
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_doctor_ends_with_the_code_of_its_ranks(code: int, batch: Batch) -> None:
+    batch.run(ranks=f"exit {code}", script=SCRIPTS / "doctor.sbatch")
+    assert batch.code == code
+    assert "--kill-on-bad-exit=0" in batch.log  # else the first one's end is the others' death
+
+
+ROW_2 = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NAME": "sweep"}
+
+
+def test_row_of_a_sweep(batch: Batch) -> None:
+    """Words in quotes; a row that is refused, or fails, is in the table of results."""
+    table, sweep = batch.folder / "my table", batch.folder / "runs" / "sweep-17"
+    table.write_bytes(b"--lr 1\r\n# no row\r\n--init-from 'a b' --lr -1\r\n")
+    options = ("--problem", "softmax")
+    script = SCRIPTS / "sweep.sbatch"
+    toml = str(ROOT / "jobs" / "digits.toml")
+    batch.run(toml, "my table", *options, script=script, env=ROW_2)
+    assert batch.code == 2
+    assert "row 2 of my table: --init-from 'a b' --lr -1\n" in batch.log
+    assert "failed (exit code 2)" in (sweep / "results.txt").read_text()
+    table.write_text("--lr 1\n--init-from 'a b' --lr 2\n")
+    batch.run(toml, "my table", *options, ranks=SAVED, script=script, env=ROW_2)
+    assert (batch.requeued, list(sweep.glob("*.failed"))) == (["17_2"], [])
+    assert "digits.toml --problem softmax --init-from a b --lr 2 --out" in batch.calls("srun")[-1]
+    batch.run(toml, "my table", *options, "--out", "x", ranks="exit 1", script=script, env=ROW_2)
+    assert "failed (exit code 1)" in (batch.folder / "x" / "results.txt").read_text()
+    batch.run(toml, "my table", script=script, env={**ROW_2, "SLURM_ARRAY_TASK_ID": "3"})
+    assert "mpips: row 3 of my table, which has 2, expected 1 to 2\n" in batch.log
+
+
+def test_scratch(batch: Batch) -> None:
+    """Copied once, again when it has changed or was cut; Python starts from the copy."""
+    home, disk = batch.folder / "my home", batch.folder / "disk"
+    (home / "venv" / "bin").mkdir(parents=True)
+    python = home / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    data = home / "x.h5"
+    data.write_text("one")
+    text = (SCRIPTS / "train.sbatch").read_text()
+    paths = f"'{disk}' '{home}/venv' '{data}'"
+    text = text.replace("\nprepare\n", f"\nprepare\nscratch {paths}\n")
+    copy = Path(f"{disk}{data}")
+
+    def run() -> str:
+        batch.run("--lr=1", ranks="begin; command -v python; exit 2", copy=text)
+        assert f"{disk}{python}\n" in batch.log
+        return copy.read_text()
+
+    assert run() == "one"
+    times = copy.stat().st_ino
+    assert run() == "one"
+    assert copy.stat().st_ino == times
+    data.write_text("three")
+    assert run() == "three"
+    Path(f"{copy}.copied").unlink()
+    copy.write_text("th")
+    assert run() == "three"
+    disk.rename(batch.folder / "gone")
+    disk.write_text("")
+    batch.run("--lr=1", copy=text)
+    assert batch.code == 2
+    assert f"mpips: --scratch {disk} cannot be filled, expected a folder" in batch.log
