@@ -1,8 +1,9 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
+import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from mpips.delay import linger
 from mpips.errors import UserError
 
 if TYPE_CHECKING:
+    from mpips.cluster import Comm
     from mpips.datasets import Batch
     from mpips.job import Job
 
 CHUNK = 1024
+SHOWN = 8  # numbers in a message
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -25,21 +28,83 @@ def evaluate(
     """Evaluate the held-out samples ``[begin, end)``; a worker's part, not collective.
 
     Returns:
-        The sum over the samples of each metric of the problem; zeroes for an empty range, so
-        that every worker knows the names.
+        The sum over the samples of each metric of the problem; nothing for an empty range.
 
     Raises:
-        UserError: If the samples cannot be read.
+        UserError: If the samples cannot be read, or not all batches have the same metrics.
     """
     assert job.dataset is not None, "servers read no data"
     assert job.dataset.test is not None, "no sample is held out"
-    sums: dict[str, float] = {}
-    first, last = (begin, end) if end > begin else (0, 1)
-    for batch in iterate(job.dataset.test, first, last, CHUNK, job.dtype):
-        weight = len(batch) if end > begin else 0
-        for name, value in checked_metrics(job.problem.evaluate(params, batch)).items():
-            sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
-    return sums
+    parts: dict[int, dict[str, float]] = {}
+    for batch in iterate(job.dataset.test, begin, end, CHUNK, job.dtype):
+        found = checked_metrics(job.problem.evaluate(params, batch))
+        sums = {name: float(value) * len(batch) for name, value in found.items()}
+        parts[begin + CHUNK * len(parts)] = sums
+    return add_up(parts, "held-out sample", "the same metrics for every batch")
+
+
+def add_up(parts: Mapping[int, Mapping[str, float]], what: str, expected: str) -> dict[str, float]:
+    """Return the sum of each metric over the parts that have any.
+
+    Args:
+        parts: Sums by metric, by the number of what they are of.
+        what: That it is the number of: rank, say.
+        expected: What is expected of all parts.
+
+    Raises:
+        UserError: If a metric is in some of the parts only.
+    """
+    known = {number: part for number, part in parts.items() if part}
+    for name in sorted({name for part in known.values() for name in part}):
+        having = [number for number, part in known.items() if name in part]
+        if len(having) < len(known):
+            without = [number for number in known if number not in having]
+            got = f"evaluate of the problem gave {name!r} at {_listed(what, having)}"
+            got += f" and not at {_listed(what, without)}"
+            raise UserError(got, expected, f"return {name!r} always, NaN perhaps, or never")
+    names = next(iter(known.values()), {})
+    return {name: sum(part[name] for part in known.values()) for name in sorted(names)}
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN]))
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}{more}"
+
+
+def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the mean of each metric over the held-out samples, from the workers' sums.
+
+    Raises:
+        UserError: If a metric is some workers' only.
+    """
+    by_rank = dict(zip(job.cluster.roles.workers, (part or {} for part in parts), strict=True))
+    sums = add_up(by_rank, "rank", "the same metrics on every rank")
+    return {name: value / job.info.n_test for name, value in sums.items()}
+
+
+def share_evaluation(job: "Job", workers: "Comm", mine: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each metric, as `mean_evaluation`, on every worker.
+
+    Args:
+        job: The run.
+        workers: The communicator of the workers.
+        mine: This worker's sums.
+
+    Raises:
+        UserError: If a metric is some workers' only; on all of them.
+
+    Collective: over `workers`. Blocks: until all of them have evaluated, but never inside MPI.
+    """
+    text = np.frombuffer(json.dumps(mine).encode(), "u1")
+    sizes = np.zeros(workers.size, "i4")
+    wait = job.cluster.wait_request
+    wait(workers.Iallgather(np.array([text.size], "i4"), sizes))
+    texts = np.empty(sizes.sum(), "u1")
+    wait(workers.Iallgatherv(text, (texts, sizes)))
+    ends = np.cumsum(sizes)
+    parts = zip(ends - sizes, ends, strict=True)
+    return mean_evaluation(job, [json.loads(texts[a:b].tobytes()) for a, b in parts])
 
 
 def checked_loss(value: Any) -> float:

@@ -26,7 +26,7 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
     log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
     log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
     log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
-    for note in (*notes, *filter(None, [job.info.remark])):
+    for note in (*notes, *job.info.notes):
         log.say(note)
     asked, held = job.samples_per_update, job.info.n_train
     if asked > held:
@@ -39,8 +39,10 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
         log.say(f"slowed: {delays_text(c.delays)}")
     log.event(
         "start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed,
-        inject_delay=c.delays,
+        inject_delay=c.delays, data=job.info.notes,
     )  # fmt: skip
+    for note in notes:
+        log.note(note)
 
 
 def _say_resumed(job: Job, log: Log) -> None:

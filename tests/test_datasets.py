@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from mpips.datasets import Dataset, iterate, open_dataset
+from mpips.datasets import Dataset, describe, iterate, open_dataset, open_parts
 from mpips.datasets.libsvm import LibsvmTable
 from mpips.datasets.order import Order
 from mpips.errors import UserError
@@ -170,18 +170,6 @@ def test_split_in_memory_is_random_disjoint_and_complete(tmp_path: Path, fractio
     assert np.array_equal(everything(again.test)[1], test)
 
 
-def test_classes_that_only_the_tail_has_are_told(tmp_path: Path) -> None:
-    sorted_y = np.repeat(np.arange(5), 4)
-    found = opened(write_h5(tmp_path / "a.h5", np.ones((20, 2)), sorted_y), test_fraction=0.3)
-    assert found.info.remark == (
-        "samples 14 to 19 are held out, and 1 of their 2 classes are not in the rest: shuffle the "
-        "file, or give another for testing"
-    )
-    mixed = write_h5(tmp_path / "b.h5", np.ones((20, 2)), np.tile(np.arange(5), 4))
-    assert opened(mixed, test_fraction=0.3).info.remark == ""
-    assert opened("digits").info.remark == ""
-
-
 def test_split_of_hdf5_is_the_tail(tmp_path: Path) -> None:
     y = np.arange(50.0)
     data = opened(write_h5(tmp_path / "a.h5", y, y), test_fraction=0.3)
@@ -230,7 +218,7 @@ def test_too_few_samples(tmp_path: Path) -> None:
 
 
 def test_batch_larger_than_the_data(tmp_path: Path) -> None:
-    path = write_npz(tmp_path / "a.npz", np.ones((10, 2)), np.zeros(10, int))
+    path = write_npz(tmp_path / "a.npz", np.ones((10, 2)), np.arange(10) % 2)
     assert opened(path, batch_size=8).info.n_train == 8
     text = refused(path, batch_size=9)
     assert "batch_size=9" in text
@@ -325,15 +313,9 @@ def test_labels_outside_the_given_classes(tmp_path: Path, kind: str, label: int)
     write = write_h5 if kind == "h5" else write_npz
     path = write(tmp_path / f"a.{kind}", np.ones((40, 2)), y)
 
-    def read_all() -> None:
-        data = opened(path, classes=4)
-        for source in (data.train, data.test):  # HDF5 is checked as it is read
-            everything(source)
-
-    with pytest.raises(UserError) as caught:
-        read_all()
+    text = refused(path, classes=4)
     for part in (str(path), "'y'", "sample 33", f"label {label}", "0 to 3", "--classes"):
-        assert part in str(caught.value)
+        assert part in text
 
 
 @pytest.mark.parametrize("kind", ["h5", "npz"])
@@ -352,6 +334,184 @@ def test_whole_floats_are_labels_if_classes_are_given(tmp_path: Path) -> None:
     for odd in (1.5, np.nan, np.inf):
         path = write_npz(tmp_path / "b.npz", x, [0.0, 1, odd, 1])
         assert f"sample 2 has label {odd}" in refused(path, classes=3)
+
+
+# What the labels are, told at the start
+
+
+def noted(dataset: Any, **fields: Any) -> tuple[str, ...]:
+    with opened(dataset, **fields) as data:
+        return data.info.notes
+
+
+def test_labels_are_told() -> None:
+    assert noted("digits") == ("labels 0 to 9: 10 classes, 128 to 160 training samples each",)
+    assert noted("spirals")[0].startswith("labels 0 to 3: 4 classes, 1")
+
+
+TEN = np.random.default_rng(0).permutation(np.arange(200) % 10)
+WRITERS = {
+    "a.h5": write_h5,
+    "a.npz": write_npz,
+    "a.svm": lambda path, x, y: write_svm(path, "".join(f"{label} 1:1\n" for label in y)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("labels", "problem", "classes"),
+    [
+        (np.zeros(200, int), "has one label alone, 0", 2),
+        (np.full(200, -1), "has one label alone, -1", 2),
+        (np.full(200, 7), "has one label alone, 7", 8),
+        (TEN[TEN < 5] * 10, "has labels that are all multiples of 10", 41),
+        (TEN * 100_000, "has labels that are all multiples of 100000", 900_001),
+        (TEN * 1000 + 3, "has 10 labels up to 9,003", 9004),
+        (TEN % 2 * 50, "has 2 labels up to 50", 51),
+    ],
+)
+def test_labels_that_are_no_class_numbers(
+    tmp_path: Path, name: str, labels: np.ndarray, problem: str, classes: int
+) -> None:
+    path = WRITERS[name](tmp_path / name, np.ones((len(labels), 1)), labels)
+    text = refused(path)
+    assert f"array 'labels' {problem}" in text.replace("'y'", "'labels'")
+    assert f"or give --classes {classes} if that is meant" in text
+    assert opened(path, classes=classes).info.classes == classes
+    parts = open_parts(config(path))  # a run that was begun before is only told
+    found = describe(config(path), parts, strict=False)
+    assert problem in found.notes[1]
+
+
+def test_labels_that_count_from_1(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.ones((200, 1)), TEN + 1)
+    told, hint = noted(path)
+    assert told.startswith("labels 1 to 10: 10 of 11 classes, 1")
+    assert hint == (
+        "no sample has label 0: if labels count from 1, take 1 off each, or give --classes 11 if "
+        "that is meant"
+    )
+    assert len(noted(path, classes=11)) == 1
+    assert "expected whole numbers from 0 to 9; labels count from 0: take 1" in refused(
+        path, classes=10
+    )
+
+
+def test_honest_labels_are_not_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for labels in (
+        rng.integers(0, 1000, 500),  # a small sample of many classes
+        np.arange(60) * 0 + rng.permutation(60),  # one of each class
+        np.minimum(rng.zipf(1.5, 5000), 400) - 1,  # some classes are rare
+        np.array([0, 4, 2, 1, 9]),
+        np.array([0, 2, 2, 0, 2, 0]),
+    ):
+        path = write_npz(tmp_path / "a.npz", np.ones((len(labels), 1)), labels)
+        assert opened(path).info.classes == labels.max() + 1
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_signs_are_classes_in_every_format(tmp_path: Path, name: str) -> None:
+    labels = np.array([-1, 1, 1, -1, 1, 1])
+    path = WRITERS[name](tmp_path / name, np.ones((6, 1)), labels)
+    for classes in (0, 2):
+        data = opened(path, classes=classes, test_fraction=0)
+        assert (data.info.classes, data.info.signs) == (2, True)
+        assert everything(data.train)[1].tolist() == [0, 1, 1, 0, 1, 1]
+        assert data.info.notes[0].startswith("labels -1 and +1 (taken as 0 and 1): 2 classes, 2 to")
+        data.close()
+    ones = WRITERS[name](tmp_path / f"b{name[1:]}", np.ones((3, 1)), np.array([1, 1, 1]))
+    test = opened(path, test_dataset=str(ones)).test
+    assert test is not None
+    assert everything(test)[1].tolist() == [1, 1, 1]
+
+
+def test_signs_in_idx_and_as_floats(tmp_path: Path) -> None:
+    labels = np.array([-1, 1, 1, -1])
+    write_idx(tmp_path / "images", images(4))
+    write_idx(tmp_path / "labels", labels.astype("i1"))
+    source = opened(tmp_path / "images", test_fraction=0).train
+    assert everything(source)[1].tolist() == [0, 1, 1, 0]
+    path = write_npz(tmp_path / "a.npz", np.ones((4, 1)), labels.astype("f4"))
+    assert everything(opened(path, classes=2, test_fraction=0).train)[1].tolist() == [0, 1, 1, 0]
+    assert opened(path, test_fraction=0).info.classes is None
+
+
+def test_a_file_sorted_by_class(tmp_path: Path) -> None:
+    path = write_h5(tmp_path / "a.h5", np.ones((200, 2)), np.sort(TEN))
+    text = refused(path)
+    assert "a.h5 is sorted by class, and its last 40 samples are held out, expected" in text
+    assert "shuffle the samples, give others as --test-dataset, or give --classes 10" in text
+    told = noted(path, classes=10)[1]
+    assert told.startswith(f"{path} is sorted by class, and its last 40 samples are held out: ")
+    other = write_h5(tmp_path / "b.h5", np.ones((200, 2)), TEN)
+    assert len(noted(path, test_dataset=str(other))) == len(noted(other)) == 1
+    wide = write_h5(tmp_path / "c.h5", np.ones((200, 1 << 13)), np.sort(TEN))
+    assert "read in blocks, so that steps see few classes" in noted(wide, test_dataset=str(wide))[1]
+    assert len(noted(write_npz(tmp_path / "a.npz", np.ones((200, 2)), np.sort(TEN)))) == 1
+
+
+def test_held_out_labels_that_training_has_not(tmp_path: Path) -> None:
+    def write(name: str, labels: np.ndarray) -> str:
+        return str(write_npz(tmp_path / name, np.ones((len(labels), 1)), labels))
+
+    few, all_ten = write("few.npz", TEN[TEN < 4]), write("all.npz", TEN)
+    text = refused(few, test_dataset=all_ten)
+    assert "120 of 200 held-out samples have labels that training has not: 4, 5, 6, 7, 8 and 1" in (
+        text
+    )
+    assert "--classes 10" in text
+    assert opened(few, test_dataset=all_ten, classes=10).info.classes == 10
+    most = write("most.npz", TEN[TEN != 9])
+    assert noted(most, test_dataset=all_ten)[1] == (
+        "20 of 200 held-out samples have labels that training has not: 9"
+    )
+
+
+def test_targets_are_told(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, real = np.ones((200, 1)), rng.normal(size=200)
+    for write, name in ((write_npz, "a.npz"), (write_h5, "a.h5")):
+        path = write(tmp_path / name, x, real)
+        told = f"targets {real.min():.4g} to {real.max():.4g}, mean {real.mean():.4g}"
+        assert noted(path) == (told,)
+        path = write(tmp_path / name, x, TEN.astype("f4"))
+        assert noted(path) == (
+            "targets 0 to 9, mean 4.5",
+            "they are whole numbers: if they are class labels, give --classes 10",
+        )
+        assert opened(path).info.countable == 10
+        assert len(noted(path, classes=10)) == 1
+    assert opened(write_npz(tmp_path / "b.npz", x, TEN % 2 * 2.0 - 1)).info.countable == 2
+    assert opened(write_npz(tmp_path / "b.npz", x, TEN * 1e5)).info.countable == 0
+
+
+def test_targets_of_a_file_are_checked_at_the_start(tmp_path: Path) -> None:
+    y = np.ones(40)
+    y[31] = np.nan
+    text = refused(write_h5(tmp_path / "a.h5", np.ones((40, 2)), y))
+    assert "array 'y', sample 31 is nan in float64, expected finite numbers" in text
+
+
+def test_huge_labels(tmp_path: Path) -> None:
+    for dtype, most in (("u8", 2**64 - 1), ("i8", 2**63 - 1)):
+        y = np.array([0, 1, most, 2], dtype)
+        path = write_npz(tmp_path / "a.npz", np.ones((4, 1)), y)
+        assert str(most) in refused(path).replace(",", "")
+        assert f"sample 2 has label {most}" in refused(path, classes=3)
+
+
+def test_text_in_place_of_labels(tmp_path: Path) -> None:
+    names, x = np.array(["cat", "dog"] * 5), np.ones((10, 2))
+    for path in (
+        write_npz(tmp_path / "a.npz", x, names),
+        write_npz(tmp_path / "b.npz", x, names.astype(object)),
+        write_h5(tmp_path / "a.h5", x, names.astype(object)),
+        write_h5(tmp_path / "b.h5", x, names.astype("S")),
+    ):
+        text = refused(path)
+        assert "array 'y' holds " in text
+        assert "expected real numbers or integers; make numbers of names by np.unique" in text
 
 
 def test_class_labels_in_several_columns(tmp_path: Path) -> None:
@@ -588,9 +748,9 @@ def test_npy_pair(tmp_path: Path) -> None:
 def test_pickles_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.array([{}, {}]), allow_pickle=True)
     np.save(tmp_path / "y.npy", np.arange(2))
-    assert "x.npy cannot be read" in refused(f"{tmp_path}/x.npy,{tmp_path}/y.npy")
+    assert "holds objects" in refused(f"{tmp_path}/x.npy,{tmp_path}/y.npy")
     np.savez(tmp_path / "a.npz", x=np.array([{}, {}]), y=np.arange(2))
-    assert "a.npz cannot be read" in refused(tmp_path / "a.npz")
+    assert "holds objects" in refused(tmp_path / "a.npz")
 
 
 def test_npz_names(tmp_path: Path) -> None:
@@ -620,7 +780,7 @@ def test_idx_finds_its_labels(tmp_path: Path, suffixes: tuple[str, str]) -> None
 def test_idx_folder(tmp_path: Path) -> None:
     for part, n in (("train", 12), ("t10k", 5)):
         write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images(n))
-        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.zeros(n, np.uint8))
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.arange(n, dtype=np.uint8) % 2)
     data = opened(tmp_path)
     assert (data.info.n_train, data.info.n_test) == (12, 5)
     with_own = opened(tmp_path, test_dataset=str(tmp_path / "train-images-idx3-ubyte.gz"))
@@ -631,8 +791,8 @@ def test_idx_folder(tmp_path: Path) -> None:
 
 def test_idx_with_named_labels(tmp_path: Path) -> None:
     write_idx(tmp_path / "a", images(12))
-    write_idx(tmp_path / "b", np.zeros(12, np.uint8))
-    assert opened(f"{tmp_path}/a,{tmp_path}/b").info.classes == 1
+    write_idx(tmp_path / "b", np.arange(12, dtype=np.uint8) % 2)
+    assert opened(f"{tmp_path}/a,{tmp_path}/b").info.classes == 2
     assert "images,labels" in refused(tmp_path / "a")
     assert "one array" in refused(f"{tmp_path}/a::x,y")
 
@@ -641,7 +801,7 @@ def test_idx_with_named_labels(tmp_path: Path) -> None:
 def test_idx_types(tmp_path: Path, dtype: str) -> None:
     x = np.arange(24).reshape(6, 4).astype(dtype)
     write_idx(tmp_path / "images", x)
-    write_idx(tmp_path / "labels", np.zeros(6, np.uint8))
+    write_idx(tmp_path / "labels", np.arange(6, dtype=np.uint8) % 2)
     got = everything(opened(tmp_path / "images", test_fraction=0).train)[0]
     assert np.allclose(got, x / 255 if dtype == "u1" else x)
 
@@ -705,11 +865,9 @@ def test_libsvm_batches_are_gathered(tmp_path: Path) -> None:
     [
         ("-1 +1 +1", [0, 1, 1], 2),
         ("-1 1 -1", [0, 1, 0], 2),
-        ("-1 -1", [0, 0], 1),
         ("1 2 1", [1, 2, 1], 3),
         ("2 4", [2, 4], 5),
         ("0 1", [0, 1], 2),
-        ("1 1", [1, 1], 2),
         ("1 2.5 3", [1, 2.5, 3], None),
         ("1.0 2.0", [1, 2], None),
         ("1e0 -3", [1, -3], None),
@@ -734,7 +892,7 @@ def test_libsvm_labels_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("one 1:1", "label 'one'"),
+        ("one 1:1", "label 'one' is not a finite number, expected label index:value ...; number"),
         ("nan 1:1", "label 'nan'"),
         ("1 1:1 2", "feature '2'"),
         ("1 1:1 x:2", "feature 'x:2'"),

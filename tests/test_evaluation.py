@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpips import evaluation
 from mpips.errors import UserError
-from mpips.evaluation import checked_loss, checked_metrics, first_gradient, next_evaluation, share
+from mpips.evaluation import (
+    checked_loss,
+    checked_metrics,
+    first_gradient,
+    mean_evaluation,
+    next_evaluation,
+    share,
+)
 from mpips.layout import Layout
 
 LAYOUT = Layout.of({"w": (2, 3), "b": (2,)})
+AUC: dict[bool, dict[str, float]] = {False: {}, True: {"auc": 0.5}}
 Write = Callable[[Mapping[str, np.ndarray]], Any]
 
 
@@ -102,6 +111,49 @@ def test_metrics_are_numbers_with_a_loss_among_them(metrics: Any) -> None:
     with pytest.raises(UserError, match="evaluate of the problem returned"):
         checked_metrics(metrics)
     assert checked_metrics({"loss": np.float32(0.5), "accuracy": 1}) == {"loss": 0.5, "accuracy": 1}
+
+
+def job_of(samples: int, evaluate: Callable[[Any, Any], dict[str, float]]) -> Any:
+    """Return a job of three workers, ranks 1 to 3, with held-out samples x = 0, 1, 2, ..."""
+    x = np.arange(samples, dtype="f8")
+    test = SimpleNamespace(load=lambda begin, end, dtype: (x[begin:end], x[begin:end]))
+    return SimpleNamespace(
+        dataset=SimpleNamespace(test=test), dtype=np.dtype("f8"),
+        problem=SimpleNamespace(evaluate=evaluate), info=SimpleNamespace(n_test=samples),
+        cluster=SimpleNamespace(roles=SimpleNamespace(workers=(1, 2, 3))),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 3000, 4000])
+def test_parts_make_the_mean_of_all_samples(samples: int) -> None:
+    """A part without samples says nothing: its metrics cannot be known."""
+
+    def evaluate(params: Any, batch: Any) -> dict[str, float]:
+        assert len(batch)
+        return {"loss": float(batch.x.mean()), "accuracy": 0.5}
+
+    job = job_of(samples, evaluate)
+    parts = [evaluation.evaluate(job, {}, *share(samples, k, 3)) for k in range(3)]
+    means = mean_evaluation(job, [*parts])
+    assert means == {"loss": pytest.approx((samples - 1) / 2), "accuracy": 0.5}
+    assert (parts[0] == {}) == (samples < 3)
+
+
+def test_a_metric_of_some_batches_is_named() -> None:
+    """Else its mean would be over fewer samples than one thinks."""
+    job = job_of(4000, lambda params, batch: {"loss": 1.0, **AUC[batch.x[0] < 2000]})
+    message = "gave 'auc' at held-out samples 0, 1024 and not at held-out samples 2048, 3072, exp"
+    with pytest.raises(UserError, match=message):
+        evaluation.evaluate(job, {}, 0, 4000)
+
+
+def test_a_metric_of_some_ranks_is_named() -> None:
+    job, whole = job_of(10, lambda params, batch: {}), {"loss": 1.0, "accuracy": 2.0}
+    with pytest.raises(UserError, match="gave 'accuracy' at rank 2 and not at rank 3, expected"):
+        mean_evaluation(job, [None, whole, {"loss": 2.0}])
+    job.cluster.roles.workers = tuple(range(30))
+    with pytest.raises(UserError, match="and not at ranks 1, 2, 3, 4, 5, 6, 7, 8 and 21 more, exp"):
+        mean_evaluation(job, [whole, *[{"loss": 2.0}] * 29])
 
 
 def test_evaluations_are_where_an_uninterrupted_run_has_them() -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import signal
 import threading
 import time
@@ -188,8 +189,9 @@ def test_errors_come_out_of_take_in_their_place(tmp_path: Path) -> None:
 def test_label_errors_come_out_of_take(tmp_path: Path) -> None:
     y = np.zeros(40, int)
     y[31] = 5
-    data = write(tmp_path / "a.h5", np.ones((40, 2)), y, classes=5)
-    with loader_of(data.train) as loader:
+    data = write(tmp_path / "a.h5", np.ones((40, 2)), y, classes=6)
+    fewer = dataclasses.replace(data.info, classes=5)  # as if the file had been changed since
+    with loader_of(Source(data.train.table, fewer, range(40))) as loader:
         loader.submit(0, 0, 40)
         with pytest.raises(UserError, match=r"sample 31 has label 5, expected .* 0 to 4"):
             loader.take()

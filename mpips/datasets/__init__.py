@@ -5,7 +5,7 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from mpips.datasets.base import (
     Source,
     iterate,
 )
+from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file
 from mpips.errors import UserError, nearest
@@ -27,7 +28,18 @@ from mpips.errors import UserError, nearest
 if TYPE_CHECKING:
     from mpips.config import Config
 
-__all__ = ["Batch", "DataInfo", "Dataset", "Source", "iterate", "open_dataset"]
+__all__ = [
+    "Batch",
+    "DataInfo",
+    "Dataset",
+    "Parts",
+    "Source",
+    "describe",
+    "iterate",
+    "make_dataset",
+    "open_dataset",
+    "open_parts",
+]
 
 BUILT_IN = {"digits": "digits.open_digits", "spirals": "spirals.open_spirals"}
 READERS = {
@@ -47,8 +59,8 @@ FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX file
 def open_dataset(config: "Config") -> Dataset:
     """Open the configured data, and check it as far as that is quick.
 
-    Data in memory is checked wholly. Of an HDF5 file only integer labels are read, and only
-    where the number of classes is to be inferred; the rest is checked as it is read.
+    Targets are looked at wholly (see `mpips.datasets.labels`), and so are inputs in memory; those
+    of an HDF5 file are checked as they are read.
 
     The held-out samples are `config.test_dataset`, or MNIST's own; otherwise a random subset of
     data in memory, always the same one, or the tail of an HDF5 file. Sample numbers count from
@@ -60,8 +72,23 @@ def open_dataset(config: "Config") -> Dataset:
 
     Raises:
         UserError: If a file is missing, damaged or of no known format, if its arrays do not fit
-            together, if a label is outside the classes or a number is not finite, or if a batch
-            is larger than the training data. It names the file and the array.
+            together, if a label is outside the classes or cannot be meant, if a number is not
+            finite, or if a batch is larger than the training data. It names the file and the
+            array.
+    """
+    parts = open_parts(config)
+    try:
+        return make_dataset(config, parts, describe(config, parts))
+    except BaseException:
+        parts.close()
+        raise
+
+
+def open_parts(config: "Config") -> Parts:
+    """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
+
+    Raises:
+        UserError: As `open_dataset`.
     """
     with ExitStack() as opened:
         train, test = _open_tables(config.dataset, opened)
@@ -69,15 +96,60 @@ def open_dataset(config: "Config") -> Dataset:
             test, _ = _open_tables(config.test_dataset, opened)
         if test is not None:
             train.match(test)
-        dataset = _split(config, train, test)
-        if config.batch_size > dataset.info.n_train:
-            raise UserError(
-                f"batch_size={config.batch_size}",
-                f"at most {dataset.info.n_train}, the training samples of {config.dataset}",
-                "use a smaller --batch-size",
-            )
+            parts = Parts(train, range(train.n), test, range(test.n))
+        else:
+            rows, held_out = _rows(train, _count_test(train, config.test_fraction))
+            parts = Parts(train, rows, train, held_out)
         opened.pop_all()
-    return dataset
+    return parts
+
+
+def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
+    """Look at the targets, the second step of `open_dataset`: one rank does it for all.
+
+    Args:
+        config: As for `open_dataset`.
+        parts: What it has opened.
+        strict: Whether to refuse labels that cannot be meant; else they are only told.
+
+    Raises:
+        UserError: As `open_dataset`.
+    """
+    n_train, train = len(parts.rows), parts.train
+    if config.batch_size > n_train:
+        raise UserError(
+            f"batch_size={config.batch_size}",
+            f"at most {n_train}, the training samples of {config.dataset}",
+            "use a smaller --batch-size",
+        )
+    found = look(parts, config.classes, strict)
+    return DataInfo(
+        name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
+        n_train=n_train,
+        n_test=len(parts.test_rows),
+        x_shape=train.x_shape,
+        y_shape=train.y.shape[1:] if found.classes is None else (),
+        classes=found.classes,
+        source=config.dataset,
+        signs=found.signs,
+        countable=found.countable,
+        notes=found.notes,
+    )
+
+
+def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
+    """Check what is in memory, the last step of `open_dataset`, and return the samples.
+
+    Raises:
+        UserError: As `open_dataset`.
+    """
+    for table in parts.tables:
+        if table.in_memory:
+            whole = Source(table, info, range(table.n), config.scale)
+            whole.check(np.dtype(config.dtype))
+    train = Source(parts.train, info, parts.rows, config.scale)
+    test = Source(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
+    return Dataset(info, train, test)
 
 
 def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
@@ -120,33 +192,6 @@ def _reader(name: str) -> Callable:
     return getattr(import_module(f"{__name__}.{module}"), function)
 
 
-def _split(config: "Config", train: Table, test: Table | None) -> Dataset:
-    tables = [train] if test is None else [train, test]
-    n_test = _count_test(train, config.test_fraction) if test is None else test.n
-    n_train = train.n - n_test if test is None else train.n
-    classes = _classes(tables, config.classes)
-    info = DataInfo(
-        name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
-        n_train=n_train,
-        n_test=n_test,
-        x_shape=train.x_shape,
-        y_shape=train.y.shape[1:] if classes is None else (),
-        classes=classes,
-        source=config.dataset,
-        remark="" if test is not None or config.classes or not classes else _remark(train, n_train),
-    )
-    for table in tables:
-        if table.in_memory:
-            whole = Source(table, info, range(table.n), config.scale)
-            whole.check(np.dtype(config.dtype))
-    if test is not None:
-        sources = [Source(t, info, range(t.n), config.scale) for t in tables]
-    else:
-        parts = _rows(train, n_test)
-        sources = [Source(train, info, rows, config.scale) for rows in parts if len(rows)]
-    return Dataset(info, sources[0], sources[1] if n_test else None)
-
-
 def _count_test(table: Table, fraction: float) -> int:
     if fraction == 0:
         return 0
@@ -162,59 +207,3 @@ def _rows(table: Table, n_test: int) -> tuple[range | np.ndarray, range | np.nda
         return range(n_train), range(n_train, table.n)
     mixed = shuffled(table.n, SPLIT)
     return np.sort(mixed[n_test:]), np.sort(mixed[:n_test])
-
-
-def _remark(table: Table, n_train: int) -> str:
-    """Tell if the tail of a file, which is held out, has a class that the rest has not."""
-    if table.in_memory:  # held out at random
-        return ""
-    tail = {k for _, labels in _labels(table, n_train, table.n) for k in np.unique(labels).tolist()}
-    alone, last = set(tail), table.n - 1
-    for _, labels in _labels(table, 0, n_train):
-        if not alone:  # at once, where the file is mixed
-            break
-        alone.difference_update(np.unique(labels).tolist())
-    if not alone:
-        return ""
-    return (
-        f"samples {n_train:,} to {last:,} are held out, and {len(alone)} of their {len(tail)} "
-        "classes are not in the rest: shuffle the file, or give another for testing"
-    )
-
-
-def _labels(table: Table, begin: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the labels of some samples in pieces, each with the number of its first sample."""
-    step = 1 << 20
-    for at in range(begin, end, step):
-        yield at, table.read_y(at, min(at + step, end))
-
-
-def _classes(tables: list[Table], wanted: int) -> int | None:
-    """Return the number of classes, None for real-valued targets."""
-    whole = all(table.y.dtype.kind in "bui" for table in tables)
-    if not wanted and not whole:
-        return None
-    for table in tables:
-        if table.y.shape[1:] not in ((), (1,)):
-            raise UserError(
-                f"{table.path}: array {table.y.name!r} has shape {table.y.shape}, "
-                f"dtype {table.y.dtype}",
-                "one class number a sample, or targets of a floating-point type",
-                "store it as (n,) integers, or as floats without --classes",
-            )
-    return wanted or max(_highest_label(table) for table in tables) + 1
-
-
-def _highest_label(table: Table) -> int:
-    highest = 0
-    for begin, labels in _labels(table, 0, table.n):
-        if labels.dtype.kind == "i" and labels.min() < 0:
-            sample = begin + int(np.argmax(labels.reshape(-1) < 0))
-            raise UserError(
-                f"{table.path}: array {table.y.name!r}, sample {sample} has label "
-                f"{labels.reshape(-1)[sample - begin]}",
-                "class numbers from 0",
-                "store real-valued targets as floats",
-            )
-        highest = max(highest, int(labels.max()))
-    return highest

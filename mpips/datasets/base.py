@@ -4,7 +4,7 @@ A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs s
 run's dtype and finite, targets either class numbers or real values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,9 @@ class DataInfo:
         y_shape: Shape of one target; ``()`` for class numbers.
         classes: Number of classes, or None if the targets are real values.
         source: Name or path that was opened.
-        remark: What a person should know of it, or an empty text.
+        signs: Whether the stored labels are -1 and +1, which a batch has as 0 and 1.
+        countable: Classes that real-valued targets would make; 0 if they are not whole numbers.
+        notes: What a person should know of it.
     """
 
     name: str
@@ -55,7 +57,9 @@ class DataInfo:
     y_shape: tuple[int, ...]
     classes: int | None
     source: str
-    remark: str = ""
+    signs: bool = False
+    countable: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class Source:
@@ -116,7 +120,7 @@ class Source:
 
     def check(self, dtype: np.dtype) -> None:
         """Check every sample of a whole table in memory, block by block; raises as `load`."""
-        step = self.samples_per_block()
+        step = samples_per_block(self.table)
         for begin in range(0, self.n, step):
             end = min(begin + step, self.n)
             rows = self._row(begin), self._row(end - 1) + 1
@@ -125,11 +129,6 @@ class Source:
             raw_y = self.table.read_y(*rows)
             self._check_targets(raw_y, self._targets(raw_y, dtype), begin)
 
-    def samples_per_block(self) -> int:
-        """Return the number of samples that make about 4 MB in single precision."""
-        itemsize = max(4, self.table.x.dtype.itemsize)
-        return max(1, BLOCK_BYTES // (itemsize * int(np.prod(self.table.x_shape))))
-
     def block(self, batch_size: int) -> int:
         """Return how many samples to read at once: a multiple of `batch_size`; 0 in memory.
 
@@ -137,7 +136,7 @@ class Source:
         """
         if self.in_memory:
             return 0
-        target = self.samples_per_block()
+        target = samples_per_block(self.table)
         together = int(np.lcm(batch_size, self.table.chunk))
         unit = together if together <= 2 * target else batch_size
         return max(1, target // unit) * unit
@@ -160,32 +159,48 @@ class Source:
         with np.errstate(over="ignore", invalid="ignore"):
             if self.info.classes is None:
                 return y.astype(dtype, copy=False)
-            return y.reshape(len(y)).astype(np.int64, copy=False)
+            labels = y.reshape(len(y))
+            labels = labels > 0 if self.info.signs else labels
+            return labels.astype(np.int64, copy=False)
 
     def _check(self, values: np.ndarray, array: ArrayInfo, begin: int) -> None:
         finite = np.isfinite(values)
         if not finite.all():
             sample, *where = np.argwhere(~finite)[0].tolist()
-            raise UserError(
-                f"{self.table.path}: array {array.name!r}, sample {self._row(begin + sample)}, "
-                f"element {tuple(where)} is {values[(sample, *where)]} in {values.dtype}",
-                "finite numbers",
-                "remove or replace the sample",
-            )
+            row, value = self._row(begin + sample), values[(sample, *where)]
+            raise not_finite(self.table.path, array, row, where, value)
 
     def _check_targets(self, raw: np.ndarray, y: np.ndarray, begin: int) -> None:
         if self.info.classes is None:
             self._check(y, self.table.y, begin)
             return
-        bad = (y < 0) | (y >= self.info.classes) | (raw.reshape(len(y)) != y)
+        raw = raw.reshape(len(y))
+        if self.info.signs:
+            bad = np.abs(raw) != 1
+        else:
+            bad = (y < 0) | (y >= self.info.classes) | (raw != y)
         if bad.any():
             sample = int(np.argmax(bad))
             raise UserError(
                 f"{self.table.path}: array {self.table.y.name!r}, sample "
-                f"{self._row(begin + sample)} has label {raw.reshape(len(y))[sample]}",
+                f"{self._row(begin + sample)} has label {raw[sample]}",
                 f"whole numbers from 0 to {self.info.classes - 1}",
                 "give the right number of --classes or mend the labels",
             )
+
+
+def not_finite(
+    path: str, array: ArrayInfo, row: int, where: Sequence[int], value: np.generic
+) -> UserError:
+    """Make the error for a number of a table that is not finite; `where` is in its row."""
+    element = f", element {tuple(where)}" if where else ""
+    got = f"{path}: array {array.name!r}, sample {row}{element} is {value} in {value.dtype}"
+    return UserError(got, "finite numbers", "remove or replace the sample")
+
+
+def samples_per_block(table: Table) -> int:
+    """Return the number of samples that make about 4 MB in single precision."""
+    return max(1, BLOCK_BYTES // (max(4, table.x.dtype.itemsize) * int(np.prod(table.x_shape))))
 
 
 @dataclass(frozen=True)

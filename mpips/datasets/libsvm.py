@@ -3,9 +3,8 @@
 A line is ``label index:value index:value ...``; ``qid:N`` and what follows ``#`` are skipped, and
 so are blank lines. Indices rise; they count from 1, or from 0 if an index 0 occurs in the file.
 
-Labels: a file in which every label is written as an integer has classes. If they are -1 and +1
-only, they become 0 and 1; otherwise they are class numbers as they stand (gaps leave classes
-without samples). A label with a decimal point or an exponent makes them real-valued targets.
+Labels: a file in which every label is written as an integer has classes. A label with a decimal
+point or an exponent makes them real-valued targets.
 """
 
 import gzip
@@ -109,8 +108,10 @@ def _parse(path: str) -> _Rows:
             try:
                 _add(rows, line)
             except ValueError as error:
+                named = str(error).startswith("label")
+                remedy = "number the classes from 0" if named else "mend the line"
                 raise UserError(
-                    f"{path}, line {number}: {error}", "label index:value ...", "mend the line"
+                    f"{path}, line {number}: {error}", "label index:value ...", remedy
                 ) from None
     if not rows.labels:
         raise UserError(f"{path} has no samples", "lines of label index:value ...")
@@ -163,8 +164,4 @@ def _show(token: bytes) -> str:
 
 def _labels(rows: _Rows) -> np.ndarray:
     labels = np.frombuffer(rows.labels)
-    if not rows.whole:
-        return labels
-    if labels.min() == -1 and (np.abs(labels) == 1).all():
-        return (labels > 0).astype(np.int64)
-    return labels.astype(np.int64)
+    return labels.astype(np.int64) if rows.whole else labels

@@ -1,10 +1,11 @@
 """NumPy's own files: a pair ``x.npy,y.npy``, or ``file.npz`` with two arrays in it."""
 
 import zipfile
+from typing import IO
 
 import numpy as np
 
-from mpips.datasets.table import MemoryTable, check_file, damaged, reading
+from mpips.datasets.table import MemoryTable, check_file, damaged, no_numbers, reading
 from mpips.errors import UserError, nearest
 
 MAGIC = b"\x93NUMPY"
@@ -46,7 +47,7 @@ def _load_npy(path: str) -> np.ndarray:
             raise damaged(path, ".npy", ValueError("it does not begin as one"))
         file.seek(0)
         with reading(path, ".npy"):
-            return np.lib.format.read_array(file, allow_pickle=False)
+            return _read(file, path, path)
 
 
 def _member(archive: zipfile.ZipFile, path: str, name: str) -> np.ndarray:
@@ -58,4 +59,13 @@ def _member(archive: zipfile.ZipFile, path: str, name: str) -> np.ndarray:
             nearest(name, there) or "name inputs and targets, as in file.npz::x,y",
         )
     with archive.open(f"{name}.npy") as file:
+        return _read(file, path, name)
+
+
+def _read(file: IO[bytes], path: str, name: str) -> np.ndarray:
+    try:
         return np.lib.format.read_array(file, allow_pickle=False)
+    except ValueError as error:
+        if "Object arrays" in str(error):  # such as names in a list; to read them may run code
+            raise no_numbers(path, name, "objects") from None
+        raise

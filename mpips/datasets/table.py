@@ -18,6 +18,7 @@ from mpips.errors import UserError, nearest
 
 UINT8_SCALE = 1 / 255
 MAX_NAMES_COMPARED = 1000
+NAMES = {"U": "text", "S": "text", "O": "text or objects"}  # of kinds of dtypes
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,7 @@ def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
     """Raise UserError unless `x` and `y` are non-empty arrays of numbers of one length."""
     for array in (x, y):
         if array.dtype.kind not in "buif":
-            raise UserError(
-                f"{path}: array {array.name!r} holds {array.dtype}", "real numbers or integers"
-            )
+            raise no_numbers(path, array.name, NAMES.get(array.dtype.kind, str(array.dtype)))
         if not array.shape or 0 in array.shape:
             raise UserError(
                 f"{path}: array {array.name!r} has shape {array.shape}",
@@ -140,6 +139,12 @@ def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
             "the same number",
             "name the arrays that belong together",
         )
+
+
+def no_numbers(path: str, name: str, held: str) -> UserError:
+    """Make the error for an array that holds something else."""
+    remedy = "make numbers of names by np.unique(names, return_inverse=True)[1]"
+    return UserError(f"{path}: array {name!r} holds {held}", "real numbers or integers", remedy)
 
 
 def check_file(path: str) -> None:

@@ -63,7 +63,10 @@ class Problem(ABC):
 
     @abstractmethod
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] where defined."""
+        """Return means over the batch: ``loss``, and ``accuracy`` in [0, 1] where defined.
+
+        The names are the same for every batch.
+        """
 
 
 class Workspace:

@@ -30,10 +30,13 @@ class Softmax(Problem):
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         super().__init__(data, config)
         if data.classes is None:
+            remedy = "use --problem linear, or store the labels as integers from 0"
+            if data.countable:
+                remedy = f"they are whole numbers: give --classes {data.countable}"
             raise UserError(
                 f"problem 'softmax' with the real-valued targets of dataset {data.name!r}",
                 "class labels",
-                "use --problem linear, or store the labels as integers from 0",
+                remedy,
             )
         inputs = math.prod(data.x_shape)
         self.layout = Layout.of({"w": (inputs, data.classes), "b": (data.classes,)})

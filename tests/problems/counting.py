@@ -42,6 +42,10 @@ class StoppingCounting(Stopping, Counting):
     """The same; where ``--epochs`` is endless, each worker asks to stop at a random step."""
 
 
+class SlowStoppingCounting(Slow, StoppingCounting):
+    """Both."""
+
+
 class MeanCounting(Slow, Counting):
     """The mean over the batch of the samples' one-hot vectors, as mode sync weights it.
 

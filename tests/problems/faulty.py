@@ -3,11 +3,13 @@
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from countdown import Slow
 
+from mpips import segments
 from mpips.datasets import Batch
 from mpips.problems.mlp import MLP
 from mpips.problems.softmax import Softmax
@@ -90,6 +92,16 @@ class RaisesEverywhere(Raises):
     everywhere = True
 
 
+class RaisesWithAFileOfMine(Raises):
+    """Has mapped a file of the user's, and tells which segments of the MPI it has mapped."""
+
+    def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
+        others = "".join(f"{segment.path}\n" for segment in segments.mapped())
+        mine = np.load(os.environ["FILE_OF_MINE"], mmap_mode="r+")
+        Path("segments.txt").write_text(others)
+        return super().fail(mine[0], out)
+
+
 class WritesParameters(Softmax):
     """As if they were its own."""
 
@@ -109,6 +121,14 @@ class LossAlone(Softmax):
 class Leaves(Faulty):
     def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
         sys.exit(0)
+
+
+class OneMoreMetric(Softmax):
+    """The last rank has one that sorts before the loss."""
+
+    def evaluate(self, params: Mapping[str, np.ndarray], batch: Batch) -> dict[str, float]:
+        more = {"error": 0.25} if rank() == last_rank() else {}
+        return {**super().evaluate(params, batch), **more}
 
 
 class RaisesInEvaluate(Softmax):

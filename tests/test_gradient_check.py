@@ -1,0 +1,79 @@
+"""The gradient checker: it finds what is wrong, and says so of nothing that is right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpips import train as program
+from mpips.command_line import load
+from mpips.errors import UserError
+from mpips.gradient_check import check_gradient
+
+SLOPES = str(Path(__file__).parent / "problems" / "slopes.py")
+SMALL = "--hidden 20"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", "--activation tanh --hidden 20,10,20", "--problem softmax", "--dataset spirals",
+        "--batch-size 1", "--scale 1e4", "--scale 1e-4",
+        *(f"--problem {SLOPES}:{name} {SMALL}" for name in ("SinglePrecision", "Absolute")),
+    ],
+)  # fmt: skip
+def test_a_right_gradient(options: str, seed: int) -> None:
+    text, error = check_gradient(load([*options.split(), "--seed", str(seed)]))
+    assert error is None, text
+    assert text.endswith("the gradient is right\n"), text
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("name", "array", "hint"),
+    [
+        ("Negative", "w2", "; it is -1 times that"),
+        ("SumOfTheBatch", "b1", "; it is 32 times that"),
+        ("Forgotten", "b2", ""),
+        ("DecayInTheLossAlone", "w1", ""),
+        ("OneElement", "b2", ""),
+        ("NegativeInSingle", "w1", "; it is -"),
+    ],
+)
+def test_a_wrong_gradient(name: str, array: str, hint: str, seed: int) -> None:
+    words = ["--problem", f"{SLOPES}:{name}", *SMALL.split(), "--seed", str(seed)]
+    text, error = check_gradient(load(words))
+    assert f"in out['{array}'] " in str(error)
+    assert "as the loss changes there" in str(error)
+    assert hint in str(error)
+    wrong = {line.split()[0]: int(line.split()[3]) for line in text.splitlines()[2:]}
+    assert [name for name, count in wrong.items() if count] == [array]
+
+
+def test_what_cannot_be_checked() -> None:
+    for name, message in {
+        "Dropout": r"a loss of [\d.]+, then of [\d.]+, expected a finite loss that depends on noth",
+        "LeftOut": r"left NaN or infinity in out\['b1'\], expected the mean gradient",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            check_gradient(load(["--problem", f"{SLOPES}:{name}"]))
+
+
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One process answers, whoever starts it, and no run is begun."""
+    monkeypatch.chdir(tmp_path)
+    for name in program.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert program.main(["--check-gradient", "--problem", "softmax"]) == 0
+    assert capsys.readouterr().out.count("\n") == 5
+    assert program.main(["--check-gradient", "--problem", f"{SLOPES}:Negative"]) == 2
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 8
+    assert re.fullmatch(r"mpips: loss_and_grad .* in out\['w2'\] along it, expected .*\n", err)
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert program.main(["--check-gradient", "--problem", "softmax"]) == 0
+    assert capsys.readouterr().out == ""
+    assert not list(tmp_path.iterdir())
