@@ -19,6 +19,8 @@ FLAGS = {
     "--help": "show this text, and end",
     "--version": "show the version, and end",
     "--print-config": "show the resolved job as a job file, and end",
+    "--check-gradient": "compare the problem's gradient with differences of its loss, in float64, "
+    "on the first batch, and end: with code 2 and what is wrong, if anything is",
     "--explain": "show what crosses each link in a step, and what would relieve it, and end",
 }
 RATE = re.compile(r"(?P<number>[1-9][0-9]{0,5}(\.[0-9]{1,6})?)(?P<unit>kbit|mbit|gbit)")
@@ -61,7 +63,7 @@ class CommandLine(NamedTuple):
     Attributes:
         job: Path of the job file, or None.
         options: Values of the options that were given, typed and checked one by one.
-        flags: Those of ``help``, ``version``, ``print_config``, ``explain`` that were given.
+        flags: Those of `FLAGS` that were given, such as ``print_config``.
         question: What ``--explain`` is asked.
     """
 
@@ -73,7 +75,7 @@ class CommandLine(NamedTuple):
     @property
     def needs_no_world(self) -> bool:
         """Whether one process alone can answer, once it has read the job."""
-        return "print_config" in self.flags or bool(self.question.ranks)
+        return bool({"print_config", "check_gradient"} & self.flags or self.question.ranks)
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -150,7 +152,7 @@ def load(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
     if text is None:
         config = resolve(line.options, read_toml(line.job) if line.job else None, saved)
         if saved is not None:
-            check_resume(Config(**saved), config)
+            check_resume(resolve({}, saved=saved), config)
         text = requested_text(line, config)
     if text is None:
         return config

@@ -1,7 +1,8 @@
 """Errors that are meant for a person: what was given, what is allowed, what to do."""
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 
 
 class UserError(Exception):
@@ -13,11 +14,26 @@ class UserError(Exception):
         got: What was given, named.
         expected: The constraint that it breaks.
         remedy: What to do about it; may be empty.
+
+    Attributes:
+        code: Exit code of the job that it ends: 2, or 1 where training had begun.
     """
+
+    code = 2
 
     def __init__(self, got: str, expected: str, remedy: str = "") -> None:
         message = f"{got}, expected {expected}"
         super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
+    """Print what a command makes of its words, or its error; returns the exit code."""
+    try:
+        print(text(argv), end="")
+    except UserError as error:
+        print(f"mpips: {error}", file=sys.stderr)
+        return error.code
+    return 0
 
 
 def unknown(kind: str, name: str, legal: Iterable[str]) -> UserError:

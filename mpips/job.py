@@ -14,6 +14,7 @@ from mpips.cluster import Cluster, mpi_name
 from mpips.config import Config
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
+from mpips.folder import Place
 from mpips.jobfile import from_toml
 from mpips.kernels import all_finite
 from mpips.layout import Layout, Shard, cut
@@ -48,6 +49,9 @@ class Job:
         checkpoint: The checkpoint that the run continues or takes its parameters from, or None.
         resumed: Whether it continues it.
         started: `time.perf_counter` when the process started.
+        place: The run's folder, held by the chief while it trains; None elsewhere.
+        begun: Whether training has begun, as far as this rank has seen: it has computed a
+            gradient, or applied one.
     """
 
     config: Config
@@ -60,6 +64,8 @@ class Job:
     checkpoint: Checkpoint | None = None
     resumed: bool = False
     started: float = field(default_factory=time.perf_counter)
+    place: Place | None = None
+    begun: bool = False
 
     def __post_init__(self) -> None:
         c = self.config

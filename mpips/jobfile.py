@@ -3,19 +3,59 @@
 Precedence is command line, job file, saved run (on resume), defaults; no environment variables.
 """
 
+import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
 from mpips.errors import UserError, nearest
 from mpips.roles import ROUND_MODES
-from mpips.validation import validate
+from mpips.validation import BESIDE, has_effect, validate
+
+PACKAGE = Path(__file__).resolve().parent
+SHARE = PACKAGE / "share"  # jobs/ and slurm/: in a clone links to them, installed their copies
+
+
+def shared_files(kind: str) -> dict[str, Path]:
+    """Return the files of ``jobs`` or ``slurm`` that come with mpips, by name."""
+    found = sorted((SHARE / kind).resolve().iterdir())
+    return {path.name: path for path in found if path.name != "site.sh"}  # this clone's own
+
+
+def shared_text(path: Path) -> str:
+    """Return the text of such a file; data beside it is named by where it lies here."""
+    text = path.read_text()
+    if path.suffix == ".toml":
+        text = text.replace('"mpips/datasets/', f'"{PACKAGE}/datasets/')
+        text = text.replace('"jobs/', f'"{path.parent}/')
+    return text
+
+
+def copy_shared(kind: str, folder: Path) -> list[Path]:
+    """Copy the files of ``jobs`` or ``slurm`` to a folder; returns where they are now.
+
+    Raises:
+        UserError: If the folder cannot be written, or has a file of such a name that differs.
+    """
+    copies = {folder / name: path for name, path in shared_files(kind).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy, path in copies.items():
+            if copy.exists() and copy.read_text() != shared_text(path):
+                raise UserError(f"{copy}, which differs", "a folder without it", "name another")
+        for copy, path in copies.items():
+            copy.write_text(shared_text(path))
+            shutil.copymode(path, copy)
+    except OSError as problem:
+        got = f"folder {str(folder)!r}: {problem.strerror}"
+        raise UserError(got, "one that can be written") from None
+    return list(copies)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a job file, or a saved run's ``config.toml``.
+    """Read a job file, or a saved run's ``config.toml``, or a job that comes with mpips, by name.
 
     Returns:
         The values that it sets, by field name, typed and checked one by one.
@@ -26,6 +66,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if path.suffix.lower() != ".toml":
+        known = shared_files("jobs").get(f"{path}.toml")
+        if known is not None and not path.exists():
+            return _read_values(shared_text(known), str(known))
         remedy = "options begin with -- (see --help)"
         if (path / "config.toml").is_file():
             remedy = f"a run is continued by --resume --out {path}"
@@ -34,6 +77,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return _read_values(path.read_bytes().decode(), str(path))
     except FileNotFoundError:
         near = nearest(path.name, (p.name for p in path.parent.glob("*.toml")))
+        near = near or "python -m mpips.jobs lists those that come along"
         error = UserError(f"job file {str(path)!r} not found", "an existing file", near)
     except OSError as problem:
         error = UserError(f"job file {str(path)!r}: {problem.strerror}", "a readable file")
@@ -69,9 +113,10 @@ def resolve(
 ) -> Config:
     """Merge ``options`` over ``job`` over ``saved`` over the defaults, and validate the result.
 
-    What the mode of the result does not have is refused where it was given for that mode. Where
-    ``options`` change the mode of ``job``, or both that of ``saved``, what they leave behind is
-    dropped.
+    What the mode of the result does not have, or what has no effect beside the other options, is
+    refused where it was given for that mode or beside them. Where ``options`` change the mode of
+    ``job``, or both that of ``saved``, what they leave behind is dropped, and so is what another
+    option leaves without effect.
 
     Args:
         options: From the command line.
@@ -88,10 +133,16 @@ def resolve(
     mode = options.get("mode", job_mode)
     if mode != job_mode:
         job = _without_leftovers(job, mode)
-    kept, given = _without_leftovers(kept, mode), {**job, **options}
-    if "epochs" in given:  # a saved number of steps does not override what is said now
+    kept = _without_leftovers(kept, mode)
+    if "epochs" in options:  # a number of steps from before does not override what is said now
+        job = {k: v for k, v in job.items() if k != "steps"}
+    given = {**job, **options}
+    if "epochs" in given:
         kept.pop("steps", None)
-    config = Config(**{**kept, **given})
+    values = {**kept, **given}
+    changed = {name for name, (other, _) in BESIDE.items() if other in options}
+    held = {*options, *(set(job) - changed if mode == job_mode else ())}
+    config = Config(**_without_idle(values, held))
     validate(config)
     return config
 
@@ -100,6 +151,12 @@ def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """Return the values of a job of another mode without what `mode` does not have."""
     none = {"servers"} if mode not in ROUND_MODES and values.get("servers") == 0 else set()
     return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
+
+
+def _without_idle(values: Mapping[str, Any], held: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values without those that have no effect, but for what is `held` to it."""
+    idle = {k for k in BESIDE if k not in held and not has_effect(k, values)}
+    return {k: v for k, v in values.items() if k not in idle}
 
 
 def to_toml(config: Config) -> str:
@@ -123,7 +180,9 @@ def _toml_line(name: str, value: Any) -> str:
 def from_toml(text: str, source: str = "job file") -> Config:
     """Return the configuration of a job file's text; the inverse of `to_toml`.
 
+    What has no effect in it is left out: runs from before that was refused have it.
+
     Raises:
         UserError: If it is not TOML, or not valid; names `source`.
     """
-    return resolve({}, _read_values(text, source))
+    return resolve({}, _without_idle(_read_values(text, source)))

@@ -16,20 +16,28 @@ from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.errors import UserError
 from mpips.folder import CONFIG, DONE, SUMMARY
 from mpips.jobfile import read_toml
+from mpips.metrics import LONG_LOSS
+from mpips.options import HELP_WIDTH
 
+FAILED = ".failed"  # of a sweep's folder: says how a row has ended that is not done
+LOSS = "{:.4f}"
 RESULTS = {  # of summary.json: how each is shown
     "global_step": "{:d}",
     "epochs": "{:.2f}",
-    "loss": "{:.4f}",
-    "eval_loss": "{:.4f}",
+    "loss": LOSS,
+    "eval_loss": LOSS,
     "accuracy": "{:.4f}",
     "samples_per_s": "{:.0f}",
     "wall_s": "{:.1f}",
 }
+HEADS = {"global_step": "step", "epochs": "epoch", "samples_per_s": "samples/s"}  # but for --csv
+GAP = "  "
+WORD_WIDTH = 45
 USAGE = """usage: python -m mpips.results [--csv] FOLDER...
 
 A line for each run in the folders and directly below them: its state, what came of it, and the
-options in which the runs differ. --csv gives the same as comma-separated values.
+options in which the runs differ; also for a row of a sweep that has failed and left no run. --csv
+gives the same as comma-separated values.
 """
 
 
@@ -44,6 +52,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         for folder in folders
         for path in (*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}"))
     }
+    found |= {path.with_suffix("") for folder in folders for path in folder.glob(f"*{FAILED}")}
     if not found:
         names = ", ".join(map(str, folders))
         raise UserError(f"no run in {names}", f"folders with {CONFIG}", "give a run or a sweep")
@@ -62,18 +71,27 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
     Raises:
         UserError: If a run's files cannot be read.
     """
-    jobs = [read_toml(run / CONFIG) for run in runs]
+    jobs = [read_toml(run / CONFIG) if (run / CONFIG).exists() else {} for run in runs]
     names = [k for k in OPTIONS if k not in SESSION_FIELDS]
-    differ = [k for k in names if any(job.get(k) != jobs[0].get(k) for job in jobs)]
+    known = [job for job in jobs if job]
+    differ = [k for k in names if any(job.get(k) != known[0].get(k) for job in known)]
     rows = []
     for run, job in zip(runs, jobs, strict=True):
         summary = _summary(run / SUMMARY)
-        varied = {k: _plain(job.get(k)) for k in differ}
+        varied = {f"--{k}" if k in RESULTS else k: _plain(job.get(k)) for k in differ}
         came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
-        reason = str(summary.get("stop_reason", "not ended"))
-        state = "done" if (run / DONE).exists() else f"not done ({reason})"
-        rows.append({"run": run.name, "state": state, **came, **varied})
+        rows.append({"run": run.name, "state": _state(run, summary), **came, **varied})
     return rows
+
+
+def _state(run: Path, summary: Mapping[str, Any]) -> str:
+    """Return whether a run is done, else why not: a summary knows best."""
+    if (run / DONE).exists():
+        return "done"
+    failed = run.with_name(run.name + FAILED)
+    if failed.exists() and not summary:
+        return f"failed ({failed.read_text().strip()})"
+    return f"not done ({summary.get('stop_reason', 'not ended')})"
 
 
 def _plain(value: Any) -> str:
@@ -95,18 +113,42 @@ def _summary(path: Path) -> Mapping[str, Any]:
 
 
 def _number(form: str, value: float | None) -> str:
-    return "-" if value is None else form.format(value)
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return rows of the same keys as lines of text, the keys above them, in columns."""
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ""
-    for line in lines:
-        words = (word.ljust(width) for word, width in zip(line, widths, strict=True))
-        text += "  ".join(words).rstrip() + "\n"
-    return text
+    """Return rows of the same keys as lines of text, the keys above them, in columns.
+
+    What does not fit into `HELP_WIDTH` comes in more tables below, each with the first column.
+    """
+    lines = [[HEADS.get(key, key) for key in rows[0]], *(list(row.values()) for row in rows)]
+    first, *others = zip(*([_cut(word) for word in line] for line in lines), strict=True)
+    blocks = [[first]]
+    for column in others:
+        if _width([*blocks[-1], column]) > HELP_WIDTH and len(blocks[-1]) > 1:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return "\n".join(map(_block, blocks))
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) + len(GAP) for column in columns) - len(GAP)
+
+
+def _block(columns: Sequence[Sequence[str]]) -> str:
+    """Return columns side by side."""
+    padded = [[word.ljust(max(map(len, column))) for word in column] for column in columns]
+    return "".join(GAP.join(line).rstrip() + "\n" for line in zip(*padded, strict=True))
+
+
+def _cut(word: str) -> str:
+    """Return a word of at most `WORD_WIDTH`, without its middle where it is longer."""
+    if len(word) <= WORD_WIDTH:
+        return word
+    half = (WORD_WIDTH - 3) // 2
+    return f"{word[:half]}...{word[-half:]}"
 
 
 def main(argv: Sequence[str]) -> int:

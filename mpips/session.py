@@ -1,33 +1,36 @@
 """One job from its command line to its summary, on every rank."""
 
+import contextlib
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
-from mpips import cluster, codecs, folder, metrics, signals
+import numpy as np
+
+from mpips import cluster, folder, metrics, signals
 from mpips.checkpoint import Checkpoint, open_checkpoint
 from mpips.checks import check_checkpoint, check_length, check_memory, check_samples
 from mpips.cluster import Cluster
-from mpips.codecs.powersgd import warm_powersgd
 from mpips.command_line import CommandLine
 from mpips.config import Config
-from mpips.datasets import DataInfo, Dataset, open_dataset
+from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.delay import check_delays
 from mpips.errors import UserError
-from mpips.evaluation import evaluate, share
+from mpips.evaluation import evaluate, mean_evaluation, share
 from mpips.explain import explain_world
 from mpips.folder import Run
 from mpips.job import Job
+from mpips.loading import load_loops
 from mpips.metrics import Log
 from mpips.opening import say_left_out, say_start
-from mpips.optim import is_compiled, make_rule, warm
-from mpips.probe import choose_codecs, possible
+from mpips.probe import choose_codecs
 from mpips.problems import load_problem
 from mpips.roles import Roles, assign
 from mpips.strategies import Outcome, strategy
-from mpips.summary import mean_evaluation, summarise, summary_text
+from mpips.summary import summarise, summary_text
 
 T = TypeVar("T")
 
@@ -91,7 +94,11 @@ def _run(found: Run, comm: cluster.Comm, started: float) -> int:
     ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
     ranks.limit_threads(config.threads)
     job = make_job(found, ranks, started)
-    code = _evaluate_only(job, found) if config.eval_only else _train(job, found)
+    try:
+        code = _evaluate_only(job, found) if config.eval_only else _train(job, found)
+    except UserError as error:
+        error.code = 1 if job.begun else error.code
+        raise
     ranks.free()
     return code
 
@@ -149,13 +156,10 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
         Agreed: If anything about them is wrong, on every rank.
     """
     config, comm = found.config, ranks.comm
-    works = ranks.rank in ranks.roles.workers
-    opened = everywhere(comm, lambda: (open_dataset(config) if works else None,))
-    dataset: Dataset | None = opened[0]
+    info, dataset = open_data(config, ranks, strict=not (found.resumed or config.eval_only))
     block = dataset.train.block(config.batch_size) if dataset else 0
-    info: DataInfo
-    info, block = comm.bcast((dataset.info if dataset else None, block), ranks.roles.workers[0])
-    _compile(ranks, config)
+    block = comm.bcast(block, ranks.roles.workers[0])
+    load_loops(ranks, config)
 
     near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
 
@@ -182,24 +186,22 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
     return everywhere(comm, build)
 
 
-def _compile(ranks: Cluster, config: Config) -> None:
-    """Compile the loops once a host, by one rank, and let all load them. Collective: yes."""
-    pushes, pulls = possible(config)
-    rule, packed = make_rule(config.optimizer), (*pushes, *pulls)
+def open_data(config: Config, ranks: Cluster, strict: bool) -> tuple[DataInfo, Dataset | None]:
+    """Open the data on workers; one of them looks at the targets for all. Collective: yes.
 
-    def load() -> None:
-        warm(rule, config.dtype)
-        for codec in packed:
-            codecs.warm(codec, config.dtype)
-        if config.codec == "powersgd":
-            warm_powersgd(config.dtype)
+    Returns:
+        What the data is, on every rank, and the data itself, on workers.
 
-    first = ranks.hosts.index(ranks.hosts[ranks.rank]) == ranks.rank
-    plain = not any(packed) and config.codec != "powersgd"
-    if first and not (is_compiled(rule) and plain):
-        load()
-    ranks.barrier()
-    load()
+    Raises:
+        Agreed: As `mpips.datasets.open_dataset`; with `strict` alone for odd labels.
+    """
+    comm, first = ranks.comm, ranks.roles.workers[0]
+    works = ranks.rank in ranks.roles.workers
+    parts = everywhere(comm, lambda: open_parts(config) if works else None)
+    looks = parts if ranks.rank == first else None
+    found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
+    info: DataInfo = comm.bcast(found, first)
+    return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
 
 
 def _train(job: Job, found: Run) -> int:
@@ -207,8 +209,9 @@ def _train(job: Job, found: Run) -> int:
     done = job.out / folder.DONE
     finished = chief and done.exists()
     if chief:
-        done.unlink(missing_ok=True)
         folder.save_config(job.out, job.config)
+        done.unlink(missing_ok=True)
+        job.place = folder.Place(job.out)
     path = job.out / folder.METRICS if chief else None
     c = job.config
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
@@ -224,11 +227,19 @@ def _train(job: Job, found: Run) -> int:
         for _, kind, payload in job.cluster.poll():
             if kind == "eval":  # overtaken by the end
                 log.evaluation(payload)
+        code = 0
         if summary is not None:
-            _leave(job, outcome, summary, log, finished)
-    job.cluster.barrier()  # polled: to free a window waits inside MPI for everybody
+            code = _leave(job, outcome, summary, log, finished)
+    code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for everybody
     outcome.release()
-    return exit_code(outcome.reason)
+    return code
+
+
+def _from_chief(ranks: Cluster, code: int) -> int:
+    """Return the chief's exit code on every rank, when all have come. Collective: yes."""
+    said = np.array([code if ranks.is_chief else 0])
+    ranks.wait_request(cluster.begin_sum(ranks.comm, said))
+    return int(said[0])
 
 
 def exit_code(reason: str) -> int:
@@ -263,8 +274,8 @@ def _gather(
     return None if parts is None else summarise(job, outcome, parts, train_s)
 
 
-def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> None:
-    """Write what the run leaves, on the chief, and say how it ended.
+def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:
+    """Write what the run leaves, on the chief, and say how it ended; returns the exit code.
 
     The summary of a run that was `finished` before stays if there was nothing left to do.
     """
@@ -273,19 +284,56 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss
-    if outcome.samples > job.base_samples or not finished:
-        metrics.write_json(job.out / folder.SUMMARY, summary)
+    assert job.place is not None, "the chief holds the folder"
+    there = job.place.where()
+    job.out = there or job.out
     log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
-    if exit_code(outcome.reason) == 0:
-        (job.out / folder.DONE).write_text(f"{outcome.reason}\n")
+    summary["warnings"] = list(log.warnings)
+    if outcome.samples > job.base_samples or not finished:
+        _write_summary(job.out / folder.SUMMARY, summary, log)
+    failed = outcome.unsaved or job.place.moved or there is None
+    code = 1 if failed else exit_code(outcome.reason)
+    if code == 0:
+        code = _mark_done(job.out / folder.DONE, outcome.reason)
+    sys.stdout.flush()
+    if outcome.unsaved:
+        got = f"step {outcome.step} is not saved: {outcome.unsaved}"
+        print(f"mpips: {got}", file=sys.stderr, flush=True)
+    elif job.place.moved or there is None:
+        got = job.place.moved or f"{job.out} was removed while the job ran"
+        remedy = f"what is saved is in {there}: --resume goes on there" if there else ""
+        error = UserError(got, "a folder that stays", remedy)
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+    job.place.close()
     if outcome.reason == "diverged":
-        sys.stdout.flush()
         print(
             f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
             f"{job.out / folder.CHECKPOINTS} are from before it; use a smaller --lr, or --clip",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     log.say(summary_text(job, summary))
+    return code
+
+
+def _write_summary(path: Path, summary: dict[str, Any], log: Log) -> None:
+    try:
+        metrics.write_json(path, summary)
+    except OSError as problem:
+        log.warn(f"{path} cannot be written: {problem.strerror}")
+
+
+def _mark_done(path: Path, reason: str) -> int:
+    """Mark a run as finished; returns the exit code."""
+    try:
+        path.write_text(f"{reason}\n")
+        return 0
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # an empty one would say the same
+        remedy = "the run is over and saved: free some space, and --resume writes it"
+        error = UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy)
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def _evaluate_only(job: Job, found: Run) -> int:
@@ -297,8 +345,8 @@ def _evaluate_only(job: Job, found: Run) -> int:
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part)
     gathered = job.cluster.comm.gather(parts)
+    means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
     if gathered is not None and not job.config.quiet:
-        means = mean_evaluation(job, gathered)
         for note in found.notes:
             print(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))

@@ -3,12 +3,12 @@
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from mpips import __version__, metrics
 from mpips.cluster import Cluster, mpi_name
 from mpips.delay import delays_text
+from mpips.evaluation import mean_evaluation
 from mpips.job import Job
 from mpips.strategies import Outcome
 
@@ -16,7 +16,11 @@ from mpips.strategies import Outcome
 def summarise(
     job: Job, outcome: Outcome, parts: list[dict[str, Any]], train_s: float
 ) -> dict[str, Any]:
-    """Return ``summary.json`` from every rank's part, by rank."""
+    """Return ``summary.json`` from every rank's part, by rank.
+
+    Raises:
+        UserError: If the problem's metrics are not those of all workers.
+    """
     c, ranks = job.config, job.cluster
     workers = [parts[r] for r in ranks.roles.workers]
     owners = [parts[r] for r in ranks.roles.owners]
@@ -49,7 +53,7 @@ def summarise(
         "per_server": [_server(o) for o in owners],
         "inject_delay": c.delays,
         "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
-        "stop_reason": outcome.reason,
+        "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
@@ -63,14 +67,9 @@ def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
     return found
 
 
-def mean_evaluation(job: Job, parts: Sequence[dict[str, float] | None]) -> dict[str, float]:
-    """Return the mean of each metric over the held-out samples, from the workers' sums."""
-    known = [p for p in parts if p]
-    names = sorted({name for p in known for name in p})
-    return {name: sum(p.get(name, 0.0) for p in known) / job.info.n_test for name in names}
-
-
-def _where(job: Job, reason: str) -> str:
+def _where(job: Job, reason: str, unsaved: str | None) -> str:
+    if unsaved:
+        return f"not saved: {unsaved}"
     if reason.startswith("SIG"):
         return f"saved and not finished: go on with --out {job.out} --resume"
     return f"saved in {job.out}"
@@ -150,6 +149,6 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             *_clocks(job, s),
             *_dropped(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
-            _where(job, s["stop_reason"]),
+            _where(job, s["stop_reason"], s["unsaved"]),
         ]
     )

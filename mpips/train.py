@@ -61,7 +61,8 @@ def _first_look(line: "CommandLine") -> str | None:
     An explanation of a world that is only spoken of needs no other.
 
     Raises:
-        UserError: If the command line, the job file or the run to be continued is wrong.
+        UserError: If the command line, the job file or the run to be continued is wrong, or the
+            gradient that is to be checked.
     """
     from mpips import folder
 
@@ -71,6 +72,13 @@ def _first_look(line: "CommandLine") -> str | None:
         from mpips.explain import explain_alone
 
         return explain_alone(config, line.question)
+    if text is None and "check_gradient" in line.flags:
+        from mpips.gradient_check import check_gradient
+
+        text, error = check_gradient(config)
+        if error is not None:
+            print(text, end="", flush=True)
+            raise error
     return text
 
 
@@ -93,7 +101,7 @@ def refuse(error: UserError, rank: str | None) -> int:
         print(f"mpips: {error}", file=sys.stderr, flush=True)
     if rank is not None:
         MPI.COMM_WORLD.Barrier()
-    return 2
+    return error.code
 
 
 def _start(line: "CommandLine") -> int:
@@ -104,7 +112,7 @@ def _start(line: "CommandLine") -> int:
     except cluster.Agreed as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
-        ending.abort(str(error), 2)
+        ending.abort(str(error), error.code)
     except BaseException as error:
         ending.abort(ending.raised(error), 1)
 

@@ -1,13 +1,63 @@
 """What makes a configuration valid: its fields by themselves, and against each other."""
 
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from mpips.config import LAYOUT_FIELDS, OPTIONS, Config
+from mpips.config import LAYOUT_FIELDS, OPTIONS, SESSION_FIELDS, Config
 from mpips.delay import parse_delays
 from mpips.errors import UserError
 from mpips.options import shown
 from mpips.roles import ROUND_MODES
+
+ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
+# Options that have an effect beside some values of another one alone: that, and its values.
+BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "hidden": ("problem", ("mlp",)),
+    "activation": ("problem", ("mlp",)),
+    "test_fraction": ("test_dataset", ("",)),
+    "momentum": ("optimizer", ("momentum", "nesterov")),
+    "beta1": ("optimizer", ("adam", "adamw")),
+    "beta2": ("optimizer", ("adam", "adamw")),
+    "eps": ("optimizer", ADAPTIVE),
+    "decay": ("optimizer", ("rmsprop",)),
+    "step_every": ("schedule", ("step",)),
+    "step_factor": ("schedule", ("step",)),
+    "epochs": ("steps", (0,)),
+    "topk_ratio": ("codec", ("topk",)),
+    "topk_momentum": ("codec", ("topk",)),
+    "topk_warmup": ("codec", ("topk",)),
+    "powersgd_rank": ("codec", ("powersgd",)),
+}
+
+
+def has_effect(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether an option has an effect in a job; at its default, or at 0, it asks for none.
+
+    Args:
+        name: A key of `BESIDE`.
+        values: Of the job's options, where they are not the default.
+    """
+    other, needed = BESIDE[name]
+    beside = values.get(other, OPTIONS[other].default)
+    own_problem = other == "problem" and beside not in OPTIONS[other].legal
+    idle = values.get(name, OPTIONS[name].default) in (OPTIONS[name].default, 0)
+    return idle or own_problem or beside in needed
+
+
+def _check_effects(config: Config) -> None:
+    values = vars(config)
+    for name, (other, needed) in BESIDE.items():
+        if has_effect(name, values):
+            continue
+        got, flags = f"{name} {shown(values[name])}", (OPTIONS[name].flag, OPTIONS[other].flag)
+        if not needed[0]:  # each excludes the other
+            remedy = f"leave out {flags[0]} or {flags[1]}"
+            got = f"{got} and {other} {shown(values[other])}"
+            raise UserError(got, "one of the two", remedy)
+        legal = " or ".join(map(repr, needed))
+        remedy = f"leave out {flags[0]}, or use {flags[1]} {' or '.join(needed)}"
+        raise UserError(f"{got} with {other} {values[other]!r}", f"{other} {legal}", remedy)
 
 
 def validate(config: Config) -> None:
@@ -21,6 +71,7 @@ def validate(config: Config) -> None:
     for name, option in OPTIONS.items():
         if not option.fits(getattr(config, name), config.mode):
             raise option.mode_error(getattr(config, name), config.mode)
+    _check_effects(config)
     _check_servers(config)
     _check_reads(config)
     _check_staleness(config)
@@ -114,11 +165,6 @@ def _check_codecs(config: Config) -> None:
             got = f"{name} {getattr(config, name)!r} with reduce 'allreduce'"
             remedy = "MPI adds up what is not packed: leave out --reduce"
             raise UserError(got, "reduce 'auto' or 'shared'", remedy)
-    for name, option in OPTIONS.items():
-        codec, value = name.partition("_")[0], getattr(config, name)
-        if codec in ("topk", "powersgd") and config.codec != codec and value != option.default:
-            got = f"{name} {value} with codec {config.codec!r}"
-            raise UserError(got, f"codec {codec!r}", f"set --codec {codec}")
     if config.topk_momentum and config.optimizer != "sgd":
         got = f"topk_momentum {config.topk_momentum} with optimizer {config.optimizer!r}"
         remedy = "the servers' rule would smooth once more: use --optimizer sgd"
@@ -152,6 +198,30 @@ def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:
             got = f"{name} {shown(new)} on resume"
             remedy = f"leave out {OPTIONS[name].flag}, or begin a new run with another --out"
             raise UserError(got, f"{shown(old)} as in the saved run{where}", remedy)
+
+
+def check_saved(file: Config, sealed: Config, path: Path, remedy: str) -> None:
+    """Check that a run's file has what the layout, slots and order of its checkpoints depend on.
+
+    Raises:
+        UserError: For the first of `LAYOUT_FIELDS` that differs; ends in `remedy`.
+    """
+    for name, old, new in differences(sealed, file):
+        if name in LAYOUT_FIELDS:
+            got = f"{path}: {name} {shown(new)}, which was changed by hand"
+            remedy = f"write {name} = {shown(old)} there, {remedy}"
+            raise UserError(got, f"{shown(old)} as in its checkpoints", remedy)
+
+
+def differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
+    """Return name, old and new value of what differs between a run's configurations.
+
+    What is said anew at each start is left out, and a rate that is the rule's own is none.
+    """
+    names = [name for name in OPTIONS if name not in SESSION_FIELDS]
+    pairs = [(k, getattr(before, k), getattr(now, k)) for k in names if k != "lr"]
+    pairs.append(("lr", before.learning_rate, now.learning_rate))
+    return [(k, old, new) for k, old, new in pairs if _identity(old) != _identity(new)]
 
 
 def _identity(value: Any) -> Any:

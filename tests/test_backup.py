@@ -39,7 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     words = [*counting(samples_file(plan.folder, N)), "--mode", "sync", "--batch-size", "8"]
     words += ["--checkpoint-every", "5steps", "--keep", "1000"]
     for name, (ranks, text) in PLAIN.items():
-        plan.add(name, ranks, [*words, "--epochs", str(EPOCHS), *text.split()])
+        length = [] if "--steps" in text else ["--epochs", str(EPOCHS)]
+        plan.add(name, ranks, [*words, *length, *text.split()])
     words[words.index("--problem") + 1] = words[1].replace(":Counting", ":StoppingCounting")
     for k, (ranks, text) in enumerate(STOPPED):
         last = k + 1 == len(STOPPED)

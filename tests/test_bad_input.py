@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from launch import Finished, environment, run, train
+from launch import Finished, environment, file_in_shared_memory, run, train
 
 from mpips import train as program
 from mpips.checkpoint import list_checkpoints, newest_whole
@@ -39,11 +39,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "good.npz", x=x, y=y)
     np.savez(folder / "nan.npz", x=with_nan, y=y)
     np.savez(folder / "infinite-targets.npz", x=x, y=np.where(y == 1, np.inf, 0.0))
+    np.savez(folder / "times-10.npz", x=x, y=10 * y)
     np.savez(folder / "only-x.npz", x=x)
     np.savez(folder / "unequal.npz", x=x, y=y[:-1])
     for name, inputs, labels in (
         ("good.h5", x, y),
         ("nan.h5", with_nan, y),
+        ("sorted.h5", x, np.sort(y)),
         ("label-7.h5", x, np.where(np.arange(60) == 17, 7, y)),
     ):
         with h5py.File(folder / name, "w") as file:
@@ -185,6 +187,8 @@ REFUSALS = {
     "--dataset {data}/nan.npz": r"'x', sample 17, element \(1,\) is nan in float32, expected fin",
     "--dataset {data}/infinite-targets.npz": "array 'y', sample .* is inf .*, expected finite",
     "--dataset {data}/infinite-targets.npz --problem softmax": "array 'y', .* is inf",
+    "--dataset {data}/times-10.npz": "labels that are all multiples of 10, .* --classes 21 if",
+    "--dataset {data}/sorted.h5 --mode sync": "sorted.h5 is sorted by class, and its last 12",
     "--batch-size 2000": "batch_size=2000, expected at most 1438, the training samples",
     "--problem linear": "problem 'linear' with the 10 class labels .*, expected real-valued",
     "--problem {data}/none.py:Mine": "no problem file .*none.py', expected an existing file",
@@ -204,9 +208,9 @@ REFUSALS = {
     "--init-from {data}/used": "--init-from .*used: there is none, expected a whole checkpoint",
     "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
     "--eval-only --resume auto --out {data}/new": "--eval-only finds no run in .*/new, expected",
-    "--hidden {wide}": "/dev/shm on .* has .* bytes free, expected at least .* for the windows",
-    "--hidden {wide} --mode sync": "/dev/shm on .* bytes free, expected at least",
-    "--hidden 9999999999,9999999999": "2 workers with .* parameters on .*, expected at most",
+    "--hidden {wide}": "/dev/shm on .* has .*B free, expected at least .*B for the windows",
+    "--hidden {wide} --mode sync": "/dev/shm on .* has .*B free, expected at least",
+    "--hidden 9999999999,9999999999": "2 workers .* take [0-9.]+ EB, expected at most .*B",
     "--hidden 9999999999,9999999999 --mode sync": "3 workers with .* parameters on .* take",
     "--resume --out {finished} --hidden 7 --problem mlp": "problem 'mlp' on resume, expected",
     "--resume --out {finished} --dtype float64": "dtype 'float64' on resume, expected 'float32'",
@@ -247,7 +251,7 @@ def test_refusals(data: Path, finished: Path, tmp_path: Path) -> None:
         (4, "--dataset {data}/label-7.h5 --classes 3", "sample 17 has label 7, expected whole"),
         (2, "--dataset {data}/nan.h5 --mode sync", r"'x', sample 17, element \(1,\) is nan"),
         (3, "--out {data}/good.npz/run", "good.npz/run: Not a directory, expected a folder"),
-        (3, "--hidden {wide}", "/dev/shm on .* bytes free, expected at least"),
+        (3, "--hidden {wide}", "/dev/shm on .* has .*B free, expected at least"),
         (3, "--problem {faulty}:NanInit --mode sync", "gave NaN or infinity in w, expected finite"),
         (2, "--problem {faulty}:NoInit", "gave NoneType, expected {'w': .*, as in its layout"),
         (2, "--problem {faulty}:OtherShapes --mode sync", "gave {'w': .*, expected {'w': "),
@@ -277,6 +281,18 @@ def test_worlds_of_one_refuse_once(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.count("use srun --mpi=")) == (2, told), done.stderr
 
 
+def test_a_sample_that_is_nan_amid_training(tmp_path: Path) -> None:
+    """It is no refusal any more."""
+    with h5py.File(tmp_path / "nan.h5", "w") as file:
+        x = np.ones((2600, 1024), "f4")  # blocks of 1024 samples
+        x[1500, 7] = np.nan
+        file["x"], file["y"] = x, np.arange(2600) % 3
+    words = ("--dataset", "nan.h5", "--no-shuffle", "--mode", "sync", "--problem", "softmax")
+    done = train(1, *words, cwd=tmp_path, timeout_s=LIMIT_S)
+    assert "'x', sample 1500, element (7,) is nan in float32" in message_of(done, 1)
+    assert "Traceback" not in done.output
+
+
 # The user's own problem.
 
 
@@ -297,13 +313,49 @@ def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) ->
     assert re.search(f"rank {ranks} raised {raised}, expected no exception", message), message
     assert done.output.count("Traceback (most recent call last)") == 1
     assert re.search(r'faulty.py", line \d+, in (fail|evaluate)', done.output)
+    assert not re.search("MPI_Abort", done.output, re.IGNORECASE)
     assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_a_failed_job_removes_its_own_segments_alone(tmp_path: Path) -> None:
+    """The user's file lies in shared memory too, even by the name of a segment."""
+    with file_in_shared_memory() as mine:
+        words = ("-m", "mpips.train", "--problem", f"{FAULTY}:RaisesWithAFileOfMine")
+        env = {"FILE_OF_MINE": str(mine)}
+        done = run(3, [*words, "--out", "run"], tmp_path, LIMIT_S, env)
+        assert "a mistake of mine" in message_of(done, 1)
+        assert np.load(mine).tolist() == [1.0, 2.0]
+    made = (tmp_path / "segments.txt").read_text().split()
+    assert made
+    assert [path for path in made if Path(path).exists()] == []
 
 
 def test_a_mistake_in_evaluate_is_found_before_the_first_step(tmp_path: Path) -> None:
     words = ("--problem", f"{FAULTY}:RaisesInEvaluate", "--mode", "sync", "--out", "run")
     train(3, *words, "--checkpoint-every", "1steps", cwd=tmp_path, timeout_s=LIMIT_S).check(1)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*[1-9]*")] == []
+
+
+@pytest.mark.parametrize(("mode", "others"), [("sync", "0, 1, 2"), ("async", "1, 2")])
+def test_a_metric_that_one_rank_alone_has_is_named(mode: str, others: str, tmp_path: Path) -> None:
+    """In sync at the first evaluation; elsewhere one rank makes all but the last."""
+    words = ("--problem", f"{FAULTY}:OneMoreMetric", "--mode", mode, "--epochs", "1")
+    done = train(4, *words, "--out", "run", cwd=tmp_path, timeout_s=LIMIT_S)
+    message = f"evaluate of the problem gave 'error' at rank 3 and not at ranks {others}, expected"
+    assert f"{message} the same metrics on every rank; return 'error'" in message_of(done, 1)
+    assert not (tmp_path / "run" / "DONE").exists()
+
+
+def test_more_ranks_than_held_out_samples(tmp_path: Path) -> None:
+    """Ranks 0 and 2 have none, and evaluate nothing."""
+    np.savez(tmp_path / "two.npz", x=np.ones((2, 8, 8), "f4"), y=np.arange(2))
+    words = ("--test-dataset", "two.npz", "--mode", "sync", "--classes", "10", "--out", "run")
+    train(4, *QUICK, *words, cwd=tmp_path, timeout_s=LIMIT_S).check()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [line for line in map(json.loads, lines) if line["kind"] == "eval"]
+    assert len(found) == 2
+    last = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (last["eval_loss"], last["accuracy"]) == (found[-1]["loss"], found[-1]["accuracy"])
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "local_sgd", "easgd"])
@@ -315,9 +367,11 @@ def test_parameters_cannot_be_written(mode: str, tmp_path: Path) -> None:
 
 
 def test_an_accuracy_that_the_problem_does_not_give(tmp_path: Path) -> None:
-    words = ("--problem", f"{FAULTY}:LossAlone", "--target-accuracy", "0.9", "--out", "run")
-    message = message_of(train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S), 2)
+    words = ("--problem", f"{FAULTY}:LossAlone", "--epochs", "1", "--out", "run")
+    done = train(3, *words, "--target-accuracy", "0.9", cwd=tmp_path, timeout_s=LIMIT_S)
+    message = message_of(done, 2)
     assert "target_accuracy 0.9: evaluate gives loss, expected 'accuracy' as well; leave" in message
+    train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S).check()  # what is left is not in its way
 
 
 def test_a_constructor_that_raises_on_one_rank_shows_its_traceback(tmp_path: Path) -> None:

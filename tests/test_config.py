@@ -26,7 +26,7 @@ from mpips.config import LAYOUT_FIELDS, LEARNING_RATES, OPTIONS, SESSION_FIELDS,
 from mpips.errors import UserError
 from mpips.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.options import BOUNDS, Option, shown
-from mpips.validation import check_resume, validate
+from mpips.validation import BESIDE, check_resume, has_effect, validate
 
 NAMES = sorted(OPTIONS)
 # Busy machines break deadlines; what runs once a field needs fewer examples.
@@ -594,6 +594,33 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
             "--codec powersgd --mode sync --reduce allreduce",
             "codec 'powersgd' with reduce 'allreduce', expected reduce 'auto' or 'shared'",
         ),
+        (
+            "--optimizer sgd --beta1 0.8",
+            "beta1 0.8 with optimizer 'sgd', expected optimizer 'adam' or",
+        ),
+        (
+            "--decay 0.5",
+            "with optimizer 'adam', expected optimizer 'rmsprop'; leave out --decay, or",
+        ),
+        (
+            "--optimizer momentum --eps 1e-3",
+            "eps 0.001 with optimizer 'momentum', expected optimiz",
+        ),
+        ("--momentum 0.5", "expected optimizer 'momentum' or 'nesterov'; leave out --momentum, or"),
+        (
+            "--problem softmax --hidden 9",
+            "hidden [9] with problem 'softmax', expected problem 'mlp",
+        ),
+        ("--problem linear --activation tanh", "activation 'tanh' with problem 'linear', expected"),
+        (
+            "--step-every 9",
+            "step_every 9 with schedule 'constant', expected schedule 'step'; leave",
+        ),
+        (
+            "--epochs 3 --steps 9",
+            "epochs 3 and steps 9, expected one of the two; leave out --epochs",
+        ),
+        ("--test-fraction .3 --test-dataset a.h5", "0.3 and test_dataset 'a.h5', expected one of"),
         ("--codec topk --topk-momentum 0.9", "with optimizer 'adam', expected optimizer 'sgd'"),
         ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
@@ -619,6 +646,10 @@ def test_fields_that_contradict_each_other(argv: str, part: str) -> None:
         "--schedule step --step-every 9",
         "--schedule warmup --warmup-steps 9",
         "--steps 9 --warmup-steps 30",
+        "--steps 9 --epochs 40",
+        "--problem mine.py:Net --hidden 9 --activation tanh",
+        "--problem softmax --hidden 128,64",
+        "--optimizer sgd --beta1 0.9",
         "--mode sync --steps 9 --warmup-steps 8",
         "--target-accuracy 1",
         "--resume --init-from x",
@@ -729,6 +760,34 @@ def test_no_servers_are_left_behind_by_mode_sync(tmp_path: Path) -> None:
     assert load(["--mode", "async"], read_toml(job)).servers is None
     assert load([], read_toml(job)).servers == 0
     assert "servers 0 in mode async" in message_of([job, "--mode", "async", "--servers", "0"])
+
+
+def test_another_option_drops_what_it_leaves_without_effect(tmp_path: Path) -> None:
+    """Of a job file or a saved run, but not what is given beside it."""
+    job = job_file(tmp_path, 'optimizer = "adamw"\nbeta1 = 0.8\nhidden = [9]\nsteps = 7')
+    assert load([job, "--optimizer", "sgd"]).beta1 == Config.beta1
+    assert load([job, "--problem", "softmax"]).hidden == Config.hidden
+    assert load([job, "--epochs", "3"]).steps == 0
+    saved = {"schedule": "step", "step_every": 9, "steps": 7}
+    assert load(["--schedule", "cosine"], saved) == Config(schedule="cosine", steps=7)
+    assert load([job_file(tmp_path, 'schedule = "cosine"', "other.toml")], saved).step_every == 0
+    assert "beta1 0.7 with" in message_of([job, "--optimizer", "sgd", "--beta1", "0.7"])
+    assert "epochs 3 and steps 9" in message_of([job, "--epochs", "3", "--steps", "9"])
+    odd = job_file(tmp_path, 'optimizer = "sgd"\nbeta1 = 0.8', "odd.toml")
+    assert "beta1 0.8 with optimizer 'sgd', expected" in message_of([odd])
+    assert load([odd, "--optimizer", "adam"]).beta1 == 0.8
+    packed = job_file(tmp_path, 'codec = "topk"\ntopk_ratio = 0.1', "packed.toml")
+    assert load([packed, "--mode", "easgd"]) == Config(mode="easgd")
+    assert load([packed, "--codec", "int8"]) == Config(codec="int8")
+
+
+def test_a_run_from_before_such_options_were_refused_goes_on(tmp_path: Path) -> None:
+    saved = {"optimizer": "sgd", "beta1": 0.8, "steps": 7, "epochs": 3, "problem": "softmax"}
+    saved |= {"hidden": (9,)}
+    expected = Config(optimizer="sgd", steps=7, problem="softmax")
+    assert load(["--resume"], saved) == dataclasses.replace(expected, resume="yes")
+    text = "".join(jobfile._toml_line(name, value) for name, value in saved.items())
+    assert from_toml(text) == expected
 
 
 def test_help_tells_the_modes_of_an_option() -> None:
@@ -883,6 +942,8 @@ def mended(values: dict[str, Any]) -> Config:
     values["server_hosts"] = "" if values["server_ranks"] else values["server_hosts"]
     values["target_accuracy"] = 0.0
     values |= {"step_every": 1, "epochs": 1, "steps": 0, "classes": 0, "dataset": "digits"}
+    if values["schedule"] != "step":
+        values["step_every"] = 0
     values["warmup_steps"] = max(1, values["warmup_steps"])
     values["eval_only"] = values["eval_only"] and bool(values["resume"])
     pairs = [one.split(":") for one in values["inject_delay"].split(",") if one]
@@ -908,6 +969,9 @@ def mended(values: dict[str, Any]) -> Config:
         values |= {"reduce": "auto", "servers": values["servers"] or 1}
     if values["delay_compensation"]:
         values |= {"prefetch": False, "node_aggregation": False}
+    for name in BESIDE:
+        if not has_effect(name, values):
+            values[name] = OPTIONS[name].default
     values["delay_adaptive"] = values["delay_adaptive"] and values["delay_compensation"] > 0
     return Config(**values)
 

@@ -143,7 +143,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     data = {n: samples_file(plan.folder, n) for n in (6, N)}
     every = ["--checkpoint-every", "4steps"]
     for name, (ranks, text) in PLAIN.items():
-        words = [*counting(data[samples_of(text)]), *every, "--epochs", str(EPOCHS)]
+        length = [] if "--steps" in text else ["--epochs", str(EPOCHS)]
+        words = [*counting(data[samples_of(text)]), *every, *length]
         plan.add(name, ranks, [*words, *text.split()])
     for name, parts in STOPPED.items():
         n = samples_of(parts[0][1])

@@ -13,12 +13,12 @@ PACKAGE = ROOT / "mpips"
 
 # Lowest first. A module imports what stands on its own line or on a line above.
 LAYERS = """
-errors layout signals
+errors layout signals terminal segments
 kernels roles ledger metrics optim options launch delay
 codecs
 command_line config validation jobfile checkpoint datasets problems
 staleness
-evaluation folder traffic choice explain averaging
+evaluation folder traffic choice explain averaging gradient_check
 accumulate replica vectors
 cluster ending checks
 window
@@ -34,9 +34,11 @@ rounds
 worker_state round_state
 server worker
 strategies
-summary needs opening
+summary needs opening loading
 session
-train bench doctor results sbatch
+train bench doctor results sbatch jobs
+__main__
+completion
 """
 LAYER = {name: n for n, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
 
@@ -51,15 +53,19 @@ LOGIN_NODE = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.signals", "mpips.roles", "mpips.ledger"),
     *("mpips.metrics", "mpips.optim", "mpips.config", "mpips.problems", "mpips.datasets"),
     *("mpips.datasets.loader", "mpips.datasets.order", "mpips.checkpoint", "mpips.evaluation"),
+    "mpips.gradient_check",
     *("mpips.checkpoint.__main__", "mpips.kernels", "mpips.train"),
     *("mpips.launch", "mpips.bench.__main__", "mpips.bench.driver", "mpips.results"),
     *("mpips.doctor.__main__", "mpips.doctor.alone", "mpips.doctor.launcher"),
     *("mpips.doctor.memory", "mpips.doctor.network", "mpips.doctor.software"),
     *("mpips.needs", "mpips.vectors", "mpips.sbatch", "mpips.validation", "mpips.jobfile"),
+    *("mpips.__main__", "mpips.jobs", "mpips.completion"),
+    "mpips.segments",
 )
 LIGHT = (
     *("mpips", "mpips.errors", "mpips.layout", "mpips.roles", "mpips.config", "mpips.optim"),
     *("mpips.launch", "mpips.bench.__main__", "mpips.doctor.__main__"),
+    *("mpips.__main__", "mpips.jobs"),
 )
 
 

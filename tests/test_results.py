@@ -15,6 +15,17 @@ SUMMARY = {
     "global_step": 1800, "epochs": 40.0, "loss": 0.0025, "eval_loss": 0.07641, "accuracy": 0.98046,
     "samples_per_s": 64112.3, "wall_s": 5.21, "stop_reason": "epochs", "world": 8,
 }  # fmt: skip
+TABLE = """\
+run  state                 step  epoch  loss    eval_loss  accuracy  samples/s  wall_s  seed  hidden
+2    done                  1800  40.00  0.0025  0.0764     0.9805    64112      5.2     0     128,64
+9    not done (not ended)  -     -      -       -          -         -          -       3     128,64
+10   not done (SIGUSR1)    1800  40.00  0.0025  -          -         64112      5.2     0     8
+
+run  lr
+2    0.01
+9    0.002
+10   0.002
+"""
 
 
 def make_run(out: Path, config: Config, summary: dict[str, object] | None, done: bool) -> None:
@@ -40,16 +51,44 @@ def sweep(tmp_path: Path) -> Path:
 def test_table(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Options that are the same everywhere are left out, and numbers are in their order."""
     assert main([str(sweep)]) == 0
-    assert capsys.readouterr().out == (
-        "run  state                 global_step  epochs  loss    eval_loss  accuracy  "
-        "samples_per_s  wall_s  seed  hidden  lr\n"
-        "2    done                  1800         40.00   0.0025  0.0764     0.9805    "
-        "64112          5.2     0     128,64  0.01\n"
-        "9    not done (not ended)  -            -       -       -          -         "
-        "-              -       3     128,64  0.002\n"
-        "10   not done (SIGUSR1)    1800         40.00   0.0025  -          -         "
-        "64112          5.2     0     8       0.002\n"
-    )
+    assert capsys.readouterr().out == TABLE
+
+
+def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
+    for name, epochs in (("1", 40), ("2", 90)):
+        came = {**SUMMARY, "epochs": 12.5, "eval_loss": 3.5e28, "global_step": 150_000}
+        make_run(tmp_path / name, Config(epochs=epochs), came, done=False)
+    _, row = results(find_runs([tmp_path]))
+    assert (row["epochs"], row["--epochs"]) == ("12.50", "90")
+    assert (row["eval_loss"], row["global_step"]) == ("3.5e+28", "150000")
+
+
+def test_everything_fits_100_columns() -> None:
+    """Many columns make more tables, and a long word loses its middle; nothing else is lost."""
+    row = {"run": "r", **{f"option_{k}": str(k) * (5 * k + 1) for k in range(30)}}
+    text = table([row, row])
+    assert max(map(len, text.splitlines())) <= 100
+    assert min(len(block.splitlines()) for block in text.split("\n\n")) == 3
+    for key, value in row.items():
+        assert key in text
+        assert value in text if len(value) <= 45 else f" {value[:21]}...{value[-21:]}" in text
+    wide = {"run": "x" * 200, "a": "y" * 99, "b": "z"}
+    assert max(map(len, table([wide]).splitlines())) <= 100
+
+
+def test_rows_that_have_failed(sweep: Path) -> None:
+    """Those that left a run and those that left none; why it was stopped says more."""
+    for name in ("3", "9", "10", "2"):
+        (sweep / f"{name}.failed").write_text("exit code 2\n")
+    rows = {row["run"]: row for row in results(find_runs([sweep]))}
+    assert list(rows) == ["2", "3", "9", "10"]
+    assert [row["state"] for row in rows.values()] == [
+        *("done", "failed (exit code 2)", "failed (exit code 2)", "not done (SIGUSR1)")
+    ]
+    assert (rows["3"]["accuracy"], rows["3"]["lr"], rows["9"]["lr"]) == ("-", "-", "0.002")
+    (sweep / "alone").mkdir()
+    (sweep / "alone" / "1.failed").write_text("exit code 2\n")
+    assert table(results(find_runs([sweep / "alone"]))).count("failed (exit code 2)") == 1
 
 
 def test_values_for_a_spreadsheet(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:

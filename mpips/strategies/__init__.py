@@ -25,6 +25,7 @@ class Outcome:
         params: All parameters at the end, shape (n_params,), on workers.
         stats: This rank's part of the summary.
         release: Frees windows and communicators. Collective: yes.
+        unsaved: On the chief, why the last state is in no checkpoint; empty if it is.
     """
 
     reason: str
@@ -36,6 +37,7 @@ class Outcome:
     params: np.ndarray = field(default_factory=lambda: np.zeros(0))
     stats: dict[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = lambda: None
+    unsaved: str = ""
 
 
 def strategy(mode: str) -> "Callable[[Job, Log], Outcome]":

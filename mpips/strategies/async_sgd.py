@@ -19,7 +19,6 @@ from mpips import feed, neighbours, outbox, store, wire, worker_state
 from mpips.channel import Receiver, Sender
 from mpips.cluster import Cluster, Comm, Request, cluster_subset, mpi_name
 from mpips.feed import AHEAD, Feed, Granter
-from mpips.folder import CHECKPOINTS
 from mpips.gate import ClockGate, Gate, RoundGate
 from mpips.job import Job
 from mpips.metrics import Log
@@ -111,9 +110,9 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     saver = Saver(cluster, shard, server.params, slots, job.config.snapshot == "stall")
     loop = AsyncServer(job, servers, server, receiver, saver)
     handout = job.handout()
-    if cluster.is_chief:
+    if job.place is not None:
         own = worker_state.names(job)
-        committer = Committer(cluster, job.out / CHECKPOINTS, Contents.of(job, own))
+        committer = Committer(cluster, job.place, Contents.of(job, own), log)
         holding = Holding(cluster) if own else None
         granter = Granter(cluster, window, handout, granted_ahead(job))
         loop.chief = Chief(job, loop, granter, handout, committer, log, holding)
@@ -131,6 +130,7 @@ def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) ->
     outcome = Outcome(reason, server.version, release=_release(window, loop))
     if loop.chief:
         outcome.samples, outcome.detail = loop.chief.samples, loop.chief.diverged or ""
+        outcome.unsaved = loop.chief.unsaved
         outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
     outcome.stats = {
         "bytes": server.params.nbytes * (1 + len(slots)),

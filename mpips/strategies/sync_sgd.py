@@ -9,20 +9,28 @@ import dataclasses
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from mpips import round_state, signals, wire
 from mpips.accumulate import Accumulator, submit, taken
-from mpips.cluster import begin_sum, cluster_subset, free
+from mpips.cluster import cluster_subset, free
 from mpips.datasets.loader import Loader
-from mpips.evaluation import evaluate, next_evaluation, share
-from mpips.folder import CHECKPOINTS
+from mpips.evaluation import evaluate, next_evaluation, share, share_evaluation
 from mpips.job import Job
 from mpips.ledger import Range, part, split
 from mpips.metrics import Log
 from mpips.rounds import Report, Round, make_round
-from mpips.saver import Committer, Contents, Saver, Snapshots
+from mpips.saver import (
+    LAST_PAUSE_S,
+    LAST_TRIES,
+    RETRY_S,
+    Committer,
+    Contents,
+    Saver,
+    Snapshots,
+)
 from mpips.strategies import Outcome
 from mpips.worker import Times, make_loader
 
@@ -69,11 +77,12 @@ class SyncLoop:
             self._savers.append(self._saver)
         if (own := round_state.saver_of(job, rounds.own_state(), stall)) is not None:
             self._savers.append(own)
-        if self._cluster.is_chief:
+        if job.place is not None:
             kept = round_state.names(job)
             ranks = tuple(range(self._cluster.world)) if kept else None
             contents = Contents.of(job, kept, ranks)
-            self._committer = Committer(self._cluster, job.out / CHECKPOINTS, contents)
+            self._committer = Committer(self._cluster, job.place, contents, log)
+            self._committer.saved_step = job.base_step if job.resumed else None
         self._worker_id = job.worker_id
         if self._worker_id is not None:
             self._loader = make_loader(job)
@@ -83,7 +92,6 @@ class SyncLoop:
         if self._loader:
             self._params = job.layout.views(rounds.replica, writable=False)
         self.step, self.samples = job.base_step, job.base_samples
-        self._saved_step = job.base_step if job.resumed else -1
         self._period = job.config.checkpoint_period
         self._last_save = (time.perf_counter(), job.base_step)
         self._next_eval = next_evaluation(self._handout.epochs_done, job.config.eval_every)
@@ -106,21 +114,34 @@ class SyncLoop:
             if reason:
                 self._log.event("stop", self.step, reason=reason)
         self._cluster.wait(lambda: not self._attend())  # what is under way is whole in the end
-        if reason != "diverged" and self._saved_step != self.step:
-            self._save()
-            self._cluster.wait(lambda: not self._attend())
-        if reason != "diverged" and self._refused():
+        if reason != "diverged":
+            self._save_last()
+        if reason != "diverged" and self._chief_says(lambda committer: committer.refused):
             reason, self._detail = "diverged", f"parameters not finite at step {self.step}"
         if self._loader:
             self._loader.close()
         return self._outcome(reason)
 
-    def _refused(self) -> bool:
-        """Whether an owner refused to save; the chief knows, and tells all. Collective: yes."""
-        refused = np.array([self._committer.refused if self._committer else False])
+    def _save_last(self) -> None:
+        """Save the last state if that is not done, with several tries. Collective: yes."""
+        for _ in range(LAST_TRIES):
+            if not self._chief_says(lambda c: not (c.refused or c.has_saved(self.step))):
+                return
+            self._cluster.wait(lambda: not self._pauses())
+            self._save()
+            self._cluster.wait(lambda: not self._attend())
+
+    def _pauses(self) -> bool:
+        """Whether a checkpoint has failed just now."""
+        c = self._committer
+        return c is not None and bool(c.failure) and not c.failed_for(LAST_PAUSE_S)
+
+    def _chief_says(self, ask: Callable[[Committer], bool]) -> bool:
+        """Return what is so of the chief's checkpoints, on every rank. Collective: yes."""
+        said = np.array([bool(self._committer and ask(self._committer))])
         chief = self._cluster.roles.chief
-        self._cluster.wait_request(self._cluster.comm.Ibcast(refused, chief))
-        return bool(refused[0])
+        self._cluster.wait_request(self._cluster.comm.Ibcast(said, chief))
+        return bool(said[0])
 
     def _next_batch(self) -> Range | None:
         while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
@@ -150,6 +171,7 @@ class SyncLoop:
         waited = self._rounds.waited_s - waited
         self.times.wait_s += waited
         self.times.push_s += time.perf_counter() - start - waited
+        self._job.begun = True
         self.step += 1
         self.samples += n
         self._handout.applied(0, batch)
@@ -186,6 +208,8 @@ class SyncLoop:
         assert self._committer is not None
         if self._committer.busy:
             return False
+        if self._committer.failed_for(RETRY_S):
+            return True
         seconds, steps = self._period
         then, saved = self._last_save
         due = seconds is not None and time.perf_counter() - then >= seconds
@@ -209,7 +233,7 @@ class SyncLoop:
 
     def _save(self) -> None:
         """Begin a checkpoint of this round's end. Collective; blocks for a copy."""
-        self._saved_step, self._last_save = self.step, (time.perf_counter(), self.step)
+        self._last_save = (time.perf_counter(), self.step)
         self._rounds.compare(self.step)
         if not self._savers:
             return
@@ -231,8 +255,7 @@ class SyncLoop:
             saver.poll()
         busy = any(saver.busy for saver in self._savers)
         if self._committer:
-            if self._committer.poll():
-                self._log.event("checkpoint", self._committer.saved_step)
+            self._committer.poll()
             busy = busy or self._committer.busy
         return busy
 
@@ -253,7 +276,11 @@ class SyncLoop:
             raise AssertionError(f"unknown message {kind!r} in a synchronous run")
 
     def _evaluate_when_due(self) -> None:
-        """Evaluate in parts on all workers, which then all know the result."""
+        """Evaluate in parts on all workers, which then all know the result.
+
+        Raises:
+            UserError: If a metric is some workers' only.
+        """
         config, info = self._job.config, self._job.info
         if not config.eval_every or not info.n_test or self._handout.epochs_done < self._next_eval:
             return
@@ -262,9 +289,7 @@ class SyncLoop:
             return
         begin, end = share(info.n_test, self._worker_id, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)
-        sums = np.array([mine[name] for name in sorted(mine)])
-        self._cluster.wait_request(begin_sum(self._workers, sums))
-        means = dict(zip(sorted(mine), (sums / info.n_test).tolist(), strict=True))
+        means = share_evaluation(self._job, self._workers, mine)
         target = config.target_accuracy
         self._target_reached = bool(target) and means.get("accuracy", 0.0) >= target
         if self._worker_id == 0:
@@ -279,6 +304,8 @@ class SyncLoop:
             reason, self.step, self.samples, self._handout.epochs_done, self._detail, clocks,
             release=self._release,
         )  # fmt: skip
+        if (c := self._committer) and reason != "diverged" and not c.has_saved(self.step):
+            outcome.unsaved = f"{c.failure}; {c.kept}"
         outcome.stats = {
             name: getattr(self._rounds, name) for name in ("bytes_sent", "bytes_received")
         }

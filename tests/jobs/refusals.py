@@ -9,10 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from mpi4py import MPI
-
 from mpips import ending, session
-from mpips.cluster import Agreed
+from mpips.cluster import MPI, Agreed
 from mpips.command_line import parse_command_line
 
 

@@ -2,19 +2,19 @@
 
 The file holds a list of ``[ranks, command line]``. Each job runs on the first ranks of the world
 as if they were all of it, while the others wait. Its exit code goes to ``codes.json`` beside the
-file. The first job that fails in another way than with an exit code ends them all.
+file. The first job that fails in another way than with an exit code, or that leaves its progress
+thread, ends them all.
 """
 
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
-from mpi4py import MPI
-
 from mpips import ending, session, signals
-from mpips.cluster import SIZES, Agreed
+from mpips.cluster import MPI, SIZES, Agreed
 from mpips.command_line import parse_command_line
 
 
@@ -29,10 +29,12 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
     """Run one job on `comm`; returns its exit code."""
     try:
         signals._received.clear()
-        return session.run(parse_command_line(argv), time.perf_counter(), comm)
+        code = session.run(parse_command_line(argv), time.perf_counter(), comm)
     except Agreed as error:
         print(f"mpips: {error}", file=sys.stderr, flush=True)
-        return 2
+        code = 2
+    assert "progress" not in [thread.name for thread in threading.enumerate()], argv
+    return code
 
 
 def main(path: Path) -> None:

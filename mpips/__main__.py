@@ -1,0 +1,65 @@
+"""All commands: ``mpips COMMAND ...``, or ``python -m mpips COMMAND ...``, under mpirun too."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train a model, on the ranks that mpirun or srun starts",
+    "jobs": "list, show or copy the job files that come with mpips",
+    "results": "show runs side by side",
+    "checkpoint": "list, inspect, verify or export the checkpoints of a run",
+    "sbatch": "write a job script for SLURM, or copy those that come with mpips",
+    "doctor": "find out whether a cluster runs mpips well, and what to change",
+    "bench": "measure mpips beside the machine's limit and plain MPI",
+    "completion": "print what lets a shell complete these commands",
+}
+USAGE = """usage: mpips COMMAND ...
+
+{}
+mpips COMMAND is python -m mpips.COMMAND, and mpips COMMAND --help lists its options. Training
+starts by mpirun: mpirun -n 8 mpips train.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command as ``python -m`` would, which ends the process; returns the exit code if not.
+
+    Nothing is imported before: to train, a rank first notes signals.
+    """
+    name, *rest = argv or ["--help"]
+    if name in COMMANDS:
+        sys.argv[1:] = rest
+        runpy.run_module(f"mpips.{name}", run_name="__main__", alter_sys=True)
+        return 0
+    return _answer(name)
+
+
+def script() -> int:
+    """Run the console script: modules of the current folder are found, as by ``python -m``."""
+    if not sys.flags.safe_path:
+        sys.path[0] = ""
+    return main(sys.argv[1:])
+
+
+def _answer(word: str) -> int:
+    """Print a text once, or refuse what is no command; returns the exit code."""
+    from mpips import __version__
+    from mpips.errors import UserError, nearest
+    from mpips.train import launched, refuse
+
+    rows = "".join(f"  {name:12s}{text}\n" for name, text in COMMANDS.items())
+    texts = {"--help": USAGE.format(rows), "--version": f"mpips {__version__}\n"}
+    texts["-h"] = texts["--help"]
+    if word in texts:
+        print(texts[word] if launched() in (None, "0") else "", end="")
+        return 0
+    remedy = nearest(word, COMMANDS)
+    if word.startswith("-") or word.endswith(".toml"):
+        remedy = f"write mpips train {word}"
+    error = UserError(f"unknown command {word!r}", f"one of {', '.join(COMMANDS)}", remedy)
+    return refuse(error, launched())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,205 @@
+"""The commands of mpips: their list, the console script, the job files that come along."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment, run
+
+from mpips import __main__, __version__, completion, jobs
+from mpips.__main__ import COMMANDS
+from mpips.jobfile import read_toml, resolve
+from mpips.options import HELP_WIDTH
+
+SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
+
+
+@pytest.fixture
+def mpips(tmp_path: Path) -> str:
+    """The console script, in a folder of its own."""
+    path = tmp_path / "bin" / "mpips"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def python(*args: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *args]
+    done = subprocess.run(
+        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the modules that ``-X importtime`` tells of, in the order of their ends."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return [line.rpartition("|")[2].strip() for line in lines]
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert __main__.main(argv) == 0
+        told = capsys.readouterr().out
+        assert all(f"\n  {name} " in told for name in COMMANDS)
+        assert max(map(len, told.splitlines())) <= HELP_WIDTH
+    assert __main__.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpips {__version__}\n"
+
+
+def test_no_command_is_left_out() -> None:
+    """Whatever can be run by ``python -m`` is in the list."""
+    package = ROOT / "mpips"
+    alone = {p.stem for p in package.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
+    folders = {path.parent.name for path in package.glob("*/__main__.py")}
+    assert alone - {"__main__"} | folders == set(COMMANDS)
+
+
+def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, remedy in (
+        ("tran", "did you mean 'train'?"),
+        ("digits.toml", "write mpips train digits.toml"),
+        ("--lr", "write mpips train --lr"),
+    ):
+        assert __main__.main([word]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"mpips: unknown command {word!r}, expected one of train, ")
+        assert error.endswith(f"; {remedy}\n")
+
+
+def test_every_command_is_found(mpips: str, tmp_path: Path) -> None:
+    for name in COMMANDS:
+        told = python(mpips, name, "--help", cwd=tmp_path).stdout
+        assert told.startswith("usage: ")
+        assert f"mpips.{name}" in told or f"mpips {name}" in told
+
+
+def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:
+    """A rank notes signals before the heavy imports, whichever way it was started."""
+    flags = ("-X", "importtime")
+    ours = imported(python(*flags, mpips, "train", "--print-config", cwd=tmp_path))
+    usual = imported(python(*flags, "-m", "mpips.train", "--print-config", cwd=tmp_path))
+    assert {name for name in set(ours) - set(usual) if not name.startswith("encodings")} <= {
+        "mpips.__main__"
+    }
+    heavy = [name for name in ours if name.partition(".")[0] in ("numpy", "numba", "h5py")]
+    first = ours.index("mpips.signals")
+    assert not [name for name in heavy if ours.index(name) < first]
+
+
+def test_modules_of_the_current_folder_are_found(mpips: str, tmp_path: Path) -> None:
+    """By a model in another folder, say; not where Python is told to be careful."""
+    (tmp_path / "helper.py").write_text("")
+    check = tmp_path / "bin" / "check"
+    check.write_text(SCRIPT.replace("sys.exit(script())", "script()\nimport helper"))
+    python(str(check), "--version", cwd=tmp_path)
+    done = python("-P", str(check), "--version", cwd=tmp_path, code=1)
+    assert "No module named 'helper'" in done.stderr
+
+
+@pytest.mark.launch
+def test_training_by_the_console_script(mpips: str, tmp_path: Path) -> None:
+    """Of a job that comes along, by its name; texts and mistakes come once."""
+    words = ["train", "softmax-libsvm", "--epochs", "1", "--out", "run"]
+    done = run(2, [mpips, *words], tmp_path).check()
+    assert "mode async, adagrad" in done.output
+    assert (tmp_path / "run" / "DONE").exists()
+    done = run(2, [mpips, "--help"], tmp_path).check()
+    assert done.output.count("usage: mpips COMMAND") == 1
+    done = run(2, [mpips, "tran"], tmp_path).check(2)
+    assert done.output.count("unknown command 'tran'") == 1
+
+
+# The job files that come along.
+
+
+def test_the_list_of_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert jobs.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert sorted(names) == sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
+    assert max(map(len, lines)) <= HELP_WIDTH
+    assert min(map(len, lines)) > 40
+
+
+def test_a_job_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("digits-sync", "digits-sync.toml"):
+        assert jobs.main([name]) == 0
+        assert capsys.readouterr().out == (ROOT / "jobs" / "digits-sync.toml").read_text()
+    assert jobs.main(["digit-sync"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean 'digits-sync'?\n")
+    assert jobs.main(["digits", "--copy", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_job_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder, its data included; a file of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    for path in (ROOT / "jobs").glob("*.toml"):
+        config = resolve({}, read_toml(path.stem))
+        named, _, _ = config.dataset.partition("::")
+        assert "." not in named or Path(named).is_absolute(), path
+        assert "." not in named or Path(named).is_file(), path
+    Path("digits").mkdir()
+    with pytest.raises(Exception, match=r"job file 'digits', expected a path that ends in .toml"):
+        read_toml("digits")
+
+
+def test_jobs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert jobs.main(["--copy", "jobs"]) == 0
+    assert {p.name for p in Path("jobs").iterdir()} == {p.name for p in (ROOT / "jobs").iterdir()}
+    for path in Path("jobs").glob("*.toml"):
+        assert resolve({}, read_toml(path)) == resolve({}, read_toml(path.stem))
+
+
+# Completion by the shell.
+
+
+@pytest.fixture(scope="module")
+def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "mpips.bash"
+    path.write_text(python("-m", "mpips", "completion", "bash", cwd=path.parent).stdout)
+    return path
+
+
+COMPLETED = {
+    "mpips ": list(COMMANDS),
+    "mpips ch": ["checkpoint"],
+    "mpips train --mom": ["--momentum"],
+    "mpips train --mode lo": ["local_sgd"],
+    "mpips train --no-sh": ["--no-share-pulls", "--no-shuffle"],
+    "mpips train mp": ["mpips.bash"],
+    "mpips train --dataset mp": ["mpips.bash"],
+    "mpips checkpoint v": ["verify"],
+    "mpips checkpoint list mp": ["mpips.bash"],
+    "mpips sbatch --ntasks": ["--ntasks-per-node"],
+    "mpips doctor --node": ["--node-size"],
+    "mpips bench --sc": ["--scale"],
+}
+
+
+@pytest.mark.parametrize("line", COMPLETED)
+def test_words_are_completed(line: str, bash: Path) -> None:
+    words = line.split(" ")
+    array = " ".join(map(shlex.quote, words))
+    code = f""". {bash}
+COMP_WORDS=({array}) COMP_CWORD={len(words) - 1}
+_shtab_mpips mpips {shlex.quote(words[-1])} {words[-2]}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", code], cwd=bash.parent, capture_output=True, text=True)
+    assert done.stdout.split() == COMPLETED[line], done.stderr
+
+
+def test_completion_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert completion.main(["fish"]) == 2
+    assert "unknown shell 'fish', expected one of bash, tcsh, zsh" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert completion.main(["bash"]) == 2
+    assert "pip install 'mpips[completion]'" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""What is installed: all that a clone has to offer, and found from any folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from launch import ROOT, Running, environment
+
+from mpips import __version__
+
+pytestmark = pytest.mark.long
+
+TREE = ("mpips", "jobs", "slurm", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+BUILD = """
+from setuptools import build_meta
+build_meta.build_wheel("wheel")
+build_meta.build_editable("editable")
+"""
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a clone called mpips, and what it installs, as a wheel and editable."""
+    folder = tmp_path_factory.mktemp("install")
+    clone = folder / "mpips"
+    clone.mkdir()
+    for name in TREE:
+        source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "site.sh")
+        if source.is_dir():
+            shutil.copytree(source, clone / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, clone / name)
+    (clone / "slurm" / "site.sh").write_text("exit 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=clone, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for kind in ("wheel", "editable"):
+        (wheel,) = (clone / kind).glob("mpips-*.whl")
+        zipfile.ZipFile(wheel).extractall(folder / kind)
+    shutil.rmtree(clone / "build")
+    return folder
+
+
+def files(folder: Path, *suffixes: str) -> set[str]:
+    found = (p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return {str(p.relative_to(folder)) for p in found if not suffixes or p.suffix in suffixes}
+
+
+def test_nothing_is_left_out(parent: Path) -> None:
+    wheel = parent / "wheel"
+    assert files(wheel / "mpips" / "share" / "jobs") == files(ROOT / "jobs")
+    assert files(wheel / "mpips" / "share" / "slurm") == files(ROOT / "slurm") - {"site.sh"}
+    sources = files(ROOT / "mpips", ".py", ".h5")
+    assert files(wheel / "mpips", ".py", ".h5") == sources
+    assert {path.name for path in wheel.iterdir()} == {"mpips", f"mpips-{__version__}.dist-info"}
+    (entries,) = wheel.glob("*/entry_points.txt")
+    assert "mpips = mpips.__main__:script" in entries.read_text()
+
+
+def test_it_works_without_the_clone(parent: Path, tmp_path: Path) -> None:
+    """The README's way in another folder: copy jobs and scripts, make a script, train."""
+    env = {**environment(), "PYTHONPATH": str(parent / "wheel")}
+
+    def mpips(*args: str) -> str:
+        command = [sys.executable, "-m", "mpips", *args]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    scripts = parent / "wheel" / "mpips" / "share" / "slurm"
+    assert f"\n. {scripts}/common.sh\n" in mpips("sbatch", "softmax-libsvm")
+    assert len(mpips("jobs", "--copy", "jobs").splitlines()) == len(files(ROOT / "jobs"))
+    mpips("sbatch", "--copy", "slurm")
+    assert f"\n. {tmp_path}/slurm/common.sh\n" in mpips("sbatch", "jobs/hdf5.toml")
+    words = ["-m", "mpips.train", "jobs/softmax-libsvm.toml", "--epochs", "1", "--out", "run"]
+    with Running(2, words, tmp_path, {"PYTHONPATH": env["PYTHONPATH"]}) as job:
+        done = job.wait(60)
+    assert done.code == 0, done.output
+    assert (tmp_path / "run" / "DONE").exists()
+    assert not list((parent / "wheel").rglob("site.sh"))
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("folder", [".", "mpips"])
+def test_a_clone_of_that_name_does_not_hide_it(kind: str, folder: str, parent: Path) -> None:
+    """To Python, a folder mpips where one stands is a package too."""
+    code = f"import site; site.addsitedir({str(parent / kind)!r}); import mpips"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"{code}; print(mpips.__file__)"],
+        cwd=parent / folder, env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    installed = parent / ("wheel" if (kind, folder) == ("wheel", ".") else "mpips") / "mpips"
+    assert done.stdout == f"{installed}/__init__.py\n", done.stderr
