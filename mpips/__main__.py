@@ -14,11 +14,11 @@ COMMANDS = {
     "bench": "measure mpips beside the machine's limit and plain MPI",
     "completion": "print what lets a shell complete these commands",
 }
+MODULES = {"jobs": "config.jobs", "completion": "guide.completion"}  # else as the command
 USAGE = """usage: mpips COMMAND ...
 
 {}
-mpips COMMAND is python -m mpips.COMMAND, and mpips COMMAND --help lists its options. Training
-starts by mpirun: mpirun -n 8 mpips train.
+mpips COMMAND --help lists its options. Training starts by mpirun: mpirun -n 8 mpips train.
 """
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"mpips.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"mpips.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
         return 0
     return _answer(name)
 

@@ -46,3 +46,12 @@ def nearest(name: str, legal: Iterable[str]) -> str:
     """Return ``did you mean 'x'?`` for the legal name closest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(legal), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def human_bytes(size: float) -> str:
+    """Return a size in words: 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.95:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} EB"

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpips.checkpoint.place import CONFIG, DONE, SUMMARY
 from mpips.config import OPTIONS, SESSION_FIELDS
+from mpips.config.jobfile import read_toml
+from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError
-from mpips.folder import CONFIG, DONE, SUMMARY
-from mpips.jobfile import read_toml
-from mpips.metrics import LONG_LOSS
-from mpips.options import HELP_WIDTH
+from mpips.session.metrics import LONG_LOSS
 
 FAILED = ".failed"  # of a sweep's folder: says how a row has ended that is not done
 LOSS = "{:.4f}"

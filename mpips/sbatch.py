@@ -1,9 +1,10 @@
 """Write a job script: ``python -m mpips.sbatch JOB.toml [options] --nodes 4 > my.sbatch``.
 
-What it does not know, every option of mpips.train, goes into the job. Memory and time are filled
-in from the job (see `mpips.needs`), unless they are given. With ``--sweep TABLE`` the script is an
-array: a run for each row of the table, which has one more line of options a row; with ``--out`` of
-such a sweep, those rows that are not done. ``| sbatch`` submits what is printed. Starts no MPI.
+What it does not know, every option of mpips.train, goes into the job. Memory and time are filled in
+from the job (see `mpips.planning.needs`), unless they are given. With ``--sweep TABLE`` the script
+is an array: a run for each row of the table, which has one more line of options a row; with
+``--out`` of such a sweep, those rows that are not done. ``| sbatch`` submits what is printed.
+Starts no MPI.
 """
 
 import argparse
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.command_line import CommandLine, parse_command_line
+from mpips.checkpoint.place import DONE
 from mpips.config import OPTIONS, Config
+from mpips.config.command_line import CommandLine, parse_command_line
+from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_files
 from mpips.errors import UserError, answer
-from mpips.folder import DONE
-from mpips.jobfile import copy_shared, read_toml, resolve, shared_files
-from mpips.needs import Needs, measure, needs
+from mpips.planning.needs import Needs, measure, needs
 
 MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
 SHORTEST_S, TIME_STEP_S = 600, 300

@@ -4,7 +4,7 @@ import time
 
 STARTED = time.perf_counter()
 
-from mpips import signals  # noqa: E402  (handlers are installed before the heavy imports)
+from mpips.cluster import signals  # noqa: E402  (handlers are installed before the heavy imports)
 
 if __name__ == "__main__":
     signals.install()
@@ -14,11 +14,11 @@ import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from mpips import command_line  # noqa: E402
+from mpips.config import command_line  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpips.command_line import CommandLine
+    from mpips.config.command_line import CommandLine
 
 LAUNCHED = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -64,16 +64,16 @@ def _first_look(line: "CommandLine") -> str | None:
         UserError: If the command line, the job file or the run to be continued is wrong, or the
             gradient that is to be checked.
     """
-    from mpips import folder
+    from mpips.session import folder
 
     config = folder.find_config(line)[0]
     text = command_line.requested_text(line, config)
     if text is None and "explain" in line.flags:
-        from mpips.explain import explain_alone
+        from mpips.planning.explain import explain_alone
 
         return explain_alone(config, line.question)
     if text is None and "check_gradient" in line.flags:
-        from mpips.gradient_check import check_gradient
+        from mpips.problems.gradient_check import check_gradient
 
         text, error = check_gradient(config)
         if error is not None:
@@ -92,7 +92,7 @@ def refuse(error: UserError, rank: str | None) -> int:
     Collective: yes, where there is a launcher.
     """
     if rank is not None:
-        from mpips.cluster import MPI
+        from mpips.cluster.world import MPI
 
         if MPI.COMM_WORLD.size > 1 or not rank:  # else its own number, in several worlds of one
             rank = str(MPI.COMM_WORLD.rank)
@@ -105,7 +105,9 @@ def refuse(error: UserError, rank: str | None) -> int:
 
 
 def _start(line: "CommandLine") -> int:
-    from mpips import cluster, ending, session
+    from mpips.cluster import ending
+    from mpips.cluster import world as cluster
+    from mpips.session import run as session
 
     try:
         return session.run(line, STARTED)

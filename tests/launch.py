@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips import launch, segments
-from mpips.launch import TREE as ROOT
-from mpips.launch import environment
+from mpips.cluster import segments
+from mpips.launch import mpirun as launch
+from mpips.launch.mpirun import TREE as ROOT
+from mpips.launch.mpirun import environment
 
 __all__ = ["ROOT", "Finished", "Running", "environment", "file_in_shared_memory", "run", "train"]
 

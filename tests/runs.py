@@ -11,9 +11,9 @@ import numpy as np
 from launch import Running, run
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.config.jobfile import from_toml
+from mpips.config.modes import SERVED
 from mpips.datasets.order import Order
-from mpips.jobfile import from_toml
-from mpips.roles import SERVED
 
 HERE = Path(__file__).parent
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"

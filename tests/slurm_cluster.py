@@ -21,7 +21,7 @@ from types import TracebackType
 
 from launch import environment
 
-from mpips.launch import running
+from mpips.launch.mpirun import running
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"

@@ -8,15 +8,15 @@ import pytest
 from runs import MODELS, Plan, assert_same_state, counting, final, samples_file, summary
 from test_serial import TOLERANCE, serial
 
-from mpips.accumulate import Accumulator, submit, taken
-from mpips.command_line import parse_command_line
 from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.job import initial_vector
-from mpips.jobfile import resolve
+from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
+from mpips.problems.accumulate import Accumulator, submit, taken
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -18,7 +18,7 @@ from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
 from mpips.codecs import CODECS
 from mpips.errors import UserError
-from mpips.launch import family, running
+from mpips.launch.mpirun import family, running
 from mpips.optim import RULES
 from mpips.train import LAUNCHED
 

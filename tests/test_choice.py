@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips import choice, traffic
-from mpips.choice import RAW, Candidate, Choice, Speeds, choose, predict, work_s
 from mpips.codecs import make_codec
 from mpips.config import Config
-from mpips.explain import Place, assumed, codec_ratios
 from mpips.layout import cut
-from mpips.probe import neighbours_of, possible, streams
-from mpips.roles import assign
-from mpips.traffic import Case
+from mpips.layout.roles import assign
+from mpips.planning import choice, traffic
+from mpips.planning.choice import RAW, Candidate, Choice, Speeds, choose, predict, work_s
+from mpips.planning.explain import Place, assumed, codec_ratios
+from mpips.planning.traffic import Case
+from mpips.session.probe import neighbours_of, possible, streams
 
 M = 64 * 2**16  # bytes of parameters
 FP16 = Candidate("fp16", 0.5, 4e9, 5e9)

@@ -7,8 +7,8 @@ import pytest
 from runs import Plan, summary
 
 from mpips.codecs import CODECS, make_codec
-from mpips.jobfile import read_toml
-from mpips.push import HEADER_WORDS
+from mpips.config.jobfile import read_toml
+from mpips.transport.push import HEADER_WORDS
 
 pytestmark = pytest.mark.launch
 

@@ -15,9 +15,9 @@ from runs import Plan, assert_same_state, final, newest, starts_of, state, summa
 
 from mpips import __version__
 from mpips.checkpoint import list_checkpoints
-from mpips.command_line import help_text
 from mpips.config import Config
-from mpips.jobfile import from_toml
+from mpips.config.command_line import help_text
+from mpips.config.jobfile import from_toml
 
 pytestmark = pytest.mark.launch
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from launch import ROOT, environment, run
 
-from mpips import __main__, __version__, completion, jobs
+from mpips import __main__, __version__
 from mpips.__main__ import COMMANDS
-from mpips.jobfile import read_toml, resolve
-from mpips.options import HELP_WIDTH
+from mpips.config import completion, jobs
+from mpips.config.jobfile import read_toml, resolve
+from mpips.config.option import HELP_WIDTH
 
 SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
 
@@ -86,7 +87,7 @@ def test_training_imports_nothing_else(mpips: str, tmp_path: Path) -> None:
         "mpips.__main__"
     }
     heavy = [name for name in ours if name.partition(".")[0] in ("numpy", "numba", "h5py")]
-    first = ours.index("mpips.signals")
+    first = ours.index("mpips.cluster.signals")
     assert not [name for name in heavy if ours.index(name) < first]
 
 

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips import __version__, config, jobfile, optim, problems
-from mpips.command_line import (
+from mpips import __version__, problems
+from mpips.config import LAYOUT_FIELDS, LEARNING_RATES, OPTIONS, SESSION_FIELDS, Config, jobfile
+from mpips.config import schema as config
+from mpips.config.command_line import (
     FLAGS,
     CommandLine,
     help_text,
@@ -22,11 +24,11 @@ from mpips.command_line import (
     parse_command_line,
     requested_text,
 )
-from mpips.config import LAYOUT_FIELDS, LEARNING_RATES, OPTIONS, SESSION_FIELDS, Config
+from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
+from mpips.config.option import BOUNDS, Option, shown
+from mpips.config.validation import BESIDE, check_resume, has_effect, validate
 from mpips.errors import UserError
-from mpips.jobfile import from_toml, read_toml, resolve, to_toml
-from mpips.options import BOUNDS, Option, shown
-from mpips.validation import BESIDE, check_resume, has_effect, validate
+from mpips.optim import rules as optim
 
 NAMES = sorted(OPTIONS)
 # Busy machines break deadlines; what runs once a field needs fewer examples.

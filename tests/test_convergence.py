@@ -12,7 +12,7 @@ import pytest
 from mpips.bench import convergence
 from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, Outcome, check, compared
 from mpips.bench.jobs import Failed
-from mpips.jobfile import read_toml
+from mpips.config.jobfile import read_toml
 
 ONE = Outcome(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 

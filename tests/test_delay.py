@@ -1,4 +1,4 @@
-"""Workers that are slowed on purpose: `mpips.delay`, and jobs with ``--inject-delay``."""
+"""Workers that are slowed on purpose: `mpips.config.delay`, and jobs with ``--inject-delay``."""
 
 import json
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import Plan, assert_counts, counting, final, samples_file, summary
 
-from mpips.delay import DELAYS, check_delays, delays_text, linger, parse_delays
+from mpips.config.delay import DELAYS, check_delays, delays_text, linger, parse_delays
 from mpips.errors import UserError
 
 PAUSE_S = 2e-3  # what a gradient of the problems `Slow` takes at least

@@ -9,13 +9,13 @@ from test_local_sgd import SLOTS, local_step
 from test_serial import TOLERANCE
 
 from mpips import kernels
-from mpips.command_line import parse_command_line
 from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, open_dataset
+from mpips.datasets.ledger import HandOut, pieces
 from mpips.datasets.order import Order
-from mpips.job import initial_vector
-from mpips.jobfile import resolve
-from mpips.ledger import HandOut, pieces
+from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
 
 JOB = "--mode easgd --hidden 24 --eval-every 0 --checkpoint-every 0"

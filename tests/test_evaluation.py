@@ -1,4 +1,4 @@
-"""What a problem gives back is checked before it is used: `mpips.evaluation`."""
+"""What a problem gives back is checked before it is used: `mpips.problems.evaluation`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips import evaluation
 from mpips.errors import UserError
-from mpips.evaluation import (
+from mpips.layout import Layout
+from mpips.problems import evaluation
+from mpips.problems.evaluation import (
     checked_loss,
     checked_metrics,
     first_gradient,
@@ -18,7 +19,6 @@ from mpips.evaluation import (
     next_evaluation,
     share,
 )
-from mpips.layout import Layout
 
 LAYOUT = Layout.of({"w": (2, 3), "b": (2,)})
 AUC: dict[bool, dict[str, float]] = {False: {}, True: {"auc": 0.5}}

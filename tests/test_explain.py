@@ -9,11 +9,14 @@ import pytest
 from launch import ROOT
 from runs import Plan, summary
 
-from mpips import config, explain
-from mpips.command_line import Question, parse_command_line
 from mpips.config import Config
-from mpips.errors import UserError
-from mpips.explain import (
+from mpips.config import schema as config
+from mpips.config.command_line import Question, parse_command_line
+from mpips.config.jobfile import resolve
+from mpips.config.option import Option, setting
+from mpips.errors import UserError, human_bytes
+from mpips.planning import explain
+from mpips.planning.explain import (
     Explanation,
     Place,
     case_of,
@@ -21,10 +24,7 @@ from mpips.explain import (
     explanation_text,
     has,
 )
-from mpips.jobfile import resolve
-from mpips.metrics import human_bytes
-from mpips.options import Option, setting
-from mpips.traffic import totals
+from mpips.planning.traffic import totals
 
 README = (ROOT / "README.md").read_text()
 SEVERAL = re.compile("accumulate|local_sgd|easgd")

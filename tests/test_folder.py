@@ -1,4 +1,4 @@
-"""The folder of a run belongs to one job at a time: `mpips.folder`."""
+"""The folder of a run belongs to one job at a time: `mpips.session.folder`."""
 
 import dataclasses
 import errno
@@ -10,20 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpips import folder
 from mpips.checkpoint import begin_step, commit, write_shard
 from mpips.checkpoint.files import step_folder
-from mpips.command_line import parse_command_line
+from mpips.checkpoint.place import Place, release
 from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import read_toml, resolve, to_toml
 from mpips.errors import UserError
-from mpips.jobfile import read_toml, resolve, to_toml
 from mpips.layout import Layout, Shard
+from mpips.session import folder
 
 
 @pytest.fixture(autouse=True)
 def _released() -> Iterator[None]:
     yield
-    folder.release()
+    release()
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     again = parse_command_line(["--out", str(out), "--resume", "auto"])
     with pytest.raises(UserError, match="in use by a running job"):
         folder.find_run(again)
-    folder.release()
+    release()
     assert not folder.find_run(again).resumed  # nothing was saved: begins anew
 
 
@@ -65,7 +66,7 @@ def test_a_problem_file_without_a_class_is_told_how() -> None:
 def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
     """Leave what a job leaves that has saved its start and then gone to `step`."""
     folder.find_run(parse_command_line(["--out", str(out)]))
-    folder.release()
+    release()
     folder.save_config(out, Config(seed=3))
     lines = "".join(f'{{"kind": "{kind}"}}\n' for kind in ("start", "checkpoint", *kinds))
     (out / "metrics.jsonl").write_text(lines)
@@ -80,7 +81,7 @@ def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
     found = folder.find_run(parse_command_line(["--out", str(out), "--seed", "4"]))
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
     assert {path.name for path in out.iterdir()} == {".lock"}
-    folder.release()
+    release()
 
 
 def test_resume_auto_begins_anew_what_ended_in_its_first_batch(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_resume_auto_begins_anew_what_ended_in_its_first_batch(tmp_path: Path) -
     unfinished(tmp_path / "run")
     found = folder.find_run(parse_command_line(auto))
     assert (found.config.seed, found.checkpoint, found.resumed) == (3, None, False)
-    folder.release()
+    release()
     found = folder.find_run(parse_command_line([*auto, "--seed", "4"]))  # the corrected command
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
 
@@ -170,7 +171,7 @@ def saved_run(out: Path, config: Config, step: int = 7) -> None:
 def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    place = folder.Place(out)
+    place = Place(out)
     out.rmdir()
     assert place.where() is None
     out.mkdir()
@@ -181,14 +182,14 @@ def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
     (out / "of somebody else").unlink()
     assert place.make_anew() == place.where() == out
     assert place.moved == f"{out} was removed while the job ran"
-    folder.release()
+    release()
     place.close()
 
 
 def resumed(out: Path, *options: str) -> folder.Run:
     """Find the run to be resumed, as rank 0 does."""
     found = folder.find_run(parse_command_line(["--resume", "--out", str(out), *options]))
-    folder.release()
+    release()
     return found
 
 
@@ -257,7 +258,7 @@ def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
     (out / "config.toml").unlink()
     for words in (["--resume", "--out", str(out)], ["--resume"], ["--resume", "auto"]):
         found = folder.find_run(parse_command_line(words))
-        folder.release()
+        release()
         assert found.resumed
         assert found.out == out
         assert (found.config.seed, found.config.batch_size, found.config.lr) == (3, 48, 0.1)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mpips import train as program
-from mpips.command_line import load
+from mpips.config.command_line import load
 from mpips.errors import UserError
-from mpips.gradient_check import check_gradient
+from mpips.problems.gradient_check import check_gradient
 
 SLOPES = str(Path(__file__).parent / "problems" / "slopes.py")
 SMALL = "--hidden 20"

@@ -576,7 +576,8 @@ def test_what_takes_time_runs_without_the_gil(name):
 CACHE_CHECK = """
 import sys
 import numpy as np
-from mpips import kernels, optim
+from mpips import kernels
+from mpips.optim import rules as optim
 for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)

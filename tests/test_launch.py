@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from launch import file_in_shared_memory
 
-from mpips import launch, segments
+from mpips.cluster import segments
 from mpips.errors import UserError
+from mpips.launch import mpirun as launch
 
 MAPS_A_FILE = """
 import sys, time

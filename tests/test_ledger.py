@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.ledger import HandOut, Range, pieces, share_clocks, split
+from mpips.datasets.ledger import HandOut, Range, pieces, share_clocks, split
 
 
 def finished(handout: HandOut) -> bool:

@@ -8,16 +8,16 @@ import pytest
 from runs import MODELS, Plan, assert_same_state, final, newest, summary
 from test_serial import TOLERANCE
 
-from mpips.averaging import Average, SlowMomentum
 from mpips.checkpoint import Checkpoint
-from mpips.command_line import parse_command_line
 from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, open_dataset
+from mpips.datasets.ledger import HandOut, split
 from mpips.datasets.order import Order
-from mpips.job import initial_vector
-from mpips.jobfile import resolve
-from mpips.ledger import HandOut, split
+from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
+from mpips.rounds.averaging import Average, SlowMomentum
 
 JOB = "--mode local_sgd --hidden 24 --eval-every 0 --checkpoint-every 0 --epochs 2"
 CASES = {  # ranks, options; an epoch's last round is a partial one

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpips import metrics
-from mpips.metrics import (
+from mpips.errors import human_bytes
+from mpips.session import metrics
+from mpips.session.metrics import (
     Log,
     finite,
-    human_bytes,
     peak_memory_mb,
     role_table,
     staleness_summary,

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips import neighbours
-from mpips.far import FarReads
 from mpips.layout import Shard
-from mpips.neighbours import REPLICAS, Neighbour, SharedReads
+from mpips.transport import neighbours
+from mpips.transport.far import FarReads
+from mpips.transport.neighbours import REPLICAS, Neighbour, SharedReads
 
 N = 8
 OWNERS = [(0, 0, Shard(0, N))]

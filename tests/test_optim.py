@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from mpips import optim
 from mpips.errors import UserError
 from mpips.optim import RULES, make_rule, schedule
+from mpips.optim import rules as optim
 
 DTYPES = [np.float32, np.float64]
 # Of the accumulated change, in the 2-norm, after some fifty steps.
@@ -372,7 +372,8 @@ def test_clipped_gradient_has_the_norm_and_the_direction():
 
 WARM_CHECK = """
 import numpy as np
-from mpips import kernels, optim
+from mpips import kernels
+from mpips.optim import rules as optim
 rule = optim.make_rule("adam")
 optim.warm(rule, "float32")
 loops = {k: v for k, v in vars(kernels).items() if hasattr(v, "variants")}
@@ -407,7 +408,7 @@ def test_a_warm_run_compiles_nothing_more():
 def test_names_and_schedules_need_no_compiler():
     code = """
 import sys
-from mpips import optim
+from mpips.optim import rules as optim
 optim.schedule("cosine", 0.1, total_steps=9)(3), optim.make_rule("adam"), optim.clip_factor(4, 1)
 assert "numba" not in sys.modules and "mpi4py" not in sys.modules
 """

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpips import outbox
-from mpips.channel import BUFFERS
 from mpips.codecs import make_codec
 from mpips.codecs.topk import TopK
 from mpips.kernels import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Sgd
-from mpips.outbox import PUSHED, Announced, Carrier
-from mpips.push import HEADER_WORDS, Push, pack
-from mpips.wire import Packer, Packing, Unpacker
+from mpips.transport import outbox
+from mpips.transport.channel import BUFFERS
+from mpips.transport.outbox import PUSHED, Announced, Carrier
+from mpips.transport.push import HEADER_WORDS, Push, pack
+from mpips.transport.wire import Packer, Packing, Unpacker
 
 N, MESSAGES, WORKERS = 20_000, 60, 6  # x / k * k is x for k up to 6
 SHARD = Shard(100, N)

@@ -29,9 +29,9 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
-from mpips.command_line import parse_command_line
 from mpips.config import Config
-from mpips.folder import find_run, save_config
+from mpips.config.command_line import parse_command_line
+from mpips.session.folder import find_run, save_config
 
 pytestmark = pytest.mark.launch
 

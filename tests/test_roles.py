@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.errors import UserError, nearest, unknown
-from mpips.roles import Roles, assign, default_servers
+from mpips.layout.roles import Roles, assign, default_servers
 
 
 def one_node(mode: str, world: int, servers: int | None = None) -> Roles:

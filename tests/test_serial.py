@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from runs import Plan, assert_same_state, final
 
-from mpips.command_line import parse_command_line
 from mpips.config import Config
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, open_dataset
+from mpips.datasets.ledger import HandOut
 from mpips.datasets.order import Order
-from mpips.job import initial_vector
-from mpips.jobfile import resolve
-from mpips.ledger import HandOut
+from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
 
 pytestmark = pytest.mark.launch

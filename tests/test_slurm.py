@@ -10,7 +10,7 @@ from runs import assert_same_state, final, newest, summary
 from slurm_cluster import SlurmCluster
 from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Submitted
 
-from mpips.launch import is_open_mpi
+from mpips.launch.mpirun import is_open_mpi
 
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 

@@ -22,9 +22,9 @@ from runs import (
     summary,
 )
 
-from mpips import metrics
 from mpips.checkpoint import newest_whole
-from mpips.metrics import Log
+from mpips.session import metrics
+from mpips.session.metrics import Log
 
 STORAGE = f"{HERE / 'problems' / 'storage.py'}"
 SAMPLES = 128

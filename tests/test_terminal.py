@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from launch import environment
 
-from mpips import launch
-from mpips.terminal import Terminal, find_terminal
+from mpips.launch import mpirun as launch
+from mpips.launch.terminal import Terminal, find_terminal
 
 COLUMNS = 80
 FIND = """
 import sys
-from mpips.terminal import find_terminal
+from mpips.launch.terminal import find_terminal
 there, lines = find_terminal()
 if there:
     there.write("BAR")

@@ -1,4 +1,4 @@
-"""Bytes over links: `mpips.traffic` against what the papers and a count by hand say."""
+"""Bytes over links: `mpips.planning.traffic` against what the papers and a count by hand say."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.layout import cut
-from mpips.roles import Roles, assign
-from mpips.traffic import (
+from mpips.layout.roles import Roles, assign
+from mpips.planning.traffic import (
     SERVERS,
     WORKERS,
     Case,

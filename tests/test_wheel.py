@@ -15,6 +15,7 @@ from mpips import __version__
 pytestmark = pytest.mark.long
 
 TREE = ("mpips", "jobs", "slurm", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SHARE = Path(f"mpips-{__version__}.data", "data", "share", "mpips")  # in a wheel
 BUILD = """
 from setuptools import build_meta
 build_meta.build_wheel("wheel")
@@ -31,7 +32,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TREE:
         source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "site.sh")
         if source.is_dir():
-            shutil.copytree(source, clone / name, symlinks=True, ignore=ignored)
+            shutil.copytree(source, clone / name, ignore=ignored)
         else:
             shutil.copy(source, clone / name)
     (clone / "slurm" / "site.sh").write_text("exit 1\n")
@@ -53,11 +54,12 @@ def files(folder: Path, *suffixes: str) -> set[str]:
 
 def test_nothing_is_left_out(parent: Path) -> None:
     wheel = parent / "wheel"
-    assert files(wheel / "mpips" / "share" / "jobs") == files(ROOT / "jobs")
-    assert files(wheel / "mpips" / "share" / "slurm") == files(ROOT / "slurm") - {"site.sh"}
+    assert files(wheel / SHARE / "jobs") == files(ROOT / "jobs")
+    assert files(wheel / SHARE / "slurm") == files(ROOT / "slurm") - {"site.sh"}
     sources = files(ROOT / "mpips", ".py", ".h5")
     assert files(wheel / "mpips", ".py", ".h5") == sources
-    assert {path.name for path in wheel.iterdir()} == {"mpips", f"mpips-{__version__}.dist-info"}
+    kinds = {path.name.removeprefix(f"mpips-{__version__}") for path in wheel.iterdir()}
+    assert kinds == {"mpips", ".dist-info", ".data"}
     (entries,) = wheel.glob("*/entry_points.txt")
     assert "mpips = mpips.__main__:script" in entries.read_text()
 
@@ -74,7 +76,7 @@ def test_it_works_without_the_clone(parent: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    scripts = parent / "wheel" / "mpips" / "share" / "slurm"
+    scripts = parent / "wheel" / SHARE / "slurm"
     assert f"\n. {scripts}/common.sh\n" in mpips("sbatch", "softmax-libsvm")
     assert len(mpips("jobs", "--copy", "jobs").splitlines()) == len(files(ROOT / "jobs"))
     mpips("sbatch", "--copy", "slurm")

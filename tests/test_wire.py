@@ -6,8 +6,8 @@ import pytest
 from mpips.codecs import Origin, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
-from mpips.roles import assign
-from mpips.wire import Chunked, told
+from mpips.layout.roles import assign
+from mpips.transport.wire import Chunked, told
 
 
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:

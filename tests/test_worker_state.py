@@ -30,10 +30,10 @@ from runs import (
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from mpips.config import Config
-from mpips.jobfile import to_toml
+from mpips.config.jobfile import to_toml
+from mpips.cut.worker_state import read_names, saved_numbers, told
 from mpips.layout import Shard
-from mpips.roles import assign
-from mpips.worker_state import read_names, saved_numbers, told
+from mpips.layout.roles import assign
 
 pytestmark = pytest.mark.launch
 

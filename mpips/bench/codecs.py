@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.codecs import CODECS, Codec, Origin, buffer_for, warm
 
 SIZE = 8_000_000

@@ -18,8 +18,8 @@ from pathlib import Path
 from mpips.bench import jobs
 from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.folder import SUMMARY
-from mpips.jobfile import shared_files
+from mpips.checkpoint.place import SUMMARY
+from mpips.config.jobfile import shared_files
 
 PROBLEMS = ("digits", "spirals")
 RANKS, SERVERS, NODE_SIZE = 8, 2, 4

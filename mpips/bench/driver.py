@@ -12,7 +12,7 @@ from mpips.bench import jobs
 from mpips.bench.catalogue import Measure, choose_for_driver
 from mpips.bench.measure import Options, Row, aims_for, table
 from mpips.errors import UserError
-from mpips.metrics import write_json
+from mpips.session.metrics import write_json
 
 FACTS = "import json; from mpips.bench.world import facts; print(json.dumps(facts()))"
 Part = tuple[str, Callable[[], list[Row]]]

@@ -10,7 +10,7 @@ import time
 from mpips.bench.measure import Options, Row
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
-from mpips.cluster import Backoff, Cluster
+from mpips.cluster.world import Backoff, Cluster
 
 SIZE = 1 << 18
 BEFORE_S, WATCHED_S = 1.0, 1.0

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpips.bench.catalogue import Measure
 from mpips.bench.measure import Options, Row
-from mpips.folder import METRICS, SUMMARY
-from mpips.launch import Running
+from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.launch.mpirun import Running
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from mpips.bench.pushpull import Exchange
 from mpips.bench.rounds import Rounds
 from mpips.bench.tcp import Link
 from mpips.bench.vector import Vector, make_job
-from mpips.cluster import Cluster, cluster_subset, mpi_name
+from mpips.cluster.world import Cluster, cluster_subset, mpi_name
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 64 << 20)
 QUICK = (64 << 10,)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mpips.bench.jobs import LIMIT_S, TAIL, TRAIN, Failed, temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.folder import METRICS, SUMMARY
-from mpips.launch import Running
-from mpips.signals import EXIT_SAVED
+from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.cluster.signals import EXIT_SAVED
+from mpips.launch.mpirun import Running
 
 WIDTH, QUICK_WIDTH = 8000, 2200  # 258 and 20 MB of parameters; with adam's slots three times that
 SERVER, WORKER = 0, 1

@@ -11,17 +11,17 @@ import numpy as np
 
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, make_job
-from mpips.channel import Receiver, Sender
-from mpips.cluster import Cluster, Comm, Request, cluster_subset
-from mpips.feed import Feed
-from mpips.job import Job
-from mpips.saver import Saver
-from mpips.server import AsyncServer
-from mpips.store import Puller, Server
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster, Comm, Request, cluster_subset
+from mpips.cut.saver import Saver
+from mpips.planning.job import Job
+from mpips.ps.feed import Feed
+from mpips.ps.server import AsyncServer
+from mpips.ps.store import Puller, Server
+from mpips.ps.worker import AsyncWorker
 from mpips.strategies.async_sgd import agree_on_far_reads, faster, plan, share_far_reads
-from mpips.window import Window
-from mpips.wire import Packing, pull_codec, push_codec
-from mpips.worker import AsyncWorker
+from mpips.transport.channel import Receiver, Sender
+from mpips.transport.wire import Packing, pull_codec, push_codec
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)

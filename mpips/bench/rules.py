@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.optim import RULES, Rule, make_rule, warm
 
 SIZE = 8_000_000

@@ -16,7 +16,7 @@ from mpips.bench.driver import described, machine
 from mpips.bench.measure import Options
 from mpips.bench.points import Points, join, read
 from mpips.errors import UserError
-from mpips.metrics import write_json
+from mpips.session.metrics import write_json
 
 RANKS, QUICK_RANKS = (1, 2, 3, 4, 6, 8), (2, 3)
 MANY_RANKS, MANY_CORES = (12, 16), 16
@@ -107,8 +107,8 @@ def _world(ranks: int, options: Options) -> Points:
 
 def run_in_world(request: Request, options: Options) -> int:
     """Measure in this world; rank 0 prints the table. Collective: yes. Returns the exit code."""
-    from mpips import cluster
     from mpips.bench import steps, world
+    from mpips.cluster import world as cluster
 
     def work() -> None:
         ranks = cluster.Cluster(cluster.whole_world())

@@ -14,7 +14,7 @@ from pathlib import Path
 from mpips.bench import jobs
 from mpips.bench.jobs import TRAIN, take_turns, temporary_folder
 from mpips.bench.measure import Options, Row, compare
-from mpips.launch import TREE
+from mpips.launch.mpirun import TREE
 
 RANKS, QUICK_RANKS = (1, 2, 4, 8), (2,)
 ALLOWED = 2.0  # times what the imports take

@@ -16,11 +16,11 @@ from mpips.bench.pushpull import Exchange
 from mpips.bench.rounds import Rounds
 from mpips.bench.vector import make_job
 from mpips.bench.world import facts
-from mpips.cluster import Cluster
-from mpips.job import Job
-from mpips.segments import SHARED_MEMORY
+from mpips.cluster.segments import SHARED_MEMORY
+from mpips.cluster.window import shared_bytes_free
+from mpips.cluster.world import Cluster
+from mpips.planning.job import Job
 from mpips.strategies.async_sgd import plan
-from mpips.window import shared_bytes_free
 
 SIZES = tuple(64 << 10 + 2 * k for k in range(7))  # 64 KB to 256 MB
 QUICK = (64 << 10, 1 << 20)

@@ -13,7 +13,7 @@ from pathlib import Path
 from mpips.bench import jobs
 from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.folder import METRICS, SUMMARY
+from mpips.checkpoint.place import METRICS, SUMMARY
 
 RANKS, SERVERS, FACTOR = 8, 2, 5
 PROBLEM = f"{Path(__file__).with_name('asleep.py')}:Asleep"

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 
 PIECE_BYTES = 1 << 20
 TIMEOUT_S = 20.0

@@ -8,16 +8,16 @@ import numpy as np
 from numba import njit
 
 from mpips import codecs
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.config import Config
+from mpips.config.jobfile import resolve
 from mpips.datasets import Batch, DataInfo
-from mpips.job import Job
-from mpips.jobfile import resolve
 from mpips.layout import Layout
+from mpips.layout.roles import assign
 from mpips.optim import warm
-from mpips.probe import possible
+from mpips.planning.job import Job
 from mpips.problems.base import Arrays, Problem
-from mpips.roles import assign
+from mpips.session.probe import possible
 
 ONE = Batch(np.zeros((1, 1), "f4"), np.zeros((1, 1), "f4"), np.zeros(1, "i8"))
 

@@ -17,9 +17,9 @@ from mpips.bench.link import Sides, pair_of
 from mpips.bench.measure import Options, Row, bytes_text
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
-from mpips.roles import assign
+from mpips.layout.roles import assign
 
 COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace
 SENT = 8  # column of the bytes sent, after the name

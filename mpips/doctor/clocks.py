@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.doctor.finding import Finding
 from mpips.doctor.network import judge_clocks
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips import segments
-from mpips.segments import SHARED_MEMORY
+from mpips.cluster import segments
+from mpips.cluster.segments import SHARED_MEMORY
 
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,

@@ -8,10 +8,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips import __version__
-from mpips.cluster import Cluster, mpi_name
+from mpips.cluster.world import Cluster, mpi_name
 from mpips.doctor.finding import Finding, fail, ok
 from mpips.doctor.software import Library
-from mpips.job import cpu_name
+from mpips.planning.job import cpu_name
 
 TRANSPORTS = {"libucp": "UCX", "libfabric": "libfabric", "libpsm2": "PSM2"}
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"

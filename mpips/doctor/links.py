@@ -7,7 +7,7 @@ import numpy as np
 
 from mpips.bench.link import Sides
 from mpips.bench.measure import in_turn
-from mpips.cluster import Cluster, all_done, begin_sum, cluster_subset
+from mpips.cluster.world import Cluster, all_done, begin_sum, cluster_subset
 from mpips.doctor.network import Link
 
 SIZE = 4 << 20

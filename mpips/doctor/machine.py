@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mpips.doctor.facts import SHARED_MEMORY, THREADS, Facts
 from mpips.doctor.finding import Finding, count, ok, per_host, warn
-from mpips.metrics import human_bytes
+from mpips.errors import human_bytes
 
 SPARE_FILES = 64
 FILES_A_RANK = 4  # a socket each way, and what MPI opens beside it

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from mpips.doctor.facts import SHARED_MEMORY, Facts
 from mpips.doctor.finding import Finding, fail, ok, per_host, warn
-from mpips.metrics import human_bytes
+from mpips.errors import human_bytes
 
 SLOW_MAKING_S = 2.0
 BUSY_S = 0.3

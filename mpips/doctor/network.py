@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpips.doctor.finding import Finding, ok, warn
-from mpips.metrics import human_bytes
+from mpips.errors import human_bytes
 
 LINKS_MAX = 8
 FAST = 300e6  # bytes a second of a send, above which processors are the limit

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpips import __version__
 from mpips.doctor.finding import Finding, exit_code, fail, lines, summary, worst
-from mpips.metrics import write_json
+from mpips.session.metrics import write_json
 
 
 class Report:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.checkpoint.files import PIECE_BYTES
+from mpips.checkpoint.place import NO_LOCKS
 from mpips.doctor.finding import Finding, fail, ok, warn
-from mpips.folder import NO_LOCKS, RUNS
-from mpips.metrics import human_bytes
+from mpips.errors import human_bytes
+from mpips.session.folder import RUNS
 
 WRITE_BYTES = 256 << 20
 WRITE_S = 1.5

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.vector import gradient_of, make_job
-from mpips.checks import check_memory
-from mpips.cluster import Background, Backoff, Cluster
+from mpips.cluster.window import Field, Plan, Window, shared_bytes_free
+from mpips.cluster.world import Background, Backoff, Cluster
 from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
-from mpips.roles import Roles
+from mpips.layout.roles import Roles
+from mpips.planning.checks import check_memory
 from mpips.strategies.async_sgd import plan
-from mpips.window import Field, Plan, Window, shared_bytes_free
 
 FIELD = "numbers"
 N = 1 << 16  # items of a segment that is tried

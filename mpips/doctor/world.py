@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips import cluster as clusters
-from mpips import ending
-from mpips.cluster import Cluster
+from mpips.cluster import ending
+from mpips.cluster import world as clusters
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
 from mpips.doctor import clocks, library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
 from mpips.doctor.finding import Finding, count, fail, ok, warn
@@ -22,7 +23,6 @@ from mpips.doctor.report import Report
 from mpips.doctor.watch import Watch
 from mpips.errors import UserError
 from mpips.optim import make_rule, warm
-from mpips.window import Window
 
 COMPILING_S = 180.0
 HOW = "mpirun -n 8 python -m mpips.doctor"

@@ -276,7 +276,7 @@ def copy_finite(src: Vector, dst: Vector) -> bool:
 
 @kernel()
 def slow_momentum(params: Vector, mean: Vector, velocity: Vector, beta: float) -> None:
-    """Apply `mpips.averaging.SlowMomentum` in place."""
+    """Apply `mpips.rounds.averaging.SlowMomentum` in place."""
     if params.size != mean.size or params.size != velocity.size:
         raise ValueError("slow_momentum: vectors of one length are expected")
     beta = params.dtype.type(beta)
@@ -453,7 +453,7 @@ def adam(
 
 @kernel()
 def compensate(out: Vector, grad: Vector, params: Vector, origin: Vector, factor: float) -> None:
-    """Write ``grad + factor grad^2 (params - origin)``; see `mpips.staleness`."""
+    """Write ``grad + factor grad^2 (params - origin)``; see `mpips.optim.staleness`."""
     if out.size != grad.size or out.size != params.size or out.size != origin.size:
         raise ValueError("compensate: vectors of one length are expected")
     factor = params.dtype.type(factor)

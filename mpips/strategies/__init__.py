@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from mpips.job import Job
-    from mpips.metrics import Log
+    from mpips.planning.job import Job
+    from mpips.session.metrics import Log
 
 
 @dataclass

@@ -4,7 +4,7 @@ No worker waits for another. A gradient is computed from the version that the wo
 applied to the version that the server has by then; the difference is its staleness. Each worker
 has at most two pushes that no server has taken, so over a run of W workers the mean staleness of a
 shard is at most 2 W - 1, and where workers are on other nodes as much more as its inbox holds
-(and their carriers: see `mpips.outbox`).
+(and their carriers: see `mpips.transport.outbox`).
 
 References: Dean et al., NeurIPS 2012 (Downpour); Recht et al., NeurIPS 2011 (Hogwild); Li et al.,
 OSDI 2014 (parameter server).
@@ -12,27 +12,32 @@ OSDI 2014 (parameter server).
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips import feed, neighbours, outbox, store, wire, worker_state
-from mpips.channel import Receiver, Sender
-from mpips.cluster import Cluster, Comm, Request, cluster_subset, mpi_name
-from mpips.feed import AHEAD, Feed, Granter
-from mpips.gate import ClockGate, Gate, RoundGate
-from mpips.job import Job
-from mpips.metrics import Log
-from mpips.neighbours import Neighbour
+from mpips.cluster.window import Field, Plan, Window
+from mpips.cluster.world import Cluster, Comm, Request, cluster_subset, mpi_name
+from mpips.cut import worker_state
+from mpips.cut.saver import Committer, Contents, Saver
+from mpips.cut.worker_state import Holding
 from mpips.optim import Rule
-from mpips.quorum import QuorumServer
-from mpips.saver import Committer, Contents, Saver
-from mpips.server import AsyncServer, Chief
-from mpips.store import Puller, Server
+from mpips.planning.job import Job
+from mpips.ps import feed, store
+from mpips.ps.feed import AHEAD, Feed, Granter
+from mpips.ps.gate import ClockGate, Gate, RoundGate
+from mpips.ps.quorum import QuorumServer
+from mpips.ps.server import AsyncServer, Chief
+from mpips.ps.store import Puller, Server
+from mpips.ps.worker import AsyncWorker
 from mpips.strategies import Outcome
-from mpips.window import Field, Plan, Window
-from mpips.wire import Packing, pull_codec, push_codec
-from mpips.worker import AsyncWorker
-from mpips.worker_state import Holding
+from mpips.transport import neighbours, outbox, wire
+from mpips.transport.channel import Receiver, Sender
+from mpips.transport.neighbours import Neighbour
+from mpips.transport.wire import Packing, pull_codec, push_codec
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
 
 WAYS = ("get", "reply")
 TRIES = 3
@@ -73,7 +78,7 @@ def sharing(job: Job, rank: int) -> list[int]:
 
 
 def run(
-    job: Job, log: Log, update: Update | None = None, worker: type[AsyncWorker] = AsyncWorker
+    job: Job, log: "Log", update: Update | None = None, worker: type[AsyncWorker] = AsyncWorker
 ) -> Outcome:
     """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
 
@@ -95,7 +100,7 @@ def run(
     return _work(job, window, job.worker_id, worker)
 
 
-def _serve(job: Job, window: Window, servers: Comm, log: Log, update: Update) -> Outcome:
+def _serve(job: Job, window: Window, servers: Comm, log: "Log", update: Update) -> Outcome:
     cluster, shard = job.cluster, job.shard
     server_id = cluster.roles.servers.index(cluster.rank)
     stale = job.staleness

@@ -20,27 +20,30 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.channel import Sender
+from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
-from mpips.feed import Feed
-from mpips.job import Job
+from mpips.datasets.ledger import Range, pieces
 from mpips.kernels import elastic
-from mpips.ledger import Range, pieces
-from mpips.metrics import Log
 from mpips.optim import Sgd
-from mpips.replica import Replica
-from mpips.store import Puller
+from mpips.planning.job import Job
+from mpips.ps.feed import Feed
+from mpips.ps.store import Puller
+from mpips.ps.worker import AsyncWorker
 from mpips.strategies import Outcome, async_sgd
-from mpips.worker import AsyncWorker
-from mpips.worker_state import replica_names, saved_numbers
+from mpips.strategies.replica import Replica
+from mpips.transport.channel import Sender
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
 
 BETA = 0.9  # of the paper: the elastic rates of all workers together
 
 
-def run(job: Job, log: Log) -> Outcome:
+def run(job: Job, log: "Log") -> Outcome:
     """Train by elastic averaging. Collective: yes.
 
     Raises:

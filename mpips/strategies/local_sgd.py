@@ -1,10 +1,10 @@
 """Local SGD: each worker makes H steps by itself, then the replicas are averaged.
 
-In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule,
-``x_k <- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then
-``w <- sum_k (n_k / n) x_k``, n_k of the n samples being its own; or, with an outer momentum b,
-``v <- b v + (w - sum_k (n_k / n) x_k)`` and ``w <- w - v`` (see `mpips.averaging`). With H = 1
-and plain SGD it is synchronous SGD. A round moves as much as one of `sync_sgd`, for H steps.
+In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule, ``x_k
+<- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then ``w <- sum_k (n_k / n) x_k``,
+n_k of the n samples being its own; or, with an outer momentum b, ``v <- b v + (w - sum_k (n_k / n)
+x_k)`` and ``w <- w - v`` (see `mpips.rounds.averaging`). With H = 1 and plain SGD it is synchronous
+SGD. A round moves as much as one of `sync_sgd`, for H steps.
 
 The slots of the rule are averaged as well, with the same weights (for momentum as in Yu, Jin and
 Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`.
@@ -19,22 +19,25 @@ References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., I
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.accumulate import taken
-from mpips.averaging import Average, SlowMomentum
-from mpips.job import Job
-from mpips.ledger import Range, split
-from mpips.metrics import Log
-from mpips.replica import Replica
-from mpips.rounds import Report, Round, Weights, make_round
-from mpips.saver import WorkerSaver
+from mpips.cut.saver import WorkerSaver
+from mpips.datasets.ledger import Range, split
+from mpips.planning.job import Job
+from mpips.problems.accumulate import taken
+from mpips.rounds.averaging import Average, SlowMomentum
+from mpips.rounds.rounds import Report, Round, Weights, make_round
 from mpips.strategies import Outcome
+from mpips.strategies.replica import Replica
 from mpips.strategies.sync_sgd import SyncLoop
 
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
 
-def run(job: Job, log: Log) -> Outcome:
+
+def run(job: Job, log: "Log") -> Outcome:
     """Train in rounds of local steps. Collective: yes.
 
     Raises:
@@ -110,7 +113,7 @@ class AveragingRound(Round):
 class LocalLoop(SyncLoop):
     """The rounds of a run; every rank has one, and all do the same."""
 
-    def __init__(self, job: Job, rounds: AveragingRound, log: Log) -> None:
+    def __init__(self, job: Job, rounds: AveragingRound, log: "Log") -> None:
         super().__init__(job, rounds, log)
         self._averages, self._rate = rounds, job.rate()
         self._taken_part = 0

@@ -10,19 +10,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips import round_state, signals, wire
-from mpips.accumulate import Accumulator, submit, taken
-from mpips.cluster import cluster_subset, free
-from mpips.datasets.loader import Loader
-from mpips.evaluation import evaluate, next_evaluation, share, share_evaluation
-from mpips.job import Job
-from mpips.ledger import Range, part, split
-from mpips.metrics import Log
-from mpips.rounds import Report, Round, make_round
-from mpips.saver import (
+from mpips.cluster import signals
+from mpips.cluster.world import cluster_subset, free
+from mpips.cut.saver import (
     LAST_PAUSE_S,
     LAST_TRIES,
     RETRY_S,
@@ -31,13 +25,24 @@ from mpips.saver import (
     Saver,
     Snapshots,
 )
+from mpips.datasets.ledger import Range, part, split
+from mpips.datasets.loader import Loader
+from mpips.planning.job import Job
+from mpips.problems.accumulate import Accumulator, submit, taken
+from mpips.problems.evaluation import evaluate, next_evaluation, share, share_evaluation
+from mpips.ps.worker import Times, make_loader
+from mpips.rounds import state as round_state
+from mpips.rounds.rounds import Report, Round, make_round
 from mpips.strategies import Outcome
-from mpips.worker import Times, make_loader
+from mpips.transport import wire
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
 
 AHEAD = 2  # batches that a worker reads before their round
 
 
-def run(job: Job, log: Log) -> Outcome:
+def run(job: Job, log: "Log") -> Outcome:
     """Train in rounds. Collective: yes.
 
     Raises:
@@ -60,7 +65,7 @@ def run(job: Job, log: Log) -> Outcome:
 class SyncLoop:
     """The rounds of a run; every rank has one, and all do the same."""
 
-    def __init__(self, job: Job, rounds: Round, log: Log) -> None:
+    def __init__(self, job: Job, rounds: Round, log: "Log") -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._handout = job.handout()
         self._ahead: deque[Range] = deque()

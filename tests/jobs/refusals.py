@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from mpips import ending, session
-from mpips.cluster import MPI, Agreed
-from mpips.command_line import parse_command_line
+from mpips.cluster import ending
+from mpips.cluster.world import MPI, Agreed
+from mpips.config.command_line import parse_command_line
+from mpips.session import run as session
 
 
 def refusal(argv: list[str]) -> str:

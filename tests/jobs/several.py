@@ -13,9 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from mpips import ending, session, signals
-from mpips.cluster import MPI, SIZES, Agreed
-from mpips.command_line import parse_command_line
+from mpips.cluster import ending, signals
+from mpips.cluster.world import MPI, SIZES, Agreed
+from mpips.config.command_line import parse_command_line
+from mpips.session import run as session
 
 
 def wait_for_all(comm: MPI.Comm) -> None:

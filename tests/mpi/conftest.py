@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 import pytest
 from verdict import FailedTogetherError, together
 
-from mpips.cluster import MPI, Cluster
+from mpips.cluster.world import MPI, Cluster
 from mpips.optim import make_rule, warm
 
 LIMIT_S = 90.0  # a test, fixtures included

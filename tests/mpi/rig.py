@@ -5,23 +5,24 @@ from typing import Any
 
 import numpy as np
 
-from mpips import neighbours, outbox, store
-from mpips.channel import Receiver, Sender
-from mpips.cluster import Backoff, Cluster, cluster_subset
-from mpips.cluster import free as cluster_free
+from mpips.cluster.window import Field, Plan, Window
+from mpips.cluster.world import Backoff, Cluster, cluster_subset
+from mpips.cluster.world import free as cluster_free
 from mpips.codecs import Codec
-from mpips.gate import ClockGate, Gate, RoundGate
 from mpips.kernels import observe
 from mpips.layout import cut
-from mpips.neighbours import Neighbour
+from mpips.layout.roles import assign
 from mpips.optim import make_rule
-from mpips.push import Push
-from mpips.quorum import QuorumServer
-from mpips.roles import assign
-from mpips.staleness import Staleness
-from mpips.store import FRESH, Puller, Server
-from mpips.window import Field, Plan, Window
-from mpips.wire import Packing
+from mpips.optim.staleness import Staleness
+from mpips.ps import store
+from mpips.ps.gate import ClockGate, Gate, RoundGate
+from mpips.ps.quorum import QuorumServer
+from mpips.ps.store import FRESH, Puller, Server
+from mpips.transport import neighbours, outbox
+from mpips.transport.channel import Receiver, Sender
+from mpips.transport.neighbours import Neighbour
+from mpips.transport.push import Push
+from mpips.transport.wire import Packing
 
 INBOX = 2  # far bodies that a server holds
 

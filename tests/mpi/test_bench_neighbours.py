@@ -6,7 +6,7 @@ import pytest
 from verdict import check
 
 from mpips.bench import wire
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
 SIZE = 64 << 10

@@ -8,10 +8,10 @@ from verdict import check
 from mpips.bench import wire
 from mpips.bench.link import Sides
 from mpips.bench.measure import Options
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec
 from mpips.errors import UserError
-from mpips.push import HEADER_WORDS
+from mpips.transport.push import HEADER_WORDS
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2, min_nodes=2)]
 SIZE = 1 << 20

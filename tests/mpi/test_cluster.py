@@ -9,10 +9,10 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips import cluster as clusters
-from mpips.cluster import Agreed, Backoff, Cluster, cluster_subset
+from mpips.cluster import world as clusters
+from mpips.cluster.world import Agreed, Backoff, Cluster, cluster_subset
 from mpips.errors import UserError
-from mpips.roles import Roles, assign
+from mpips.layout.roles import Roles, assign
 
 pytestmark = pytest.mark.mpi
 

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import far, outbox, rounds, session
-from mpips.cluster import MPI, Cluster
-from mpips.command_line import parse_command_line
-from mpips.explain import Place, codec_ratios, explain
-from mpips.jobfile import resolve
-from mpips.traffic import totals
-from mpips.window import Window
+from mpips.cluster.window import Window
+from mpips.cluster.world import MPI, Cluster
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import resolve
+from mpips.planning.explain import Place, codec_ratios, explain
+from mpips.planning.traffic import totals
+from mpips.rounds import rounds
+from mpips.session import run as session
+from mpips.transport import far, outbox
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
 

@@ -6,7 +6,7 @@ from verdict import check
 from mpips.bench import pushpull
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
-from mpips.cluster import Cluster, mpi_name
+from mpips.cluster.world import Cluster, mpi_name
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 

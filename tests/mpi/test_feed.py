@@ -5,12 +5,12 @@ import itertools
 import pytest
 from verdict import check
 
-from mpips import feed
-from mpips.cluster import Backoff, Cluster
-from mpips.feed import AHEAD, Feed, Granter
-from mpips.ledger import HandOut, Range
-from mpips.roles import assign
-from mpips.window import Plan, Window
+from mpips.cluster.window import Plan, Window
+from mpips.cluster.world import Backoff, Cluster
+from mpips.datasets.ledger import HandOut, Range
+from mpips.layout.roles import assign
+from mpips.ps import feed
+from mpips.ps.feed import AHEAD, Feed, Granter
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

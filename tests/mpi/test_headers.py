@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import channel, feed, gate, inbox, kernels, outbox, quorum, server, session, store
-from mpips.cluster import Cluster
-from mpips.command_line import parse_command_line
-from mpips.window import Window
+from mpips import kernels
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
+from mpips.config.command_line import parse_command_line
+from mpips.ps import feed, gate, quorum, server, store
+from mpips.session import run as session
+from mpips.transport import channel, inbox, outbox
 
 pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=4)]
 

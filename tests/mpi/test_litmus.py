@@ -11,9 +11,9 @@ import pytest
 from numba import njit
 from verdict import check
 
-from mpips.cluster import Cluster
+from mpips.cluster.window import Field, Plan, Window
+from mpips.cluster.world import Cluster
 from mpips.kernels import observe, publish
-from mpips.window import Field, Plan, Window
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2)]
 

@@ -9,12 +9,12 @@ import pytest
 from test_rounds import gradient, make_job, shares
 from verdict import check
 
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import drawn
 from mpips.errors import UserError
-from mpips.job import Job, initial_vector
-from mpips.lowrank import LowRankRound
-from mpips.rounds import Report, Round, SharedRound, make_round
+from mpips.planning.job import Job, initial_vector
+from mpips.rounds.lowrank import LowRankRound
+from mpips.rounds.rounds import Report, Round, SharedRound, make_round
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 

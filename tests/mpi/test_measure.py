@@ -8,7 +8,7 @@ from verdict import check
 from mpips.bench.measure import in_turn
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 
 pytestmark = pytest.mark.mpi
 REPEATS, NAP_S = 3, 0.01

@@ -7,9 +7,9 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips import neighbours
-from mpips.cluster import Cluster
-from mpips.push import Push
+from mpips.cluster.world import Cluster
+from mpips.transport import neighbours
+from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=4)
 

@@ -10,12 +10,12 @@ from mpi4py import MPI
 from test_rounds import gradient, make_job, shares
 from verdict import check
 
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.codecs import Origin, buffer_for, codec_for
-from mpips.job import Job, initial_vector
-from mpips.jobfile import to_toml
-from mpips.rounds import Report, Round, make_round
-from mpips.wire import pull_codec, push_codec
+from mpips.config.jobfile import to_toml
+from mpips.planning.job import Job, initial_vector
+from mpips.rounds.rounds import Report, Round, make_round
+from mpips.transport.wire import pull_codec, push_codec
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import probe
 from mpips.bench.vector import make_job
-from mpips.choice import RAW
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.codecs import make_codec, warm
+from mpips.planning.choice import RAW
+from mpips.session import probe
 
 SIZE = 1 << 18  # parameters
 AT_MOST_S = 20.0  # of a start on a busy machine: shows that it ends

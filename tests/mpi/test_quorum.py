@@ -8,8 +8,8 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster import Cluster
-from mpips.push import Push
+from mpips.cluster.world import Cluster
+from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import window as windows
-from mpips.cluster import Cluster
+from mpips.cluster import window as windows
+from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.datasets import DataInfo
-from mpips.job import Job, initial_vector
 from mpips.layout import Layout
+from mpips.layout.roles import assign
+from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
-from mpips.roles import assign
-from mpips.rounds import AllreduceRound, Report, SharedRound, make_round
+from mpips.rounds.rounds import AllreduceRound, Report, SharedRound, make_round
 
 pytestmark = pytest.mark.mpi
 SMALL = pytest.mark.world(max_size=4)

@@ -8,10 +8,10 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips.cluster import Cluster
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
-from mpips.gate import ClockGate, Needs
-from mpips.push import Push
+from mpips.ps.gate import ClockGate, Needs
+from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -5,10 +5,10 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips import window as windows
-from mpips.cluster import Cluster
-from mpips.push import Push
-from mpips.staleness import Staleness
+from mpips.cluster import window as windows
+from mpips.cluster.world import Cluster
+from mpips.optim.staleness import Staleness
+from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -9,12 +9,13 @@ from mpi4py import MPI
 from rig import INBOX, Rig
 from verdict import check
 
-from mpips import inbox, outbox, store
-from mpips import window as windows
-from mpips.cluster import Cluster
+from mpips.cluster import window as windows
+from mpips.cluster.world import Cluster
 from mpips.kernels import observe
-from mpips.outbox import BUFFERS
-from mpips.push import HEADER_WORDS, Push, pack
+from mpips.ps import store
+from mpips.transport import inbox, outbox
+from mpips.transport.outbox import BUFFERS
+from mpips.transport.push import HEADER_WORDS, Push, pack
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

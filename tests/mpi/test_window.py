@@ -3,10 +3,10 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips import window as windows
-from mpips.cluster import Agreed, Cluster
+from mpips.cluster import window as windows
+from mpips.cluster.window import Field, Plan, Window
+from mpips.cluster.world import Agreed, Cluster
 from mpips.errors import UserError
-from mpips.window import Field, Plan, Window
 
 pytestmark = pytest.mark.mpi
 

@@ -8,14 +8,14 @@ import pytest
 from rig import Rig
 from verdict import check
 
-from mpips import window as windows
-from mpips.cluster import Cluster
+from mpips.cluster import window as windows
+from mpips.cluster.world import Cluster
 from mpips.codecs import CODECS, Codec, Origin, buffer_for, codec_for, make_codec
 from mpips.codecs.topk import TopK
 from mpips.layout import Shard
-from mpips.outbox import BUFFERS
-from mpips.push import HEADER_WORDS, Push
-from mpips.staleness import Staleness
+from mpips.optim.staleness import Staleness
+from mpips.transport.outbox import BUFFERS
+from mpips.transport.push import HEADER_WORDS, Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

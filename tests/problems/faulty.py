@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from countdown import Slow
 
-from mpips import segments
+from mpips.cluster import segments
 from mpips.datasets import Batch
 from mpips.problems.mlp import MLP
 from mpips.problems.softmax import Softmax

@@ -1,0 +1,105 @@
+"""The folder of a run on the disk: the names in it, who holds it, and where it has gone."""
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from mpips.errors import UserError
+
+CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
+    *("config.toml", "metrics.jsonl", "checkpoints"),
+    *("summary.json", "DONE"),
+)
+LOCK = ".lock"
+REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
+}
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+_held: list[IO[str]] = []
+
+
+class Place:
+    """A run's folder, held open by the chief: renamed it is found, removed it is missed.
+
+    Attributes:
+        moved: What became of it while the job ran, or empty.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.moved = ""
+        self._hold(out)
+
+    def _hold(self, out: Path) -> None:
+        self._out, self._handle = out, os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Let the folder go."""
+        os.close(self._handle)
+
+    def where(self) -> Path | None:
+        """Return where the folder is now, or None if it is removed."""
+        for path in (self._out, Path(os.readlink(f"/proc/self/fd/{self._handle}"))):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(path.stat(), os.fstat(self._handle)):
+                    if path != self._out:
+                        self.moved = f"{self._out} was renamed to {path} while the job ran"
+                        self._out = path
+                    return path
+        return None
+
+    def make_anew(self) -> Path:
+        """Make a folder in place of one that was removed: a checkpoint in it can be resumed.
+
+        Raises:
+            OSError: If it cannot be made, or there is something in its place but an empty folder.
+            UserError: If another job is in it.
+        """
+        self._out.mkdir(parents=True, exist_ok=True)
+        if any(path.name != LOCK for path in self._out.iterdir()):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._out))
+        claim(self._out)
+        self.close()
+        self._hold(self._out)
+        self.moved = f"{self._out} was removed while the job ran"
+        return self._out
+
+
+def claim(out: Path) -> None:
+    """Keep other jobs out of a run's folder until `release`, or until this process is gone.
+
+    Raises:
+        UserError: If another job is in it.
+    """
+    try:
+        lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
+    except OSError as problem:
+        raise unwritable(out, problem) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        remedy = "wait until it has ended, or choose another --out"
+        raise UserError(
+            f"--out {out} is in use by a running job", "a run at rest", remedy
+        ) from None
+    except OSError as problem:
+        if problem.errno not in NO_LOCKS:  # a file system without locks goes without
+            raise
+    _held.append(lock)
+
+
+def release() -> None:
+    """Let other jobs into the folders that this process has claimed."""
+    while _held:
+        _held.pop().close()
+
+
+def unwritable(out: Path, problem: OSError) -> UserError:
+    """Return the error of a folder into which nothing can be written, with what to do."""
+    remedy = REMEDIES.get(problem.errno or 0, "give another --out")
+    return UserError(f"--out {out}: {problem.strerror}", "a folder that can be written", remedy)

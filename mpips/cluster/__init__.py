@@ -1,0 +1,1 @@
+"""The only room that knows MPI: ranks, nodes, windows, waiting, the end of a job."""

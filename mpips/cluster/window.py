@@ -1,0 +1,210 @@
+"""Memory of a node that every rank of the job can read.
+
+Each rank allocates one segment of named fields. Ranks of its node see it as plain memory
+(`MPI_Win_allocate_shared`); ranks of other nodes read it by one-sided Get through a second
+window over the same memory (`MPI_Win_create`). Every field has one writer.
+
+Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by nothing else.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.cluster import segments
+from mpips.cluster.segments import SHARED_MEMORY
+from mpips.cluster.world import Cluster, together
+from mpips.errors import UserError, human_bytes
+from mpips.layout import CACHE_LINE_BYTES
+
+TRANSFER_MAX_BYTES = 1 << 30
+# Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
+GET_MAX_BYTES = 1 << 16 if "Open MPI" in MPI.Get_library_version() else TRANSFER_MAX_BYTES
+
+
+@dataclass(frozen=True)
+class Field:
+    """A named array in a segment."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank's segment holds; each field begins on a cache line."""
+
+    fields: tuple[Field, ...]
+
+    def offsets(self) -> dict[str, tuple[int, Field]]:
+        """Return ``{name: (offset in bytes, field)}``."""
+        out, at = {}, 0
+        for field in self.fields:
+            out[field.name] = (at, field)
+            at += -(-field.nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment."""
+        line = CACHE_LINE_BYTES
+        return sum(-(-f.nbytes // line) * line for f in self.fields)
+
+
+class Window:
+    """One segment a rank, read by loads on the node and by Get from afar.
+
+    Collective: yes, construction and `free` both. Fields are zero after construction.
+
+    Args:
+        cluster: The job's ranks.
+        plans: Segment of each rank, the same list on every rank.
+        shared: Whether segments are node-shared; False keeps each rank's memory private, and
+            then every node must be of one rank.
+        far_reads: Whether ranks of other nodes may `get`.
+
+    Raises:
+        UserError: If the shared memory of a host is too small.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        plans: Sequence[Plan],
+        shared: bool = True,
+        far_reads: bool = True,
+    ) -> None:
+        self._cluster, self._plans = cluster, plans
+        self._near: MPI.Win | None = None
+        self._far: MPI.Win | None = None
+        if shared:
+            together(cluster.comm, _too_small(cluster, plans))
+            segments = self._allocate_shared(plans[cluster.rank].nbytes)
+        else:
+            segments = {cluster.rank: _aligned(np.zeros(_padded(plans[cluster.rank]), "u1"))}
+        self._views = {
+            rank: _fields(plans[rank], memory[: plans[rank].nbytes])
+            for rank, memory in segments.items()
+        }
+        own = segments[cluster.rank][: plans[cluster.rank].nbytes]
+        own[:] = 0  # by its owner: first touch, and the standard promises no zeroes
+        if far_reads and cluster.nodes > 1:
+            self._far = MPI.Win.Create(own, 1, comm=cluster.comm)
+            self._far.Lock_all(MPI.MODE_NOCHECK)
+        self.make_visible()
+
+    def _allocate_shared(self, nbytes: int) -> dict[int, np.ndarray]:
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        size = nbytes + CACHE_LINE_BYTES
+        with segments.noted():
+            self._near = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
+        info.Free()
+        self._near.Lock_all(MPI.MODE_NOCHECK)
+        query = self._near.Shared_query
+        # Aligned by every reader alike: mappings of one segment differ by whole pages.
+        return {
+            rank: _aligned(np.asarray(query(k)[0])) for k, rank in enumerate(self._cluster.my_node)
+        }
+
+    def make_visible(self) -> None:
+        """Let all ranks see what any has stored before. Collective: yes."""
+        windows = [w for w in (self._near, self._far) if w is not None]
+        for w in windows:
+            w.Sync()
+        self._cluster.barrier()
+        for w in windows:
+            w.Sync()
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        """Return a field of a near rank's segment as an array, without a copy.
+
+        Raises:
+            KeyError: If `rank` is on another node or has no such field.
+        """
+        return self._views[rank][name]
+
+    def get(self, rank: int, name: str, out: np.ndarray, begin: int = 0) -> list[MPI.Request]:
+        """Begin to read ``field[begin : begin + out.size]`` of any rank into `out`, 1-D.
+
+        `out` may be read when all the requests are complete, which needs the target to enter
+        MPI (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
+        """
+        offset, field = self._plans[rank].offsets()[name]
+        items = int(np.prod(field.shape, dtype=np.int64))
+        if begin < 0 or begin + out.size > items:  # MPICH reads past the end of a window silently
+            raise IndexError(f"items {begin} to {begin + out.size} of {name}, which has {items}")
+        assert self._far is not None, "get needs a job of several nodes"
+        step = GET_MAX_BYTES // out.itemsize
+        at = offset + begin * out.itemsize
+        requests = []
+        for b in range(0, out.size, step):
+            part = out[b : b + step]
+            target = (at + b * out.itemsize, part.nbytes, MPI.BYTE)
+            requests.append(self._far.Rget([part, MPI.BYTE], rank, target))
+        return requests
+
+    def free(self) -> None:
+        """Free the windows; views must not be used afterwards. May be called twice.
+
+        Collective: yes.
+        """
+        self._views = {}
+        for window in (self._far, self._near):  # the far one lies on the near one's memory
+            if window is not None:
+                window.Unlock_all()
+                window.Free()
+        self._far = self._near = None
+
+
+def shared_bytes_free() -> int:
+    """Return the free bytes of the file system that holds shared memory."""
+    stat = os.statvfs(SHARED_MEMORY)
+    return stat.f_bavail * stat.f_frsize
+
+
+def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
+    """Check the host's sum: filling it up kills MPICH by SIGBUS and hangs Open MPI."""
+    host = cluster.hosts[cluster.rank]
+    needed = sum(p.nbytes for p, h in zip(plans, cluster.hosts, strict=True) if h == host)
+    free = shared_bytes_free()
+    if needed <= free:
+        return None
+    has, wants = human_bytes(free), human_bytes(needed)
+    if has == wants:
+        has, wants = f"{free} bytes", f"{needed} bytes"
+    return UserError(
+        f"{SHARED_MEMORY} on {host} has {has} free",
+        f"at least {wants} for the windows of its ranks",
+        "enlarge it (docker: --shm-size), use more nodes, or --window private",
+    )
+
+
+def _padded(plan: Plan) -> int:
+    return plan.nbytes + CACHE_LINE_BYTES
+
+
+def _aligned(memory: np.ndarray) -> np.ndarray:
+    skip = -memory.ctypes.data % CACHE_LINE_BYTES
+    return memory[skip:]
+
+
+def _fields(plan: Plan, memory: np.ndarray) -> Mapping[str, np.ndarray]:
+    return {
+        name: memory[at : at + f.nbytes].view(f.dtype).reshape(f.shape)
+        for name, (at, f) in plan.offsets().items()
+    }
+
+
+def transfer_pieces(array: np.ndarray) -> list[np.ndarray]:
+    """Cut a 1-D array into views of at most 1 GiB, the most that one transfer moves."""
+    step = TRANSFER_MAX_BYTES // array.itemsize
+    return [array[b : b + step] for b in range(0, array.size, step)]

@@ -1,0 +1,194 @@
+"""The command line of a job: options, a job file, and the texts that it may ask for."""
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpips import __version__
+from mpips.config import OPTIONS, Config, groups
+from mpips.config.jobfile import read_toml, resolve, to_toml
+from mpips.config.option import HELP_WIDTH, Option, help_entry, help_row, metavar, setting
+from mpips.config.validation import check_resume
+from mpips.errors import UserError, nearest
+
+FLAGS = {
+    "--help": "show this text, and end",
+    "--version": "show the version, and end",
+    "--print-config": "show the resolved job as a job file, and end",
+    "--check-gradient": "compare the problem's gradient with differences of its loss, in float64, "
+    "on the first batch, and end: with code 2 and what is wrong, if anything is",
+    "--explain": "show what crosses each link in a step, and what would relieve it, and end",
+}
+RATE = re.compile(r"(?P<number>[1-9][0-9]{0,5}(\.[0-9]{1,6})?)(?P<unit>kbit|mbit|gbit)")
+BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What ``--explain`` is asked beside the job; no key of a job file."""
+
+    link: str = setting(
+        "explain", "10gbit", "rate of a node's link, each way", pattern=RATE,
+        form="a rate such as 100mbit or 25gbit", metavar="RATE",
+    )  # fmt: skip
+    step_ms: float = setting(
+        "explain", 0.0, "milliseconds in which a worker computes a gradient; 0: links only", ">= 0"
+    )
+    ranks: int = setting(
+        "explain", 0, "answer for a world of N ranks, without starting it", ">= 0",
+        unset="that of mpirun",
+    )  # fmt: skip
+    nodes: int = setting("explain", 1, "nodes of that world, filled one after the other", ">= 1")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of a link, each way."""
+        match = RATE.fullmatch(self.link)
+        assert match is not None, "checked on the command line"
+        return float(match["number"]) * BITS[match["unit"]] / 8
+
+
+QUESTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Question)}
+_BY_FLAG = {option.flag: option for option in (*OPTIONS.values(), *QUESTIONS.values())}
+_NEGATED = {f"--no-{o.flag[2:]}": o for o in OPTIONS.values() if o.kind is bool}
+
+
+class CommandLine(NamedTuple):
+    """What a command line says, before anything is read.
+
+    Attributes:
+        job: Path of the job file, or None.
+        options: Values of the options that were given, typed and checked one by one.
+        flags: Those of `FLAGS` that were given, such as ``print_config``.
+        question: What ``--explain`` is asked.
+    """
+
+    job: Path | None
+    options: dict[str, Any]
+    flags: frozenset[str]
+    question: Question = Question()
+
+    @property
+    def needs_no_world(self) -> bool:
+        """Whether one process alone can answer, once it has read the job."""
+        return bool({"print_config", "check_gradient"} & self.flags or self.question.ranks)
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read a command line without the program's name; an option given twice counts as its last.
+
+    Raises:
+        UserError: For an unknown option, an illegal or missing value, a second job file.
+    """
+    if "--help" in argv or "-h" in argv:
+        return CommandLine(None, {}, frozenset({"help"}))
+    job: Path | None = None
+    options: dict[str, Any] = {}
+    flags: set[str] = set()
+    words = list(reversed(argv))
+    while words:
+        word = words.pop()
+        if word in FLAGS:
+            flags.add(word[2:].replace("-", "_"))
+        elif word.startswith("-"):
+            name, value = _take_option(word, words)
+            options[name] = value
+        elif job is not None:
+            raise UserError(f"a second job file {word!r}", "only one", "options begin with --")
+        else:
+            job = Path(word)
+    asked = {name: options.pop(name) for name in QUESTIONS if name in options}
+    if asked and "explain" not in flags:
+        flag = QUESTIONS[next(iter(asked))].flag
+        raise UserError(f"{flag} without --explain", "--explain with it", f"leave out {flag}")
+    return CommandLine(job, options, frozenset(flags), Question(**asked))
+
+
+def _take_option(word: str, words: list[str]) -> tuple[str, Any]:
+    """Return ``(name, value)`` of an option; its value, if a word of its own, leaves `words`."""
+    flag, equals, text = word.partition("=")
+    option = _BY_FLAG.get(flag) or _NEGATED.get(flag)
+    if option is None:
+        near = nearest(flag, [*_BY_FLAG, *_NEGATED, *FLAGS])
+        raise UserError(f"unknown option {flag}", "one of those that --help lists", near)
+    if option.kind is bool:
+        if equals:
+            raise UserError(f"option {word}", "no value", f"write {flag}, without a value")
+        return option.name, flag in _BY_FLAG
+    if not equals:
+        text = _take_value(option, words)
+    return option.name, option.check(option.from_text(text), remedy=f"see {flag} in --help")
+
+
+def _take_value(option: Option, words: list[str]) -> str:
+    if option.bare is not None:
+        return words.pop() if words and words[-1] in option.legal else option.bare
+    if not words or words[-1].startswith("--"):
+        usage = f"write {option.flag} {metavar(option)}"
+        raise UserError(f"option {option.flag} without a value", option.expected, usage)
+    return words.pop()
+
+
+def load(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
+    """Resolve a command line and the job file that it names.
+
+    Args:
+        argv: The command line without the program's name.
+        saved: Values of the run that is resumed, as `read_toml` gives them.
+
+    Raises:
+        UserError: If anything is wrong with the command line, the file or the values, or if
+            they differ from `saved` in what a resumed run may not change.
+        SystemExit: With code 0, after printing what ``--help``, ``--version`` or
+            ``--print-config`` ask for. A program of many ranks lets one of them print
+            `requested_text` and calls `parse_command_line`, `read_toml`, `resolve` itself.
+    """
+    line = parse_command_line(argv)
+    text = requested_text(line, None)
+    if text is None:
+        config = resolve(line.options, read_toml(line.job) if line.job else None, saved)
+        if saved is not None:
+            check_resume(resolve({}, saved=saved), config)
+        text = requested_text(line, config)
+    if text is None:
+        return config
+    print(text, end="")
+    raise SystemExit(0)
+
+
+def requested_text(line: CommandLine, config: Config | None) -> str | None:
+    """Return the text that the flags of a command line ask for, or None to go on.
+
+    Args:
+        line: The command line.
+        config: The resolved job, or None where it is not known yet (no ``--print-config`` then).
+    """
+    if "help" in line.flags:
+        return help_text()
+    if "version" in line.flags:
+        return f"mpips {__version__}\n"
+    return to_toml(config) if config is not None and "print_config" in line.flags else None
+
+
+def help_text() -> str:
+    """Return the text of ``--help``, at most 100 columns wide."""
+    intro = (
+        "Every option is also a key of the job file, with _ for - (batch_size = 32), and the other "
+        "way round. The command line overrides the job file, the job file overrides the defaults; "
+        "with --resume, the saved run's values take the place of the defaults. An option that the "
+        "mode does not have is an error, unless it stands in a job file or a saved run whose mode "
+        "is overridden: there it is dropped."
+    )
+    parts = [
+        "usage: mpirun -n RANKS python -m mpips.train [JOB.toml] [--option value ...]\n",
+        textwrap.fill(intro, HELP_WIDTH) + "\n",
+    ]
+    for group, options in groups().items():
+        parts.append(f"{group}:\n" + "".join(map(help_entry, options)))
+    parts.append("explain:\n" + "".join(map(help_entry, QUESTIONS.values())))
+    parts.append("other:\n" + "".join(help_row(*row) for row in FLAGS.items()))
+    return "\n".join(parts)

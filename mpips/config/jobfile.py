@@ -1,0 +1,195 @@
+"""Job files: read, written, and merged with a command line and a saved run.
+
+Precedence is command line, job file, saved run (on resume), defaults; no environment variables.
+"""
+
+import shutil
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
+from mpips.config.modes import ROUND_MODES
+from mpips.config.validation import BESIDE, has_effect, validate
+from mpips.errors import UserError, nearest
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shared_files(kind: str) -> dict[str, Path]:
+    """Return the files of ``jobs`` or ``slurm`` that come with mpips, by name."""
+    clone = PACKAGE.parent
+    if (clone / "setup.cfg").is_file():
+        found = [p for p in (clone / kind).iterdir() if p.name != "site.sh"]  # this clone's own
+    else:
+        import importlib.metadata  # takes longer to import than all of this room
+
+        installed = importlib.metadata.files("mpips") or []
+        there = ("share", "mpips", kind)
+        found = [Path(str(p.locate())) for p in installed if p.parent.parts[-3:] == there]
+    return {path.name: path.resolve() for path in sorted(found)}
+
+
+def shared_text(path: Path) -> str:
+    """Return the text of such a file; data beside it is named by where it lies here."""
+    text = path.read_text()
+    if path.suffix == ".toml":
+        text = text.replace('"mpips/datasets/', f'"{PACKAGE}/datasets/')
+        text = text.replace('"jobs/', f'"{path.parent}/')
+    return text
+
+
+def copy_shared(kind: str, folder: Path) -> list[Path]:
+    """Copy the files of ``jobs`` or ``slurm`` to a folder; returns where they are now.
+
+    Raises:
+        UserError: If the folder cannot be written, or has a file of such a name that differs.
+    """
+    copies = {folder / name: path for name, path in shared_files(kind).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy, path in copies.items():
+            if copy.exists() and copy.read_text() != shared_text(path):
+                raise UserError(f"{copy}, which differs", "a folder without it", "name another")
+        for copy, path in copies.items():
+            copy.write_text(shared_text(path))
+            shutil.copymode(path, copy)
+    except OSError as problem:
+        got = f"folder {str(folder)!r}: {problem.strerror}"
+        raise UserError(got, "one that can be written") from None
+    return list(copies)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a job file, or a saved run's ``config.toml``, or a job that comes with mpips, by name.
+
+    Returns:
+        The values that it sets, by field name, typed and checked one by one.
+
+    Raises:
+        UserError: If the file cannot be read, is not TOML, or holds an unknown key or an illegal
+            value. Names the file, and the line of a syntax error.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".toml":
+        known = shared_files("jobs").get(f"{path}.toml")
+        if known is not None and not path.exists():
+            return _read_values(shared_text(known), str(known))
+        remedy = "options begin with -- (see --help)"
+        if (path / "config.toml").is_file():
+            remedy = f"a run is continued by --resume --out {path}"
+        raise UserError(f"job file {str(path)!r}", "a path that ends in .toml", remedy)
+    try:
+        return _read_values(path.read_bytes().decode(), str(path))
+    except FileNotFoundError:
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.toml")))
+        near = near or "mpips jobs lists those that come along"
+        error = UserError(f"job file {str(path)!r} not found", "an existing file", near)
+    except OSError as problem:
+        error = UserError(f"job file {str(path)!r}: {problem.strerror}", "a readable file")
+    except UnicodeDecodeError as problem:
+        error = UserError(f"job file {str(path)!r}: {problem}", "text in UTF-8")
+    raise error
+
+
+def _read_values(text: str, source: str) -> dict[str, Any]:
+    """Parse TOML text and check each key and value; `source` is named in errors."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as problem:
+        remedy = 'text stands in quotes: mode = "sync"' if "Invalid value" in str(problem) else ""
+        raise UserError(f"{source}: {problem}", "TOML", remedy) from None
+    return {key: _checked_key(key, value, source) for key, value in values.items()}
+
+
+def _checked_key(key: str, value: Any, source: str) -> Any:
+    if key in OPTIONS:
+        example = "" if OPTIONS[key].kind is str else "numbers and true/false stand without quotes"
+        return OPTIONS[key].check(value, f"{source}: ", example if isinstance(value, str) else "")
+    if isinstance(value, dict):
+        raise UserError(f"{source}: table [{key}]", "keys without tables", "remove the headline")
+    expected = "one of those that --help lists, with _ for -"
+    raise UserError(f"{source}: unknown key {key!r}", expected, nearest(key, OPTIONS))
+
+
+def resolve(
+    options: Mapping[str, Any],
+    job: Mapping[str, Any] | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> Config:
+    """Merge ``options`` over ``job`` over ``saved`` over the defaults, and validate the result.
+
+    What the mode of the result does not have, or what has no effect beside the other options, is
+    refused where it was given for that mode or beside them. Where ``options`` change the mode of
+    ``job``, or both that of ``saved``, what they leave behind is dropped, and so is what another
+    option leaves without effect.
+
+    Args:
+        options: From the command line.
+        job: From the job file.
+        saved: From the ``config.toml`` of the run that is resumed; its `SESSION_FIELDS` are
+            not taken over.
+
+    Raises:
+        UserError: If the result is not valid.
+    """
+    kept = {k: v for k, v in (saved or {}).items() if k not in SESSION_FIELDS}
+    job = job or {}
+    job_mode = job.get("mode", kept.get("mode", Config.mode))
+    mode = options.get("mode", job_mode)
+    if mode != job_mode:
+        job = _without_leftovers(job, mode)
+    kept = _without_leftovers(kept, mode)
+    if "epochs" in options:  # a number of steps from before does not override what is said now
+        job = {k: v for k, v in job.items() if k != "steps"}
+    given = {**job, **options}
+    if "epochs" in given:
+        kept.pop("steps", None)
+    values = {**kept, **given}
+    changed = {name for name, (other, _) in BESIDE.items() if other in options}
+    held = {*options, *(set(job) - changed if mode == job_mode else ())}
+    config = Config(**_without_idle(values, held))
+    validate(config)
+    return config
+
+
+def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """Return the values of a job of another mode without what `mode` does not have."""
+    none = {"servers"} if mode not in ROUND_MODES and values.get("servers") == 0 else set()
+    return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
+
+
+def _without_idle(values: Mapping[str, Any], held: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values without those that have no effect, but for what is `held` to it."""
+    idle = {k for k in BESIDE if k not in held and not has_effect(k, values)}
+    return {k: v for k, v in values.items() if k not in idle}
+
+
+def to_toml(config: Config) -> str:
+    """Return the job file of a configuration, by groups; fields that are None are left out."""
+    lines: list[str] = []
+    for group, options in groups().items():
+        values = {o.name: getattr(config, o.name) for o in options}
+        text = "".join(_toml_line(k, v) for k, v in values.items() if v is not None)
+        lines.append(f"# {group}\n{text}")
+    return "\n".join(lines)
+
+
+def _toml_line(name: str, value: Any) -> str:
+    import tomli_w
+
+    if isinstance(value, tuple):
+        return f"{name} = {list(value)}\n"
+    return tomli_w.dumps({name: value})
+
+
+def from_toml(text: str, source: str = "job file") -> Config:
+    """Return the configuration of a job file's text; the inverse of `to_toml`.
+
+    What has no effect in it is left out: runs from before that was refused have it.
+
+    Raises:
+        UserError: If it is not TOML, or not valid; names `source`.
+    """
+    return resolve({}, _without_idle(_read_values(text, source)))

@@ -1,0 +1,318 @@
+"""The configuration of a run: one frozen dataclass.
+
+Every field of `Config` is ``--option-name`` on the command line and ``option_name`` in the job file
+(`mpips.config.jobfile`). A field's metadata says its group, its help and what is legal, and feeds
+``--help``, the job file that a run writes, and every error message; what fields must be to each
+other is in `mpips.config.validation`.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from mpips.config.delay import DELAYS, FORM, parse_delays
+from mpips.config.modes import ROUND_MODES, SERVED
+from mpips.config.option import Option, setting
+
+LEARNING_RATES = {
+    "sgd": 0.1,
+    "momentum": 0.05,
+    "nesterov": 0.05,
+    "adagrad": 0.02,
+    "rmsprop": 0.001,
+    "adam": 0.002,
+    "adamw": 0.001,
+}
+OPTIMIZERS = tuple(LEARNING_RATES)
+PROBLEMS = ("linear", "softmax", "mlp")
+CODECS = ("none", "auto", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
+PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
+SCHEDULES = ("constant", "warmup", "cosine", "step")
+STALENESS_BOUND = 3
+# What the shapes, the slots or the order of the samples depend on.
+LAYOUT_FIELDS = (
+    *("problem", "hidden", "activation", "dtype", "optimizer"),
+    *("dataset", "test_dataset", "test_fraction", "classes", "batch_size"),
+    *("accumulate", "shuffle", "seed"),
+)
+# What is said anew at each start: a resumed run does not take these from the saved one.
+SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "inject_delay")
+PERIOD = re.compile(r"(?P<seconds>[0-9]{1,12}(\.[0-9]{1,12})?)s?|(?P<steps>[0-9]{1,12})steps")
+USER_PROBLEM = re.compile(r".*[^/]\.py:[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A resolved job; ``--help`` tells the meaning of each field. `resolve` makes valid ones."""
+
+    mode: str = setting(
+        "run", "async", "servers apply gradients as they come (async), the same with a bound on "
+        "clocks (ssp), or hold a centre that the workers' replicas are drawn to (easgd); or all "
+        "ranks go in rounds, of gradients (sync) or of averages after local steps (local_sgd)",
+        legal=("async", "ssp", "sync", "local_sgd", "easgd"),
+    )  # fmt: skip
+    out: str = setting(
+        "run", "", "folder of the run", metavar="DIR", unset="runs/<problem>-<mode>-<time>"
+    )
+    resume: str = setting(
+        "run", "", "continue the run in --out; auto: continue it, or start one if there is none",
+        legal=("", "yes", "auto"), bare="yes", metavar="[yes|auto]", unset="start a new run",
+    )  # fmt: skip
+    seed: int = setting("run", 0, "seed of the initial parameters and of the order", ">= 0")
+    quiet: bool = setting("run", False, "print errors only")
+    eval_only: bool = setting("run", False, "evaluate what --resume or --init-from reads")
+    init_from: str = setting(
+        "run", "", "start a run from this checkpoint's parameters alone; unused on --resume",
+        metavar="CHECKPOINT", unset="a random start",
+    )  # fmt: skip
+    threads: int = setting("run", 0, "BLAS threads a rank; 0: cores over ranks of a node", ">= 0")
+
+    inject_delay: str = setting(
+        "run", "", "have workers take FACTOR times as long for a gradient, by sleeping",
+        pattern=DELAYS, form=FORM, metavar="WORKER:FACTOR,..", unset="none",
+    )  # fmt: skip
+
+    servers: int | None = setting(
+        "cluster", None, "number of servers; 0 (sync, local_sgd): every rank is a worker", ">= 0",
+        unset="max(1, ranks // 4); sync and local_sgd: 0",
+    )  # fmt: skip
+    server_ranks: tuple[int, ...] = setting(
+        "cluster", (), "the ranks that are servers", ">= 0", unset="spread over the nodes"
+    )
+    server_hosts: str = setting(
+        "cluster", "", "place the servers on the hosts that match", metavar="GLOB,...",
+        unset="any host",
+    )  # fmt: skip
+    node_size: int = setting(
+        "cluster", 0, "treat N consecutive ranks as a node; 0: the real nodes", ">= 0"
+    )
+    window: str = setting(
+        "cluster", "shared", "memory of the shards; private: no shared memory, the far path only",
+        legal=("shared", "private"),
+    )  # fmt: skip
+    reduce: str = setting(
+        "cluster", "auto", "how a round sums: in node-shared memory or by MPI_Allreduce",
+        legal=("auto", "shared", "allreduce"), modes=ROUND_MODES,
+    )  # fmt: skip
+    inbox: int = setting(
+        "cluster", 2, "far pushes that a server receives at a time; each takes a shard",
+        ">= 1", modes=SERVED,
+    )  # fmt: skip
+    read: str = setting(
+        "cluster", "relaxed", "what a pull may see; consistent: one version a shard",
+        legal=("relaxed", "consistent"), modes=SERVED,
+    )  # fmt: skip
+    far_read: str = setting(
+        "cluster", "auto", "how shards of other nodes are read: by one-sided Get or the owner's "
+        "reply; auto: what is faster at the start", legal=("auto", "get", "reply"),
+        modes=SERVED,
+    )  # fmt: skip
+    prefetch: bool = setting(
+        "cluster", False, "pull far shards during the gradient before; costs a replica, staleness",
+        modes=("async",),
+    )  # fmt: skip
+    node_aggregation: bool = setting(
+        "cluster", False, "workers of a node send far servers the mean of their gradients",
+        modes=SERVED,
+    )  # fmt: skip
+    share_pulls: bool = setting(
+        "cluster", True, "workers of a node join each other's reads of far shards",
+        modes=("async", "easgd"),
+    )  # fmt: skip
+
+    staleness_bound: int | None = setting(
+        "consistency", None, "clocks that a worker may be ahead of the slowest", ">= 0",
+        unset=str(STALENESS_BOUND), modes=("ssp",),
+    )  # fmt: skip
+
+    backup_workers: int = setting(
+        "consistency", 0, "of N workers, a round takes the first N - this many gradients",
+        ">= 0", modes=("sync",),
+    )  # fmt: skip
+    max_staleness: int | None = setting(
+        "consistency", None, "drop and count a push that is more updates old", ">= 0",
+        unset="no limit", modes=("async", "ssp"),
+    )  # fmt: skip
+    staleness_lr: bool = setting(
+        "consistency", False, "divide the rate of a push by its staleness", modes=("async", "ssp")
+    )
+    delay_compensation: float = setting(
+        "consistency", 0.0, "factor c of DC-ASGD: g + c g^2 (w - w_read) in place of g; 0: off",
+        ">= 0", modes=("async", "ssp"),
+    )  # fmt: skip
+    delay_adaptive: bool = setting(
+        "consistency", False, "divide c by the root of the mean square of g; one more slot",
+        modes=("async", "ssp"),
+    )  # fmt: skip
+    codec: str = setting(
+        "messages", "none", "what pushes, in rounds sums, to other nodes are packed by; auto: by "
+        "what is predicted to be fastest when links and codecs are measured at the start, of none, "
+        "fp16, bf16 and int8 (the others change how training converges)", legal=CODECS,
+        modes=("async", "ssp", "sync"), only={"powersgd": ("sync",)},
+    )  # fmt: skip
+    pull_codec: str = setting(
+        "messages", "none", "what shards of other nodes are packed by on their way; auto: as with "
+        "--codec", legal=PULL_CODECS, modes=(*SERVED, "sync"),
+    )  # fmt: skip
+    topk_ratio: float = setting("messages", 0.01, "part that codec topk sends", "in (0, 1)")
+    topk_momentum: float = setting(
+        "messages", 0.0, "momentum that codec topk corrects for; the optimizer is sgd then",
+        "in [0, 1)",
+    )  # fmt: skip
+    topk_warmup: int = setting(
+        "messages", 0, "pushes in which the part comes down from a quarter", ">= 0"
+    )
+    powersgd_rank: int = setting(
+        "messages", 4, "columns of the factors that codec powersgd sends", ">= 1", modes=("sync",)
+    )
+
+    problem: str = setting(
+        "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
+        pattern=USER_PROBLEM, form="path/file.py:Class",
+    )  # fmt: skip
+    hidden: tuple[int, ...] = setting(
+        "model", (128, 64), "widths of the hidden layers of mlp", ">= 1"
+    )
+    activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
+    dtype: str = setting(
+        "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
+    )
+
+    dataset: str = setting(
+        "data", "digits",
+        "digits, spirals, or a file: .h5[::x,y], .npz, x.npy,y.npy, IDX (.gz), .svm",
+        metavar="NAME_OR_PATH",
+    )  # fmt: skip
+    test_dataset: str = setting(
+        "data", "", "held-out samples in a file of their own", metavar="PATH",
+        unset="a part of --dataset",
+    )  # fmt: skip
+    test_fraction: float = setting("data", 0.2, "part of --dataset that is held out", "in (0, 1)")
+    classes: int = setting("data", 0, "number of classes; 0: inferred from the labels", ">= 0")
+    scale: float = setting("data", 1.0, "factor on every input", "> 0")
+    batch_size: int = setting("data", 32, "samples in one step of one worker", ">= 1")
+    accumulate: int = setting(
+        "data", 1, "batches whose gradients are added before one push or round; as one batch of "
+        "all of them, in the memory of one", ">= 1",
+    )  # fmt: skip
+    shuffle: bool = setting("data", True, "a new order of the samples in each epoch")
+
+    optimizer: str = setting(
+        "optimisation", "adam", "update rule", legal=OPTIMIZERS, metavar="NAME"
+    )
+    lr: float | None = setting(
+        "optimisation", None, "learning rate", "> 0",
+        unset=", ".join(f"{name} {lr:g}" for name, lr in LEARNING_RATES.items()),
+    )  # fmt: skip
+    momentum: float = setting("optimisation", 0.9, "of momentum and nesterov", "in [0, 1)")
+    beta1: float = setting("optimisation", 0.9, "decay of the mean, adam and adamw", "in [0, 1)")
+    beta2: float = setting("optimisation", 0.999, "decay of the square, adam, adamw", "in [0, 1)")
+    eps: float = setting("optimisation", 1e-8, "added to a divisor (adaptive rules)", "> 0")
+    decay: float = setting("optimisation", 0.9, "decay of the square, rmsprop", "in [0, 1)")
+    weight_decay: float = setting(
+        "optimisation", 0.0, "L2 term of the gradient; decoupled in adamw", ">= 0"
+    )
+    clip: float = setting("optimisation", 0.0, "largest norm of a gradient; 0: no limit", ">= 0")
+    schedule: str = setting(
+        "optimisation", "constant", "course of the learning rate", legal=SCHEDULES
+    )
+    warmup_steps: int = setting("optimisation", 0, "updates of linear warm-up", ">= 0")
+    step_every: int = setting("optimisation", 0, "updates between steps of schedule step", ">= 0")
+    step_factor: float = setting("optimisation", 0.1, "factor of each step of the schedule", "> 0")
+    local_steps: int = setting(
+        "optimisation", 8, "steps of each worker by itself before the replicas are averaged",
+        ">= 1", modes=("local_sgd",),
+    )  # fmt: skip
+    local_slots: str = setting(
+        "optimisation", "average", "what a round does with the slots of the update rule: average "
+        "them too, or each worker keeps its own", legal=("average", "keep"), modes=("local_sgd",),
+    )  # fmt: skip
+    outer_momentum: float = setting(
+        "optimisation", 0.0, "momentum of what a round changes", "in [0, 1)", modes=("local_sgd",)
+    )
+    tau: int = setting(
+        "optimisation", 8, "steps of each worker by itself between two exchanges with the centre",
+        ">= 1", modes=("easgd",),
+    )  # fmt: skip
+    elastic_rate: float | None = setting(
+        "optimisation", None, "share of its distance from the centre that an exchange moves both",
+        "in (0, 1)", unset="0.9 / workers", modes=("easgd",),
+    )  # fmt: skip
+    epochs: int = setting("optimisation", 40, "passes over the data, resumed ones included", ">= 0")
+    steps: int = setting(
+        "optimisation", 0, "steps of each worker, in local_sgd its rounds, in easgd its exchanges; "
+        "0: as --epochs says", ">= 0",
+    )  # fmt: skip
+    target_accuracy: float = setting(
+        "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
+    )
+
+    eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
+    log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
+
+    checkpoint_every: str = setting(
+        "checkpoints", "60", "period of the checkpoints; 0: the first and the last only",
+        pattern=PERIOD, form="SECONDS (such as 60) or Nsteps (such as 500steps)",
+        metavar="PERIOD", numeric=True,
+    )  # fmt: skip
+    keep: int = setting("checkpoints", 3, "number of checkpoints that are kept", ">= 1")
+    snapshot: str = setting(
+        "checkpoints", "copy", "copy the shard and go on, or stall until it is written",
+        legal=("copy", "stall"),
+    )  # fmt: skip
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate: `lr`, or the optimizer's own default where it is unset."""
+        return LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+
+    @property
+    def step_size(self) -> int:
+        """Samples in one step of one worker."""
+        return self.batch_size * self.accumulate
+
+    @property
+    def bound(self) -> int:
+        """The staleness bound of mode ssp."""
+        return STALENESS_BOUND if self.staleness_bound is None else self.staleness_bound
+
+    @property
+    def unit_size(self) -> int:
+        """Samples that one worker takes at a time: of all its steps up to a push or round."""
+        local = {"local_sgd": self.local_steps, "easgd": self.tau}
+        return self.step_size * local.get(self.mode, 1)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all ranks go in rounds, of which each takes something of every worker."""
+        return self.mode in ROUND_MODES and not self.backup_workers
+
+    @property
+    def gated(self) -> bool:
+        """Whether reads wait for other workers' pushes (`mpips.ps.gate`)."""
+        return self.mode == "ssp" or self.backup_workers > 0
+
+    @property
+    def checkpoint_period(self) -> tuple[float | None, int | None]:
+        """The period of checkpoints, ``(seconds, steps)``, at most one of them not None."""
+        match = PERIOD.fullmatch(self.checkpoint_every)
+        if match is None:
+            raise OPTIONS["checkpoint_every"].error(self.checkpoint_every)
+        seconds, steps = float(match["seconds"] or 0), int(match["steps"] or 0)
+        return seconds or None, steps or None
+
+    @property
+    def delays(self) -> dict[int, float]:
+        """The factor by which each worker of `inject_delay` is slowed."""
+        return parse_delays(self.inject_delay)
+
+
+OPTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Config)}
+
+
+def groups() -> dict[str, list[Option]]:
+    """Return the options by group, in their order."""
+    found: dict[str, list[Option]] = {}
+    for option in OPTIONS.values():
+        found.setdefault(option.group, []).append(option)
+    return found

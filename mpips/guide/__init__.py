@@ -1,0 +1,1 @@
+"""What helps at the shell: completion of commands and options."""

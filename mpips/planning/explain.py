@@ -1,0 +1,345 @@
+"""What crosses the links in a step of a job, where the bottleneck is, and what would relieve it.
+
+Nothing is run and nothing is measured: the answer follows from the formulas of
+`mpips.planning.traffic`. What relieves is found by asking for the same job with another
+``--servers``, ``--mode`` and so on in the same world, and comparing the samples a second that the
+links, and computing where its time is known, allow at best.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpips.codecs import CODECS, codec_for, is_large, make_codec
+from mpips.codecs.powersgd import Factors
+from mpips.config import OPTIONS, Config
+from mpips.config.command_line import Question
+from mpips.config.validation import validate
+from mpips.datasets import open_dataset
+from mpips.errors import UserError, human_bytes
+from mpips.layout import cut
+from mpips.layout.roles import assign
+from mpips.optim import make_rule
+from mpips.planning import choice, traffic
+from mpips.planning.choice import Candidate, Speeds
+from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows
+from mpips.problems import load_problem
+
+ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
+LEAST_GAIN = 1.05
+MOST_RELIEFS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """A world of ranks, and what a job moves in it.
+
+    Attributes:
+        hosts: Host name of each rank.
+        node_of: Node number of each rank.
+        parameters: Number of parameters.
+        rate: Of a link, each way, in bytes a second.
+        compute_s: Seconds in which a worker computes a gradient; 0 if not known.
+        codecs: Bytes on the wire over bytes in memory, by the name of the codec.
+    """
+
+    hosts: Sequence[str]
+    node_of: Sequence[int]
+    parameters: int
+    rate: float
+    compute_s: float = 0.0
+    codecs: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Relief:
+    """Another option, and what it would do.
+
+    Attributes:
+        option: As on the command line.
+        step_s: Seconds of a step then.
+        gain: Samples a second then, over those now.
+    """
+
+    option: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer for one job in one world.
+
+    Attributes:
+        config: The job.
+        place: The world.
+        case: What the bytes depend on.
+        flows: What crosses each node's link in a step, by node and role.
+        pushed: Bytes a step that all workers push, near and far, as the summary counts them.
+        pulled: Likewise, that they pull.
+        link_s: Seconds of a step for which the busiest link is busy.
+        step_s: Least seconds of a step.
+        busiest: The node whose link that is.
+        reliefs: What would make it faster, the best first.
+    """
+
+    config: Config
+    place: Place
+    case: Case
+    flows: Flows
+    pushed: float
+    pulled: float
+    link_s: float
+    step_s: float
+    busiest: int
+    reliefs: tuple[Relief, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second of all workers, at best; infinite where nothing takes time."""
+        samples = len(self.case.roles.workers) * self.config.batch_size
+        return samples / self.step_s if self.step_s else float("inf")
+
+    @property
+    def bound_by_link(self) -> bool:
+        """Whether the busiest link takes longer than computing."""
+        return self.link_s > max(self.place.compute_s, self.step_s - self.link_s)
+
+
+def has(name: str, mode: str) -> bool:
+    """Whether this version has an option of that name in that mode."""
+    return name in OPTIONS and (not OPTIONS[name].modes or mode in OPTIONS[name].modes)
+
+
+def case_of(config: Config, place: Place) -> Case:
+    """Return what the bytes of a job depend on.
+
+    Raises:
+        UserError: If the world does not allow the job's roles.
+    """
+    c, mode = config, config.mode
+    roles = assign(mode, place.hosts, place.node_of, c.servers, c.server_ranks, c.server_hosts)
+    item = np.dtype(c.dtype).itemsize
+    sizes = [shard.size * item for shard in cut(place.parameters, len(roles.owners), item)]
+    given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
+    low_rank = given.get("codec") == "powersgd"
+    slices = any(is_large(size // item, c.dtype) for size in sizes)
+    packed = place.codecs if slices or low_rank else {}
+    vectors = moved_vectors(c)
+    return Case(
+        roles,
+        tuple(place.node_of),
+        tuple(sizes),
+        rounds=c.in_rounds,
+        allreduce=c.reduce == "allreduce" or low_rank,
+        one_push=c.node_aggregation,
+        one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
+        prefetch=c.prefetch,
+        every=c.unit_size // c.batch_size,
+        grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
+        params=0.0 if low_rank else vectors * packed.get(given.get("pull_codec", ""), 1.0),
+    )
+
+
+def moved_vectors(config: Config) -> int:
+    """Return how many vectors of the parameters' size a worker brings into an exchange."""
+    averaged = config.mode == "local_sgd" and config.local_slots == "average"
+    return 1 + (len(make_rule(config.optimizer).slots) if averaged else 0)
+
+
+def explain(config: Config, place: Place) -> Explanation:
+    """Explain a job in a world.
+
+    Raises:
+        UserError: If the world does not allow the job's roles.
+    """
+    case = case_of(config, place)
+    found = traffic.flows(case)
+    whole = moved_vectors(config) * len(case.roles.workers) * case.vector / case.every
+    loads = [traffic.busy_s(case, [flow], place.rate) for flow in traffic.totals(found)]
+    now = Explanation(
+        config, place, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
+        link_s=traffic.link_s(case, place.rate),
+        step_s=traffic.step_s(case, place.rate, place.compute_s),
+        busiest=loads.index(max(loads)), reliefs=(),
+    )  # fmt: skip
+    return dataclasses.replace(now, reliefs=_reliefs(now) if case.nodes > 1 else ())
+
+
+def _reliefs(now: Explanation) -> tuple[Relief, ...]:
+    """Return what would help, the best first; of the numbers of servers, the best alone."""
+    found = [relief for changes in _variations(now) if (relief := _relief(now, changes))]
+    found.sort(key=lambda relief: -relief.gain)
+    servers = [relief for relief in found if relief.option.startswith("--servers")]
+    kept = [r for r in found if r.gain >= LEAST_GAIN and r not in servers[1:]]
+    return tuple(kept[:MOST_RELIEFS])
+
+
+def _variations(now: Explanation) -> list[dict[str, Any]]:
+    """Return the changes to try, by field; those that the job has already change nothing."""
+    c, free = now.config, {"server_ranks": (), "server_hosts": ""}
+    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.place.hosts))]
+    tried += [
+        {"mode": mode, "servers": None, **free} for mode in OPTIONS["mode"].legal if mode != c.mode
+    ]
+    tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
+    tried += [{"local_slots": "keep"}]
+    tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.config.accumulate}]
+    for codec in now.place.codecs:
+        tried += [{"codec": codec}, {"pull_codec": codec}, {"codec": codec, "pull_codec": codec}]
+    return tried
+
+
+def _relief(now: Explanation, changes: dict[str, Any]) -> Relief | None:
+    """Return what changes would do, or None where there is no such job or it is this one."""
+    mode = changes.get("mode", now.config.mode)
+    said = {name: value for name, value in changes.items() if value not in (None, (), "")}
+    if any(not has(name, mode) or getattr(now.config, name) == said[name] for name in said):
+        return None
+    left = {k: o.default for k, o in OPTIONS.items() if not has(k, mode)}
+    try:
+        config = dataclasses.replace(now.config, **{**left, **changes})
+        validate(config)
+        case = case_of(config, now.place)
+    except UserError:
+        return None
+    step_s = traffic.step_s(case, now.place.rate, now.place.compute_s)
+    before = len(now.case.roles.workers) * step_s
+    gain = len(case.roles.workers) * now.step_s / before if before else float("inf")
+    return Relief(" ".join(_shown(name, said[name]) for name in said), step_s, gain)
+
+
+def _shown(name: str, value: object) -> str:
+    return OPTIONS[name].flag if value is True else f"{OPTIONS[name].flag} {value}"
+
+
+def explain_alone(config: Config, question: Question) -> str:
+    """Explain a job in a world that is only spoken of; the text. Needs no MPI.
+
+    Raises:
+        UserError: If no world is named, or the job or its data is wrong.
+    """
+    if not question.ranks:
+        raise UserError("--explain without a world", "--ranks N", "or start it by mpirun")
+    n, size = question.ranks, config.node_size
+    if question.nodes > n:
+        raise UserError(f"nodes {question.nodes} with ranks {n}", f"nodes <= {n}", "set --nodes")
+    node_of = [rank // size if size else rank * question.nodes // n for rank in range(n)]
+    return explain_world(config, question, [f"node{node}" for node in node_of], node_of)
+
+
+def explain_world(
+    config: Config, question: Question, hosts: Sequence[str], node_of: Sequence[int]
+) -> str:
+    """Explain a job in a world; the text. Collective: no.
+
+    Raises:
+        UserError: If the job, its data or its problem is wrong, or does not fit the world.
+    """
+    layout = load_problem(config.problem, open_dataset(config).info, config).layout
+    compute_s = question.step_ms / 1e3
+    rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
+    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+    codecs["powersgd"] = factors.sent / layout.size
+    place = Place(hosts, node_of, layout.size, rate, compute_s, codecs)
+    if not choice.is_open(config):
+        return explanation_text(explain(config, place), question.link)
+    settled = assumed(config, place)
+    told = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
+    return told + explanation_text(explain(settled, place), question.link)
+
+
+def assumed(config: Config, place: Place) -> Config:
+    """Return a job with the codecs that "auto" would choose if packing took no time."""
+    case = case_of(config, dataclasses.replace(place, codecs={}))
+    given = (config.codec, True), (config.pull_codec, choice.packable_pulls(config))
+    item = np.dtype(config.dtype).itemsize
+    slices = any(is_large(nbytes // item, config.dtype) for nbytes in case.shards)
+    ratios = place.codecs if slices else {}
+    pushes, pulls = (
+        [Candidate(name, ratios.get(name, 1.0)) for name in choice.names(*how)] for how in given
+    )
+    speeds = Speeds(place.rate, 0.0, (math.inf,) * case.nodes)
+    return choice.choose(case, speeds, pushes, pulls).applied(config)
+
+
+def codec_ratios(n: int, dtype: str) -> dict[str, float]:
+    """Return the bytes on the wire over those in memory of `n` parameters, by codec."""
+    raw = n * np.dtype(dtype).itemsize
+    if codec_for(make_codec("fp16"), n, dtype) is None:  # too small to be packed
+        return {}
+    return {name: codec().wire_bytes(n, dtype) / raw for name, codec in CODECS.items()}
+
+
+def explanation_text(told: Explanation, link: str) -> str:
+    """Return an explanation as it is printed, for links of the rate that `link` names."""
+    c, case = told.config, told.case
+    item = np.dtype(c.dtype).itemsize
+    bound = "" if case.rounds and not case.allreduce else ", at least"
+    pulled = "as much" if told.pulled == told.pushed else human_bytes(told.pulled)
+    lines = [
+        f"mode {c.mode}, {told.place.parameters:,} parameters of {item} bytes: "
+        f"{human_bytes(case.vector)}",
+        f"a step is {c.batch_size} samples of each of {len(case.roles.workers)} workers, who push "
+        f"{human_bytes(told.pushed)} in it, and pull {pulled}",
+        f"what crosses each node's link in a step{bound}:" if case.nodes > 1 else "",
+        *(_table(told) if case.nodes > 1 else ["one node: no link is crossed"]),
+        *_verdict(told, link),
+        *_relief_lines(told),
+    ]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _table(told: Explanation) -> list[str]:
+    """Return the rows of each node: its roles, and its link with all of them."""
+    case, rate = told.case, told.place.rate
+    lines = ["node  host              ranks             sent    received  time"]
+    hosts = dict(zip(case.node_of, told.place.hosts, strict=True))
+    for node, flows in enumerate(told.flows):
+        for role in (SERVERS, WORKERS):
+            if count := case.ranks(role, node):
+                name = f"{count} {role if count > 1 else role[:-1]}"
+                lines.append(_row(node, hosts[node], name, flows[role]))
+        whole = flows[SERVERS] + flows[WORKERS]
+        time_ms = 1e3 * traffic.busy_s(case, [whole], rate)
+        lines.append(f"{_row(node, hosts[node], 'link', whole)}  {time_ms:.3g} ms")
+    return lines
+
+
+def _row(node: int, host: str, name: str, flow: Flow) -> str:
+    moved = f"{human_bytes(flow.sent):>10s}  {human_bytes(flow.received):>10s}"
+    return f"{node:4d}  {host[:16]:16s}  {name:10s}  {moved}"
+
+
+def _verdict(told: Explanation, link: str) -> list[str]:
+    """Return where the bottleneck is, and how fast the job can be at best."""
+    place, case = told.place, told.case
+    if case.nodes == 1:
+        return ["the bottleneck is computing, or the memory of the node"]
+    whole = traffic.totals(told.flows)[told.busiest]
+    where = (
+        f"node {told.busiest}'s link sends {human_bytes(whole.sent)} and receives "
+        f"{human_bytes(whole.received)}: {1e3 * told.link_s:.3g} ms at {link} each way (--link)"
+    )
+    if told.bound_by_link:
+        where = f"bottleneck: {where}"
+    elif place.compute_s:
+        where = f"bottleneck: computing, {1e3 * place.compute_s:.3g} ms a step; {where}"
+    rate = f"{told.samples_per_s:,.0f} samples/s"
+    known = "" if place.compute_s else " (computing not counted: give --step-ms)"
+    return [where, f"a step takes at least {1e3 * told.step_s:.3g} ms: at most {rate}{known}"]
+
+
+def _relief_lines(told: Explanation) -> list[str]:
+    if not told.reliefs:
+        return ["no other option of these would relieve it"] if told.case.nodes > 1 else []
+    lines = ["what would relieve it, the most first (speed alone, not what it does to the result):"]
+    width = max(len(relief.option) for relief in told.reliefs)
+    for relief in told.reliefs:
+        more = f"{relief.gain:.3g} times the samples/s"
+        lines.append(f"  {relief.option:{width}s}  {1e3 * relief.step_s:8.3g} ms a step, {more}")
+    return lines

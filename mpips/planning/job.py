@@ -1,0 +1,297 @@
+"""What every rank of a run knows before the first step: the job, resolved and checked."""
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.checkpoint.place import Place
+from mpips.cluster.world import Cluster, mpi_name
+from mpips.config import Config
+from mpips.config.jobfile import from_toml
+from mpips.config.modes import ROUND_MODES
+from mpips.datasets import DataInfo, Dataset
+from mpips.datasets.ledger import HandOut
+from mpips.errors import UserError
+from mpips.kernels import all_finite
+from mpips.layout import Layout, Shard, cut
+from mpips.optim import Rule, make_rule, schedule
+from mpips.optim.staleness import Staleness
+from mpips.problems import Problem
+
+OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
+# Beside what a resume may not change at all, these decide the bits of a synchronous run.
+BITWISE_FIELDS = (
+    *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
+    *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
+    *("backup_workers", "codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
+    "powersgd_rank",
+)
+
+
+@dataclass
+class Job:
+    """A run, as each rank holds it.
+
+    Attributes:
+        config: The resolved configuration.
+        cluster: The job's ranks, with their roles.
+        info: What the data is.
+        dataset: The open dataset; None on servers.
+        problem: The model.
+        out: The run's folder.
+        block: Samples that are read at once; 0 for data in memory.
+        checkpoint: The checkpoint that the run continues or takes its parameters from, or None.
+        resumed: Whether it continues it.
+        started: `time.perf_counter` when the process started.
+        place: The run's folder, held by the chief while it trains; None elsewhere.
+        begun: Whether training has begun, as far as this rank has seen: it has computed a
+            gradient, or applied one.
+    """
+
+    config: Config
+    cluster: Cluster
+    info: DataInfo
+    dataset: Dataset | None
+    problem: Problem
+    out: Path
+    block: int
+    checkpoint: Checkpoint | None = None
+    resumed: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    place: Place | None = None
+    begun: bool = False
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.layout: Layout = self.problem.layout
+        self.dtype = np.dtype(c.dtype)
+        self.shards = cut(self.layout.size, len(self.cluster.roles.owners), self.dtype.itemsize)
+        self.rule: Rule = make_rule(
+            c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
+            weight_decay=c.weight_decay, decay=c.decay,
+        )  # fmt: skip
+        self.staleness = Staleness.of(c)
+        outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
+        keep = c.mode == "local_sgd" and c.local_slots == "keep"
+        shared = () if keep or c.mode == "easgd" else self.rule.slots
+        # Owned with a shard.
+        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots
+        self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
+        saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
+        self.base_step = int(saved.get("step", 0))
+        self.base_samples = int(saved.get("samples", 0))
+        self._base_position = self._position(saved.get("schedule"))
+        worker = self.worker_id
+        self.delay = 1.0 if worker is None else c.delays.get(worker, 1.0)
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's shard; only on owners."""
+        return self.shards[self.cluster.roles.owners.index(self.cluster.rank)]
+
+    @property
+    def worker_id(self) -> int | None:
+        """This rank's number among the workers, or None on servers."""
+        workers = self.cluster.roles.workers
+        return workers.index(self.cluster.rank) if self.cluster.rank in workers else None
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates that one epoch makes."""
+        return -(-self.info.n_train // self.samples_per_update)
+
+    @property
+    def gradients_per_update(self) -> int:
+        """Workers that one update takes; with backup workers, as long as enough of them push."""
+        workers = len(self.cluster.roles.workers)
+        return workers - self.config.backup_workers if self.config.mode in ROUND_MODES else 1
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole run, resumed parts included."""
+        steps, workers = self.config.steps, len(self.cluster.roles.workers)
+        if steps:
+            return -(-steps * workers // self.gradients_per_update)
+        return self.config.epochs * self.updates_per_epoch
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples that one update takes, as long as batches are whole."""
+        return self.config.unit_size * self.gradients_per_update
+
+    def rate(self) -> Callable[[int], float]:
+        """Return the learning rate as a function of the update's number."""
+        c = self.config
+        found = schedule(
+            c.schedule, c.learning_rate, total_steps=max(1, self.total_steps),
+            warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
+        )  # fmt: skip
+        ahead = self._base_position - self.base_step
+        if c.schedule != "cosine" or not ahead:
+            return found
+        return lambda step: found(step + ahead)
+
+    def _position(self, saved: Mapping[str, int] | None) -> int:
+        """Return how many updates of this world the run that is resumed was long.
+
+        Where an update took other samples it made more of them, or fewer, and a schedule that ends
+        with the run would have ended before it. What --steps leaves to do is counted in steps.
+        """
+        if saved is None or saved["samples_per_update"] == self.samples_per_update:
+            return saved["position"] if saved else self.base_step
+        if self.config.steps:
+            clocks, in_rounds = self.handout().clocks, self.config.in_rounds
+            return clocks[0] if in_rounds else -(-sum(clocks) // self.gradients_per_update)
+        epochs, rest = divmod(self.base_samples, self.info.n_train)
+        return epochs * self.updates_per_epoch - (-rest // self.samples_per_update)
+
+    def handout(self) -> HandOut:
+        """Return the batches of the run, from where the resumed one was.
+
+        A synchronous run has one taker, the round, whose batch all workers share; but not where
+        it has backup workers.
+        """
+        c, sync = self.config, self.config.in_rounds
+        workers = len(self.cluster.roles.workers)
+        size = c.unit_size * (workers if sync else 1)
+        out = HandOut(
+            samples=self.info.n_train,
+            batch_size=size,
+            workers=1 if sync else workers,
+            epochs=None if c.steps else c.epochs,
+            quota=c.steps or None,
+            chunk=1 if sync else max(1, self.block // size),
+        )
+        if self.checkpoint is not None and self.resumed:
+            state = dict(self.checkpoint.state["handout"])
+            if sync:  # rounds are steps of each worker
+                state["clocks"] = [max(state["clocks"])]
+            out.restore(state)
+        return out
+
+    def state(self, step: int, handout: dict[str, Any], samples: int) -> dict[str, Any]:
+        """Return what goes into a checkpoint beside the arrays."""
+        return {
+            "step": step,
+            "samples": samples,
+            "schedule": {
+                "position": self._base_position + step - self.base_step,
+                "samples_per_update": self.samples_per_update,
+            },
+            "handout": handout,
+            "block": self.block,
+            "n_train": self.info.n_train,
+            "mode": self.config.mode,
+            "world": self.world(),
+        }
+
+    def world(self) -> dict[str, Any]:
+        """Return what a synchronous run's bits depend on (see `differences`)."""
+        cluster, c = self.cluster, self.config
+        fields = set(BITWISE_FIELDS)
+        if c.mode == "local_sgd":
+            fields |= {"local_steps", "local_slots", "outer_momentum"}
+        if c.schedule == "cosine":
+            fields |= {"epochs", "steps"}
+        return {
+            "job": {name: getattr(c, name) for name in sorted(fields)} | {"lr": c.learning_rate},
+            "threads": cluster.threads,
+            "ranks": cluster.world,
+            "servers": list(cluster.roles.servers),
+            "node_of": list(cluster.node_of),
+            "mpi": mpi_name(),
+            "cpu": cpu_name(),
+        }
+
+    def differences(self) -> list[str]:
+        """Return in which ways this world differs from the one that saved the checkpoint."""
+        if self.checkpoint is None:
+            return []
+        saved, now = self.checkpoint.state.get("world", {}), self.world()
+        before = asdict(from_toml(self.checkpoint.config))  # for what it had no need to keep
+        saved, now = {**before, **saved, **saved.get("job", {})}, {**now, **now["job"]}
+        names = [name for name in now if name != "job"]
+        return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
+
+    def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
+        """Fill the parameters and slots of a shard: from the checkpoint, or anew.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        if self.checkpoint is None:
+            np.copyto(
+                params, initial_vector(self.problem, self.config.seed, self.dtype)[shard.range]
+            )
+        else:
+            self.checkpoint.read_params(shard.begin, shard.end, out=params)
+        self.rule.init(params, slots)
+        if self.checkpoint is not None and self.resumed:
+            for name, slot in zip(self.slots, slots, strict=True):
+                if name in self.checkpoint.slot_names:  # else the saved run's mode had none
+                    self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
+                elif name in self.checkpoint.worker_names:
+                    self.checkpoint.read_workers_mean(name, shard.begin, out=slot)
+
+    def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
+        """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
+
+        Where another number of workers has saved the run, each begins with the mean of theirs;
+        where a mode with shared slots has, with those.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        worker, workers = self.worker_id, len(self.cluster.roles.workers)
+        for name, slot in zip(self.own_slots, slots, strict=True):
+            slot.fill(0)
+            if self.checkpoint is None or not self.resumed or worker is None:
+                continue
+            if name in self.checkpoint.worker_names:
+                if len(self.checkpoint.contents.workers) == workers:
+                    self.checkpoint.read_worker(name, worker, slot)
+                else:
+                    self.checkpoint.read_workers_mean(name, 0, slot)
+            elif name in self.checkpoint.slot_names:
+                self.checkpoint.read_slot(name, out=slot)
+
+
+def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
+    """Return the problem's initial parameters as one flat vector, shape (size,).
+
+    Raises:
+        UserError: If the names or shapes are not those of the problem's layout.
+    """
+    vector = np.empty(problem.layout.size, dtype)
+    views = problem.layout.views(vector)
+    arrays = problem.init(np.random.default_rng(seed))
+    expected = {name: view.shape for name, view in views.items()}
+    found: object = type(arrays).__name__
+    if isinstance(arrays, Mapping):
+        found = {name: np.shape(array) for name, array in arrays.items()}
+    if found != expected:
+        raise UserError(f"init() of the problem gave {found}", f"{expected}, as in its layout")
+    for name, view in views.items():
+        view[...] = arrays[name]
+        if not all_finite(view.reshape(-1)):
+            got = f"init() of the problem gave NaN or infinity in {name}"
+            raise UserError(got, "finite parameters")
+    return vector
+
+
+def cpu_name() -> str:
+    """Return the model name of the processor, or of its architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.machine()

@@ -1,0 +1,141 @@
+"""What a job needs of a batch system: memory a rank, and time; from one gradient, measured here.
+
+Vectors are counted as `check_memory` of a running job and the modules that allocate them do. Time
+is a guess on the safe side: the login node is not the compute node.
+"""
+
+import math
+import time
+import tracemalloc
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from mpips.config import Config
+from mpips.datasets import iterate, open_dataset
+from mpips.layout.roles import assign
+from mpips.optim import make_rule
+from mpips.planning.vectors import codec_vectors, least_vectors
+from mpips.problems import load_problem
+
+# Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
+BASE_BYTES = 320e6
+BATCHES, MEASURE_S = 20, 2.0
+STARTUP_S = 120.0
+MOVE_BYTES_PER_S, WRITE_BYTES_PER_S = 0.5e9, 50e6
+SLACK = 2.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What opening the job shows.
+
+    Attributes:
+        parameters: Number of parameters.
+        n_train: Training samples.
+        data_bytes: Memory that a worker's data takes.
+        grad_s: Seconds that the gradient of a batch takes on this machine.
+    """
+
+    parameters: int
+    n_train: int
+    data_bytes: float
+    grad_s: float
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job takes on a world.
+
+    Attributes:
+        servers: Number of servers; 0 where every rank owns a slice.
+        workers: Number of workers.
+        server_bytes: Memory of a server; 0 where there is none.
+        worker_bytes: Memory of a worker.
+        save_s: Seconds to finish a step and save.
+        seconds: From the start to the end.
+    """
+
+    servers: int
+    workers: int
+    server_bytes: float
+    worker_bytes: float
+    save_s: float
+    seconds: float
+
+    @property
+    def rank_bytes(self) -> float:
+        """Memory of the largest rank."""
+        return max(self.server_bytes, self.worker_bytes)
+
+
+def measure(config: Config) -> Measured:
+    """Open the data, build the problem and compute some gradients.
+
+    Raises:
+        UserError: If the data or the problem is not what the job says.
+    """
+    from threadpoolctl import threadpool_limits
+
+    tracemalloc.start()
+    dataset = open_dataset(config)
+    _, data_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    problem = load_problem(config.problem, dataset.info, config)
+    vectors = np.zeros((2, problem.layout.size), config.dtype)
+    params, grad = (problem.layout.views(vector) for vector in vectors)
+    for name, array in problem.init(np.random.default_rng(config.seed)).items():
+        params[name][...] = array
+    took: list[float] = []
+    n = dataset.info.n_train
+    batches = iterate(dataset.train, 0, n, config.batch_size, config.dtype)
+    with threadpool_limits(config.threads or 1):
+        for batch in islice(batches, BATCHES):
+            begun = time.perf_counter()
+            problem.loss_and_grad(params, batch, grad)
+            took.append(time.perf_counter() - begun)
+            if sum(took) > MEASURE_S:
+                break
+    return Measured(problem.layout.size, n, data_bytes, float(np.median(took)))
+
+
+def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -> Needs:
+    """Return what the job takes on `nodes` nodes of `ranks_per_node` ranks.
+
+    Raises:
+        UserError: If no worker or, where servers apply, no server would be left.
+    """
+    node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
+    hosts = [f"node{node}" for node in node_of]
+    count = config.servers
+    roles = assign(config.mode, hosts, node_of, count, config.server_ranks)
+    vector = measured.parameters * np.dtype(config.dtype).itemsize
+    state = vector * (1 + len(make_rule(config.optimizer).slots))
+    shard = 1 / len(roles.owners)
+    owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
+    pool = shard * vector * (2 if config.in_rounds else config.inbox)
+    if nodes > 1:
+        pool += vector * codec_vectors(config) / ranks_per_node
+    worker = BASE_BYTES + measured.data_bytes + vector * _vectors(config, nodes)
+    together = config.unit_size * len(roles.workers)
+    steps = config.steps or config.epochs * math.ceil(measured.n_train / together)
+    batches = config.unit_size / config.batch_size  # between two pushes or rounds
+    step_s = SLACK * (batches * measured.grad_s + 4 * vector / MOVE_BYTES_PER_S)
+    return Needs(
+        servers=len(roles.servers),
+        workers=len(roles.workers),
+        server_bytes=BASE_BYTES + owned + pool if roles.servers else 0.0,
+        worker_bytes=worker if roles.servers else worker + owned + pool,
+        save_s=step_s + shard * state / WRITE_BYTES_PER_S,
+        seconds=STARTUP_S + steps * step_s,
+    )
+
+
+def _vectors(config: Config, nodes: int) -> int:
+    """Vectors of all parameters that a worker holds: gradients, replicas, what it evaluates."""
+    if config.mode in ("local_sgd", "easgd"):
+        return least_vectors(config, 1) + 2
+    if config.mode == "sync":
+        return 3
+    return 4 + config.prefetch + (config.share_pulls and nodes > 1)

@@ -1,0 +1,229 @@
+"""How many bytes cross the link of each node in a step, and how long that takes at the least.
+
+M bytes are all parameters, m_i the shards of node i, w_i its workers, n the nodes with workers, B
+the rate of a link, which carries both directions at once. What stays on a node costs nothing here.
+
+**Served modes** (async). In a step node i sends p_i (M - m_i) of gradients and receives
+q_i (M - m_i) of parameters, and its servers receive m_i sum_j p_j and send m_i sum_j q_j, over the
+other nodes j. p_i = q_i = w_i; with ``--node-aggregation`` p_i = 1 and, where the workers of a node
+share their pulls, q_i = 1. With k servers on nodes of their own and one worker on each of n nodes
+this is max(M, n M / k) each way (Jiang et al., OSDI 2020, section 2). Both directions and both
+kinds run at once, so a step takes max(bytes / B, t + pull), with t for computing and for the pull
+(M - m_i) / B, which is hidden too, so nothing, with ``--prefetch``. ``--delay-compensation`` sends
+the parameters that a gradient was computed from behind it, so that a push takes twice as much.
+
+**Rounds** (sync). Gradients are summed on each node first. Node i sends M - m_i of sums and
+receives M - m_i of results; its owners receive m_i from, and send m_i to, each other node that has
+workers. With one owner on each of n nodes that makes 2 (n - 1) M / n each way, as the best
+Allreduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005; Patarasuk and Yuan, JPDC 2009).
+The results come after the sums, and both after the gradient: the times add up.
+
+**Rounds by MPI_Allreduce** (``--reduce allreduce``): at least 2 (n - 1) M / n each way for the
+Allreduce between n nodes, and then each node receives M - m_i of the broadcasts.
+
+**Rounds of codec powersgd**: Allreduces between n nodes of r (m + n) elements for each matrix of
+shape (m, n), and of what is sent as it is: 2 (n - 1) / n of those each way, and no parameters.
+
+Where k batches are accumulated before a push or a round, all is divided by k. Where a codec packs
+gradients or parameters, theirs are multiplied by what it makes of a byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpips.layout.roles import Roles
+
+SERVERS, WORKERS = "servers", "workers"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes a step that the ranks of one role on one node bring over its link.
+
+    Attributes:
+        grads_out: Gradients sent.
+        grads_in: Gradients received.
+        params_out: Parameters sent.
+        params_in: Parameters received.
+    """
+
+    grads_out: float = 0.0
+    grads_in: float = 0.0
+    params_out: float = 0.0
+    params_in: float = 0.0
+
+    def __add__(self, other: "Flow") -> "Flow":
+        """Return the two together."""
+        return Flow(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def scaled(self, grads: float, params: float) -> "Flow":
+        """Return the gradients and the parameters each times a factor."""
+        return Flow(
+            self.grads_out * grads,
+            self.grads_in * grads,
+            self.params_out * params,
+            self.params_in * params,
+        )
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave the node."""
+        return self.grads_out + self.params_out
+
+    @property
+    def received(self) -> float:
+        """Bytes that come to the node."""
+        return self.grads_in + self.params_in
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the bytes depend on.
+
+    Attributes:
+        roles: Who is a server and who is a worker.
+        node_of: Node number of each rank.
+        shards: Bytes of each owner's shard.
+        rounds: Whether all go in rounds; else servers are pulled from and pushed to.
+        allreduce: Whether a round is MPI_Allreduce, of whole gradients or of their factors.
+        one_push: Whether a node sends its gradients as one.
+        one_pull: Whether a node fetches each far shard once.
+        prefetch: Whether pulls are hidden behind computing.
+        every: Steps between two pushes, or rounds.
+        grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
+            with it, over those of a gradient in memory.
+        params: Likewise, of parameters.
+    """
+
+    roles: Roles
+    node_of: tuple[int, ...]
+    shards: tuple[int, ...]
+    rounds: bool = False
+    allreduce: bool = False
+    one_push: bool = False
+    one_pull: bool = False
+    prefetch: bool = False
+    every: int = 1
+    grads: float = 1.0
+    params: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return max(self.node_of) + 1
+
+    @property
+    def vector(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.shards)
+
+    def ranks(self, role: str, node: int) -> int:
+        """Return the number of ranks of a role on a node."""
+        ranks = self.roles.servers if role == SERVERS else self.roles.workers
+        return sum(self.node_of[rank] == node for rank in ranks)
+
+    def owned(self, node: int) -> int:
+        """Return the bytes of the shards of a node."""
+        pairs = zip(self.roles.owners, self.shards, strict=True)
+        return sum(size for rank, size in pairs if self.node_of[rank] == node)
+
+
+Flows = list[dict[str, Flow]]
+
+
+def _values(flow: Flow) -> tuple[float, float, float, float]:
+    return flow.grads_out, flow.grads_in, flow.params_out, flow.params_in
+
+
+def flows(case: Case) -> Flows:
+    """Return what crosses each node's link in a step, by node and then by role."""
+    make = _served if not case.rounds else _allreduced if case.allreduce else _summed
+    found = make(case) if case.nodes > 1 else [{WORKERS: Flow(), SERVERS: Flow()}]
+    share = 1 / case.every
+    return [
+        {role: flow.scaled(case.grads * share, case.params * share) for role, flow in node.items()}
+        for node in found
+    ]
+
+
+def _served(case: Case) -> Flows:
+    workers = [case.ranks(WORKERS, node) for node in range(case.nodes)]
+    pushes = [min(1, w) if case.one_push else w for w in workers]
+    pulls = [min(1, w) if case.one_pull else w for w in workers]
+    return [_node(case, node, pushes, pulls) for node in range(case.nodes)]
+
+
+def _summed(case: Case) -> Flows:
+    once = [min(1, case.ranks(WORKERS, node)) for node in range(case.nodes)]
+    return [_node(case, node, once, once) for node in range(case.nodes)]
+
+
+def _node(case: Case, node: int, pushes: Sequence[int], pulls: Sequence[int]) -> dict[str, Flow]:
+    """Return the flows of a node, from how many gradients and parameters each node moves."""
+    owned = case.owned(node)
+    far = case.vector - owned
+    working = Flow(grads_out=pushes[node] * far, params_in=pulls[node] * far)
+    owning = Flow(
+        grads_in=owned * (sum(pushes) - pushes[node]),
+        params_out=owned * (sum(pulls) - pulls[node]),
+    )
+    if not case.roles.servers:
+        return {WORKERS: working + owning, SERVERS: Flow()}
+    return {WORKERS: working, SERVERS: owning}
+
+
+def _allreduced(case: Case) -> Flows:
+    """Return what is needed at the least: how MPI does it is not known."""
+    around = 2 * (case.nodes - 1) * case.vector / case.nodes
+    found: Flows = []
+    for node in range(case.nodes):
+        owned = case.owned(node)
+        whole = Flow(around, around, owned, case.vector - owned)
+        servers = case.ranks(WORKERS, node) == 0
+        found.append({WORKERS: Flow() if servers else whole, SERVERS: whole if servers else Flow()})
+    return found
+
+
+def totals(found: Flows) -> list[Flow]:
+    """Return what crosses each node's link, of all roles together."""
+    return [node[WORKERS] + node[SERVERS] for node in found]
+
+
+def link_s(case: Case, rate: float) -> float:
+    """Return the least seconds that the busiest link is busy for in a step.
+
+    Args:
+        case: The job.
+        rate: Of a link, each way, in bytes a second.
+    """
+    return busy_s(case, totals(flows(case)), rate)
+
+
+def busy_s(case: Case, links: Sequence[Flow], rate: float) -> float:
+    """Return the least seconds in which these links, at once, move that in a step."""
+    if not case.rounds:
+        return max(max(f.sent, f.received) for f in links) / rate
+    sums = max(max(f.grads_out, f.grads_in) for f in links)
+    return (sums + max(max(f.params_out, f.params_in) for f in links)) / rate
+
+
+def pull_s(case: Case, rate: float) -> float:
+    """Return the least seconds that a worker of a served mode waits for its pull in a step."""
+    if case.rounds or case.prefetch or case.nodes == 1:
+        return 0.0
+    nodes = {case.node_of[rank] for rank in case.roles.workers}
+    far = max(case.vector - case.owned(node) for node in nodes)
+    return far * case.params / case.every / rate
+
+
+def step_s(case: Case, rate: float, compute_s: float = 0.0) -> float:
+    """Return the least seconds between two steps of a worker.
+
+    Args:
+        case: The job.
+        rate: Of a link, each way, in bytes a second.
+        compute_s: For computing a gradient.
+    """
+    if case.rounds:
+        return compute_s + link_s(case, rate)
+    return max(link_s(case, rate), compute_s + pull_s(case, rate))

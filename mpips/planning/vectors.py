@@ -1,0 +1,35 @@
+"""Vectors of the parameters' size that a job holds: what is refused, and asked for in a script."""
+
+from mpips.config import Config
+from mpips.optim import make_rule
+
+
+def least_vectors(config: Config, workers: int) -> int:
+    """Return the least that the workers of one host hold together.
+
+    That is a gradient for each worker and, except where a round shares it, a replica; in the modes
+    with local steps also what each worker trains by itself.
+
+    Args:
+        config: The job.
+        workers: Number of workers on the host.
+    """
+    slots = len(make_rule(config.optimizer).slots)
+    shared = config.in_rounds and config.window == "shared" and config.reduce != "allreduce"
+    replicas = 1 + (config.prefetch or config.delay_compensation > 0)
+    vectors = workers + 1 if shared else (1 + replicas) * workers
+    if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
+        moved = 0 if config.local_slots == "keep" else slots
+        vectors = (1 + moved) * vectors + (1 + slots - moved) * workers
+    if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
+        vectors += (2 + slots) * workers
+    return vectors
+
+
+def codec_vectors(config: Config) -> int:
+    """Return what a node of several holds for a codec of synchronous rounds."""
+    if not config.in_rounds or config.codec == "none":
+        return 0
+    if config.codec != "powersgd":
+        return 1  # residual or message
+    return 1 + len(make_rule(config.optimizer).slots)  # the error, and slots that others own too

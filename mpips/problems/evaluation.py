@@ -1,0 +1,204 @@
+"""Evaluation of parameters on held-out samples, in parts that can be added up."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpips.config.delay import linger
+from mpips.datasets.base import iterate
+from mpips.errors import UserError
+
+if TYPE_CHECKING:
+    from mpips.cluster.world import Comm
+    from mpips.datasets import Batch
+    from mpips.planning.job import Job
+
+CHUNK = 1024
+SHOWN = 8  # numbers in a message
+Arrays = Mapping[str, np.ndarray]
+
+
+def evaluate(
+    job: "Job", params: Mapping[str, np.ndarray], begin: int, end: int
+) -> dict[str, float]:
+    """Evaluate the held-out samples ``[begin, end)``; a worker's part, not collective.
+
+    Returns:
+        The sum over the samples of each metric of the problem; nothing for an empty range.
+
+    Raises:
+        UserError: If the samples cannot be read, or not all batches have the same metrics.
+    """
+    assert job.dataset is not None, "servers read no data"
+    assert job.dataset.test is not None, "no sample is held out"
+    parts: dict[int, dict[str, float]] = {}
+    for batch in iterate(job.dataset.test, begin, end, CHUNK, job.dtype):
+        found = checked_metrics(job.problem.evaluate(params, batch))
+        sums = {name: float(value) * len(batch) for name, value in found.items()}
+        parts[begin + CHUNK * len(parts)] = sums
+    return add_up(parts, "held-out sample", "the same metrics for every batch")
+
+
+def add_up(parts: Mapping[int, Mapping[str, float]], what: str, expected: str) -> dict[str, float]:
+    """Return the sum of each metric over the parts that have any.
+
+    Args:
+        parts: Sums by metric, by the number of what they are of.
+        what: That it is the number of: rank, say.
+        expected: What is expected of all parts.
+
+    Raises:
+        UserError: If a metric is in some of the parts only.
+    """
+    known = {number: part for number, part in parts.items() if part}
+    for name in sorted({name for part in known.values() for name in part}):
+        having = [number for number, part in known.items() if name in part]
+        if len(having) < len(known):
+            without = [number for number in known if number not in having]
+            got = f"evaluate of the problem gave {name!r} at {_listed(what, having)}"
+            got += f" and not at {_listed(what, without)}"
+            raise UserError(got, expected, f"return {name!r} always, NaN perhaps, or never")
+    names = next(iter(known.values()), {})
+    return {name: sum(part[name] for part in known.values()) for name in sorted(names)}
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN]))
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}{more}"
+
+
+def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the mean of each metric over the held-out samples, from the workers' sums.
+
+    Raises:
+        UserError: If a metric is some workers' only.
+    """
+    by_rank = dict(zip(job.cluster.roles.workers, (part or {} for part in parts), strict=True))
+    sums = add_up(by_rank, "rank", "the same metrics on every rank")
+    return {name: value / job.info.n_test for name, value in sums.items()}
+
+
+def share_evaluation(job: "Job", workers: "Comm", mine: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each metric, as `mean_evaluation`, on every worker.
+
+    Args:
+        job: The run.
+        workers: The communicator of the workers.
+        mine: This worker's sums.
+
+    Raises:
+        UserError: If a metric is some workers' only; on all of them.
+
+    Collective: over `workers`. Blocks: until all of them have evaluated, but never inside MPI.
+    """
+    text = np.frombuffer(json.dumps(mine).encode(), "u1")
+    sizes = np.zeros(workers.size, "i4")
+    wait = job.cluster.wait_request
+    wait(workers.Iallgather(np.array([text.size], "i4"), sizes))
+    texts = np.empty(sizes.sum(), "u1")
+    wait(workers.Iallgatherv(text, (texts, sizes)))
+    ends = np.cumsum(sizes)
+    parts = zip(ends - sizes, ends, strict=True)
+    return mean_evaluation(job, [json.loads(texts[a:b].tobytes()) for a, b in parts])
+
+
+def checked_loss(value: Any) -> float:
+    """Return what a problem's ``loss_and_grad`` gave as a number.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        got = f"loss_and_grad of the problem returned {type(value).__name__}"
+        raise UserError(got, "a number, the mean loss over the batch") from None
+
+
+def checked_metrics(value: Any) -> Mapping[str, float]:
+    """Return what a problem's ``evaluate`` gave.
+
+    Raises:
+        UserError: If it is not a mapping of names to numbers, ``loss`` among them.
+    """
+    expected = 'a dictionary of numbers, such as {"loss": 0.5, "accuracy": 0.9}'
+    got = f"evaluate of the problem returned {str(value)[:60]}"
+    if not isinstance(value, Mapping):
+        raise UserError(got, expected)
+    if "loss" not in value:
+        raise UserError(f"{got}, without 'loss'", expected, "add the mean loss under that name")
+    for name, number in value.items():
+        if np.ndim(number) or not isinstance(number, (int, float, np.number)):
+            got = f"evaluate of the problem returned {type(number).__name__} for {name!r}"
+            raise UserError(got, expected)
+    return value
+
+
+def gradient(
+    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray, first: bool
+) -> float:
+    """Compute a worker's gradient into `out`, views of `flat`; returns the mean loss.
+
+    A worker of ``--inject-delay`` takes so many times as long.
+
+    Raises:
+        UserError: If the loss is no number, or a worker's first gradient is not wholly written.
+    """
+    start = time.perf_counter()
+    if first:
+        loss = first_gradient(job, params, batch, out, flat)
+    else:
+        loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
+    if job.delay > 1:
+        linger((job.delay - 1) * (time.perf_counter() - start), job.cluster.progress)
+    return loss
+
+
+def first_gradient(
+    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray
+) -> float:
+    """Compute a worker's first gradient, and check that the problem wrote all of it.
+
+    What it is evaluated by is tried on the same batch: else a mistake there would end the run
+    after its first epoch.
+
+    Raises:
+        UserError: If an element of `out` was not written although the loss is finite; if the
+            problem has not the metrics that the run needs.
+    """
+    if job.info.n_test:
+        metrics = checked_metrics(job.problem.evaluate(params, batch))
+        if job.config.target_accuracy and "accuracy" not in metrics:
+            got = (
+                f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"
+            )
+            raise UserError(got, "'accuracy' as well", "leave out --target-accuracy")
+    flat[:] = np.nan
+    loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
+    views = job.layout.views(flat)
+    missing = [name for name, grad in views.items() if np.isnan(grad).any()]
+    if missing and math.isfinite(loss):
+        raise UserError(
+            f"loss_and_grad of the problem left NaN in out[{missing[0]!r}]",
+            "the mean gradient in every element",
+            f"write in place: out[{missing[0]!r}][...] = gradient",
+        )
+    return loss
+
+
+def next_evaluation(epoch: float, every: float) -> float:
+    """Return the first multiple of `every` epochs after `epoch`; infinity if `every` is 0.
+
+    A resumed run evaluates where an uninterrupted one would.
+    """
+    return (math.floor(epoch / every) + 1) * every if every else math.inf
+
+
+def share(samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Return the range ``[begin, end)`` of `samples` that part number `part` evaluates."""
+    return part * samples // parts, (part + 1) * samples // parts

@@ -1,0 +1,252 @@
+"""A problem's gradient against differences of its loss, in float64, on the first batch.
+
+A direction d of one array is right where g . d is ``(f(w + h d) - f(w - h d)) / 2 h``, for the
+gradient g at w and a small h. Directions are that of g, random ones, and single elements: those
+of the largest gradients, and random ones. Rounding spoils a difference of a small h, curvature one
+of a large h, and a kink, such as relu's, one of an h that reaches it: so several h are tried, and
+a direction is wrong only where two neighbouring ones agree with each other and not with g. What is
+wrong is looked at again from another w, as one may stand on a kink. How rough the loss is (it may
+be computed in float32 inside) is measured by third differences, as in More and Wild, "Estimating
+computational noise", SIAM J. Sci. Comput. 33 (2011).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.config import Config
+from mpips.datasets import Batch, open_dataset
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
+from mpips.errors import UserError
+from mpips.problems import Problem, load_problem
+from mpips.problems.evaluation import checked_loss
+
+STEPS = ((1e-5, 1e-4), (1e-6, 1e-5), (1e-4, 1e-3), (1e-3, 1e-2))  # of an array's root mean square
+TOLERANCE = 1e-4
+DOUBTS = 10  # times the difference between two steps that an error must exceed
+LARGEST, RANDOM, DIRECTIONS = 12, 24, 4
+SHIFT = 0.01  # of what the parameters begin with: zeroes would hide mistakes, and stand on kinks
+CLEAR, NEGLIGIBLE = 0.1, 1e-6  # doubt over the larger of two numbers, or over the loss
+POINTS, SPACING = 14, 3e-7
+NOISE = 20 * np.finfo("f8").eps
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found along one direction of an array.
+
+    Attributes:
+        place: The direction, in words.
+        given: What the problem's gradient says, g . d.
+        found: What the loss says.
+        doubt: By how much `found` may be off.
+        negligible: What is smaller does not count.
+    """
+
+    place: str
+    given: float
+    found: float
+    doubt: float
+    negligible: float
+
+    @property
+    def error(self) -> float:
+        """The difference, over the larger of the two."""
+        return abs(self.given - self.found) / max(abs(self.given), abs(self.found), 1e-300)
+
+    @property
+    def right(self) -> bool:
+        """Whether the two are equal, but for rounding and curvature, and these are small."""
+        clear = self.doubt <= max(CLEAR * self._size, self.negligible)
+        return clear and abs(self.given - self.found) <= TOLERANCE * self._size + self.doubt
+
+    @property
+    def wrong(self) -> bool:
+        """Whether they differ for no such reason."""
+        return abs(self.given - self.found) > 10 * TOLERANCE * self._size + DOUBTS * self.doubt
+
+    @property
+    def _size(self) -> float:
+        return max(abs(self.given), abs(self.found))
+
+
+class Checker:
+    """The loss of a problem on one batch, as a function of a vector of float64.
+
+    Args:
+        problem: Made for float64.
+        batch: The batch, likewise.
+        seed: Of the start, and of the directions.
+
+    Raises:
+        UserError: If the loss is not finite, or is another one when it is asked for again.
+    """
+
+    def __init__(self, problem: Problem, batch: Batch, seed: int) -> None:
+        self._problem, self._batch, self._rng = problem, batch, np.random.default_rng([seed, 1])
+        self._layout = problem.layout
+        self._flat, self._grad = np.zeros((2, self._layout.size))
+        self._params = self._layout.views(self._flat, writable=False)
+        self._start = np.zeros(self._layout.size)
+        for name, view in self._layout.views(self._start).items():
+            view[...] = problem.init(np.random.default_rng(seed))[name]
+        self._gradient = np.zeros(self._layout.size)
+        self._move()
+
+    def _move(self) -> None:
+        """Go to another place near the start, and compute the gradient there."""
+        for name, view in self._layout.views(self._flat).items():
+            start = self._layout.views(self._start)[name]
+            size = np.sqrt(np.mean(start**2)) or 1.0
+            view[...] = start + SHIFT * size * self._rng.standard_normal(view.shape)
+        loss = self._loss()
+        self._gradient[:] = self._grad
+        self._negligible = NEGLIGIBLE * max(1.0, abs(loss))
+        again = self._loss()
+        if not np.isfinite(loss) or loss != again:
+            expected = "a finite loss that depends on nothing but parameters and batch"
+            remedy = "leave out what is random while you check"
+            raise UserError(f"a loss of {loss}, then of {again}", expected, remedy)
+        for name, view in self._layout.views(self._gradient).items():
+            if not np.isfinite(view).all():
+                got = f"loss_and_grad of the problem left NaN or infinity in out[{name!r}]"
+                raise UserError(got, "the mean gradient in every element")
+        self._noise = max(NOISE * max(1.0, abs(loss)), 3 * self._roughness())
+
+    def _roughness(self) -> float:
+        """Return how far the loss is from a smooth function, where one steps a little."""
+        here, along = self._flat.copy(), self._rng.standard_normal(self._flat.size)
+        for name, view in self._layout.views(along).items():
+            view *= np.sqrt(np.mean(self._layout.views(here)[name] ** 2))
+        losses = []
+        for k in range(POINTS):
+            self._flat[:] = here + k * SPACING * along
+            losses.append(self._loss())
+        self._flat[:] = here
+        return float(np.median(np.abs(np.diff(losses, 3))) / np.sqrt(20))
+
+    def _loss(self) -> float:
+        self._grad[:] = np.nan
+        out = self._layout.views(self._grad)
+        with np.errstate(all="ignore"):
+            return checked_loss(self._problem.loss_and_grad(self._params, self._batch, out))
+
+    def check(self, name: str) -> list[Probe]:
+        """Return what was found in an array; wrong is only what is wrong from two places."""
+        probes = [self._probe(name, *each) for each in self._directions(name)]
+        if any(probe.wrong for probe in probes):
+            self._move()
+            again = [self._probe(name, *each) for each in self._directions(name)]
+            if not any(probe.wrong for probe in again):
+                return again
+        return probes
+
+    def _directions(self, name: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield directions of an array: words, elements of it, and their weights."""
+        grad = self._layout.views(self._gradient)[name].reshape(-1)
+        everything = np.arange(grad.size)
+        norm = np.linalg.norm(grad)
+        if norm:
+            yield "along it", everything, grad / norm
+        for _ in range(DIRECTIONS if grad.size > 1 else 0):
+            weights = self._rng.standard_normal(grad.size)
+            yield "in a random direction", everything, weights / np.linalg.norm(weights)
+        large = np.argsort(-np.abs(grad), kind="stable")[:LARGEST]
+        drawn = self._rng.choice(grad.size, min(RANDOM, grad.size), replace=False)
+        shape = self._layout.views(self._gradient)[name].shape
+        for k in dict.fromkeys([*large.tolist(), *drawn.tolist()]):
+            place = ", ".join(str(i) for i in np.unravel_index(k, shape))
+            yield f"at [{place}]", np.array([k]), np.ones(1)
+
+    def _probe(self, name: str, place: str, which: np.ndarray, weights: np.ndarray) -> Probe:
+        grad = self._layout.views(self._gradient)[name].reshape(-1)
+        params = self._layout.views(self._flat)[name].reshape(-1)
+        given, size = float(grad[which] @ weights), float(np.sqrt(np.mean(params**2))) or 1.0
+        best: Probe | None = None
+        for small, large in STEPS:
+            steps = np.array([small, large]) * size
+            finer, coarser = (self._difference(params, which, h * weights, h) for h in steps)
+            doubt = abs(finer - coarser) + self._noise / steps[0]
+            probe = Probe(place, given, finer, doubt, self._negligible)
+            if probe.right:
+                return probe
+            if best is None or doubt < best.doubt:
+                best = probe
+        assert best is not None, "no step"
+        return best
+
+    def _difference(
+        self, params: np.ndarray, which: np.ndarray, by: np.ndarray, step: float
+    ) -> float:
+        before = params[which]
+        params[which] = before + by
+        above = self._loss()
+        params[which] = before - by
+        below = self._loss()
+        params[which] = before
+        return (above - below) / (2 * step)
+
+
+def first_batch(config: Config) -> tuple[Problem, Batch]:
+    """Return the problem and the first batch of a job.
+
+    Raises:
+        UserError: If the data or the problem is wrong.
+    """
+    dataset = open_dataset(config)
+    problem, source = load_problem(config.problem, dataset.info, config), dataset.train
+    block = source.block(config.batch_size)
+    size = 1 if block else config.batch_size
+    order = Order(source.n, size, block, config.seed, shuffle=config.shuffle)
+    with Loader(source, order, np.dtype(config.dtype)) as loader:
+        loader.submit(0, 0, min(config.batch_size, source.n))
+        return problem, loader.take()
+
+
+def check_gradient(config: Config) -> tuple[str, UserError | None]:
+    """Check the gradient of a job's problem.
+
+    Returns:
+        A table of its arrays, and an error if one of them is wrong.
+
+    Raises:
+        UserError: If nothing can be checked.
+    """
+    config = dataclasses.replace(config, dtype="float64")
+    problem, batch = first_batch(config)
+    checker = Checker(problem, batch, config.seed)
+    lines = [
+        f"gradient of {config.problem} on the first {len(batch)} samples, in float64",
+        f"{'array':12s}  {'directions':>10s}  {'right':>6s}  {'wrong':>6s}  {'unclear':>7s}  error",
+    ]
+    error: UserError | None = None
+    rough = []
+    for name in problem.layout.names:
+        probes = checker.check(name)
+        wrong = [probe for probe in probes if probe.wrong]
+        right = [probe for probe in probes if probe.right]
+        worst = max(wrong or right or probes, key=lambda probe: probe.error)
+        unclear = len(probes) - len(right) - len(wrong)
+        lines.append(
+            f"{name[:12]:12s}  {len(probes):10d}  {len(right):6d}  {len(wrong):6d}  {unclear:7d}  "
+            f"{worst.error:.1e}"
+        )
+        if wrong and error is None:
+            error = _error(name, wrong[0])
+        if not (right or wrong):
+            rough.append(name)
+    if rough:
+        lines.append(f"nothing can be said of {', '.join(rough)}: the loss is too rough there")
+    elif error is None:
+        lines.append("the gradient is right")
+    return "\n".join(lines) + "\n", error
+
+
+def _error(name: str, probe: Probe) -> UserError:
+    got = f"loss_and_grad of the problem: gradient {probe.given:.6g} in out[{name!r}] {probe.place}"
+    both = probe.given and probe.found
+    hint = f"it is {probe.given / probe.found:.4g} times that" if both else ""
+    return UserError(got, f"{probe.found:.6g}, as the loss changes there", hint)

@@ -1,0 +1,1 @@
+"""Asynchronous training: pull, push, the loops of servers and workers."""

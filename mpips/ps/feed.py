@@ -1,0 +1,145 @@
+"""How batches reach the workers: the hand-out's half on the chief and each worker's half.
+
+On the chief's node a worker publishes how many batches it has taken and the chief publishes
+grants in a ring of shared memory, two ahead; every word has one writer. From another node a
+worker asks by message, two ahead as well, and the chief answers each request by a message. Each
+batch comes with its number in the order in which they are handed out, from 0 in each job.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
+from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
+
+AHEAD = 2
+RING = 4  # more than AHEAD, so that an entry is read before it is written again
+Grant = tuple[int, int, int, int]  # a batch and its number
+COUNT = 0  # word of a worker's ring: grants given
+TAKEN = 0  # word of a worker's segment: grants taken
+CLOSED = np.iinfo(np.int64).min
+
+
+def chief_fields(workers: int) -> tuple[Field, ...]:
+    """Return the fields of the chief's segment: a line of words a worker."""
+    return (Field("grants", "i8", (workers, 8 + 8 * RING)),)
+
+
+def worker_fields() -> tuple[Field, ...]:
+    """Return the fields of a worker's segment."""
+    return (Field("taken", "i8", (8,)),)
+
+
+class Granter:
+    """The chief's half: gives batches to workers. Collective: no.
+
+    Args:
+        ahead: Batches granted beside the one that a worker works on.
+    """
+
+    def __init__(
+        self, cluster: Cluster, window: Window, handout: HandOut, ahead: int = AHEAD
+    ) -> None:
+        assert ahead < RING, "an entry would be written before it is read"
+        self._cluster, self._handout, self._ahead = cluster, handout, ahead
+        self._grants = window.view(cluster.rank, "grants")
+        workers = list(enumerate(cluster.roles.workers))
+        near = [(w, r) for w, r in workers if cluster.near(r)]
+        self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
+        self._near = np.array([w for w, _ in near], np.int64)
+        self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
+        self._open = no_limit(len(workers))  # or `CLOSED`: nothing more will be given
+
+    def serve(self) -> None:
+        """Top up the rings of near workers. Blocks: no."""
+        while True:
+            found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
+            if found < 0:
+                return
+            worker = int(self._near[found])
+            self._put(worker, self._next(worker))
+
+    def _next(self, worker: int) -> Grant:
+        number = self._handout.issued
+        batch = self._handout.next(worker)
+        if batch is None:
+            self._open[worker] = CLOSED
+        return (*(EXHAUSTED if batch is None else batch), number)
+
+    def _put(self, worker: int, grant: Grant) -> None:
+        ring = self._grants[worker]
+        given = int(self._behind[worker]) + self._ahead
+        at = 8 + 8 * (given % RING)
+        ring[at : at + 4] = grant
+        self._behind[worker] += 1
+        publish(ring, COUNT, given + 1)
+
+    def answer(self, rank: int) -> None:
+        """Answer a far worker's request for a batch."""
+        worker = self._cluster.roles.workers.index(rank)
+        self._cluster.send(rank, "grant", self._next(worker))
+
+
+class Feed:
+    """A worker's half: the batches granted to it, oldest first. Collective: no.
+
+    Args:
+        ahead: Batches asked for beside the one that is worked on.
+
+    Attributes:
+        numbers: Of the batches that have come and on which no work has begun, oldest first.
+        exhausted: Whether no grant will follow those that have come.
+    """
+
+    def __init__(
+        self, cluster: Cluster, window: Window, worker_id: int, ahead: int = AHEAD
+    ) -> None:
+        self._cluster, self._chief, self._ahead = cluster, cluster.roles.chief, ahead
+        self._taken = window.view(cluster.rank, "taken")
+        near = cluster.near(self._chief)
+        self._ring = window.view(self._chief, "grants")[worker_id] if near else None
+        self._come: deque[Grant] = deque()
+        self.numbers: deque[int] = deque()
+        self._seen = self._used = 0
+        self.exhausted = False
+
+    def open(self) -> None:
+        """Ask for the first batches. On the chief's node they come unasked."""
+        if self._ring is None:
+            for _ in range(self._ahead):
+                self._cluster.send(self._chief, "more")
+
+    def granted(self, grant: Grant) -> None:
+        """Note a grant that came by message."""
+        self._come.append(grant)
+
+    def news(self) -> list[Range]:
+        """Return the batches granted since the last call. Blocks: no."""
+        if self._ring is not None:
+            given = observe(self._ring, COUNT)
+            for k in range(self._seen, given):
+                at = 8 + 8 * (k % RING)
+                epoch, begin, end, number = self._ring[at : at + 4].tolist()
+                self._come.append((epoch, begin, end, number))
+            self._seen = given
+        grants = [grant for grant in self._come if grant[:3] != EXHAUSTED]
+        self.exhausted |= len(grants) < len(self._come)
+        self._come.clear()
+        self.numbers.extend(number for *_, number in grants)
+        return [grant[:3] for grant in grants]
+
+    def take(self) -> int:
+        """Say that work on the oldest batch begins, so that another may be granted.
+
+        Returns:
+            The number of the batch.
+        """
+        self._used += 1
+        if self._ring is not None:
+            publish(self._taken, TAKEN, self._used)
+        elif not self.exhausted:
+            self._cluster.send(self._chief, "more")
+        return self.numbers.popleft()

@@ -1,0 +1,221 @@
+"""What a read has to wait for, in mode ssp and in rounds with backup workers; both halves.
+
+In mode ssp, batches are numbered in the order in which they are handed out; number i of W workers
+has **clock** i // W, and so has the update made of it, and the worker while it is at it. A server's
+clock is that of the first update that it has not applied. Before a worker reads at clock c it waits
+until each server's clock is c - s or more, and until its own pushes are applied. So a read at clock
+c holds every update of clock c - s - 1 and before, whoever makes it, and all of the worker's own.
+
+Where each worker makes as many steps as the others, this is the clock of Ho et al., the number of
+a worker's own steps. Where batches go to who asks, a worker that is five times slower takes a fifth
+of them, and holds the others up only if a batch of its takes longer than they need for s clocks.
+
+Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
+say their clocks in their headers; to far ones the request says what is needed, and they answer when
+that holds.
+
+In rounds (`mpips.ps.quorum`), a worker waits until every shard has a later version than the one
+that its last gradient was computed from, and reads again unless it has got the same one of all.
+
+Reference: Ho et al., NeurIPS 2013, section 3.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpips.errors import UserError
+from mpips.kernels import observe, publish
+from mpips.transport.far import CLOCK, COMMITTED
+
+
+class Needs(NamedTuple):
+    """What a server has to have applied before it is read.
+
+    Attributes:
+        clock: All updates of a smaller clock.
+        own: Pushes of the worker that reads.
+        version: Updates, in resumed runs too.
+    """
+
+    clock: int = 0
+    own: int = 0
+    version: int = 0
+
+
+NOTHING = Needs()
+
+
+class Gate(ABC):
+    """A worker's half. Collective: no.
+
+    Attributes:
+        near: Header and ledger of each near server with a shard; set by the puller.
+        distance_max: The largest distance of this worker's clock to that of a shard read.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self.near: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+        self.distance_max = 0
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Note that a read begins."""
+
+    @abstractmethod
+    def needs(self) -> Needs:
+        """Return what a read now has to hold."""
+
+    def open(self) -> bool:
+        """Whether every near server may be read now. Blocks: no."""
+        needs = self.needs()
+        return all(meet(header, applied, self._worker, needs) for header, applied in self.near)
+
+    @abstractmethod
+    def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
+        """Whether a read may be used.
+
+        Args:
+            clocks: Of each server with a shard, when the read of it began.
+            versions: Of each shard, likewise.
+            torn: Number of shards whose reads are torn.
+
+        Raises:
+            UserError: If the read is none that the gate should have let pass.
+        """
+
+
+def meet(header: np.ndarray, applied: np.ndarray, worker: int, needs: Needs) -> bool:
+    """Whether a server has what a read of a worker needs; of near memory, or its own."""
+    return (
+        observe(header, CLOCK) >= needs.clock
+        and observe(applied, worker) >= needs.own
+        and observe(header, COMMITTED) >= needs.version
+    )
+
+
+class RoundGate(Gate):
+    """The gate of rounds: each gradient is computed from one version of all shards."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(worker)
+        self._next = self._wanted = 0
+
+    def begin(self) -> None:
+        """See `Gate.begin`."""
+        self._wanted = self._next
+
+    def needs(self) -> Needs:
+        """See `Gate.needs`."""
+        return Needs(version=self._wanted)
+
+    def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
+        """See `Gate.accepts`; what is read after this has to be a later version."""
+        newest = max(versions)
+        same = newest == min(versions) and not torn
+        self._next = newest + same
+        return same
+
+
+class ClockGate(Gate):
+    """The gate of mode ssp.
+
+    Args:
+        worker: Worker number.
+        bound: The staleness bound s.
+        clock: Returns the clock of the next batch, when a read for it begins.
+        own: Returns the pushes that this worker has made.
+    """
+
+    def __init__(
+        self, worker: int, bound: int, clock: Callable[[], int], own: Callable[[], int]
+    ) -> None:
+        super().__init__(worker)
+        self._bound, self._next_clock, self._own = bound, clock, own
+        self._clock = 0  # of the read under way
+
+    def begin(self) -> None:
+        """See `Gate.begin`."""
+        self._clock = self._next_clock()
+
+    def needs(self) -> Needs:
+        """See `Gate.needs`."""
+        return Needs(self._clock - self._bound, self._own())
+
+    def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
+        """See `Gate.accepts`; it is an error if the distance of clocks exceeds the bound."""
+        distance = max((self._clock - clock for clock in clocks), default=0)
+        self.distance_max = max(self.distance_max, distance)
+        if distance > self._bound:
+            where = f"a read of worker {self._worker} at clock {self._clock}"
+            expected = f"a distance of at most {self._bound}, the staleness bound"
+            raise UserError(f"{where} with clock distance {distance}", expected)
+        return True
+
+
+class Clocks:
+    """A server's half: its clock, and the far reads that wait for it. Collective: no.
+
+    Args:
+        header: Of the server, shape (8,), dtype int64; the clock is published there.
+        applied: Its ledger, shape (workers,), dtype int64; written by the store.
+        workers: Rank of each worker.
+        ask: Takes the rank of a far worker that may be answered, and whether it wants a copy.
+    """
+
+    def __init__(
+        self,
+        header: np.ndarray,
+        applied: np.ndarray,
+        workers: Sequence[int],
+        ask: Callable[[int, bool], None],
+    ) -> None:
+        self._header, self._applied, self._ask = header, applied, ask
+        self._workers = {rank: worker for worker, rank in enumerate(workers)}
+        self._first = 0  # number of the first update that is not applied
+        self._later: set[int] = set()  # those applied beyond it
+        self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
+        self._held: list[tuple[int, bool, Needs]] = []
+
+    def advance(self, number: int) -> None:
+        """Note that the update of a batch is applied."""
+        if number >= self._first:
+            self._later.add(number)
+        while self._first in self._later:
+            self._later.remove(self._first)
+            self._first += 1
+
+    def finished(self, rank: int, pushes: int) -> None:
+        """Note that a worker will have made so many pushes, and no more."""
+        self._last[self._workers[rank]] = pushes
+
+    def live(self) -> set[int]:
+        """Return the workers that may still push."""
+        ended = {w for w, last in self._last.items() if observe(self._applied, w) >= last}
+        return set(self._workers.values()) - ended
+
+    def publish(self) -> None:
+        """Show the clock to all who read, after the parameters that it is about."""
+        publish(self._header, CLOCK, self._first // len(self._workers))
+
+    def want(self, rank: int, consistent: bool, needs: Needs) -> None:
+        """Note that a far worker asked to read; call it between two updates. Blocks: no."""
+        self._held.append((rank, consistent, needs))
+        self.let()
+
+    def hurry(self, rank: int) -> None:
+        """Let a far worker read whether its needs are met or not. Blocks: no."""
+        self._held = [(r, c, NOTHING if r == rank else needs) for r, c, needs in self._held]
+        self.let()
+
+    def let(self) -> None:
+        """Let those read whose needs are met; call it between two updates. Blocks: no."""
+        held, self._held = self._held, []
+        for rank, consistent, needs in held:
+            if meet(self._header, self._applied, self._workers[rank], needs):
+                self._ask(rank, consistent)
+            else:
+                self._held.append((rank, consistent, needs))

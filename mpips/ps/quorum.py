@@ -1,0 +1,90 @@
+"""Rounds that wait for most workers: a server's half.
+
+In round r a shard takes the first N - b gradients that were computed from version r, by N workers
+with b of them as backup, adds them up weighted by their samples, applies the mean, and so makes
+version r + 1. A gradient of an earlier round is dropped and counted. A worker reads one version of
+all shards, and after its push waits for a later one (`mpips.ps.gate.RoundGate`).
+
+Where fewer can still push, a round takes what comes: it ends when every worker that has not
+finished is in it. It also ends where a checkpoint is cut, so that no part of a round has to be
+saved: all servers have the same pushes then, of which those of the open round are of the same
+version, so that they come to the same version.
+
+Reference: Chen et al., arXiv 1604.00981 (2016), algorithms 3 and 4.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from mpips.kernels import add_scaled, publish, scale
+from mpips.ps.store import Server
+from mpips.transport.far import BEGUN, COMMITTED
+from mpips.transport.push import Push
+
+
+class QuorumServer(Server):
+    """A server that applies the mean of a round's gradients. Collective: no.
+
+    Args:
+        args: See `Server`; the rate is a function of the round's number.
+        needed: Gradients that end a round.
+    """
+
+    def __init__(self, *args: Any, needed: int) -> None:
+        super().__init__(*args)
+        self._needed = needed
+        self._sum = np.zeros_like(self.params)
+        self._samples = 0
+        self._in: set[int] = set()  # workers whose gradients are in the sum
+
+    def apply(self, push: Push) -> int:
+        """Take a push, the next of its worker, into the round or drop it; see `Server.apply`.
+
+        Returns:
+            The shard's version after it.
+        """
+        start = time.perf_counter()
+        assert push.count == 1, "the mean of several workers' gradients"
+        if self._account(push):
+            self.dropped += 1
+        else:
+            for block in self._blocks():
+                add_scaled(self._sum[block], 1.0, push.grad[block], push.samples)
+            self._samples += push.samples
+            self._in.add(push.worker)
+        self._record(push)
+        self._end_when_due()
+        self.busy_s += time.perf_counter() - start
+        return self.version
+
+    def finished(self, rank: int, pushes: int) -> None:
+        """See `Server.finished`; a round may end, as there is nobody left to wait for."""
+        super().finished(rank, pushes)
+        self._end_when_due()
+
+    def settle(self, step: int) -> int:
+        """See `Server.settle`; the round ends, and the version is the step."""
+        if self._in:
+            self._end()
+        return self.version
+
+    def _end_when_due(self) -> None:
+        if self._in and (len(self._in) >= self._needed or self.clocks.live() <= self._in):
+            self._end()
+
+    def _end(self) -> None:
+        version = self.version + 1
+        publish(self._header, BEGUN, version)
+        lr, mean = self._rate(version), 1 / self._samples
+        for block in self._blocks():
+            grad = self._sum[block]
+            scale(grad, mean)
+            slots = tuple(slot[block] for slot in self.slots)
+            self._rule.apply(self.params[block], grad, slots, version, lr)
+            grad.fill(0)
+        self._samples = 0
+        self._in.clear()
+        publish(self._header, COMMITTED, version)
+        self.clocks.publish()

@@ -1,0 +1,1 @@
+"""Synchronous training: how gradients meet, and what is done with their sum."""

@@ -1,0 +1,1 @@
+"""One run from its command line to its summary."""

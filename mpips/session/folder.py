@@ -1,0 +1,325 @@
+"""The folder of a run: where it is, what it continues, what is left in it at the start.
+
+Nothing here knows MPI: rank 0 looks at the files and tells the others.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.checkpoint.files import INDEX, folder_step
+from mpips.checkpoint.index import read_index
+from mpips.checkpoint.place import CHECKPOINTS, CONFIG, LOCK, METRICS, claim, unwritable
+from mpips.config import OPTIONS, Config
+from mpips.config.command_line import CommandLine
+from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
+from mpips.config.option import shown
+from mpips.config.validation import check_resume, check_saved, differences
+from mpips.errors import UserError
+
+LATER = ("train", "eval")  # lines of METRICS that a job writes when it has trained
+RUNS = "runs"
+MODES = "|".join(OPTIONS["mode"].legal)
+DEFAULT_NAME = re.compile(
+    rf"(?P<problem>.+)-(?P<mode>{MODES})-(?P<time>\d{{8}}-\d{{6}})(-(?P<number>\d+))?"
+)
+
+
+@dataclass
+class Run:
+    """Where a run lives, and what it continues.
+
+    Attributes:
+        config: The resolved configuration.
+        out: The run's folder.
+        checkpoint: Path of the checkpoint to start from, or None.
+        resumed: Whether the run continues that checkpoint's run.
+        notes: What to tell the user about it.
+    """
+
+    config: Config
+    out: Path
+    checkpoint: Path | None
+    resumed: bool
+    notes: list[str]
+
+
+def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
+    """Resolve a command line: with its job file and, on resume, with the saved run.
+
+    Returns:
+        The configuration, the run's folder, and whether there is a run in it to be continued.
+
+    Raises:
+        UserError: If a file or a value is wrong, or the run to be continued is another one.
+    """
+    given = read_toml(line.job) if line.job else {}
+    wanted = {**given, **line.options}
+    out = _run_folder(wanted)
+    saved = _saved_values(out) if wanted.get("resume") else None
+    if saved is None:
+        return resolve(line.options, given), out, False
+    config = resolve(line.options, given, saved)
+    try:
+        check_resume(resolve({}, saved=saved), config, out)
+    except UserError:
+        if wanted["resume"] == "auto" and not _has_begun(out):  # it ended in its first batch
+            return resolve(line.options, given), out, False
+        raise
+    return config, out, True
+
+
+def _saved_values(out: Path) -> dict[str, Any] | None:
+    """Return the configuration of the run in a folder, or None where there is no run.
+
+    It stands in ``config.toml``. Every checkpoint has a copy under its sum, which is taken where
+    the file is missing, and which the file must be like in what the arrays and the order need.
+
+    Raises:
+        UserError: If the file cannot be read, or is another than the copy in one of these.
+    """
+    there = _is_file(out / CONFIG)
+    sealed = _newest_sealed(out)
+    if not there or sealed is None:
+        values = dataclasses.asdict(from_toml(sealed)) if sealed is not None else None
+        return read_toml(out / CONFIG) if there else values
+    remedy = f"or remove {out / CONFIG}: the checkpoints have a copy"
+    try:
+        values = read_toml(out / CONFIG)
+    except UserError as problem:
+        got, _, expected = str(problem).partition(", expected ")
+        raise UserError(got, expected, remedy) from None
+    check_saved(resolve({}, saved=values), from_toml(sealed), out / CONFIG, remedy)
+    return values
+
+
+def _newest_sealed(out: Path) -> str | None:
+    """Return the copy of the configuration in the newest index of a run that is sound."""
+    for folder in reversed(list_checkpoints(out)):
+        with contextlib.suppress(UserError):
+            return read_index(folder).config
+    return None
+
+
+def find_run(line: CommandLine) -> Run:
+    """Find the run that is asked for, a new one or one to continue; make a new one's folder.
+
+    Raises:
+        UserError: If there is nothing to continue, a run would be overwritten, the folder cannot
+            be written, or a checkpoint is not there.
+    """
+    config, out, exists = find_config(line)
+    if exists and not config.eval_only:
+        claim(out)
+    if exists and (config.resume != "auto" or _has_begun(out)):
+        given = {**(read_toml(line.job) if line.job else {}), **line.options}
+        return _continue(config, out, given)
+    if config.resume == "yes":
+        raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
+    checkpoint, notes = _start_checkpoint(config)
+    if config.eval_only and checkpoint is None:
+        raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
+    if not config.eval_only:
+        used = exists or _take_over(out)
+        out = _make(out, named=bool(config.out), used=used)
+        if not used:
+            claim(out)
+    return Run(config, out, checkpoint, False, notes)
+
+
+def save_config(out: Path, config: Config) -> None:
+    """Write the job file that makes this run again, whole or not at all.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
+    lr = config.learning_rate  # the default may be another one some day
+    text = to_toml(dataclasses.replace(config, **defaults, lr=lr))
+    temporary = out / f"{CONFIG}.tmp"
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, out / CONFIG)
+    except OSError as problem:
+        raise unwritable(out, problem) from None
+
+
+def forget(out: Path) -> None:
+    """Remove what a job has made that was refused before it saved anything."""
+    if _was_saved(out):
+        return
+    for name in (CONFIG, METRICS, LOCK):
+        (out / name).unlink(missing_ok=True)
+    for folder in (out / CHECKPOINTS, out):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _run_folder(wanted: Mapping[str, Any]) -> Path:
+    """Return the folder that `wanted` names; on resume without a name, the newest that fits."""
+    if wanted.get("out"):
+        return Path(wanted["out"])
+    name = str(wanted.get("problem", OPTIONS["problem"].default)).rpartition(":")[2]
+    mode = wanted.get("mode", OPTIONS["mode"].default)
+    asked = {k: wanted.get(k) for k in ("problem", "mode")}
+    if wanted.get("resume") == "auto":  # might begin a run: continues only one that is the same
+        asked = {k: asked[k] or OPTIONS[k].default for k in asked}
+    newest = _newest(asked, name)
+    if wanted.get("resume") and newest is not None:
+        return newest
+    return Path(RUNS) / f"{name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _newest(asked: Mapping[str, Any], name: str) -> Path | None:
+    """Return the newest run under ``runs/``, of the mode and problem that were asked for."""
+    found: list[tuple[str, int, Path]] = []
+    for path in Path(RUNS).glob("*"):
+        match = DEFAULT_NAME.fullmatch(path.name)
+        if match is None or (asked["problem"] and match["problem"] != name):
+            continue
+        if (not asked["mode"] or match["mode"] == asked["mode"]) and _holds_run(path):
+            found.append((match["time"], int(match["number"] or 1), path))
+    return max(found)[2] if found else None
+
+
+def _holds_run(out: Path) -> bool:
+    return (out / CONFIG).exists() or _was_saved(out)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as problem:  # such as a name that is too long
+        raise unwritable(path.parent, problem) from None
+
+
+def _make(out: Path, named: bool, used: bool) -> Path:
+    """Make an empty folder for a new run and try it; one without a given name may be renumbered.
+
+    Args:
+        out: The folder.
+        named: Whether the user named it.
+        used: Whether a run that never saved anything may be there.
+    """
+    try:
+        if not named:
+            out = _fresh(out)
+        if out.exists() and not used and not _is_unused(out):
+            raise _taken(out)
+        if (out / CHECKPOINTS).exists():  # of what nothing came
+            shutil.rmtree(out / CHECKPOINTS)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{CONFIG}.tmp").write_text("")
+        (out / f"{CONFIG}.tmp").unlink()
+    except OSError as problem:
+        raise unwritable(out, problem) from None
+    return out
+
+
+def _taken(out: Path) -> UserError:
+    got, remedy = f"--out {out} is a file", "choose another --out"
+    if out.is_dir():
+        got = f"--out {out} is not empty, and holds no run"
+    if _holds_run(out):
+        got = f"--out {out} holds a run"
+        remedy = f"go on with it by --resume, remove it, or {remedy}"
+    return UserError(got, "a new or empty folder", remedy)
+
+
+def _take_over(out: Path) -> bool:
+    """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
+    left = {CONFIG, f"{CONFIG}.tmp", METRICS, CHECKPOINTS, LOCK}
+    if not _is_file(out / CONFIG):
+        return False
+    try:
+        if {path.name for path in out.iterdir()} - left or _has_begun(out):
+            return False
+        claim(out)
+        for name in (CONFIG, METRICS):
+            (out / name).unlink(missing_ok=True)
+    except OSError as problem:
+        raise unwritable(out, problem) from None
+    return True
+
+
+def _has_begun(out: Path) -> bool:
+    """Whether a run has trained, and was saved; what ends in its first batch has not."""
+    if not _was_saved(out):
+        return False
+    lines = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
+    later = any(f'"kind": "{kind}"' in lines for kind in LATER)
+    return later or any(folder_step(folder) for folder in list_checkpoints(out))
+
+
+def _is_unused(out: Path) -> bool:
+    """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
+    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp", LOCK}
+
+
+def _fresh(out: Path) -> Path:
+    """Make the folder, or one with a number behind its name: jobs may start in the same second."""
+    out.parent.mkdir(exist_ok=True)
+    for number in range(1, 10_000):
+        free = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        try:
+            free.mkdir()
+        except FileExistsError:
+            continue
+        return free
+    raise UserError(f"{out} and 9999 like it are in use", "a new folder", "give --out")
+
+
+def _was_saved(out: Path) -> bool:
+    return any((folder / INDEX).exists() for folder in list_checkpoints(out))
+
+
+def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
+    found, complaints = newest_whole(out)
+    if found is None:
+        what = "; ".join(complaints) or "none was saved"
+        remedy = "remove the folder and start again"
+        raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
+    notes = _notes(complaints) + _edited(out, found, given)
+    return Run(config, out, found.path, True, notes)
+
+
+def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:
+    """Say where ``config.toml`` is not what the checkpoint has, beside what is `given` anew."""
+    if not _is_file(out / CONFIG):
+        return [f"{out / CONFIG} is missing: the copy in {found.path} is taken"]
+    before, now = from_toml(found.config), resolve({}, saved=read_toml(out / CONFIG))
+    changes = [
+        f"{name} {shown(old)} -> {shown(new)}"
+        for name, old, new in differences(before, now)
+        if name not in given and new != "auto"  # which the checkpoint has settled
+    ]
+    if not changes:
+        return []
+    how = "changed by hand, or by a start that saved nothing"
+    return [
+        f"{out / CONFIG} differs from the checkpoint of step {found.step} ({how}): "
+        f"{', '.join(changes)}; this holds from here on"
+    ]
+
+
+def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
+    if not config.init_from:
+        return None, []
+    found, complaints = newest_whole(config.init_from)
+    if found is None:
+        what = "; ".join(complaints) or "there is none"
+        remedy = "give a run's folder or a step-... folder in its checkpoints"
+        raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint", remedy)
+    return found.path, _notes(complaints)
+
+
+def _notes(complaints: list[str]) -> list[str]:
+    return [f"damaged, not used: {text}" for text in complaints]

@@ -1,0 +1,85 @@
+"""The compiled loops of a job, loaded before it begins; a stop is noticed meanwhile."""
+
+from mpips import codecs, kernels
+from mpips.cluster import signals
+from mpips.cluster.world import Agreed, Cluster
+from mpips.codecs.powersgd import warm_powersgd
+from mpips.config import Config
+from mpips.optim import make_rule, warm
+from mpips.session.probe import possible
+
+
+def load_loops(ranks: Cluster, config: Config) -> None:
+    """Load every loop that the job may need; the first time ever, one rank of a host compiles them.
+
+    Raises:
+        Agreed: If any rank was told to stop; on all ranks, with the exit code for that.
+
+    Collective: yes. Blocks: for up to a minute where loops are compiled.
+    """
+    watch = _Watch(ranks, config.quiet)
+    try:
+        with kernels.compiling(watch.compiling):
+            _load(config)
+    except _Stopped:
+        watch.look()
+    all_here = ranks.comm.Ibarrier()
+
+    def ready() -> bool:
+        watch.look()
+        return all_here.Test()
+
+    ranks.wait(ready)
+    told = [name for name in ranks.comm.allgather(watch.stop) if name]
+    if told:
+        error = Agreed(
+            f"{told[0]} before training began, so there is nothing to save; run me again"
+        )
+        error.code = signals.EXIT_SAVED
+        raise error
+
+
+def _load(config: Config) -> None:
+    pushes, pulls = possible(config)
+    warm(make_rule(config.optimizer), config.dtype)
+    for codec in (*pushes, *pulls):
+        codecs.warm(codec, config.dtype)
+    if config.codec == "powersgd":
+        warm_powersgd(config.dtype)
+
+
+class _Stopped(Exception):
+    """Compiling ends here."""
+
+
+class _Watch:
+    """Says once that loops are compiled, and passes a request to stop on to all ranks.
+
+    Attributes:
+        stop: Name of the signal that came, to whichever rank.
+    """
+
+    def __init__(self, ranks: Cluster, quiet: bool) -> None:
+        self.stop: str | None = None
+        self._ranks = ranks
+        self._said = quiet or ranks.rank != 0
+
+    def compiling(self) -> None:
+        """Called before each loop that is compiled here, and while somebody else compiles."""
+        if not self._said:
+            print("compiling loops for this type of processor, this once ...", flush=True)
+            self._said = True
+        self.look()
+        if self.stop is not None:
+            raise _Stopped
+
+    def look(self) -> None:
+        """Look for a signal, and for one that came to another rank."""
+        if self.stop is not None:
+            return
+        self.stop = signals.received()
+        if self.stop is None:
+            self.stop = next((name for _, _, name in self._ranks.poll()), None)
+        else:
+            for rank in set(range(self._ranks.world)) - {self._ranks.rank}:
+                self._ranks.send(rank, "stop", self.stop)

@@ -1,0 +1,277 @@
+"""What the user sees while a run goes on, and what it leaves: lines, JSONL and the summary.
+
+One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
+(``start``, ``train``, ``eval``, ``checkpoint``, ``warning``, ``stop``, ``end``), ``time_s``
+since the start, ``step`` (updates applied), and the fields of its kind.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.errors import human_bytes
+from mpips.launch.terminal import Terminal, find_terminal
+
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
+LINE_MAX_S = 30.0
+LONG_LOSS = 1e5
+LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
+WARNINGS = 100  # that a summary holds, the last ones
+
+
+def peak_memory_mb() -> float:
+    """Return this process's largest resident size so far, in MB, shared memory included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class Log:
+    """Progress lines and ``metrics.jsonl``; only the chief's writes anything.
+
+    Args:
+        path: The file to append to, or None on other ranks.
+        start: `time.perf_counter` at the start of the process.
+        total_steps: Updates in the whole run, for the bar; None if unknown.
+        interval_s: Least seconds between progress lines; they grow rarer in a long run.
+        quiet: Whether to print nothing.
+
+    Attributes:
+        warnings: What went wrong and did not end the run.
+
+    What cannot be written is kept, and written with a later line.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        start: float,
+        total_steps: int | None = None,
+        interval_s: float = 1.0,
+        quiet: bool = False,
+    ) -> None:
+        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115  (closed by close)
+        self._unwritten, self._full, self._step = b"", False, 0
+        self.warnings: deque[str] = deque(maxlen=WARNINGS)
+        self._start, self._interval_s, self._quiet = start, interval_s, quiet
+        self._total = total_steps
+        self._bar: Any = None
+        self._found: tuple[Terminal | None, bool] | None = None
+        self._shown: tuple[float | None] | None = None
+        self._last = self._begin = (time.perf_counter(), 0)
+        self._loss_sum, self._loss_samples = 0.0, 0
+        self.last_loss = math.nan
+        self.last_eval: dict[str, float] = {}
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and the bar; may be called twice."""
+        self._close_bar()
+        if self._file is not None:
+            self._write()
+            self._file.close()
+            self._file = None
+        if self._found is not None and self._found[0] is not None:
+            self._found[0].close()
+        self._found = None
+
+    def reopen(self, path: Path) -> None:
+        """Go on in another file: the one before is gone."""
+        if self._file is not None:
+            self._file.close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def start_at(self, samples: int) -> None:
+        """Begin to count speed, from `samples` that were done before."""
+        self._last = self._begin = (time.perf_counter(), samples)
+
+    def count(self, loss: float, samples: int) -> None:
+        """Add a batch's mean loss to the next progress line."""
+        self._loss_sum += loss * samples
+        self._loss_samples += samples
+
+    def event(self, kind: str, step: int | None, **fields: Any) -> None:
+        """Write a line to ``metrics.jsonl``."""
+        if self._file is not None:
+            row = {
+                "kind": kind,
+                "time_s": round(time.perf_counter() - self._start, 3),
+                "step": step,
+            }
+            self._step = self._step if step is None else step
+            self._unwritten += f"{json.dumps(finite({**row, **fields}))}\n".encode()
+            self._write()
+
+    def _write(self) -> None:
+        """Write what there is; where that fails, warn once, and go on later from there."""
+        assert self._file is not None
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+            self._full = False
+        except OSError as problem:
+            if not self._full:
+                self._full = True
+                self.warn(f"{self._file.name} cannot be written: {problem.strerror}")
+
+    def warn(self, text: str) -> None:
+        """Tell of what went wrong and does not end the run; also where it is quiet."""
+        if self._file is not None:
+            self.note(text)
+            self._close_bar()
+            print(f"mpips: warning: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Keep a warning for ``metrics.jsonl`` and the summary, and do not print it."""
+        self.warnings.append(text)
+        self.event("warning", self._step, text=text)
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Note an evaluation: ``step``, ``epoch``, ``loss`` and, where defined, ``accuracy``."""
+        values = dict(metrics)
+        self.last_eval = {k: v for k, v in values.items() if k not in ("step", "epoch")}
+        self.event("eval", int(values.pop("step")), **values)
+
+    def due(self) -> bool:
+        """Whether it is time for a progress line here."""
+        if self._file is None:
+            return False
+        now = time.perf_counter()
+        gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
+        return bool(self._loss_samples) and now - self._last[0] >= gap
+
+    def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
+        """Show where the run is, if it is time.
+
+        With `force` if there is anything new, and with the speed of the whole run: the last line.
+        """
+        new = bool(self._loss_samples) or self._is_outdated()
+        if self._file is None or not ((force and new) or self.due()):
+            return
+        then, before = self._begin if force else self._last
+        now = time.perf_counter()
+        rate = (samples - before) / max(now - then, 1e-9)
+        if self._loss_samples:
+            self._last = (now, samples)
+            self.last_loss = self._loss_sum / self._loss_samples
+            self._loss_sum, self._loss_samples = 0.0, 0
+            self.event(
+                "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,
+                samples_per_s=round(rate, 1),
+            )  # fmt: skip
+        if not self._quiet:
+            self._show(step, epoch, rate)
+        if force:
+            self._close_bar()
+
+    def _is_outdated(self) -> bool:
+        """Whether the last line has another accuracy than the last evaluation."""
+        return self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
+
+    def _show(self, step: int, epoch: float, rate: float) -> None:
+        accuracy = self.last_eval.get("accuracy")
+        self._shown = (accuracy,)
+        held_out = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
+        loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
+        words = [f"epoch {epoch:6.2f}", f"loss {loss}", *held_out, f"{rate:,.0f} samples/s"]
+        if self._found is None:
+            self._found = find_terminal()
+        terminal, lines = self._found
+        if terminal is not None:
+            self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
+        if lines:
+            gone = time.perf_counter() - self._start
+            print(f"[{gone:7.1f} s] step {step:>8d}  {'  '.join(words)}", flush=True)
+
+    def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # no thread of its own: every line draws it
+            self._bar = tqdm(
+                total=self._total, initial=step, file=terminal, dynamic_ncols=True, bar_format=BAR
+            )
+        self._bar.n = step
+        self._bar.set_postfix_str(text)
+
+    def say(self, text: str) -> None:
+        """Print `text`, unless quiet or not the chief."""
+        if self._file is not None and not self._quiet:
+            self._close_bar()
+            print(text, flush=True)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities as text: JSON has no words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, np.generic):
+        return finite(value.item())
+    return value
+
+
+def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:
+    """Summarise staleness counts.
+
+    Args:
+        histogram: Updates with staleness 0, 1, ...; the last bin holds everything above.
+        total: Sum of the staleness of all updates.
+        largest: The largest.
+
+    Returns:
+        ``mean``, ``p50``, ``p99``, ``max`` and ``histogram`` (trailing zeroes left out).
+    """
+    counts = np.asarray(histogram, np.int64)
+    n = int(counts.sum())
+    reach = np.cumsum(counts)
+    used = int(np.max(np.nonzero(counts)[0], initial=-1)) + 1
+    return {
+        "mean": total / n if n else 0.0,
+        "p50": int(np.searchsorted(reach, 0.50 * n)) if n else 0,
+        "p99": int(np.searchsorted(reach, 0.99 * n)) if n else 0,
+        "max": largest,
+        "histogram": counts[:used].tolist(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(finite(value), indent=2) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def role_table(
+    hosts: Sequence[str], node_of: Sequence[int], names: Sequence[str], owned: Sequence[int]
+) -> str:
+    """Return the table of rank, node, host, role and bytes owned, one line a rank."""
+    lines = ["rank  node  host              role        owned"]
+    for rank, (host, node, name, size) in enumerate(zip(hosts, node_of, names, owned, strict=True)):
+        shown = human_bytes(size) if size else "-"
+        lines.append(f"{rank:4d}  {node:4d}  {host[:16]:16s}  {name:10s}  {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""The summary of a run: ``summary.json``, and the few lines that end the output."""
+
+import shlex
+import sys
+import time
+from typing import Any
+
+from mpips import __version__
+from mpips.cluster.world import Cluster, mpi_name
+from mpips.config.delay import delays_text
+from mpips.errors import human_bytes
+from mpips.planning.job import Job
+from mpips.problems.evaluation import mean_evaluation
+from mpips.session import metrics
+from mpips.strategies import Outcome
+
+
+def summarise(
+    job: Job, outcome: Outcome, parts: list[dict[str, Any]], train_s: float
+) -> dict[str, Any]:
+    """Return ``summary.json`` from every rank's part, by rank.
+
+    Raises:
+        UserError: If the problem's metrics are not those of all workers.
+    """
+    c, ranks = job.config, job.cluster
+    workers = [parts[r] for r in ranks.roles.workers]
+    owners = [parts[r] for r in ranks.roles.owners]
+    held_out = mean_evaluation(job, [w["eval"] for w in workers])
+    done = outcome.samples - job.base_samples
+    return {
+        "mode": c.mode, "world": ranks.world, "servers": len(ranks.roles.servers),
+        "workers": len(workers), "nodes": _nodes(ranks), "parameters": job.layout.size,
+        "optimizer": c.optimizer, "lr": c.learning_rate, "seed": c.seed, "command": command(),
+        "codec": c.codec, "pull_codec": c.pull_codec,
+        "global_step": outcome.step, "steps": outcome.clocks, "epochs": round(outcome.epochs, 6),
+        "samples": outcome.samples, "wall_s": round(time.perf_counter() - job.started, 3),
+        "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
+        "loss": None, "eval_loss": held_out.get("loss"), "accuracy": held_out.get("accuracy"),
+        "pushes_sent": sum(w["pushes_sent"] for w in workers),
+        "pushes_applied": max(o["applied"] for o in owners) if not c.in_rounds
+        else sum(w["pushes_sent"] for w in workers),
+        "staleness": _staleness(owners, c.in_rounds),
+        "clock_distance_max": max(w["clock_distance_max"] for w in workers) if c.mode == "ssp"
+        else None,
+        "torn_reads": sum(w["torn_reads"] for w in workers),
+        "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
+        "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
+        "bytes_sent": sum(p.get("bytes_sent", 0) for p in parts),
+        "bytes_received": sum(p.get("bytes_received", 0) for p in parts),
+        "per_worker": [
+            {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
+            for w in workers
+        ],
+        "per_server": [_server(o) for o in owners],
+        "inject_delay": c.delays,
+        "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
+        "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
+        "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
+        "mpi": mpi_name(), "version": __version__,
+    }  # fmt: skip
+
+
+def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"host": "", "ranks": []} for _ in range(ranks.nodes)]
+    for rank, node in enumerate(ranks.node_of):
+        found[node]["host"] = ranks.hosts[rank]
+        found[node]["ranks"].append(rank)
+    return found
+
+
+def _where(job: Job, reason: str, unsaved: str | None) -> str:
+    if unsaved:
+        return f"not saved: {unsaved}"
+    if reason.startswith("SIG"):
+        return f"saved and not finished: go on with --out {job.out} --resume"
+    return f"saved in {job.out}"
+
+
+def _server(part: dict[str, Any]) -> dict[str, Any]:
+    stale = part.get("staleness_sum", 0) / max(1, part["applied"])
+    found = {k: part[k] for k in ("bytes", "applied", "busy_s")}
+    return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
+
+
+def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
+    """Summarise over all shards; a synchronous update is never stale."""
+    if in_rounds:
+        applied = sum(o["applied"] for o in owners)
+        return metrics.staleness_summary([applied], 0, 0)
+    bins = [sum(column) for column in zip(*(o["staleness"] for o in owners), strict=True)]
+    total = sum(o["staleness_sum"] for o in owners)
+    return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
+
+
+def _crossed(summary: dict[str, Any]) -> list[str]:
+    """Return the line about what went between nodes, if there is more than one."""
+    if len(summary["nodes"]) == 1:
+        return []
+    sent, received = (human_bytes(summary[f"bytes_{way}"]) for way in ("sent", "received"))
+    names = " and ".join(sorted({summary["codec"], summary["pull_codec"]} - {"none"}))
+    packed = f", packed by {names}" if names else ""
+    return [f"workers sent {sent} to other nodes and had {received} from them{packed}"]
+
+
+def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
+    """Return the line about clocks in mode ssp: every read was checked against the bound."""
+    if summary["clock_distance_max"] is None:
+        return []
+    found, bound = summary["clock_distance_max"], job.config.bound
+    return [f"largest clock distance of a read {found}, staleness bound {bound}"]
+
+
+def _dropped(job: Job, summary: dict[str, Any]) -> list[str]:
+    """Return the line about pushes that came too late, where there is a limit."""
+    c = job.config
+    if c.max_staleness is None and not c.backup_workers:
+        return []
+    each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
+    limit = "their round" if c.backup_workers else f"{c.max_staleness} updates"
+    return [f"pushes dropped, older than {limit}: {each}"]
+
+
+def command() -> str:
+    """Return the command line that started this rank."""
+    return shlex.join(["python", "-m", "mpips.train", *sys.argv[1:]])
+
+
+def summary_text(job: Job, summary: dict[str, Any]) -> str:
+    """Return the summary in a few lines."""
+    s = summary
+    accuracy = "" if s["accuracy"] is None else f", accuracy {100 * s['accuracy']:.2f} %"
+    loss = "" if s["eval_loss"] is None else f"held-out loss {s['eval_loss']:.4f}{accuracy}; "
+    stale = s["staleness"]
+    times = {
+        k: sum(w[k] for w in s["per_worker"]) for k in ("compute_s", "pull_s", "push_s", "wait_s")
+    }
+    whole = sum(times.values()) or 1.0
+    where = ", ".join(f"{k[:-2]} {100 * v / whole:.0f} %" for k, v in times.items())
+    moved = human_bytes(s["bytes_pulled"]), human_bytes(s["bytes_pushed"])
+    load = ", ".join(f"{o['busy_s']:.1f}" for o in s["per_server"])
+    spent = f"{s['train_s']:.1f} s of {s['wall_s']:.1f} s"
+    slowed = f"; slowed: {delays_text(s['inject_delay'])}" if s["inject_delay"] else ""
+    return "\n".join(
+        [
+            f"ended: {s['stop_reason']} at step {s['global_step']}, epoch {s['epochs']:.2f}",
+            f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
+            f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
+            f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
+            *_crossed(s),
+            *_clocks(job, s),
+            *_dropped(job, s),
+            f"workers' time: {where}; owners busy for {load} s{slowed}",
+            _where(job, s["stop_reason"], s["unsaved"]),
+        ]
+    )

@@ -1,0 +1,63 @@
+"""A worker's own replica, which it trains by itself between two exchanges with the others."""
+
+import math
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.kernels import scale, sum_squares
+from mpips.optim import clip_factor
+from mpips.problems.accumulate import Accumulator
+
+if TYPE_CHECKING:
+    from mpips.datasets import Batch
+    from mpips.planning.job import Job
+
+
+class Replica:
+    """Parameters and slots of one worker, and the job's update rule.
+
+    Args:
+        job: The run.
+        params: The parameters, shape (n_params,); changed in place.
+        slots: One vector a slot of the rule, each of that shape; likewise.
+
+    Attributes:
+        busy_s: Seconds in computing gradients and applying them.
+    """
+
+    def __init__(self, job: "Job", params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
+        self.params, self.slots = params, slots
+        self._rule, self._max_norm = job.rule, job.config.clip
+        self._views = job.layout.views(params, writable=False)
+        self._grad = np.zeros_like(params)
+        self._out = job.layout.views(self._grad)
+        self._accumulator = Accumulator(job)
+        self.busy_s = 0.0
+
+    def step(self, batches: "Iterable[Batch]", samples: int, number: int, lr: float) -> float:
+        """Make one local step, with the gradient clipped by its norm.
+
+        Args:
+            batches: The step's batches.
+            samples: Samples in all of them.
+            number: Number of the step, from 1, as the rule takes it.
+            lr: Learning rate.
+
+        Returns:
+            The mean loss before the step; where it is not finite, nothing was changed.
+
+        Raises:
+            UserError: As `Accumulator.gradient`.
+        """
+        before = self._accumulator.compute_s
+        loss = self._accumulator.gradient(self._views, batches, samples, self._out, self._grad)
+        start = time.perf_counter()
+        if math.isfinite(loss):
+            if self._max_norm:
+                scale(self._grad, clip_factor(sum_squares(self._grad), self._max_norm))
+            self._rule.apply(self.params, self._grad, self.slots, number, lr)
+        self.busy_s += time.perf_counter() - start + self._accumulator.compute_s - before
+        return loss

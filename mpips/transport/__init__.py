@@ -1,0 +1,1 @@
+"""What crosses nodes: pushes, pulls, and how they are packed."""

@@ -1,0 +1,222 @@
+"""Gradients on their way from a worker to the servers; both halves of the protocol.
+
+On a node the gradient stays where the worker computed it, in one of two buffers of shared
+memory: the worker fills buffer ``seq % 2``, writes the push's description beside it and
+publishes ``seq``; each server applies its slice of it there and publishes ``applied[worker]``;
+the buffer is free once every near server has applied it, and the far ones have been sent theirs
+(see `mpips.transport.outbox` and `mpips.transport.inbox`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
+from mpips.codecs import Codec
+from mpips.datasets.ledger import Range
+from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
+from mpips.layout import Shard
+from mpips.transport.inbox import Inbox
+from mpips.transport.outbox import (
+    BUFFERS,
+    PUSHED,
+    Announced,
+    Carried,
+    Carrier,
+    Direct,
+    Outbox,
+    carriers,
+)
+from mpips.transport.push import Push, pack
+from mpips.transport.wire import Packing
+
+
+class Sender:
+    """A worker's half of the channel. Collective: no.
+
+    Args:
+        aggregate: Whether the gradients of a node go to far servers in one message.
+        packing: How what goes to far servers is packed.
+        origins: Whether the replicas that they were computed from are pushed as well.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        worker_id: int,
+        shards: Sequence[Shard],
+        aggregate: bool = False,
+        packing: Packing | None = None,
+        origins: bool = False,
+    ) -> None:
+        self._worker = worker_id
+        self._me = Announced.of(window, worker_id, cluster.rank, origins)
+        owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
+        self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
+        far = [owner for owner in owners if not cluster.near(owner[1])]
+        self.outbox: Outbox | None = None
+        if far:
+            self.outbox = self._make_outbox(cluster, window, far, aggregate, packing or Packing())
+        self.seq = 0
+
+    def _make_outbox(
+        self,
+        cluster: Cluster,
+        window: Window,
+        far: Sequence[tuple[int, int, Shard]],
+        aggregate: bool,
+        packing: Packing,
+    ) -> Outbox:
+        carrier = carriers(cluster, aggregate)[cluster.rank]
+        workers = enumerate(cluster.roles.workers)
+        members = [Announced.of(window, w, r) for w, r in workers if cluster.near(r)]
+        if not aggregate or len(members) == 1:
+            return Direct(cluster, far, self._me, packing)
+        carried = window.view(carrier, "carried")
+        if carrier != cluster.rank:
+            return Carried(carried, self._me)
+        return Carrier(cluster, far, carried, self._me, members, packing)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other nodes."""
+        return self.outbox.bytes_sent if self.outbox else 0
+
+    def buffer(self, seq: int) -> np.ndarray:
+        """Return the gradient buffer of push `seq`, shape (n,)."""
+        return self._me.grads[seq % BUFFERS]
+
+    def writable(self, seq: int) -> bool:
+        """Whether the buffer of push `seq` may be written: its last push has left it."""
+        last = seq - BUFFERS
+        far = self.outbox is None or self.outbox.writable(seq)
+        return far and not any(observe(applied, self._worker) < last for applied in self._near)
+
+    def push(
+        self, batch: Range, samples: int, loss: float, versions: np.ndarray, number: int = 0
+    ) -> int:
+        """Announce the gradient in ``buffer(seq + 1)``. Blocks: no.
+
+        Args:
+            batch: The batch that it was computed from.
+            samples: Samples in the batch.
+            loss: Mean loss over the batch.
+            versions: Version read of each shard, shape (shards,), dtype int64.
+            number: Of the batch, in the order in which batches are handed out.
+
+        Returns:
+            The push's number.
+        """
+        self.seq += 1
+        me, slot = self._me, self.seq % BUFFERS
+        pack(me.headers[slot], self._worker, self.seq, batch, samples, loss, number)
+        me.versions[slot] = versions
+        publish(me.words, PUSHED, self.seq)
+        if self.outbox is not None:
+            self.outbox.send(self.seq)
+        return self.seq
+
+    def sent(self) -> bool:
+        """Whether every far push that this rank has to send has left. Blocks: no; gets on."""
+        return self.outbox is None or self.outbox.empty()
+
+    @property
+    def packed(self) -> int:
+        """Number of messages that this rank has packed, in the runs that this one continues too."""
+        return self.outbox.packed if self.outbox else 0
+
+    @property
+    def state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+        """What codecs keep here between two pushes: pieces (begin, view) of vectors, by name."""
+        return self.outbox.state if self.outbox else {}
+
+    def hold(self, cut: int) -> bool:
+        """Push nothing for now, because of a cut; see `Outbox.hold`."""
+        return self.outbox is None or self.outbox.hold(cut)
+
+    def resting(self) -> bool:
+        """Whether nothing is to be sent before the next push. Blocks: no; gets on."""
+        return self.outbox is None or self.outbox.resting()
+
+
+class Receiver:
+    """A server's half of the channel. Collective: no.
+
+    Args:
+        applied: The server's ledger, shape (workers,); read here, written by the store.
+        inbox: Far bodies held at a time.
+        aggregate: Whether the gradients of a node come in one message from afar.
+        codec: What large far bodies are packed by, or None.
+        origins: Whether the replicas that they were computed from come as well.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        server_id: int,
+        shard: Shard,
+        dtype: str,
+        applied: np.ndarray,
+        inbox: int,
+        aggregate: bool = False,
+        codec: Codec | None = None,
+        origins: bool = False,
+    ) -> None:
+        self._server, self._shard, self._applied = server_id, shard, applied
+        workers = list(enumerate(cluster.roles.workers))
+        near = [(w, r) for w, r in workers if cluster.near(r)]
+        self._near = [Announced.of(window, w, r, origins) for w, r in near]
+        self._words = addresses_of((source.words for source in self._near), PUSHED)
+        self._workers = np.array([source.worker for source in self._near], np.int64)
+        self._no_limit = no_limit(applied.size)
+        self._next = 0
+        sources: dict[int, list[int]] = {}
+        carrier = carriers(cluster, aggregate)
+        for worker, rank in workers:
+            if not cluster.near(rank):
+                sources.setdefault(carrier[rank], []).append(worker)
+        args = cluster, sources, shard.size, dtype, applied, inbox
+        self._far = Inbox(*args, codec, origins)
+        self._far_first = False
+
+    @property
+    def bodies(self) -> int:
+        """Number of far bodies that are here, or of which a part is, and are not yet taken."""
+        return self._far.bodies
+
+    def take(self, limit: np.ndarray | None = None, fetch: bool = True) -> Push | None:
+        """Return the next push, or None if none is here. Blocks: no.
+
+        The push before it must have been applied: its memory is given back by this call.
+
+        Args:
+            limit: Take pushes up to ``seq <= limit[worker]`` only, shape (workers,); and beyond
+                where one message holds the pushes of several workers.
+            fetch: Whether the pool may be given room for more far bodies, near pushes taken.
+        """
+        self._far.give_back()
+        if not self._shard.size:
+            return None
+        self._far.attend(limit, fetch)
+        self._far_first = not self._far_first  # in turn, so that neither side starves
+        if self._far_first:
+            return self._far.take(limit) or (self._take_near(limit) if fetch else None)
+        return (self._take_near(limit) if fetch else None) or self._far.take(limit)
+
+    def close(self) -> None:
+        """Take back the receives that are posted. Blocks: until MPI has let them go."""
+        self._far.close()
+
+    def _take_near(self, limit: np.ndarray | None) -> Push | None:
+        bounds = self._no_limit if limit is None else limit
+        found = find_ahead(self._words, self._workers, self._applied, bounds, self._next)
+        if found < 0:
+            return None
+        self._next = (found + 1) % len(self._near)  # in turn, so that no worker waits for ever
+        source = self._near[found]
+        seq = observe(self._applied, source.worker) + 1
+        grad = source.grads[seq % BUFFERS, self._shard.range]
+        return Push.unpack(source.header(seq, self._server), grad, source.origin(seq, self._shard))

@@ -1,0 +1,300 @@
+"""Reads of shards across nodes: the worker's half and the server's half, side by side.
+
+A read goes one of two ways. By **Get** the worker reads the version committed, the shard, and the
+version begun, each when the one before is here, and the owner only has to enter MPI. By **reply**
+the worker asks, and the owner sends the same three by message, from the live shard; where reads
+are consistent, from a copy. In both a read is torn, and counted, if an update had begun by its end
+that was not committed at its start.
+
+A link carries both directions at once only if no request waits behind the other direction's bulk:
+so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
+
+A reply may be packed, chunk by chunk as it leaves: see `mpips.transport.wire`.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster, Request, all_done
+from mpips.codecs import Codec, Origin
+from mpips.kernels import observe
+from mpips.layout import Shard
+from mpips.transport.wire import Chunked, Packing
+
+BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
+TAG_REPLY = 4
+# Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
+# that is behind whatever the other direction carries.
+CHUNK_BYTES = 60 << 10
+WINDOW = 16  # chunks of one reply handed to MPI at a time: it may keep a copy of each
+Owner = tuple[int, int, Shard]  # server number, rank, shard
+
+
+class FarReads(ABC):
+    """A worker's reads of all far shards, one at a time. Collective: no.
+
+    Args:
+        owners: Server number, rank and shard of each far server with a shard.
+        servers: Number of servers.
+    """
+
+    def __init__(self, cluster: Cluster, owners: Sequence[Owner], servers: int) -> None:
+        self._cluster, self._owners = cluster, owners
+        self._first = np.zeros((servers, 8), "i8")  # headers, before the shards ...
+        self._last = np.zeros((servers, 8), "i8")  # ... and after them
+        self._out = np.zeros(0)
+        self._coming: list[Request] = []
+        self._received = 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of shards that this rank has asked for, as they are sent."""
+        return self._received
+
+    @abstractmethod
+    def begin(self, out: np.ndarray) -> None:
+        """Do what has to be done before `fetch`. Blocks: for a round trip at most.
+
+        Args:
+            out: Where the shards go, shape (n_params,); left alone until `advance` is true.
+        """
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Ask for the shards. Blocks: no."""
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Get on; returns whether all that `fetch` asked for is here. Blocks: no."""
+
+    def stamped(self) -> bool:
+        """Whether the owners have said which versions they will send. Blocks: no."""
+        return True
+
+    def result(self, versions: np.ndarray) -> int:
+        """Write the versions read, shape (servers,); returns how many of the reads are torn."""
+        torn = 0
+        for server, _, _ in self._owners:
+            versions[server] = self._first[server, COMMITTED]
+            torn += bool(self._last[server, BEGUN] > versions[server])
+        return torn
+
+    def clocks(self) -> list[int]:
+        """Return each server's clock at the beginning of the read; not of a neighbour's."""
+        return [int(self._first[server, CLOCK]) for server, _, _ in self._owners]
+
+
+class GetReads(FarReads):
+    """Reads by one-sided Get (MPI-4.1, 12.3)."""
+
+    def __init__(
+        self, cluster: Cluster, owners: Sequence[Owner], servers: int, window: Window
+    ) -> None:
+        super().__init__(cluster, owners, servers)
+        self._window = window
+        self._checks: list[Request] | None = []
+
+    def _headers(self, out: np.ndarray) -> list[Request]:
+        found = [self._window.get(rank, "header", out[server]) for server, rank, _ in self._owners]
+        return [request for requests in found for request in requests]
+
+    def begin(self, out: np.ndarray) -> None:
+        """Read the versions, which have to be known before the shards are read."""
+        self._out = out
+        requests = self._headers(self._first)
+        self._cluster.wait(lambda: all_done(requests))
+
+    def fetch(self) -> None:
+        """See `FarReads.fetch`."""
+        self._checks, out = None, self._out
+        found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
+        self._received += sum(out[shard.range].nbytes for *_, shard in self._owners)
+        self._coming = [request for requests in found for request in requests]
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        if self._checks is None and all_done(self._coming):
+            self._checks = self._headers(self._last)
+        return self._checks is not None and all_done(self._checks)
+
+
+class ReplyReads(FarReads):
+    """Reads by message, of one version each if `consistent`.
+
+    Args:
+        codec: What the owners pack by, or None.
+        needs: Returns what the owners must have applied before they answer (`mpips.ps.gate.Needs`).
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        owners: Sequence[Owner],
+        servers: int,
+        consistent: bool,
+        codec: Codec | None = None,
+        needs: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        super().__init__(cluster, owners, servers)
+        self._consistent, self._codec, self._needs = consistent, codec, needs
+        self._ends: list[Request] = []
+        self._stamps: list[Request] = []
+        self._packed: deque[tuple[Request, Chunked, np.ndarray, np.ndarray]] = deque()
+
+    def begin(self, out: np.ndarray) -> None:
+        """See `FarReads.begin`: nothing is asked for yet."""
+        self._out, self._stamps = out, []
+
+    def fetch(self) -> None:
+        """See `FarReads.fetch`."""
+        self._coming, self._ends, self._stamps, out = [], [], [], self._out
+        for server, rank, shard in self._owners:
+            chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
+            chunks = chunked.cut(out[shard.range])
+            messages = chunked.messages(chunks)
+            comes = [
+                self._cluster.comm.Irecv(part, rank, TAG_REPLY)
+                for part in (self._first[server], *messages, self._last[server])
+            ]
+            if messages is not chunks:
+                rows = zip(comes[1:-1], messages, chunks, strict=True)
+                self._packed.extend((come, chunked, a, b) for come, a, b in rows)
+            self._coming += comes
+            self._stamps.append(comes[0])
+            self._ends.append(comes[-1])
+            self._received += sum(message.nbytes for message in messages)
+            self._cluster.send(rank, "read", (self._consistent, *self._needs()))
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        while self._packed and self._packed[0][0].Test():
+            _, chunked, message, chunk = self._packed.popleft()
+            chunked.unpack(message, chunk)
+        return not self._packed and all_done(self._ends) and all_done(self._coming)
+
+    def stamped(self) -> bool:
+        """See `FarReads.stamped`."""
+        return bool(self._stamps) and all_done(self._stamps)
+
+    def hurry(self) -> None:
+        """Have the owners answer what was asked for whether they meet its needs or not."""
+        for _, rank, _ in self._owners:
+            self._cluster.send(rank, "hurry")
+
+
+class _Reply:
+    """An answer on its way: header, shard, and the header as it is when the shard has left."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        header: np.ndarray,
+        chunked: Chunked,
+        params: np.ndarray,
+        origin: Origin,
+    ) -> None:
+        self._cluster, self._ranks, self._header = cluster, ranks, header
+        self._chunked, self._origin = chunked, origin
+        self._chunks = chunked.cut(params)
+        self._next = 0  # the first chunk that has not been sent
+        self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
+        self._closing = False
+        self._send(self._words())
+
+    def _words(self) -> np.ndarray:
+        words = np.zeros(8, "i8")
+        for word in (BEGUN, COMMITTED, CLOCK):
+            words[word] = observe(self._header, word)
+        return words
+
+    def _send(self, part: np.ndarray) -> None:
+        comm = self._cluster.comm
+        requests = [comm.Isend(part, rank, TAG_REPLY) for rank in self._ranks]
+        self._sending.append((requests, part))  # alive until sent
+
+    def done(self, versions: np.ndarray | None = None) -> bool:
+        """Get on; returns whether all has left. Blocks: no.
+
+        Args:
+            versions: The last header to send, if not the live one.
+        """
+        while self._room() and self._next < len(self._chunks):
+            self._send(self._chunked.pack(self._chunks, self._next, self._origin))
+            self._next += 1
+        if self._next < len(self._chunks) or self._room() < WINDOW:
+            return False
+        if not self._closing:  # all of the shard has left
+            self._closing = True
+            self._send(self._words() if versions is None else versions)
+        return self._room() == WINDOW
+
+    def _room(self) -> int:
+        """Return how many chunks may be handed to MPI now."""
+        while self._sending and all_done(self._sending[0][0]):
+            self._sending.popleft()
+        return WINDOW - len(self._sending)
+
+
+class Replies:
+    """A server's half: it answers those who ask. Collective: no.
+
+    Args:
+        header: Of this server, shape (8,), dtype int64.
+        params: Its shard, shape (shard.size,).
+        shard: Where that lies.
+        server: Number of the server.
+        packing: How replies are packed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        header: np.ndarray,
+        params: np.ndarray,
+        shard: Shard,
+        server: int,
+        packing: Packing,
+    ) -> None:
+        self._cluster, self._header, self._params = cluster, header, params
+        self._chunked = Chunked(packing.codec, shard, params.dtype, CHUNK_BYTES)
+        self._packing, self._server, self._count = packing, server, 0
+        self._relaxed: list[_Reply] = []
+        self._copied: _Reply | None = None
+        self._copied_header = np.zeros(8, "i8")
+        self._waiting: list[int] = []
+
+    def ask(self, rank: int, consistent: bool) -> None:
+        """Note that a far worker wants to read. Blocks: no; call it between two updates."""
+        if consistent:
+            self._waiting.append(rank)
+        else:
+            self._relaxed.append(self._reply([rank], self._params))
+            self.serve()
+
+    def _reply(self, ranks: Sequence[int], params: np.ndarray) -> _Reply:
+        self._count += 1
+        p = self._packing
+        # Workers are numbered from 0, so that no push has the draws of a reply.
+        origin = Origin(p.seed, -1 - self._server, p.before + self._count)
+        return _Reply(self._cluster, ranks, self._header, self._chunked, params, origin)
+
+    def serve(self, between: bool = True) -> None:
+        """Get on with the answers; one copy at a time, to all who wait. Blocks: no.
+
+        Args:
+            between: Whether this is between two updates: only then is a copy of one version.
+        """
+        self._relaxed = [reply for reply in self._relaxed if not reply.done()]
+        if self._copied is not None and self._copied.done(self._copied_header):
+            self._copied = None
+        if between and self._waiting and self._copied is None:
+            for word in (BEGUN, COMMITTED, CLOCK):
+                self._copied_header[word] = observe(self._header, word)
+            copy = self._params.copy()
+            self._copied = self._reply(self._waiting, copy)
+            self._waiting = []

@@ -1,0 +1,293 @@
+"""Pushes from workers of other nodes: the server's half.
+
+A pool of fixed size holds their bodies. Each place in it is a receive posted to whoever sends
+first: the MPI library matches it and lets the body come as soon as it is announced, without
+waiting for the server's loop. Small bodies are received when a probe has found them, and all are
+where one was announced, is there, and was not matched. A packed body is unpacked when it is taken,
+into one vector a server, and its place is free again at once, unless what the gradient was
+computed from lies there too.
+
+A receive that is posted stays posted until the end, when nothing is on its way: MPICH takes one
+that has been matched, but not filled, back, and the body is then written where none is expected.
+So a server that is to go on to certain pushes (see `mpips.ps.server`) holds what comes beside them,
+and has one place more for them.
+"""
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from mpips.cluster.window import transfer_pieces
+from mpips.cluster.world import Cluster, all_done
+from mpips.codecs import Codec
+from mpips.kernels import observe
+from mpips.transport.outbox import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.transport.push import HEADER_WORDS, Push
+from mpips.transport.wire import Unpacker
+
+# MPICH 5.0 never matches some eager messages of other nodes with a receive that is already posted
+# to any source (seen below 64 kB, over UCX on TCP); a probe finds all of them.
+PROBED_MAX_BYTES = 1 << 16
+PATIENCE_S = 0.25  # after which a body that was announced is looked for by a probe,
+CROWD_PATIENCE = 20  # or so many times that where more are announced than there are receives
+
+
+@dataclass(eq=False)
+class _Body:
+    """A place in the pool that is being filled, or is full.
+
+    Attributes:
+        place: Room for the message: shape (shard.size,) of the gradients' dtype, or a packed
+            message's bytes; and, where servers need it, for what the gradient was computed from.
+        requests: What has to complete; the first piece, of whoever sends it, at first.
+        status: Of the first piece.
+        key: Rank that sent it and tag, once the first piece is here.
+        probed: Whether a probe had found it: it is here, or coming.
+    """
+
+    place: tuple[np.ndarray, ...]
+    requests: list[MPI.Request]
+    status: MPI.Status
+    key: tuple[int, int] | None = None
+    probed: bool = False
+
+
+class Inbox:
+    """A server's far pushes. Collective: no.
+
+    Args:
+        sources: The workers whose pushes each rank sends, by rank.
+        size: Elements of the shard.
+        dtype: Of the gradients.
+        applied: The server's ledger, shape (workers,); read here, written by the store.
+        places: Bodies held at a time; with 2, one is received while the other is applied. There
+            may be one more at a cut, and one for bodies that no receive matches.
+        codec: What large ones are packed by, or None.
+        origins: Whether each gradient comes with what it was computed from.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        sources: Mapping[int, Sequence[int]],
+        size: int,
+        dtype: str,
+        applied: np.ndarray,
+        places: int,
+        codec: Codec | None = None,
+        origins: bool = False,
+    ) -> None:
+        self._cluster, self._sources, self._applied = cluster, sources, applied
+        places = places if sources and size else 0
+        self._unpacker = Unpacker(codec, size if places else 0, dtype)
+        rows = int(origins), size
+        self._new_place = lambda: (self._unpacker.place(), *np.zeros(rows, dtype))
+        self._free = [self._new_place() for _ in range(places)]
+        self._places, self._most = places, places
+        self._probing = bool(self._free) and self._free[0][0].nbytes <= PROBED_MAX_BYTES
+        self._awaited_since: dict[int, tuple[int, float]] = {}  # message and time, by rank
+        self._next_look_s = 0.0
+        self._announced = dict.fromkeys(sources, 0)  # messages, by rank
+        self._taken = dict.fromkeys(sources, 0)
+        self._headers: dict[tuple[int, int], np.ndarray] = {}
+        self._posted: list[_Body] = []
+        self._bodies: list[_Body] = []
+        self._lent: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def bodies(self) -> int:
+        """Number of bodies that are here, or of which a part is, and are not yet taken."""
+        return len(self._bodies)
+
+    def attend(self, limit: np.ndarray | None, fetch: bool) -> None:
+        """Get on: headers, bodies that have come, room for more. Blocks: no.
+
+        Args:
+            limit: Make room only for senders of pushes ``seq <= limit[worker]``, shape (workers,).
+            fetch: Whether to make room at all.
+        """
+        if not self._sources:
+            return
+        comm, status = self._cluster.comm, MPI.Status()
+        while (found := comm.Improbe(MPI.ANY_SOURCE, TAG_HEADER, status)) is not None:
+            rows = np.empty((status.Get_count(MPI.INT64_T) // HEADER_WORDS, HEADER_WORDS), "i8")
+            found.Recv(rows)
+            rank = status.Get_source()
+            self._announced[rank] += 1
+            self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
+        self._settle()
+        if limit is not None or not fetch:
+            self._fill_gaps()
+        if fetch:
+            self._make_room(limit)
+
+    def _make_room(self, limit: np.ndarray | None) -> None:
+        if limit is not None:
+            self._make_room_up_to(limit)
+        elif self._probing:
+            while self._free and self._probe(MPI.ANY_SOURCE):
+                continue
+        else:
+            while self._free:
+                self._post(MPI.ANY_SOURCE)
+            self._look_for_missing()
+
+    def _place(self) -> tuple[np.ndarray, ...]:
+        """Return a free place, or one more."""
+        if not self._free:
+            self._places += 1
+            return self._new_place()
+        return self._free.pop()
+
+    def _release(self, place: tuple[np.ndarray, ...]) -> None:
+        if self._places > self._most:
+            self._places -= 1  # the one more is not kept
+        else:
+            self._free.append(place)
+
+    def _post(self, source: int) -> None:
+        place, status = self._place(), MPI.Status()
+        first = transfer_pieces(place[0])[0]
+        request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
+        self._posted.append(_Body(place, [request], status))
+
+    def _probe(self, source: int) -> bool:
+        """Receive a body that is here, if there is one; returns whether there was."""
+        found = self._cluster.bodies.Improbe(source, MPI.ANY_TAG, MPI.Status())
+        if found is None:
+            return False
+        place = self._place()
+        request = found.Irecv(transfer_pieces(place[0])[0])
+        self._posted.append(_Body(place, [request], MPI.Status(), probed=True))
+        return True
+
+    def _look_for_missing(self) -> None:
+        """Look for bodies that were announced, are here, and no receive has matched.
+
+        Where there are fewer receives than bodies, one may only wait for room, and gets it in the
+        end; elsewhere the library has failed to match it, and all are probed for from now on.
+        """
+        missing = len(self._headers) - len(self._bodies)
+        if missing <= 0:
+            return
+        now = time.perf_counter()
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + PATIENCE_S / 4
+        crowded = missing > len(self._posted)
+        here = {body.key for body in self._bodies}
+        for rank, taken in self._taken.items():
+            if not self._awaited(rank, here):
+                continue
+            number, since_s = self._awaited_since.get(rank, (0, now))
+            if number != taken + 1:
+                self._awaited_since[rank] = taken + 1, now
+            elif now - since_s > PATIENCE_S * (CROWD_PATIENCE if crowded else 1):
+                self._awaited_since[rank] = taken + 1, now
+                if self._places <= self._most + 1 and self._probe(rank) and not crowded:
+                    self._probing = True
+                    self._most += 1  # for those that wait for what they do not match
+
+    def _awaited(self, rank: int, here: Set[tuple[int, int] | None]) -> bool:
+        """Whether the next body of a rank was announced and is not here."""
+        key = rank, self._next_tag(rank)
+        return key in self._headers and key not in here
+
+    def _next_tag(self, rank: int) -> int:
+        return (self._taken[rank] + 1) % BODY_TAGS
+
+    def _fill_gaps(self) -> None:
+        """Receive what comes before a body that is here, where no receive has matched it."""
+        for body in list(self._bodies):
+            assert body.key is not None, "a body of nobody"
+            rank, tag = body.key
+            if tag != self._next_tag(rank) and not any(b.probed for b in self._posted):
+                self._probe(rank)
+
+    def _make_room_up_to(self, limit: np.ndarray) -> None:
+        """Make room for a push up to `limit`, one at a time, whatever fills the pool.
+
+        What is posted comes first: the push is matched by it, or it is filled by another.
+        """
+        if self._posted and not self._probing:
+            self._look_for_missing()
+            return
+        if any(body.probed for body in self._posted):
+            return
+        here = {body.key for body in self._bodies}
+        for rank in self._sources:
+            if self._owes(rank, limit):
+                if (rank, self._next_tag(rank)) in here:
+                    return  # it is the next to be taken
+                if self._probing:
+                    self._probe(rank)
+                else:
+                    self._post(rank)
+                return
+
+    def _owes(self, rank: int, limit: np.ndarray | None) -> bool:
+        """Whether pushes up to `limit` of the workers that a rank sends for are still to come."""
+        if limit is None:
+            return True
+        return any(observe(self._applied, w) < limit[w] for w in self._sources[rank])
+
+    def _settle(self) -> bool:
+        """Sort out the posted receives that are complete; returns whether any is left."""
+        waiting = []
+        for body in self._posted:
+            if not body.requests[0].Test(body.status):
+                waiting.append(body)
+            elif not body.status.Is_cancelled():
+                body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
+                rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
+                tag += TAG_REST
+                body.requests = [self._cluster.comm.Irecv(p, rank, tag) for p in rest]
+                self._bodies.append(body)
+        self._posted = waiting
+        return bool(waiting)
+
+    def take(self, limit: np.ndarray | None = None) -> Push | None:
+        """Return a push that is here, of each sender in its order; it is lent until `give_back`.
+
+        Args:
+            limit: Return only those of ranks that have not sent all ``seq <= limit[worker]``,
+                shape (workers,).
+        """
+        for body in self._bodies:
+            assert body.key is not None, "a body of nobody"
+            rank, tag = body.key
+            if not self._owes(rank, limit):
+                continue
+            if tag != self._next_tag(rank) or body.key not in self._headers:
+                continue  # an earlier body of this rank, or the header, is still coming
+            if not all_done(body.requests):
+                continue
+            self._bodies.remove(body)
+            self._taken[rank] += 1
+            message, *origin = body.place
+            grad = self._unpacker.unpack(message)
+            if grad is message or origin:
+                self._lent = body.place
+            else:
+                self._release(body.place)
+            return Push.unpack_all(self._headers.pop(body.key), grad, *origin)
+        return None
+
+    def give_back(self) -> None:
+        """Free the place of the push taken last, which is applied."""
+        if self._lent is not None:
+            self._release(self._lent)
+            self._lent = None
+
+    def close(self) -> None:
+        """Take back the receives that are posted. Blocks: until MPI has let them go.
+
+        Every push that was announced must have been taken.
+        """
+        for body in self._posted:
+            if not body.probed:
+                body.requests[0].Cancel()
+        self._cluster.wait(lambda: not self._settle())

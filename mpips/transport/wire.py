@@ -1,0 +1,302 @@
+"""What crosses nodes in fewer bytes: both halves of a packed push, and of a packed reply.
+
+A slice goes by its codec if it has one and is large enough, and else as it is (see
+`mpips.codecs`). Sizes are fixed by the codec, so that a server's memory stays bounded. The state
+that a codec keeps lives with the sender, a part for each far shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpips.cluster.window import transfer_pieces
+from mpips.codecs import Codec, Origin, buffer_for, codec_for, is_large, make_codec
+from mpips.codecs.powersgd import Factors
+from mpips.config import Config
+from mpips.layout import Layout, Shard
+from mpips.layout.roles import Roles
+
+CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
+
+
+def push_codec(config: Config) -> Codec | None:
+    """Return the codec of far pushes that a job asks for, or None."""
+    c = config
+    if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.rounds.lowrank`
+        return None
+    if c.codec != "topk":
+        return make_codec(c.codec)
+    return make_codec("topk", ratio=c.topk_ratio, momentum=c.topk_momentum, warmup=c.topk_warmup)
+
+
+def pull_codec(config: Config) -> Codec | None:
+    """Return the codec of far pulls that a job asks for, or None; it keeps no state."""
+    return make_codec(config.pull_codec)
+
+
+def told(
+    config: Config,
+    roles: Roles,
+    node_of: Sequence[int],
+    shards: Sequence[Shard],
+    layout: Layout,
+) -> str | None:
+    """Return a line that says what is packed, and how much of what crosses nodes; None if nothing.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers, or owners.
+        layout: Of the model.
+    """
+    if config.codec == "powersgd":
+        return _told_low_rank(config, len(set(node_of)), layout)
+    codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
+    if not any(codecs.values()):
+        return None
+    sizes = _crossing(config, roles, node_of, shards)
+    if not sizes:
+        who = "a server" if roles.servers else "an owner"
+        return f"nothing is packed: no worker is on another node than {who}"
+    words = ", ".join(f"{what} by {codec.name}" for what, codec in codecs.items() if codec)
+    large = sum(is_large(n, config.dtype) for n in sizes)
+    return f"packed between nodes: {words}; {large} of {len(sizes)} slices have the 64 KB"
+
+
+def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
+    if nodes == 1:
+        return "nothing is packed: all ranks are on one node"
+    factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+    return (
+        f"packed between nodes: sums by powersgd of rank {factors.rank}; {len(factors.matrices)} "
+        f"of {len(layout.names)} arrays are worth it; of {layout.size:,} elements "
+        f"{factors.sent:,} are sent"
+    )
+
+
+def _crossing(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> list[int]:
+    """Return the size of each slice that crosses nodes: once a worker, in a round once a node."""
+    workers = [node_of[rank] for rank in roles.workers]
+    if config.in_rounds:
+        workers = sorted(set(workers))
+    return [
+        shard.size
+        for rank, shard in zip(roles.owners, shards, strict=True)
+        for node in workers
+        if shard.size and node_of[rank] != node
+    ]
+
+
+def kept(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> tuple[str, ...]:
+    """Names of what the push codec keeps, if a slice that crosses nodes is large enough for it.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers, or owners.
+    """
+    codec = push_codec(config)
+    packed = _packed(config, roles, node_of, shards)
+    return codec.state if codec is not None and any(packed) else ()
+
+
+def unpacked(config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]) -> str:
+    """Return the slices that nobody packs, as text: small ones, and those of no other node's.
+
+    Args:
+        config: Of the job.
+        roles: Who is what.
+        node_of: Node of each rank.
+        shards: Of the servers, or owners.
+    """
+    packed = _packed(config, roles, node_of, shards)
+    return ", ".join(
+        f"{shard.begin:,} to {shard.end - 1:,}"
+        for shard, is_packed in zip(shards, packed, strict=True)
+        if shard.size and not is_packed
+    )
+
+
+def _packed(
+    config: Config, roles: Roles, node_of: Sequence[int], shards: Sequence[Shard]
+) -> list[bool]:
+    """Return of each shard whether it is large enough, and a worker is on another node."""
+    workers = {node_of[rank] for rank in roles.workers}
+    return [
+        is_large(shard.size, config.dtype) and bool(workers - {node_of[rank]})
+        for rank, shard in zip(roles.owners, shards, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a run packs.
+
+    Attributes:
+        codec: What large slices go by, or None for no packing.
+        seed: Of the run.
+        before: Number of what this sender had packed before this job began.
+    """
+
+    codec: Codec | None = None
+    seed: int = 0
+    before: int = 0
+
+
+class Packer:
+    """Packs what one sender sends of one slice. Collective: no.
+
+    Args:
+        source: Number of the sender; in rounds, of its node.
+        buffers: Messages that may be on their way at a time.
+
+    Attributes:
+        shard: The server's shard.
+        state: What the codec keeps, by name, each of shape (shard.size,).
+        sums: Whether it takes the sum of several gradients, else their mean. A mean is applied
+            at as many times the rate as there are gradients in it, so what is kept of one that
+            goes with another number of them would be applied at the wrong rate.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        shard: Shard,
+        dtype: np.typing.DTypeLike,
+        source: int,
+        buffers: int,
+    ) -> None:
+        self._packing, self._source, self.shard = packing, source, shard
+        self._codec = codec_for(packing.codec, shard.size, dtype)
+        self.state: dict[str, np.ndarray] = {}
+        if self._codec is not None:
+            nbytes = self._codec.wire_bytes(shard.size, dtype)
+            self._messages = [buffer_for(nbytes) for _ in range(buffers)]
+            fresh = self._codec.fresh_state(shard.size, dtype)
+            self.state = dict(zip(self._codec.state, fresh, strict=True))
+        self.sums = bool(self.state)
+
+    def pack(self, grad: np.ndarray, number: int, slot: int, count: int = 1) -> list[np.ndarray]:
+        """Return what to send for `grad`, shape (shard.size,), as pieces of one transfer each.
+
+        The number of pieces does not depend on the gradient. They are `grad` itself where there
+        is nothing to pack, and else a message that is kept until `slot` is used again.
+
+        Args:
+            grad: The gradient, or what `sums` says of several; what arrives is their mean.
+            number: Of the message, 1 for the first of this job.
+            slot: Which of the `buffers` to use.
+            count: Gradients in it.
+        """
+        if self._codec is None:
+            return transfer_pieces(grad)
+        message = self._messages[slot]
+        p = self._packing
+        origin = Origin(p.seed, self._source, p.before + number, self.shard.begin, count)
+        used = self._codec.encode(grad, message, tuple(self.state.values()), origin)
+        pieces, at = [], 0
+        for piece in transfer_pieces(message):
+            pieces.append(piece[: max(0, used - at)])
+            at += piece.size
+        return pieces
+
+
+class Unpacker:
+    """Unpacks what comes by one codec for one slice, one message at a time. Collective: no.
+
+    Args:
+        codec: The codec, or None.
+        size: Elements of the slice.
+        dtype: Their dtype.
+        out: Where the elements go, shape (size,); by default memory that is valid until the next
+            call, or the message itself where it is not packed.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None,
+        size: int,
+        dtype: np.typing.DTypeLike,
+        out: np.ndarray | None = None,
+    ) -> None:
+        self._codec, self._size, self._dtype = codec_for(codec, size, dtype), size, dtype
+        self._out = np.zeros(size, dtype) if out is None and self._codec is not None else out
+
+    def place(self) -> np.ndarray:
+        """Return room for a message: `out` itself, if it was given and nothing is packed."""
+        if self._codec is not None:
+            return buffer_for(self._codec.wire_bytes(self._size, self._dtype))
+        return np.zeros(self._size, self._dtype) if self._out is None else self._out
+
+    def unpack(self, place: np.ndarray) -> np.ndarray:
+        """Return the elements of a message."""
+        if self._codec is None or self._out is None:
+            return place
+        self._codec.decode(place, self._out)
+        return self._out
+
+
+class Chunked:
+    """A shard that is read from afar, cut into chunks that are packed each on its own.
+
+    Both halves have one of their own. Collective: no.
+
+    Args:
+        codec: What a large shard is packed by, or None.
+        shard: The shard.
+        dtype: Of the parameters.
+        chunk_bytes: The most that one message may take.
+    """
+
+    def __init__(
+        self, codec: Codec | None, shard: Shard, dtype: np.typing.DTypeLike, chunk_bytes: int
+    ) -> None:
+        self._codec, self._dtype = codec_for(codec, shard.size, dtype), np.dtype(dtype)
+        self._begin, self._chunk_bytes = shard.begin, chunk_bytes
+        self._step = chunk_bytes // self._dtype.itemsize
+        if self._codec is not None:
+            self._step = self._largest(self._codec)
+
+    def _largest(self, codec: Codec) -> int:
+        """Return the elements of a chunk: whole buckets of any codec."""
+        each = codec.wire_bytes(CHUNK_UNIT, self._dtype)
+        return CHUNK_UNIT * (self._chunk_bytes // each)
+
+    def cut(self, vector: np.ndarray) -> list[np.ndarray]:
+        """Return the chunks of the shard in `vector`, shape (shard.size,), as views of it."""
+        return [vector[b : b + self._step] for b in range(0, vector.size, self._step)]
+
+    def messages(self, chunks: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """Return what to receive for each chunk: the chunk itself, or room for its message."""
+        if self._codec is None:
+            return chunks
+        sizes = [self._codec.wire_bytes(chunk.size, self._dtype) for chunk in chunks]
+        return [buffer_for(size) for size in sizes]
+
+    def pack(self, chunks: Sequence[np.ndarray], k: int, origin: Origin) -> np.ndarray:
+        """Return the message of chunk `k`, as it is now: the chunk itself, or new memory.
+
+        Args:
+            chunks: What `cut` gave.
+            k: Number of the chunk.
+            origin: Of the reply; where in the vector it begins is filled in here.
+        """
+        chunk = chunks[k]
+        if self._codec is None:
+            return chunk
+        message = buffer_for(self._codec.wire_bytes(chunk.size, self._dtype))
+        origin = replace(origin, begin=self._begin + k * self._step)
+        self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), origin)
+        return message
+
+    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
+        """Read a message into its chunk, unless that is where it came."""
+        if self._codec is not None:
+            self._codec.decode(message, chunk)
