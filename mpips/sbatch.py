@@ -22,7 +22,7 @@ from typing import NoReturn
 from mpips.checkpoint.place import DONE
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine, parse_command_line
-from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_files
+from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
 from mpips.errors import UserError, answer
 from mpips.planning.needs import Needs, measure, needs
 
@@ -369,7 +369,7 @@ def _passed(args: argparse.Namespace) -> list[str]:
 def _scripts() -> Path:
     """Return the folder of common.sh: a copy in ``slurm`` here, or that of mpips."""
     here = Path("slurm").resolve()
-    return here if (here / "common.sh").is_file() else shared_files("slurm")["common.sh"].parent
+    return here if (here / "common.sh").is_file() else shared_folder("slurm")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,10 +9,11 @@ import pytest
 from launch import ROOT, environment, run
 
 from mpips import __main__, __version__
-from mpips.__main__ import COMMANDS
-from mpips.config import completion, jobs
+from mpips.__main__ import COMMANDS, MODULES
+from mpips.config import jobs
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import HELP_WIDTH
+from mpips.guide import completion
 
 SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
 
@@ -52,11 +53,11 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_command_is_left_out() -> None:
-    """Whatever can be run by ``python -m`` is in the list."""
+    """Whatever can be run by ``python -m`` is in the list, and some that stand deeper."""
     package = ROOT / "mpips"
     alone = {p.stem for p in package.glob("*.py") if '__name__ == "__main__"' in p.read_text()}
     folders = {path.parent.name for path in package.glob("*/__main__.py")}
-    assert alone - {"__main__"} | folders == set(COMMANDS)
+    assert alone - {"__main__"} | folders | set(MODULES) == set(COMMANDS)
 
 
 def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:

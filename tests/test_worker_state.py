@@ -174,11 +174,11 @@ def test_parameters_and_residuals_are_all_gradients_of_the_cut(name: str, runs: 
     for checkpoint in found:  # the number decides how much a warm-up sends
         packed = [numbers["packed"] for numbers in checkpoint.state["own"]]
         clocks = checkpoint.state["handout"]["clocks"]
-        assert any(packed)
         if "carried" in name:  # a message holds several
             assert max(packed) <= sum(clocks)
         else:
             assert all(p in (0, c) for p, c in zip(packed, clocks, strict=True))
+    assert any(packed)  # at first perhaps only workers of the server's node have pushed
     first = open_checkpoint(list_checkpoints(runs.out(name))[0])
     assert (first.step, first.worker_names) == (0, ())
 

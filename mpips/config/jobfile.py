@@ -17,18 +17,26 @@ from mpips.errors import UserError, nearest
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
+def shared_folder(kind: str) -> Path:
+    """Return the folder of ``jobs`` or ``slurm`` that comes with mpips: a clone's, or installed.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if (PACKAGE.parent / "setup.cfg").is_file():
+        return PACKAGE.parent / kind
+    import importlib.metadata  # takes longer to import than all of this room
+
+    for path in importlib.metadata.files("mpips") or ():
+        if path.parent.parts[-3:] == ("share", "mpips", kind):
+            return Path(str(path.locate())).resolve().parent
+    raise UserError(f"no {kind} beside {PACKAGE}", "a clone, or what pip installs")
+
+
 def shared_files(kind: str) -> dict[str, Path]:
     """Return the files of ``jobs`` or ``slurm`` that come with mpips, by name."""
-    clone = PACKAGE.parent
-    if (clone / "setup.cfg").is_file():
-        found = [p for p in (clone / kind).iterdir() if p.name != "site.sh"]  # this clone's own
-    else:
-        import importlib.metadata  # takes longer to import than all of this room
-
-        installed = importlib.metadata.files("mpips") or []
-        there = ("share", "mpips", kind)
-        found = [Path(str(p.locate())) for p in installed if p.parent.parts[-3:] == there]
-    return {path.name: path.resolve() for path in sorted(found)}
+    found = sorted(shared_folder(kind).iterdir())
+    return {path.name: path for path in found if path.name != "site.sh"}  # this clone's own
 
 
 def shared_text(path: Path) -> str:
