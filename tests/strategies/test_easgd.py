@@ -1,22 +1,13 @@
 """Elastic averaging against a run without any MPI, and within bounds where workers race."""
 
-from typing import Any
-
 import numpy as np
 import pytest
+from references import TOLERANCE, serial_easgd
 from runs import Plan, counting, final, samples_file, summary
-from test_local_sgd import SLOTS, local_step
-from test_serial import TOLERANCE
 
 from mpips import kernels
-from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import HandOut, pieces
-from mpips.datasets.order import Order
-from mpips.planning.job import initial_vector
-from mpips.problems import load_problem
 
 JOB = "--mode easgd --hidden 24 --eval-every 0 --checkpoint-every 0"
 ALONE = {  # ranks, options, epochs of each part; one worker, so that nothing races
@@ -38,40 +29,6 @@ COUNTED = {
     "consistent": (4, "--servers 1 --tau 4 --batch-size 4 --read consistent --node-size 2"),
     "private": (3, "--servers 1 --tau 4 --batch-size 4 --window private"),
 }
-
-
-def serial(config: Config, epochs: int) -> dict[str, np.ndarray]:
-    """Train one worker in one process, without a stop."""
-    data, dtype = open_dataset(config), np.dtype(config.dtype)
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, 1, 0, config.seed)
-    step_size = config.batch_size * config.accumulate
-    per_epoch = -(-data.train.n // (step_size * config.tau))
-    centre, g = initial_vector(problem, config.seed, dtype), np.zeros(problem.layout.size, dtype)
-    handout, done = HandOut(data.train.n, step_size * config.tau, workers=1), 0
-    alpha = 0.9 if config.elastic_rate is None else config.elastic_rate
-    x, number = centre.copy(), 0
-    slots: Any = [np.zeros_like(x) for _ in range(SLOTS[config.optimizer])]
-    while done < epochs * per_epoch:
-        lr = config.learning_rate
-        if config.schedule == "cosine":
-            lr *= 0.5 * (1 + np.cos(np.pi * rate_version(done) / (epochs * per_epoch)))
-        batch = handout.next(0)
-        assert batch is not None
-        for step in pieces(batch, step_size):
-            ids = order.sample_ids(*step)
-            samples = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
-            problem.loss_and_grad(problem.layout.views(x), samples, problem.layout.views(g))
-            number += 1
-            local_step(config, x, g, slots, number, lr)
-        change = dtype.type(alpha) * (x - centre)
-        x, centre, done = x - change, centre + change, done + 1
-    return problem.layout.views(centre)
-
-
-def rate_version(done: int) -> int:
-    """Return the version from which a rate is taken: the last one pulled, before the push."""
-    return max(0, done - 1)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def test_one_worker_equals_a_serial_run(name: str, runs: Plan) -> None:
     _, options, epochs = ALONE[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
-    expected = serial(config, epochs[-1])
+    expected = serial_easgd(config, epochs[-1])
     checkpoint = final(runs.out(name))
     assert checkpoint.slot_names == ()
     found = checkpoint.layout.views(checkpoint.read_params())

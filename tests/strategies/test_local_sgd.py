@@ -5,18 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from references import SLOTS, TOLERANCE, serial_local_sgd
 from runs import MODELS, Plan, assert_same_state, final, newest, summary
-from test_serial import TOLERANCE
 
 from mpips.checkpoint import Checkpoint
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import HandOut, split
-from mpips.datasets.order import Order
-from mpips.planning.job import initial_vector
-from mpips.problems import load_problem
 from mpips.rounds.averaging import Average, SlowMomentum
 
 JOB = "--mode local_sgd --hidden 24 --eval-every 0 --checkpoint-every 0 --epochs 2"
@@ -64,67 +59,6 @@ STOPPED = {
 }
 
 
-def local_step(config: Config, w: np.ndarray, g: np.ndarray, slots: Any, t: int, lr: float) -> None:
-    """One step of the rule, in place, as the papers have it."""
-    if config.clip:
-        g = g * min(1.0, config.clip / np.linalg.norm(g))
-    if config.optimizer == "sgd":
-        w -= lr * g
-    elif config.optimizer == "momentum":
-        slots[0][:] = config.momentum * slots[0] + g
-        w -= lr * slots[0]
-    else:
-        m, v = slots
-        m[:] = config.beta1 * m + (1 - config.beta1) * g
-        v[:] = config.beta2 * v + (1 - config.beta2) * g * g
-        root = np.sqrt(v / (1 - config.beta2**t)) + config.eps
-        w -= lr * (m / (1 - config.beta1**t)) / root
-
-
-SLOTS = {"sgd": 0, "momentum": 1, "adam": 2}
-
-
-def serial(config: Config, workers: int, rate: Callable[[int, int], float]) -> tuple[Any, Any]:
-    """Train in one process; returns the named parameters, and the averaged slots."""
-    data, dtype = open_dataset(config), np.dtype(config.dtype)
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, 1, 0, config.seed)
-    step_size = config.batch_size * config.accumulate
-    size = step_size * config.local_steps * workers
-    rounds = list(iter_rounds(HandOut(data.train.n, size, workers=1, epochs=config.epochs)))
-    w = initial_vector(problem, config.seed, dtype)
-    slots = [np.zeros_like(w) for _ in range(SLOTS[config.optimizer])]
-    outer, g = np.zeros_like(w), np.zeros_like(w)
-    kept = [[np.zeros_like(w) for _ in slots] for _ in range(workers)]
-    for r, whole in enumerate(rounds, 1):
-        mean, means = np.zeros_like(w), [np.zeros_like(w) for _ in slots]
-        n = whole[2] - whole[1]
-        for k, part in enumerate(split(whole, workers)):
-            x, own = w.copy(), [slot.copy() for slot in slots]
-            if config.local_slots == "keep":
-                own = kept[k]
-            for h, step in enumerate(split(part, -(-n // (step_size * workers))), 1):
-                if step[1] == step[2]:
-                    continue
-                ids = order.sample_ids(*step)
-                batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
-                problem.loss_and_grad(problem.layout.views(x), batch, problem.layout.views(g))
-                number = (r - 1) * config.local_steps + h
-                local_step(config, x, g, own, number, rate(r, len(rounds)))
-            share = (part[2] - part[1]) / n
-            mean += share * x
-            for total, slot in zip(means, own, strict=True):
-                total += share * slot
-        outer = config.outer_momentum * outer + (w - mean)
-        w, slots = w - outer, means
-    return problem.layout.views(w), kept if config.local_slots == "keep" else slots
-
-
-def iter_rounds(handout: HandOut) -> Any:
-    while (batch := handout.next(0)) is not None:
-        yield batch
-
-
 def rate_of(config: Config) -> Callable[[int, int], float]:
     lr = config.learning_rate
     if config.schedule == "constant":
@@ -170,7 +104,7 @@ def add_changes_of_mode(plan: Plan) -> None:
 def test_run_equals_a_serial_one(name: str, runs: Plan) -> None:
     ranks, options = CASES[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
-    expected, slots = serial(config, ranks - (config.servers or 0), rate_of(config))
+    expected, slots = serial_local_sgd(config, ranks - (config.servers or 0), rate_of(config))
     checkpoint = final(runs.out(name))
     found = checkpoint.layout.views(checkpoint.read_params())
     norm = np.linalg.norm

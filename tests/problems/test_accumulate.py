@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from references import TOLERANCE, serial_sync
 from runs import MODELS, Plan, assert_same_state, counting, final, samples_file, summary
-from test_serial import TOLERANCE, serial
 
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
@@ -111,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def test_rounds_equal_a_serial_run(name: str, runs: Plan) -> None:
     ranks, options = CASES[name]
     config = resolve(parse_command_line([*SYNC.split(), *options.split()]).options)
-    expected = serial(config, ranks - (config.servers or 0))
+    expected = serial_sync(config, ranks - (config.servers or 0))
     checkpoint = final(runs.out(name))
     found = checkpoint.layout.views(checkpoint.read_params())
     for key, array in expected.items():

@@ -487,17 +487,19 @@ def test_an_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     assert not (tmp_path / "removed").exists()
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROGRAM_HEAD = """
     import sys
-    sys.path[:0] = [{root!r}, {tests!r}]
+    sys.path[:0] = [{root!r}, {tests!r}, {here!r}]
     from test_checkpoint import *
     directory = Path({directory!r})
 """
 
 
 def program(directory: Path, body: str) -> list[str]:
-    head = PROGRAM_HEAD.format(root=str(ROOT), tests=str(ROOT / "tests"), directory=str(directory))
+    here = Path(__file__).parent
+    places = {"root": str(ROOT), "tests": str(here.parent), "here": str(here)}
+    head = PROGRAM_HEAD.format(**places, directory=str(directory))
     return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(body)]
 
 

@@ -6,22 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from references import TOLERANCE, serial_sync
 from runs import Plan, assert_same_state, final
 
-from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.datasets import Batch, open_dataset
-from mpips.datasets.ledger import HandOut
-from mpips.datasets.order import Order
-from mpips.planning.job import initial_vector
-from mpips.problems import load_problem
 
 pytestmark = pytest.mark.launch
 
 EPOCHS = 2
 TWIN_EVERY = 4
-TOLERANCE = {"float32": 1e-6, "float64": 1e-13}
 JOB = "--mode sync --optimizer momentum --lr 0.05 --hidden 24 --eval-every 0 --checkpoint-every 0"
 
 
@@ -76,38 +70,9 @@ SOME = [
 ]
 
 
-def serial(config: Config, workers: int) -> dict[str, np.ndarray]:
-    """Train as a synchronous run does, in one process: large batches, momentum, in NumPy.
-
-    Equation: ``v = momentum v + g; w -= lr v``, with g scaled down to the norm `config.clip`.
-    """
-    data, large = open_dataset(config), config.step_size * workers
-    problem = load_problem(config.problem, data.info, config)
-    order = Order(data.train.n, config.batch_size, 0, config.seed)
-    handout = HandOut(data.train.n, large, workers=1, epochs=config.epochs)
-    dtype = np.dtype(config.dtype)
-    w = initial_vector(problem, config.seed, dtype)
-    g, v = np.zeros_like(w), np.zeros_like(w)
-    sizes, clipped = [], 0
-    while (batch := handout.next(0)) is not None:
-        ids = order.sample_ids(*batch)
-        sizes.append(len(ids))
-        x, y = data.train.convert(*data.train.read(ids), dtype)
-        problem.loss_and_grad(problem.layout.views(w), Batch(x, y, ids), problem.layout.views(g))
-        norm = float(np.linalg.norm(g))
-        if config.clip and norm > config.clip:
-            g *= dtype.type(config.clip / norm)
-            clipped += 1
-        v = dtype.type(config.momentum) * v + g
-        w -= dtype.type(config.learning_rate) * v
-    assert bool(clipped) == bool(config.clip)
-    assert sizes[-1] < large, "the last batch of an epoch is not a partial one"
-    return problem.layout.views(w)
-
-
 def distances(out: Path, case: Case) -> dict[str, float]:
     """Return ``|a - b| / |b|`` of each tensor of a finished run and of the serial one."""
-    expected = serial(resolve(parse_command_line(case.options).options), case.workers)
+    expected = serial_sync(resolve(parse_command_line(case.options).options), case.workers)
     checkpoint = final(out)
     found = checkpoint.layout.views(checkpoint.read_params())
     assert found.keys() == expected.keys()

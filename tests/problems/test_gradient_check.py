@@ -10,7 +10,7 @@ from mpips.config.command_line import load
 from mpips.errors import UserError
 from mpips.problems.gradient_check import check_gradient
 
-SLOPES = str(Path(__file__).parent / "problems" / "slopes.py")
+SLOPES = str(Path(__file__).with_name("slopes.py"))
 SMALL = "--hidden 20"
 
 

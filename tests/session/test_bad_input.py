@@ -21,7 +21,7 @@ from mpips.checkpoint import list_checkpoints, newest_whole
 
 pytestmark = pytest.mark.launch
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 FAULTY = str(HERE / "problems" / "faulty.py")
 FORM = re.compile(r"mpips: \S.*, expected \S.*")
 LIMIT_S = 60.0  # it takes about a second; the machine may be busy

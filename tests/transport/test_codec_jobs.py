@@ -1,10 +1,9 @@
 """Whole jobs with packed messages: what they reach, and what they send."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Plan, summary
+from runs import HERE, Plan, summary
 
 from mpips.codecs import CODECS, make_codec
 from mpips.config.jobfile import read_toml
@@ -36,7 +35,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     made = Plan(tmp_path_factory.mktemp("codecs"))
-    root = Path(__file__).parent.parent
+    root = HERE.parent
     for name, options in CASES.items():
         ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
