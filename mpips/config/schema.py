@@ -37,7 +37,10 @@ LAYOUT_FIELDS = (
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
 SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "inject_delay")
-PERIOD = re.compile(r"(?P<seconds>[0-9]{1,12}(\.[0-9]{1,12})?)s?|(?P<steps>[0-9]{1,12})steps")
+UNITS_S = {"s": 1, "min": 60, "h": 3600}
+PERIOD = re.compile(
+    r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
+)
 USER_PROBLEM = re.compile(r".*[^/]\.py:[^\W\d]\w*")
 
 
@@ -252,7 +255,7 @@ class Config:
 
     checkpoint_every: str = setting(
         "checkpoints", "60", "period of the checkpoints; 0: the first and the last only",
-        pattern=PERIOD, form="SECONDS (such as 60) or Nsteps (such as 500steps)",
+        pattern=PERIOD, form="SECONDS (such as 60), Nmin (5min), Nh (1h) or Nsteps (500steps)",
         metavar="PERIOD", numeric=True,
     )  # fmt: skip
     keep: int = setting("checkpoints", 3, "number of checkpoints that are kept", ">= 1")
@@ -298,7 +301,8 @@ class Config:
         match = PERIOD.fullmatch(self.checkpoint_every)
         if match is None:
             raise OPTIONS["checkpoint_every"].error(self.checkpoint_every)
-        seconds, steps = float(match["seconds"] or 0), int(match["steps"] or 0)
+        seconds = float(match["time"] or 0) * UNITS_S[match["unit"] or "s"]
+        steps = int(match["steps"] or 0)
         return seconds or None, steps or None
 
     @property

@@ -814,6 +814,8 @@ def test_validate_checks_what_code_made() -> None:
     [
         ("60", (60.0, None)),
         ("60s", (60.0, None)),
+        ("5min", (300.0, None)),
+        ("1.5h", (5400.0, None)),
         ("0.25", (0.25, None)),
         ("500steps", (None, 500)),
         ("0", (None, None)),

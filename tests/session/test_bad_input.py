@@ -129,7 +129,7 @@ LINES = {
     "--dtype float16": "unknown dtype 'float16', expected one of float32, float64",
     "--window mine": "unknown window 'mine', expected one of shared, private",
     "--reduce tree": "unknown reduce 'tree', expected one of auto, shared, allreduce",
-    "--checkpoint-every 5min": "checkpoint_every '5min', expected SECONDS .* or Nsteps",
+    "--checkpoint-every 5m": "checkpoint_every '5m', expected SECONDS .*, Nmin .* or Nsteps",
     "--out": "option --out without a value, expected text; write --out DIR",
     "--servers 0": "servers 0 in mode async, expected servers >= 1; .* --mode sync",
     "--explain": "--explain without a world, expected --ranks N; or start it by mpirun",
