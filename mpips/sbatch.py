@@ -9,31 +9,23 @@ Starts no MPI.
 
 import argparse
 import dataclasses
-import math
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.checkpoint.place import DONE
 from mpips.config import OPTIONS, Config
-from mpips.config.command_line import CommandLine, parse_command_line
+from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
 from mpips.errors import UserError, answer
+from mpips.launch.batch import Request, script
+from mpips.launch.sweep import read_row, read_table, rows_to_run
 from mpips.planning.needs import Needs, measure, needs
 
-MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
-SHORTEST_S, TIME_STEP_S = 600, 300
-NOTICE_S = 120  # SLURM may be a minute early, and as much is left to spare
-EARLY_S = 60
-# Of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
-TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
-ARRAY = re.compile(r"(?P<rows>\d+(-\d+)?(,\d+(-\d+)?)*)?(?P<at_once>%[1-9]\d*)?")
 WORD = re.compile(r"[\w.,:;+=@%/*&|!()\[\]-]+")
 PASSED = {
     "partition": "partition of the cluster",
@@ -44,149 +36,6 @@ PASSED = {
     "mail-type": "when to write a mail, such as END,FAIL",
     "mail-user": "whom to write it to",
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of SLURM.
-
-    Attributes:
-        nodes: Number of nodes.
-        ntasks_per_node: Ranks of each.
-        cpus_per_task: Cores of each rank.
-        mem_per_cpu: Such as ``2G``; empty for what the job needs.
-        time: Such as ``1-12:00:00``; empty for what the job needs.
-        max_time_s: The longest time limit of the cluster, in seconds.
-        name: Of the job.
-        directives: More options of sbatch, as they stand.
-        scratch: Folder on a node's own disk, and what is copied there; empty for none.
-        table: Of a sweep; empty for one run.
-        array: Rows of it.
-    """
-
-    nodes: int
-    ntasks_per_node: int
-    cpus_per_task: int = 1
-    mem_per_cpu: str = ""
-    time: str = ""
-    max_time_s: int = 86400
-    name: str = "mpips"
-    directives: tuple[str, ...] = ()
-    scratch: tuple[str, ...] = ()
-    table: str = ""
-    array: str = ""
-
-    @property
-    def each(self) -> str:
-        """What SLURM calls a log: by the job, or by the array and its task."""
-        return "%A_%a" if self.table else "%j"
-
-
-def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -> str:
-    """Return the text of the job script.
-
-    Args:
-        request: What is asked of SLURM.
-        need: What the job takes there.
-        words: The job's command line.
-        scripts: The folder of common.sh.
-
-    Raises:
-        UserError: If the time limit is over as soon as the ranks would be asked to save.
-    """
-    notice_s = NOTICE_S + math.ceil(2 * need.save_s)
-    limit_s = _limit_s(request, need, notice_s + EARLY_S)
-    lines = [
-        f"--job-name={request.name}",
-        f"--nodes={request.nodes}",
-        f"--ntasks-per-node={request.ntasks_per_node}",
-        f"--cpus-per-task={request.cpus_per_task}",
-        f"--mem-per-cpu={request.mem_per_cpu or _memory(request, need)}",
-        f"--time={request.time or clock(limit_s)}",
-        f"--signal=B:USR1@{notice_s}",
-        "--requeue",
-        "--open-mode=append",
-        f"--output=%x-{request.each}.out",
-        *([f"--array={request.array}"] if request.table else []),
-        *request.directives,
-    ]
-    job = shlex.join(["sweep", request.table, *words] if request.table else ["train", *words])
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {line}" for line in lines),
-            "#",
-            *(f"# {line}" for line in _told(request, need)),
-            "set -euo pipefail",
-            "# shellcheck source=/dev/null",
-            f". {shlex.quote(str(scripts / 'common.sh'))}",
-            "",
-            "prepare",
-            *([shlex.join(["scratch", *request.scratch])] if request.scratch else []),
-            job,
-            "",
-        ]
-    )
-
-
-def _told(request: Request, need: Needs) -> list[str]:
-    """Return what stands behind the numbers."""
-    owners = f"{_counted(need.servers, 'server')} and " if need.servers else ""
-    one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"
-    if need.servers:
-        one += f", {need.server_bytes / 1e6:.0f} MB a server"
-    workers = _counted(need.workers, "worker")
-    told = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
-    if not request.time and need.seconds > request.max_time_s:
-        told.append("That is more than the time limit: it is requeued, and goes on, until it ends.")
-    return told
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _memory(request: Request, need: Needs) -> str:
-    each = MEMORY_SLACK * need.rank_bytes / request.cpus_per_task / 2**20
-    return f"{math.ceil(each / MEMORY_STEP_MB) * MEMORY_STEP_MB}M"
-
-
-def _limit_s(request: Request, need: Needs, least_s: int) -> int:
-    """Return the time limit, of which more must be left than the notice takes."""
-    steps = math.ceil(need.seconds / TIME_STEP_S) * TIME_STEP_S
-    limit_s = min(request.max_time_s, max(SHORTEST_S, 2 * least_s, steps))
-    got = f"--max-time {request.max_time_s / 3600:g}"
-    if request.time:
-        limit_s, got = seconds(request.time), f"--time {request.time}"
-    if limit_s <= least_s:
-        expected = f"more than {clock(least_s)}"
-        raise UserError(got, expected, "the ranks are asked to save that much before the end")
-    return limit_s
-
-
-def seconds(text: str) -> int:
-    """Return a time limit, as sbatch reads it, in seconds.
-
-    Raises:
-        UserError: If it is none.
-    """
-    match = TIME.fullmatch(text)
-    if match is None:
-        form = "minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-        raise UserError(f"--time {text!r}", form, "such as 90, 12:00:00 or 1-12:00:00")
-    parts = [int(part) for part in match["rest"].split(":")]
-    if match["days"] is None and len(parts) < 3:
-        parts.insert(0, 0)
-    hours, minutes, rest = (*parts, 0, 0)[:3]
-    return ((24 * int(match["days"] or 0) + hours) * 60 + minutes) * 60 + rest
-
-
-def clock(seconds: float) -> str:
-    """Return a time as SLURM writes it: ``[days-]HH:MM:SS``."""
-    minutes, second = divmod(math.ceil(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return f"{f'{days}-' if days else ''}{hour:02d}:{minute:02d}:{second:02d}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -244,50 +93,23 @@ def write(argv: Sequence[str]) -> str:
             raise UserError(f"--copy beside {words[0]}", "--copy DIR alone")
         return "".join(f"{path}\n" for path in copy_shared("slurm", args.copy))
     if args.row:
-        return shlex.join(_row(args.sweep, args.row)) + "\n"
+        return shlex.join(read_row(args.sweep or "", args.row)) + "\n"
     line = parse_command_line(words)
     rows = read_table(args.sweep) if args.sweep else [[]]
     configs = [_resolve([*words, *row], k if args.sweep else 0) for k, row in enumerate(rows, 1)]
+    array = ""
+    if args.sweep:
+        array = rows_to_run(args.array or "", len(rows), line.options.get("out"))
+    elif args.array:
+        raise UserError(f"--array {args.array}", "--sweep TABLE with it")
     scratch, moved = _scratch(args.scratch, configs[0])
     need = _most(configs, args.nodes, args.ntasks_per_node)
     request = Request(
         args.nodes, args.ntasks_per_node, args.cpus_per_task, _memory_size(args.mem_per_cpu),
         args.time, 3600 * args.max_time, _name(args.job_name or (line.job or Path("mpips")).stem),
-        tuple(_passed(args)), scratch, args.sweep or "", _array(args, len(rows), line),
+        tuple(_passed(args)), scratch, args.sweep or "", array,
     )  # fmt: skip
     return script(request, need, [*words, *moved], _scripts())
-
-
-def read_table(path: str) -> list[list[str]]:
-    """Return the rows of a sweep's table, as words; those in quotes may have spaces.
-
-    Raises:
-        UserError: If it cannot be read, has an open quote, or no row.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"--sweep {path}: {problem}", "a text file") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        try:
-            rows.append(shlex.split(line))
-        except ValueError as problem:
-            got = f"{path}, line {number}: {str(problem).lower()}"
-            raise UserError(got, "options of mpips.train") from None
-    if not rows:
-        raise UserError(f"--sweep {path} without a row", "options of mpips.train on each line")
-    return rows
-
-
-def _row(table: str | None, number: int) -> list[str]:
-    """Return a row of a table, the first of which is 1."""
-    rows = read_table(table or "")
-    if number > len(rows):
-        raise UserError(f"row {number} of {table}, which has {len(rows)}", f"1 to {len(rows)}")
-    return rows[number - 1]
 
 
 def _resolve(words: list[str], row: int) -> Config:
@@ -324,26 +146,6 @@ def _most(configs: Sequence[Config], nodes: int, ranks_per_node: int) -> Needs:
     same = {repr(dataclasses.replace(c, seed=0, lr=None)): c for c in configs}
     found = [needs(c, measure(c), nodes, ranks_per_node) for c in same.values()]
     return Needs(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
-
-
-def _array(args: argparse.Namespace, rows: int, line: CommandLine) -> str:
-    """Return the rows to run: those asked for, or all that are not done."""
-    if not args.sweep:
-        if args.array:
-            raise UserError(f"--array {args.array}", "--sweep TABLE with it")
-        return ""
-    match = ARRAY.fullmatch(args.array or "")
-    if match is None:
-        raise UserError(f"--array {args.array}", "rows such as 1-6, 2,5 or 1-6%2")
-    asked = [int(number) for number in re.findall(r"\d+", match["rows"] or "")]
-    if asked and not 1 <= min(asked) <= max(asked) <= rows:
-        raise UserError(f"--array {args.array} of a table of {rows} rows", f"1 to {rows}")
-    out = line.options.get("out")
-    left = [k for k in range(1, rows + 1) if not (out and (Path(out) / f"{k}" / DONE).exists())]
-    if not left:
-        raise UserError(f"--out {out}, where all {rows} rows are done", "one that is not")
-    every = f"1-{rows}" if len(left) == rows else ",".join(map(str, left))
-    return (match["rows"] or every) + (match["at_once"] or "")
 
 
 def _memory_size(text: str) -> str:

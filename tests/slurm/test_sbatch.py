@@ -13,8 +13,8 @@ from runs import summary
 from mpips import sbatch
 from mpips.config import Config
 from mpips.errors import UserError
+from mpips.launch.batch import Request, clock, script, seconds
 from mpips.planning.needs import SLACK, STARTUP_S, Measured, Needs, measure, needs
-from mpips.sbatch import Request, clock, script, seconds
 
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = Path("/home/ada/mpips/slurm")
