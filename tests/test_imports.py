@@ -45,7 +45,7 @@ LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs kernels optim
 problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
-planning.vectors launch.mpirun session.metrics train __main__ results sbatch bench.__main__
+planning.memory launch.mpirun session.metrics train __main__ results sbatch bench.__main__
 bench.driver doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
 doctor.software guide.completion
 """

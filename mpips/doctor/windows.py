@@ -12,7 +12,7 @@ from mpips.cluster.world import Background, Backoff, Cluster
 from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
-from mpips.planning.checks import check_memory
+from mpips.planning.memory import check_memory
 from mpips.strategies.async_sgd import plan
 
 FIELD = "numbers"

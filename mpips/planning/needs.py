@@ -16,7 +16,7 @@ from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
 from mpips.layout.roles import assign
 from mpips.optim import make_rule
-from mpips.planning.vectors import codec_vectors, least_vectors
+from mpips.planning.memory import codec_vectors, least_vectors
 from mpips.problems import load_problem
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
+from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster import signals
 from mpips.cluster import world as cluster
 from mpips.cluster.world import Cluster
@@ -20,16 +21,16 @@ from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.errors import UserError
 from mpips.layout.roles import Roles, assign
-from mpips.planning.checks import check_checkpoint, check_length, check_memory, check_samples
 from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
+from mpips.planning.memory import check_memory
 from mpips.problems import load_problem
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder, metrics
+from mpips.session.announcements import say_left_out, say_start
 from mpips.session.folder import Run
 from mpips.session.loading import load_loops
 from mpips.session.metrics import Log
-from mpips.session.opening import say_left_out, say_start
 from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.strategies import Outcome, strategy

@@ -1,6 +1,13 @@
-"""Vectors of the parameters' size that a job holds: what is refused, and asked for in a script."""
+"""Vectors of the parameters' size that a job holds, and whether a host has memory for them."""
+
+import os
+import platform
+
+import numpy as np
 
 from mpips.config import Config
+from mpips.errors import UserError, human_bytes
+from mpips.layout import Layout
 from mpips.optim import make_rule
 
 
@@ -33,3 +40,27 @@ def codec_vectors(config: Config) -> int:
     if config.codec != "powersgd":
         return 1  # residual or message
     return 1 + len(make_rule(config.optimizer).slots)  # the error, and slots that others own too
+
+
+def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
+    """Refuse a model that this host cannot hold, before anything of its size is made.
+
+    Args:
+        layout: Of the model.
+        config: The job.
+        workers: Workers on this host.
+        nodes: Number of nodes.
+
+    Raises:
+        UserError: If the host has less memory than the least that the job needs.
+    """
+    vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
+    needed = vectors * layout.size * np.dtype(config.dtype).itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if workers and needed > there:
+        raise UserError(
+            f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
+            f"{human_bytes(needed)}",
+            f"at most {human_bytes(there)}, its memory",
+            "use a smaller model, or fewer ranks on a host",
+        )

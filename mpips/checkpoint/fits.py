@@ -1,40 +1,13 @@
-"""Whether a job fits the host, and what it resumes or begins from."""
+"""Whether a run can go on, or begin, from a checkpoint."""
 
 import math
-import os
-import platform
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint
+from mpips.checkpoint.reader import Checkpoint
 from mpips.config import Config
-from mpips.errors import UserError, human_bytes
+from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.planning.vectors import codec_vectors, least_vectors
-
-
-def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> None:
-    """Refuse a model that this host cannot hold, before anything of its size is made.
-
-    Args:
-        layout: Of the model.
-        config: The job.
-        workers: Workers on this host.
-        nodes: Number of nodes.
-
-    Raises:
-        UserError: If the host has less memory than the least that the job needs.
-    """
-    vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
-    needed = vectors * layout.size * np.dtype(config.dtype).itemsize
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if workers and needed > there:
-        raise UserError(
-            f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
-            f"{human_bytes(needed)}",
-            f"at most {human_bytes(there)}, its memory",
-            "use a smaller model, or fewer ranks on a host",
-        )
 
 
 def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
