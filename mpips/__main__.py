@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a model, on the ranks that mpirun or srun starts",
+    "guide": "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
     "jobs": "list, show or copy the job files that come with mpips",
     "results": "show runs side by side",
     "checkpoint": "list, inspect, verify or export the checkpoints of a run",

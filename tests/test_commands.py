@@ -176,6 +176,7 @@ COMPLETED = {
     "mpips train --no-sh": ["--no-share-pulls", "--no-shuffle"],
     "mpips train mp": ["mpips.bash"],
     "mpips train --dataset mp": ["mpips.bash"],
+    "mpips guide sl": ["slow-links", "slurm"],
     "mpips checkpoint v": ["verify"],
     "mpips checkpoint list mp": ["mpips.bash"],
     "mpips sbatch --ntasks": ["--ntasks-per-node"],

@@ -47,11 +47,11 @@ problems problems.evaluation problems.gradient_check datasets datasets.loader da
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
 planning.memory launch.mpirun session.metrics train __main__ results sbatch bench.__main__
 bench.driver doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
-doctor.software guide.completion
+doctor.software guide.completion guide.__main__
 """
 LIGHT = """
 errors layout layout.roles config config.jobs optim launch.mpirun __main__ bench.__main__
-doctor.__main__
+doctor.__main__ guide.__main__
 """
 
 

@@ -56,8 +56,8 @@ def test_nothing_is_left_out(parent: Path) -> None:
     wheel = parent / "wheel"
     assert files(wheel / SHARE / "jobs") == files(ROOT / "jobs")
     assert files(wheel / SHARE / "slurm") == files(ROOT / "slurm") - {"site.sh"}
-    sources = files(ROOT / "mpips", ".py", ".h5")
-    assert files(wheel / "mpips", ".py", ".h5") == sources
+    sources = files(ROOT / "mpips", ".py", ".h5", ".md")
+    assert files(wheel / "mpips", ".py", ".h5", ".md") == sources
     kinds = {path.name.removeprefix(f"mpips-{__version__}") for path in wheel.iterdir()}
     assert kinds == {"mpips", ".dist-info", ".data"}
     (entries,) = wheel.glob("*/entry_points.txt")

@@ -287,4 +287,4 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
 def refused(check: str, error: UserError) -> Finding:
     """Return an error that is meant for a person as a finding."""
     told, _, remedy = str(error).rpartition("; ")
-    return fail(check, told or remedy, remedy if told else "see the README")
+    return fail(check, told or remedy, remedy if told else "see mpips guide troubleshooting")

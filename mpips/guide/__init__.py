@@ -1,1 +1,1 @@
-"""What helps at the shell: completion of commands and options."""
+"""The guide, a Markdown page a topic, and completion by the shell."""

@@ -18,6 +18,7 @@ from mpips.config.jobs import make_parser as jobs_parser
 from mpips.config.option import metavar
 from mpips.doctor.__main__ import make_parser as doctor_parser
 from mpips.errors import UserError, unknown
+from mpips.guide.pages import TOPICS
 
 USAGE = """usage: mpips completion SHELL
 
@@ -36,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, action="store_true", help=text)
     commands = parser.add_subparsers(metavar="COMMAND")
     parsers = {
-        "train": _train(), "jobs": jobs_parser(), "results": _results(),
+        "train": _train(), "guide": _guide(), "jobs": jobs_parser(), "results": _results(),
         "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
         "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
     }  # fmt: skip
@@ -61,6 +62,12 @@ def _train() -> argparse.ArgumentParser:
             parser.add_argument(option.flag, choices=names, metavar=shown, help=text)
     for flag, text in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
+    return parser
+
+
+def _guide() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mpips guide")
+    parser.add_argument("topic", nargs="?", choices=TOPICS, help="what to read about")
     return parser
 
 

@@ -26,7 +26,7 @@ from mpips.planning.explain import (
 )
 from mpips.planning.traffic import totals
 
-README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "mpips" / "guide" / "slow-links.md").read_text()
 SEVERAL = re.compile("accumulate|local_sgd|easgd")
 N = 16 * 3600  # parameters: as many cache lines for each of up to 6 owners
 M = 4 * N
@@ -223,9 +223,9 @@ def test_options_of_other_modes_are_not_had() -> None:
 # On the command line.
 
 
-def test_the_example_in_the_readme() -> None:
+def test_the_example_in_the_guide() -> None:
     (command, shown) = re.findall(
-        r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", README, re.M
+        r"^\$ python -m mpips.train (--explain .*)\n((?s:.*?))^```", GUIDE, re.M
     )[0]
     line = parse_command_line(command.split())
     assert shown == explain_alone(resolve(line.options), line.question)

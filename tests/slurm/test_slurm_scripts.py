@@ -119,9 +119,9 @@ def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert newest(out).step == summary(out)["global_step"] == 900
 
 
-def test_readme_lines(slurm: SlurmCluster) -> None:
-    """What the README tells to submit names files that are there, and options that sbatch knows."""
-    text = (ROOT / "README.md").read_text()
+def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
+    """What the guide tells to submit names files that are there, and options that sbatch knows."""
+    text = (ROOT / "mpips" / "guide" / "slurm.md").read_text()
     lines = [
         line.removeprefix("for link in 1 2 3; do ").removesuffix("; done")
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)

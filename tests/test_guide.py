@@ -1,0 +1,306 @@
+"""README and guide: every block in them runs, or is checked; links, topics and names are there.
+
+Blocks by their language: ``bash`` lines run as they stand, in the order of the page, in a folder of
+its own, and so do ``python`` blocks, which are saved under the name in their first line; of
+``console`` blocks, README's first one does. ``sh`` lines are read and not run: the variants of a
+command that runs elsewhere, and what needs SLURM. ``toml`` is a job file, ``text`` output.
+"""
+
+import argparse
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+
+from mpips import sbatch
+from mpips.__main__ import COMMANDS
+from mpips.bench.__main__ import make_parser as bench_parser
+from mpips.config import OPTIONS
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import from_toml, read_toml, resolve
+from mpips.guide import completion
+from mpips.guide.__main__ import USAGE, main
+from mpips.guide.pages import FOLDER, TOPICS, page
+
+PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
+LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
+INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
+SPAN = re.compile(r"`([^`]+)`")
+FOREIGN = {  # options of other programs
+    *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
+    *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
+    *("--with-mpi", "--no-binary", "--no-deps", "--max-restarts"),
+}
+
+
+def text(name: str) -> str:
+    return PAGES[name].read_text()
+
+
+def blocks(name: str, *languages: str) -> list[tuple[str, str]]:
+    """Return the blocks of a page in some languages, each with its language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text(name), re.M | re.S)
+    assert {language for language, _ in found} <= LANGUAGES, f"{name}: {found}"
+    return [(language, code) for language, code in found if not languages or language in languages]
+
+
+def lines(name: str, *languages: str) -> list[str]:
+    every = [line for _, code in blocks(name, *languages) for line in code.splitlines()]
+    return [re.sub(r"\s+#.*", "", line) for line in every if line.strip()]
+
+
+def prose(name: str) -> str:
+    """Return a page without its blocks, and with spans that go over the end of a line joined."""
+    return " ".join(re.sub(r"^```.*?^```$", "", text(name), flags=re.M | re.S).split())
+
+
+# The command.
+
+
+def test_topics_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == set(TOPICS)
+    assert main([]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == list(TOPICS)
+    assert min(len(line.split()) for line in told) > 3
+    assert max(map(len, told)) <= 100
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == USAGE
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_page_is_shown(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in (topic, f"{topic}.md"):
+        assert main([word]) == 0
+        assert capsys.readouterr().out == page(topic)
+    assert f"(mpips/guide/{topic}.md)" in text("README")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["slum"], f"unknown topic 'slum', expected one of {', '.join(sorted(TOPICS))}; did you "
+         "mean 'slurm'?"),
+        (["data", "slurm"], "2 words after guide, expected one topic; see --help"),
+    ],
+)  # fmt: skip
+def test_what_is_no_topic(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"mpips: {error}\n"
+
+
+def test_options_are_those_of_the_code() -> None:
+    """Each once, with what ``--help`` says; the raw file names the command that shows them."""
+    shown = page("options")
+    rows = re.findall(r"^\| `(--[\w-]+).*", shown, re.M)
+    assert rows == [option.flag for option in OPTIONS.values()]
+    assert all(option.help.replace("|", "\\|") in shown for option in OPTIONS.values())
+    assert "| `--seed N` | seed of the initial parameters and of the order; >= 0 | 0 |" in shown
+    assert "--share-pulls`, `--no-share-pulls`" in shown
+    assert "| `--out DIR` | folder of the run | `runs/<problem>-<mode>-<time>` |" in shown
+    widths = {len(re.findall(r"(?<!\\)\|", row)) for row in re.findall(r"^\|.*", shown, re.M)}
+    assert widths == {4}
+    assert "`mpips guide options`" in prose("options")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_page_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set by rich; without rich the Markdown is shown as it is."""
+    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = []
+    for missing in (False, True):
+        screen = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen)
+            if missing:
+                patch.setitem(sys.modules, "rich.console", None)
+            assert main(["slurm"]) == 0
+        shown.append(screen.getvalue())
+    assert "\x1b[" in shown[0]
+    assert "```" not in shown[0]
+    assert "train.sbatch" in shown[0]
+    assert shown[1] == page("slurm")
+
+
+# What the pages say.
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text("README").splitlines()) <= 150
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(
+        r"^#+ (.*)", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", text(name))
+    for target in targets:
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = PAGES[name].parent / file if file else PAGES[name]
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def known_flags() -> set[str]:
+    """Return every option of every command."""
+    found: set[str] = set()
+    parsers = [completion.make_parser()]
+    while parsers:
+        for action in parsers.pop()._actions:
+            found |= set(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_named_options_and_commands_exist(name: str) -> None:
+    known = known_flags() | FOREIGN
+    for span in SPAN.findall(prose(name)):
+        command = re.search(r"(?:^|\s)(?:python -m mpips\.|mpips )(\w+)", span)
+        assert command is None or command[1] in COMMANDS, span
+        if command or span.startswith("--"):
+            assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", span)) <= known, span
+
+
+def test_where_is_what() -> None:
+    """The paths that the design names exist, and the names behind each are in that file."""
+    spans = SPAN.findall(prose("design").partition("## Where is what")[2])
+    paths = [s for s in spans if re.fullmatch(r"(mpips|tests|jobs|slurm)/[\w./-]*", s)]
+    assert len(paths) >= 20
+    rooms = {f"mpips/{path.parent.name}/" for path in (ROOT / "mpips").glob("*/__init__.py")}
+    assert rooms <= set(paths), "a room is left out"
+    source = ""
+    for span in spans:
+        if span in paths:
+            path = ROOT / span
+            assert path.exists(), span
+            source = path.read_text() if path.is_file() else ""
+        elif source and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?", span):
+            assert span.rpartition(".")[2] in source, f"{span} behind {path}"
+
+
+# What the pages tell to run.
+
+
+def check(line: str, folder: Path) -> None:
+    """Run a line as it stands."""
+    words = shlex.split(INSTALL.sub("", line))
+    if words[0] == "mpirun":
+        assert (words[1], words[3]) == ("-n", "python")
+        run(int(words[2]), words[4:], folder, timeout_s=120).check()
+        return
+    assert words[0] == "python"
+    python(words[1:], folder)
+
+
+def python(words: list[str], folder: Path) -> None:
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_fields(folder: Path) -> None:
+    """Check that the guide says what each field is that a run has left."""
+    told = {word for span in SPAN.findall(prose("summary")) for word in re.findall(r"\w+", span)}
+    for path in folder.rglob("summary.json"):
+        summary = json.loads(path.read_text())
+        assert {key for key in summary if not key.endswith("_s")} <= told
+        inner = {*summary["per_worker"][0], *summary["per_server"][0], *summary["staleness"]}
+        assert inner <= told
+    for path in folder.rglob("metrics.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            assert {row["kind"], *row} <= told
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "bash", "python")])
+def test_page(name: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    for language, code in blocks(name, "bash", "python", "console"):
+        if language == "python":
+            file = code.splitlines()[0].removeprefix("# ")
+            (tmp_path / file).write_text(code)
+            python([file], tmp_path)
+        elif language == "bash":
+            for line in code.splitlines():
+                if not INSTALL.match(line):  # README's first line with another MPI
+                    check(line, tmp_path)
+        elif name == "README":
+            check(code.splitlines()[0].removeprefix("$ "), tmp_path)
+    check_fields(tmp_path)
+    if name == "your-model":
+        weights = np.load(tmp_path / "l1.npz")
+        assert np.allclose(weights["params/w"], [1, 2, 3, 4], atol=0.1)
+        assert np.allclose(weights["params/b"], 5, atol=0.1)
+
+
+def check_train(words: list[str]) -> None:
+    """Resolve a job as training would."""
+    line = parse_command_line(words)
+    resolve(line.options, read_toml(line.job) if line.job else None)
+
+
+def check_unrun(line: str) -> None:
+    """Check what a line names: options, jobs and files."""
+    line = line.removeprefix("for link in 1 2 3; do ").removesuffix("; done").split(" > ")[0]
+    words = shlex.split(line.removesuffix(" | sbatch"))
+    match words:
+        case ["mpirun", "-n", _, "python", "-m", "mpips.train", *rest]:
+            check_train(rest)
+        case ["python", "-m", "mpips.sbatch", *rest]:
+            check_train(sbatch.make_parser().parse_known_args(rest)[1])
+        case ["python", "-m", "mpips.bench", *rest]:
+            bench_parser().parse_args(rest)
+        case ["python", "-m", "mpips.results", *folders]:
+            assert folders
+        case ["sbatch", *rest]:
+            (at,) = (k for k, word in enumerate(rest) if word.endswith(".sbatch"))
+            assert (ROOT / rest[at]).is_file()
+            check_train([word for word in rest[at + 1 :] if not word.endswith(".txt")])
+        case ["cp", source, _] | [".", source]:
+            assert (ROOT / source).is_file() or source == "slurm/site.sh"
+        case _:
+            assert words[0] in ("squeue", "tail"), line
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "sh", "toml", "console")])
+def test_what_does_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for line in lines(name, "sh"):
+        if not INSTALL.match(line):
+            check_unrun(line)
+    for _, code in blocks(name, "toml"):
+        assert from_toml(code)
+    for _, code in blocks(name, "console"):
+        line = INSTALL.sub("", code.splitlines()[0].removeprefix("$ "))
+        assert re.match(r"(mpirun -n \d+ )?python -m mpips\.(train|doctor)( |$)", line)
+
+
+def test_the_tests_of_a_clone() -> None:
+    """The line that installs what they need, which they cannot run."""
+    assert any("[mpich,test]" in line and "pytest" in line for line in lines("design", "sh"))
