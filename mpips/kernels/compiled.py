@@ -365,11 +365,16 @@ _numbers = itertools.count()  # of libraries: no name comes twice
 
 @functools.cache
 def _linker() -> Any:
+    """Return LLVM's linker: JITLink, which puts the sections of a library side by side.
+
+    LLVM's older one takes what room it finds for each, and aborts the process where two are further
+    apart than a jump reaches.
+    """
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm.create_lljit_compiler()
+    return llvm.create_lljit_compiler(use_jit_link=True)
 
 
 def _link(data: bytes, name: str) -> Any:

@@ -775,3 +775,31 @@ def test_compensation_is_the_paper_s(dtype, n):
         np.testing.assert_array_equal(square, expected)
         factor = dtype(0.3) / np.sqrt(expected + dtype(1e-7))
         np.testing.assert_array_equal(out, grad + factor * grad * grad * (params - origin))
+
+
+FAR_APART = """
+import ctypes
+import numpy as np
+from mpips import kernels
+from mpips.kernels import compiled
+compiled._linker()
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+PRIVATE, ANONYMOUS, NORESERVE, PAGE, GAP, HOLES = 2, 32, 0x4000, 4096, 3 << 30, 40
+def reserve(size):
+    return libc.mmap(None, size, 0, PRIVATE | ANONYMOUS | NORESERVE, -1, 0)
+below = reserve(GAP * HOLES)
+while reserve(PAGE) > below:
+    pass  # the room above is used up
+for k in range(HOLES):
+    libc.munmap(below + k * GAP, PAGE)
+print(kernels.sum_squares(np.ones(3)))
+"""
+
+
+def test_a_loop_is_loaded_where_free_memory_lies_in_pieces():
+    """Single pages, each further from the next than a jump reaches: not for a loop's sections."""
+    run_python("import numpy as np; from mpips import kernels; kernels.sum_squares(np.ones(3))")
+    assert run_python(FAR_APART)[0] == "3.0"
