@@ -64,11 +64,12 @@ commit() { git -C "$(dirname "${BASH_SOURCE[0]}")" describe --always --dirty 2>/
 # pinned where SLURM does it, or where all cores of this shell's mask are theirs: elsewhere mpirun
 # would pin them to cores of other jobs.
 pick_launcher() {
-    local plugin mask
+    local plugin mask pins=
     library=${library:-$(mpi_library)}
     case $library in
         *"Open MPI"*) plugin=pmix ;;
-        *MPICH* | *MVAPICH* | *Intel*) plugin=pmi2 ;;
+        *MPICH* | *MVAPICH*) plugin=pmi2 ;;
+        *Intel*) plugin=pmi2 pins=intel ;;  # it pins ranks by itself, unless told
         *) refuse "MPI library '$library', expected MPICH, Open MPI or one of their kind;" \
             "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh" ;;
     esac
@@ -85,11 +86,15 @@ pick_launcher() {
             if grep -q '^TaskPlugin .*affinity' <<<"$(scontrol show config)"; then
                 launcher+=(--cpu-bind=cores)
                 export OMP_PLACES=cores OMP_PROC_BIND=close
-            fi ;;
+            fi
+            if [ -n "$pins" ]; then export I_MPI_PIN=off; fi ;;
         mpirun)
             mask=$(env -u OMP_NUM_THREADS nproc)
             launcher=(mpirun -n "$SLURM_NTASKS")
-            case $plugin,$((${SLURM_NTASKS_PER_NODE:-1} * OMP_NUM_THREADS)) in
+            case $pins$plugin,$((${SLURM_NTASKS_PER_NODE:-1} * OMP_NUM_THREADS)) in
+                intel*) launcher[0]=mpiexec.hydra ;;&  # its mpirun is a script that dies of USR1
+                "intelpmi2,$mask") export I_MPI_PIN_DOMAIN=$OMP_NUM_THREADS ;;
+                intelpmi2,*) export I_MPI_PIN=off ;;
                 "pmix,$mask") launcher+=(--map-by "slot:PE=$OMP_NUM_THREADS" --bind-to core) ;;
                 "pmi2,$mask") launcher+=(-bind-to "core:$OMP_NUM_THREADS") ;;
                 pmix,*) launcher+=(--bind-to none) ;;

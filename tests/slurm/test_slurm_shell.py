@@ -24,7 +24,7 @@ case $* in
 esac
 """
 SRUN = """#!/bin/bash
-echo "srun $*" >>calls
+echo "$(basename "$0") $*" >>calls
 case $* in
     --mpi=list) echo "MPI plugin types are... none pmi2 pmix" ;;
     *" true") . ./node ;;
@@ -42,7 +42,7 @@ esac
 PYTHON = f"""#!/bin/bash
 case $* in    # what takes long and is the same in every test
     "-c import mpips, mpi4py") ;;
-    "-c import mpi4py"*) echo MPICH Version: 5.0.2 ;;
+    "-c import mpi4py"*) echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
@@ -64,7 +64,8 @@ class Batch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir()
-        for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("python", PYTHON)):
+        programs = {"scontrol": SCONTROL, "srun": SRUN, "mpiexec.hydra": SRUN, "python": PYTHON}
+        for name, text in programs.items():
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
         (folder / "node").write_text("")
@@ -281,6 +282,24 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
     batch.run("jobs/no.toml", script=script, shown=shown, env=env)
     assert batch.code == 2
     assert "'jobs/no.toml' not found" in batch.log
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks_a_node", "pinned"),
+    [
+        ("srun", "2", "off"),
+        ("mpirun", "4000", "off"),
+        ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1"),
+    ],
+)
+def test_intel_mpi(launcher: str, ranks_a_node: str, pinned: str, batch: Batch) -> None:
+    """It pins ranks unless told; of its launchers mpirun, a script, would die of a signal."""
+    env = {"LIBRARY": "Intel(R) MPI Library 2021.18.1", "LAUNCHER": launcher}
+    env |= {"SLURM_NTASKS_PER_NODE": ranks_a_node}
+    batch.run("--lr=1", ranks='echo "pins ${I_MPI_PIN-domain $I_MPI_PIN_DOMAIN}"', env=env)
+    assert f"\npins {pinned}\n" in batch.log
+    called = batch.calls("srun --mpi=pmi2" if launcher == "srun" else "mpiexec.hydra -n 4")
+    assert len(called) == 1
 
 
 def test_environment_of_the_shell_is_that_of_the_ranks(batch: Batch) -> None:
