@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpips.codecs.base import TwoBytes
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 
 
 @dataclass(frozen=True)

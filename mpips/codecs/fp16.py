@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpips.codecs.base import TwoBytes
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 
 # Of IEEE binary32 in the low 31 bits. The smallest that rounds to more than 65504, and 2 ** -14.
 _TOO_LARGE, _NORMAL, _INFINITE = 0x477FF000, 0x38800000, 0x7F800000

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpips.codecs.base import Codec, Origin, State, bits_of, wire_parts
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 
 BUCKET = 512
 LEVELS = 127  # s of the paper

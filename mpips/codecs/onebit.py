@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpips.codecs.base import Codec, Origin, State, wire_parts
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 
 BUCKET = 1024
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.codecs.base import RAW_BYTES
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 from mpips.layout import Layout, Shard
 
 if TYPE_CHECKING:  # where a loop is compiled, this is among its names

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpips.codecs.base import Codec, Origin, State, bits_of, wire_parts
 from mpips.errors import UserError
-from mpips.kernels import kernel
+from mpips.kernels.compiled import kernel
 
 MAX_SIZE = 1 << 32  # positions have 32 bits
 FIRST_RATIO = 0.25  # where the warm-up begins

@@ -29,7 +29,7 @@ from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
 from mpips.cluster.world import Cluster
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
-from mpips.kernels import all_finite
+from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard
 from mpips.planning.job import Job
 

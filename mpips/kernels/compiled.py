@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
+Vector = np.ndarray  # of one dimension
 
 # numpy/ndarraytypes.h
 CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400

@@ -1,15 +1,9 @@
 """Update rules, schedules and clipping; what servers do about stale gradients."""
 
-from mpips.optim.rules import (
-    RULES,
-    Rule,
-    Sgd,
-    Slots,
-    clip_factor,
-    make_rule,
-    schedule,
-    warm,
-)
+from mpips.optim.clipping import clip_factor
+from mpips.optim.loops import warm
+from mpips.optim.rules import RULES, Rule, Sgd, Slots, make_rule
+from mpips.optim.schedules import schedule
 
 __all__ = [
     "RULES",

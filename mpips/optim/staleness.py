@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpips import kernels
 from mpips.config import Config
+from mpips.kernels.compensation import compensate, compensate_adaptive
 
 MEAN_SQUARE = "mean_square"
 DECAY, EPS = 0.95, 1e-7  # the values of the paper
@@ -84,6 +84,6 @@ class Staleness:
         """
         if slots:
             scalars = self.compensation, DECAY, 1 - DECAY, EPS
-            kernels.compensate_adaptive(out, grad, params, origin, slots[0], *scalars)
+            compensate_adaptive(out, grad, params, origin, slots[0], *scalars)
         else:
-            kernels.compensate(out, grad, params, origin, self.compensation)
+            compensate(out, grad, params, origin, self.compensation)

@@ -18,7 +18,7 @@ from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
-from mpips.kernels import all_finite
+from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard, cut
 from mpips.optim import Rule, make_rule, schedule
 from mpips.optim.staleness import Staleness

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.datasets.ledger import Range, pieces
-from mpips.kernels import add_scaled
+from mpips.kernels.vectors import add_scaled
 from mpips.problems.evaluation import Arrays, gradient
 
 if TYPE_CHECKING:

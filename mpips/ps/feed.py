@@ -13,7 +13,8 @@ import numpy as np
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
-from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
+from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.vectors import addresses_of
 
 AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.errors import UserError
-from mpips.kernels import observe, publish
+from mpips.kernels.atomics import observe, publish
 from mpips.transport.far import CLOCK, COMMITTED
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mpips.kernels import add_scaled, publish, scale
+from mpips.kernels.atomics import publish
+from mpips.kernels.vectors import add_scaled, scale
 from mpips.ps.store import Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push

@@ -25,7 +25,7 @@ from mpips.cluster.world import Backoff, Comm, Request, begin_maximum
 from mpips.cut.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer, Saver
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
-from mpips.kernels import observe
+from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
 from mpips.ps.feed import Granter
 from mpips.ps.store import Server

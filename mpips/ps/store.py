@@ -18,7 +18,8 @@ import numpy as np
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
-from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
+from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness

@@ -18,7 +18,7 @@ from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.kernels import scale, sum_squares
+from mpips.kernels.vectors import scale, sum_squares
 from mpips.optim import clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, submit, taken

@@ -35,7 +35,7 @@ from mpips.codecs.powersgd import (
     rebuild,
 )
 from mpips.errors import UserError
-from mpips.kernels import addresses_of, all_finite, sum_rows, sum_squares
+from mpips.kernels.vectors import addresses_of, all_finite, sum_rows, sum_squares
 from mpips.optim import Slots, clip_factor
 from mpips.planning.job import Job
 from mpips.rounds.meeting import NodeRound, OwnState, Report, Weights, leaders

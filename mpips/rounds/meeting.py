@@ -16,7 +16,8 @@ import numpy as np
 
 from mpips.cluster.window import Field, Plan, Window
 from mpips.cluster.world import Comm, Request, all_done, begin_sum, cluster_subset, free
-from mpips.kernels import addresses_of, meet, meet_and_add, sum_rows, sum_squares
+from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels.vectors import addresses_of, sum_rows, sum_squares
 from mpips.layout import Shard
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.planning.job import Job

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpips.cluster.window import Field, transfer_pieces
 from mpips.cluster.world import Request
-from mpips.kernels import addresses_of, sum_rows
+from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import CACHE_LINE_BYTES, Shard
 from mpips.optim import Rule
 from mpips.planning.job import Job

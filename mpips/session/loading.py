@@ -1,10 +1,11 @@
 """The compiled loops of a job, loaded before it begins; a stop is noticed meanwhile."""
 
-from mpips import codecs, kernels
+from mpips import codecs
 from mpips.cluster import signals
 from mpips.cluster.world import Agreed, Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
+from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule, warm
 from mpips.session.probe import possible
 
@@ -19,7 +20,7 @@ def load_loops(ranks: Cluster, config: Config) -> None:
     """
     watch = _Watch(ranks, config.quiet)
     try:
-        with kernels.compiling(watch.compiling):
+        with compiling(watch.compiling):
             _load(config)
     except _Stopped:
         watch.look()

@@ -27,7 +27,7 @@ import numpy as np
 from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
-from mpips.kernels import elastic
+from mpips.kernels.update_rules import elastic
 from mpips.optim import Sgd
 from mpips.planning.job import Job
 from mpips.ps.feed import Feed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.kernels import scale, sum_squares
+from mpips.kernels.vectors import scale, sum_squares
 from mpips.optim import clip_factor
 from mpips.problems.accumulate import Accumulator
 

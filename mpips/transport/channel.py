@@ -15,7 +15,8 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.datasets.ledger import Range
-from mpips.kernels import addresses_of, find_ahead, no_limit, observe, publish
+from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.transport.inbox import Inbox
 from mpips.transport.outbox import (

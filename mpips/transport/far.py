@@ -21,7 +21,7 @@ import numpy as np
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster, Request, all_done
 from mpips.codecs import Codec, Origin
-from mpips.kernels import observe
+from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.transport.wire import Chunked, Packing
 

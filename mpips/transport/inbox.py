@@ -23,7 +23,7 @@ from mpi4py import MPI
 from mpips.cluster.window import transfer_pieces
 from mpips.cluster.world import Cluster, all_done
 from mpips.codecs import Codec
-from mpips.kernels import observe
+from mpips.kernels.atomics import observe
 from mpips.transport.outbox import BODY_TAGS, TAG_HEADER, TAG_REST
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.wire import Unpacker

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
-from mpips.kernels import observe, publish
+from mpips.kernels.atomics import observe, publish
 from mpips.transport.far import FarReads, Owner
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica

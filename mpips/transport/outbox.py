@@ -28,7 +28,8 @@ import numpy as np
 
 from mpips.cluster.window import Field, Window, transfer_pieces
 from mpips.cluster.world import Cluster, Request, all_done
-from mpips.kernels import addresses_of, observe, publish, sum_rows
+from mpips.kernels.atomics import observe, publish
+from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.transport.push import HEADER_WORDS
 from mpips.transport.wire import Packer, Packing

@@ -12,23 +12,22 @@ import numpy as np
 import pytest
 from numba import njit, typeof
 
-from mpips import kernels
-from mpips.kernels import (
-    addresses_of,
-    compiled,
-    compiler,
-    find_ahead,
-    meet,
-    meet_and_add,
-    observe,
-    publish,
-)
+from mpips.kernels import atomics, barrier, compensation, compiled, compiler, update_rules, vectors
+from mpips.kernels.atomics import find_ahead, observe, publish
+from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels.vectors import addresses_of
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 3, 15, 16, 17, 63, 64, 65, 2047, 2048, 2049, 6151]
 SPECIALS = [np.nan, np.inf, -np.inf]
 
 HEADER_LOOPS = ["publish", "observe", "find_ahead", "meet", "meet_and_add"]
+LOOP = {
+    name: found
+    for module in (atomics, barrier, compensation, update_rules, vectors)
+    for name, found in vars(module).items()
+    if isinstance(found, compiled.Kernel)
+}
 UPDATES = {
     "sgd": (0, 2),
     "momentum": (1, 3),
@@ -51,7 +50,7 @@ def places(n):
 
 
 def llvm(name, *args):
-    function = compiler.dispatcher(getattr(kernels, name))
+    function = compiler.dispatcher(LOOP[name])
     function.compile(tuple(map(typeof, args)))
     return next(iter(function.inspect_llvm().values()))
 
@@ -343,7 +342,7 @@ def test_sum_rows_is_the_serial_sum(dtype, n):
     weights = np.array([0.25, 0.3, 0.0, -1.7, 1e-3])
     for begin in (0, 1, 9):
         room = np.full(n + 2, 77, dtype)
-        kernels.sum_rows(addresses_of(rows), weights, begin, room[1:-1])
+        vectors.sum_rows(addresses_of(rows), weights, begin, room[1:-1])
         np.testing.assert_array_equal(room[1:-1], serial_sum(rows, weights, begin, n))
         assert room[0] == room[-1] == 77
 
@@ -353,7 +352,7 @@ def test_sum_rows_is_accurate(dtype):
     rows = [sample(5000, dtype, k) for k in range(8)]
     weights = np.random.default_rng(1).random(8)
     out = np.empty(5000, dtype)
-    kernels.sum_rows(addresses_of(rows), weights, 0, out)
+    vectors.sum_rows(addresses_of(rows), weights, 0, out)
     exact = np.tensordot(weights, np.array(rows, np.float64), 1)
     bound = 1e-6 if dtype == np.float32 else 1e-15
     assert np.linalg.norm(out - exact) <= bound * np.linalg.norm(exact)
@@ -365,13 +364,13 @@ def test_sum_rows_is_repeatable_and_independent_of_cuts_and_alignment(dtype):
     weights = np.array([0.1, 0.2, 0.7])
     rows = [row_at(v, 0) for v in values]
     whole = np.empty(n, dtype)
-    kernels.sum_rows(addresses_of(rows), weights, 0, whole)
+    vectors.sum_rows(addresses_of(rows), weights, 0, whole)
     for shift in range(1, 17):
         moved = [row_at(v, (shift * (k + 1)) % 17) for k, v in enumerate(values)]
         out = np.empty(n + shift, dtype)[shift:]
         cuts = np.sort(np.random.default_rng(shift).integers(0, n, 6))
         for b, e in itertools.pairwise([0, *cuts.tolist(), n]):
-            kernels.sum_rows(addresses_of(moved), weights, b, out[b:e])
+            vectors.sum_rows(addresses_of(moved), weights, b, out[b:e])
         assert out.tobytes() == whole.tobytes()
 
 
@@ -380,11 +379,11 @@ def test_sum_rows_leaves_out_rows_of_weight_zero(dtype):
     good, bad = sample(3000, dtype), np.full(3000, np.nan, dtype)
     addresses = addresses_of([bad, bad, good, bad])
     out = np.full(3000, np.inf, dtype)
-    kernels.sum_rows(addresses, np.array([0.0, -0.0, 0.5, 0.0]), 0, out)
+    vectors.sum_rows(addresses, np.array([0.0, -0.0, 0.5, 0.0]), 0, out)
     np.testing.assert_array_equal(out, dtype(0.5) * good)
     for none in (addresses, addresses[:0]):
         out[:] = np.nan
-        kernels.sum_rows(none, np.zeros(none.size), 0, out)
+        vectors.sum_rows(none, np.zeros(none.size), 0, out)
         assert not out.any()
 
 
@@ -397,28 +396,28 @@ def test_sum_rows_keeps_specials_in_their_place(dtype, special):
     for i in places(n):
         rows[1][i], keep = special, rows[1][i]
         out = np.empty(n, dtype)
-        kernels.sum_rows(addresses_of(rows), np.ones(3), 0, out)
+        vectors.sum_rows(addresses_of(rows), np.ones(3), 0, out)
         np.testing.assert_array_equal(out[i], special)
         np.testing.assert_array_equal(np.delete(out, i), np.delete(clean, i))
         rows[1][i] = keep
     rows[0][5], rows[1][5] = np.inf, -np.inf
-    kernels.sum_rows(addresses_of(rows), np.ones(3), 0, out)
+    vectors.sum_rows(addresses_of(rows), np.ones(3), 0, out)
     assert np.isnan(out).nonzero()[0].tolist() == [5]
 
 
 def test_sum_rows_takes_unsigned_addresses():
     rows = [sample(10, np.float32, k) for k in range(2)]
     out = np.empty(10, np.float32)
-    kernels.sum_rows(addresses_of(rows).astype(np.uint64), np.ones(2), 0, out)
+    vectors.sum_rows(addresses_of(rows).astype(np.uint64), np.ones(2), 0, out)
     np.testing.assert_array_equal(out, rows[0] + rows[1])
 
 
 def test_sum_rows_refuses_what_it_can_check():
     row, out = np.ones(4), np.full(4, 5.0)
     with pytest.raises(ValueError, match="one weight a row"):
-        kernels.sum_rows(addresses_of([row]), np.ones(2), 0, out)
+        vectors.sum_rows(addresses_of([row]), np.ones(2), 0, out)
     with pytest.raises(ValueError, match="begin >= 0"):
-        kernels.sum_rows(addresses_of([row]), np.ones(1), -1, out)
+        vectors.sum_rows(addresses_of([row]), np.ones(1), -1, out)
     assert (out == 5).all()
 
 
@@ -430,12 +429,12 @@ def test_sum_rows_refuses_what_it_can_check():
 def test_specials_are_found_wherever_they_are(dtype, n):
     x = sample(n, dtype)
     dst = np.full(n + 2, 7, dtype)
-    assert kernels.all_finite(x) is True
-    assert kernels.copy_finite(x, dst[1:-1]) is True
+    assert vectors.all_finite(x) is True
+    assert vectors.copy_finite(x, dst[1:-1]) is True
     for i, special in itertools.product(places(n), SPECIALS):
         x[i], keep = special, x[i]
-        assert kernels.all_finite(x) is False
-        assert kernels.copy_finite(x, dst[1:-1]) is False
+        assert vectors.all_finite(x) is False
+        assert vectors.copy_finite(x, dst[1:-1]) is False
         assert dst[1:-1].tobytes() == x.tobytes()
         x[i] = keep
     assert dst[0] == dst[-1] == 7
@@ -445,14 +444,14 @@ def test_specials_are_found_wherever_they_are(dtype, n):
 def test_extreme_finite_numbers_are_finite(dtype):
     limits = np.finfo(dtype)
     x = np.array([limits.max, limits.min, limits.smallest_subnormal, -0.0] * 700, dtype)
-    assert kernels.all_finite(x)
-    assert kernels.copy_finite(x, np.empty_like(x))
+    assert vectors.all_finite(x)
+    assert vectors.copy_finite(x, np.empty_like(x))
 
 
 def test_copy_finite_refuses_other_lengths():
     dst = np.zeros(5)
     with pytest.raises(ValueError, match="one length"):
-        kernels.copy_finite(np.ones(6), dst)
+        vectors.copy_finite(np.ones(6), dst)
     assert not dst.any()
 
 
@@ -460,17 +459,17 @@ def test_copy_finite_refuses_other_lengths():
 @pytest.mark.parametrize("n", SIZES)
 def test_sum_squares_is_accurate_and_repeatable(dtype, n):
     x = sample(n, dtype)
-    total = kernels.sum_squares(x)
+    total = vectors.sum_squares(x)
     assert type(total) is float
     exact = float(np.sum(x.astype(np.longdouble) ** 2))
     assert abs(total - exact) <= 1e-14 * exact
-    assert {kernels.sum_squares(row_at(x, k)) for k in range(17)} == {total}
+    assert {vectors.sum_squares(row_at(x, k)) for k in range(17)} == {total}
 
 
 def test_sum_squares_accumulates_float32_in_float64():
     x = np.full(1 << 20, 1e30, np.float32)
     exact = x.size * float(x[0]) ** 2
-    assert abs(kernels.sum_squares(x) - exact) <= 1e-13 * exact
+    assert abs(vectors.sum_squares(x) - exact) <= 1e-13 * exact
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -479,7 +478,7 @@ def test_sum_squares_shows_specials(dtype, special):
     for i in places(2100):
         x = sample(2100, dtype)
         x[i] = special
-        np.testing.assert_array_equal(kernels.sum_squares(x), special**2)
+        np.testing.assert_array_equal(vectors.sum_squares(x), special**2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -490,7 +489,7 @@ def test_scale_is_numpy_s_product(dtype, n):
         x[1 + i] = special
     for factor in (0.0, -1.5, 1 / 3, np.inf, np.nan):
         y = x.copy()
-        kernels.scale(y[1:-1], factor)
+        vectors.scale(y[1:-1], factor)
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(y[1:-1], x[1:-1] * dtype(factor))
         assert y[[0, -1]].tobytes() == x[[0, -1]].tobytes()
@@ -504,12 +503,12 @@ def test_add_scaled_is_numpy_s_sum(dtype, n):
         (x[1:-1] if i % 2 else y)[i] = special
     for keep, weight in ((1.0, 1 / 3), (2 / 3, 1 / 3), (0.0, 1.0)):
         z = x.copy()
-        kernels.add_scaled(z[1:-1], keep, y, weight)
+        vectors.add_scaled(z[1:-1], keep, y, weight)
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(z[1:-1], dtype(keep) * x[1:-1] + dtype(weight) * y)
         assert z[[0, -1]].tobytes() == x[[0, -1]].tobytes()
     with pytest.raises(ValueError, match="one length"):
-        kernels.add_scaled(x, 1.0, y, 1.0)
+        vectors.add_scaled(x, 1.0, y, 1.0)
 
 
 @pytest.mark.parametrize("name", UPDATES)
@@ -519,7 +518,7 @@ def test_update_refuses_vectors_of_other_lengths(name):
         vectors = [np.ones(8) for _ in range(2 + slots)]
         vectors[wrong] = np.ones(9)
         with pytest.raises(ValueError, match="one length"):
-            getattr(kernels, name)(*vectors, *[0.5] * scalars)
+            LOOP[name](*vectors, *[0.5] * scalars)
         assert all((v == 1).all() for v in vectors)
 
 
@@ -563,7 +562,7 @@ QUICK = ["publish", "observe", "find_ahead"]
 
 @pytest.mark.parametrize("name", ["meet", "scale", *QUICK])
 def test_what_takes_time_runs_without_the_gil(name):
-    loop = getattr(kernels, name)
+    loop = LOOP[name]
     words = np.zeros(1, np.int64)
     args = {
         "scale": (words.astype("f4"), 1.0), "meet": (words, 0, 0), "publish": (words, 0, 0),
@@ -576,17 +575,19 @@ def test_what_takes_time_runs_without_the_gil(name):
 CACHE_CHECK = """
 import sys
 import numpy as np
-from mpips import kernels
-from mpips.optim import rules as optim
+from mpips import optim
+from mpips.kernels import atomics, barrier, compensation, update_rules, vectors
 for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)
         x = np.ones(1, dtype)
-        for one_mode in (kernels.slow_momentum, kernels.elastic):
+        for one_mode in (update_rules.slow_momentum, update_rules.elastic):
             one_mode(x, x, x, 0.5)
-        kernels.compensate(x, x, x, x, 0.5)
-        kernels.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
-print(sorted(k for k, v in vars(kernels).items() if getattr(v, "variants", None)))
+        compensation.compensate(x, x, x, x, 0.5)
+        compensation.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
+modules = atomics, barrier, compensation, update_rules, vectors
+loops = {k: v for module in modules for k, v in vars(module).items()}
+print(sorted(k for k, v in loops.items() if getattr(v, "variants", None)))
 print("numba" in sys.modules)
 """
 
@@ -610,9 +611,9 @@ def test_a_second_process_compiles_nothing_and_needs_no_compiler():
 
 TWICE = """
 import numpy as np, sys
-from mpips import kernels
+from mpips.kernels import vectors
 x = np.ones(3)
-kernels.scale(x, 2.0)
+vectors.scale(x, 2.0)
 print(x[0], "numba" in sys.modules)
 """
 
@@ -656,8 +657,8 @@ def test_two_processes_compile_a_loop_once(tmp_path):
 COMPILES_AND_STAYS = """
 import sys
 import numpy as np
-from mpips import kernels
-kernels.scale(np.ones(3), 2.0)
+from mpips.kernels import vectors
+vectors.scale(np.ones(3), 2.0)
 print("compiled", flush=True)
 sys.stdin.read()
 """
@@ -669,14 +670,16 @@ def test_who_has_compiled_a_loop_keeps_nobody_waiting(tmp_path):
     command, pipe = [sys.executable, "-c", COMPILES_AND_STAYS], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as other:
         assert other.stdout.readline() == b"compiled\n"
-        code = "import numpy as np; from mpips import kernels; kernels.scale(np.ones(3, 'f4'), 2.0)"
+        code = (
+            "import numpy; from mpips.kernels import vectors; vectors.scale(numpy.ones(3, 'f4'), 2)"
+        )
         run_python(code, XDG_CACHE_HOME=str(tmp_path))
         assert other.poll() is None
         other.communicate(timeout=60)
 
 
 def test_without_a_folder_to_write_loops_are_compiled_each_time(tmp_path, monkeypatch):
-    double = kernels.kernel()(doubling)
+    double = compiled.kernel()(doubling)
     monkeypatch.setattr(compiled, "_folder", lambda: None)
     x = np.ones(3)
     double(x)
@@ -715,14 +718,14 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
 )
 def test_arguments_that_a_loop_cannot_take(args, message):
     for dtype in DTYPES:
-        kernels.scale(np.ones(3, dtype), 1.0)
+        vectors.scale(np.ones(3, dtype), 1.0)
     with pytest.raises(TypeError, match=message):
-        kernels.scale(*args)
+        vectors.scale(*args)
 
 
 def test_each_combination_of_dtypes_and_rights_has_a_variant():
     """They call each other: whatever the order, each call finds its own."""
-    copy = kernels.kernel()(kernels.copy_finite.function)
+    copy = compiled.kernel()(vectors.copy_finite.function)
     source, frozen = sample(9, np.float32), sample(9, np.float32)
     frozen.flags.writeable = False
     for _ in range(2):
@@ -739,7 +742,7 @@ def test_an_array_of_a_class_of_its_own_is_an_array(tmp_path):
     np.save(tmp_path / "x.npy", np.ones(3))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r+")
     for _ in range(2):
-        kernels.scale(mapped, 2.0)
+        vectors.scale(mapped, 2.0)
     assert mapped.tolist() == [4, 4, 4]
 
 
@@ -747,13 +750,13 @@ def test_values_come_back_as_python_s_own():
     words = np.array([-(2**63), 7])
     assert (observe(words, 0), observe(words, 1)) == (-(2**63), 7)
     assert publish(words, 0, 2) is None
-    assert kernels.all_finite(np.ones(2)) is True
-    assert type(kernels.sum_squares(np.ones(2, "f4"))) is float
-    before = sys.getrefcount(words), sys.getrefcount(kernels.publish)
+    assert vectors.all_finite(np.ones(2)) is True
+    assert type(vectors.sum_squares(np.ones(2, "f4"))) is float
+    before = sys.getrefcount(words), sys.getrefcount(atomics.publish)
     for _ in range(1000):
         publish(words, 0, 2)
-        kernels.sum_squares(np.ones(2, "f4"))
-    assert (sys.getrefcount(words), sys.getrefcount(kernels.publish)) == before
+        vectors.sum_squares(np.ones(2, "f4"))
+    assert (sys.getrefcount(words), sys.getrefcount(atomics.publish)) == before
 
 
 # Delay compensation -----------------------------------------------------------------------
@@ -768,9 +771,9 @@ def test_compensation_is_the_paper_s(dtype, n):
         grad[n // 2], params[0], origin[n - 1] = SPECIALS
     out, before = np.empty(n, dtype), square.copy()
     with np.errstate(invalid="ignore"):
-        kernels.compensate(out, grad, params, origin, 0.3)
+        compensation.compensate(out, grad, params, origin, 0.3)
         np.testing.assert_array_equal(out, grad + dtype(0.3) * grad * grad * (params - origin))
-        kernels.compensate_adaptive(out, grad, params, origin, square, 0.3, 0.9, 0.1, 1e-7)
+        compensation.compensate_adaptive(out, grad, params, origin, square, 0.3, 0.9, 0.1, 1e-7)
         expected = dtype(0.9) * before + dtype(0.1) * grad * grad
         np.testing.assert_array_equal(square, expected)
         factor = dtype(0.3) / np.sqrt(expected + dtype(1e-7))

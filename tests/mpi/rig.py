@@ -9,7 +9,7 @@ from mpips.cluster.window import Field, Plan, Window
 from mpips.cluster.world import Backoff, Cluster, cluster_subset
 from mpips.cluster.world import free as cluster_free
 from mpips.codecs import Codec
-from mpips.kernels import observe
+from mpips.kernels.atomics import observe
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.optim import make_rule

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from verdict import check
 
-from mpips import kernels
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
+from mpips.kernels import atomics
 from mpips.ps import feed, gate, quorum, server, store
 from mpips.session import run as session
 from mpips.transport import channel, inbox, outbox
@@ -59,7 +59,7 @@ class GuardedGrants(np.ndarray):
 
 def _find_ahead(*args: Any) -> int:
     *arrays, first = args
-    return kernels.find_ahead(*(array.view(np.ndarray) for array in arrays), first)
+    return atomics.find_ahead(*(array.view(np.ndarray) for array in arrays), first)
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (channel, feed, gate, inbox, outbox, quorum, server, store):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
-                module, "publish", lambda w, i, v: kernels.publish(w.view(np.ndarray), i, v)
+                module, "publish", lambda w, i, v: atomics.publish(w.view(np.ndarray), i, v)
             )
         if hasattr(module, "observe"):
             monkeypatch.setattr(
-                module, "observe", lambda w, i: kernels.observe(w.view(np.ndarray), i)
+                module, "observe", lambda w, i: atomics.observe(w.view(np.ndarray), i)
             )
         if hasattr(module, "find_ahead"):
             monkeypatch.setattr(module, "find_ahead", _find_ahead)

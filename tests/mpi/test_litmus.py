@@ -13,7 +13,7 @@ from verdict import check
 
 from mpips.cluster.window import Field, Plan, Window
 from mpips.cluster.world import Cluster
-from mpips.kernels import observe, publish
+from mpips.kernels.atomics import observe, publish
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=2)]
 

@@ -11,7 +11,7 @@ from verdict import check
 
 from mpips.cluster import window as windows
 from mpips.cluster.world import Cluster
-from mpips.kernels import observe
+from mpips.kernels.atomics import observe
 from mpips.ps import store
 from mpips.transport import inbox, outbox
 from mpips.transport.outbox import BUFFERS

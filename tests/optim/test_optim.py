@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from mpips import optim
 from mpips.errors import UserError
 from mpips.optim import RULES, make_rule, schedule
-from mpips.optim import rules as optim
 
 DTYPES = [np.float32, np.float64]
 # Of the accumulated change, in the 2-norm, after some fifty steps.
@@ -372,25 +372,26 @@ def test_clipped_gradient_has_the_norm_and_the_direction():
 
 WARM_CHECK = """
 import numpy as np
-from mpips import kernels
-from mpips.optim import rules as optim
+from mpips import optim
+from mpips.kernels import atomics, barrier, compensation, update_rules, vectors
 rule = optim.make_rule("adam")
 optim.warm(rule, "float32")
-loops = {k: v for k, v in vars(kernels).items() if hasattr(v, "variants")}
+modules = atomics, barrier, compensation, update_rules, vectors
+loops = {k: v for m in modules for k, v in vars(m).items() if hasattr(v, "variants")}
 before = {k: len(v.variants) for k, v in loops.items()}
 memory = np.frombuffer(bytearray(4096), np.uint8)
 words, w, g, m, v = memory[:256].view("i8"), *memory[256:2304].view("f4").reshape(4, 128)
-kernels.publish(words, 3, np.int64(4))
-kernels.observe(words, np.int64(3))
-ours = kernels.addresses_of([words], 3)
-kernels.find_ahead(ours, np.zeros(1, np.int64), words[8:], kernels.no_limit(1), np.int64(0))
-kernels.meet(ours, 5, 10_000)
-kernels.meet_and_add(ours, 6, 10_000, np.array([words.ctypes.data]), np.zeros(8))
-kernels.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
-kernels.sum_rows(np.array([words.ctypes.data]), np.ones(1), 0, np.zeros(8))
-kernels.scale(g[3:70], optim.clip_factor(kernels.sum_squares(w), 1.0))
-kernels.add_scaled(g[3:70], 0.5, w[3:70], np.float64(0.25))
-kernels.copy_finite(w[:5], g[5:10]) and kernels.all_finite(v)
+atomics.publish(words, 3, np.int64(4))
+atomics.observe(words, np.int64(3))
+ours = vectors.addresses_of([words], 3)
+atomics.find_ahead(ours, np.zeros(1, np.int64), words[8:], atomics.no_limit(1), np.int64(0))
+barrier.meet(ours, 5, 10_000)
+barrier.meet_and_add(ours, 6, 10_000, np.array([words.ctypes.data]), np.zeros(8))
+vectors.sum_rows(np.array([g.ctypes.data]), np.full(1, 0.5), 7, m[7:9])
+vectors.sum_rows(np.array([words.ctypes.data]), np.ones(1), 0, np.zeros(8))
+vectors.scale(g[3:70], optim.clip_factor(vectors.sum_squares(w), 1.0))
+vectors.add_scaled(g[3:70], 0.5, w[3:70], np.float64(0.25))
+vectors.copy_finite(w[:5], g[5:10]) and vectors.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
 assert before == {k: len(v.variants) for k, v in loops.items()}
 print(sorted(k for k, v in before.items() if v))
@@ -408,7 +409,7 @@ def test_a_warm_run_compiles_nothing_more():
 def test_names_and_schedules_need_no_compiler():
     code = """
 import sys
-from mpips.optim import rules as optim
+from mpips import optim
 optim.schedule("cosine", 0.1, total_steps=9)(3), optim.make_rule("adam"), optim.clip_factor(4, 1)
 assert "numba" not in sys.modules and "mpi4py" not in sys.modules
 """

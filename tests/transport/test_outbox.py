@@ -8,7 +8,7 @@ import pytest
 
 from mpips.codecs import make_codec
 from mpips.codecs.topk import TopK
-from mpips.kernels import observe, publish
+from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.optim import Sgd
 from mpips.transport import outbox
