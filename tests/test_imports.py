@@ -199,7 +199,7 @@ WORDS = {
     "transport.neighbours": {"words"},
     "transport.outbox": {"words", "_carried", "carried"},
     "ps.quorum": {"_header"},
-    "rounds.meeting": set(),  # known by address only
+    "rounds.barrier": set(),  # known by address only
     "ps.server": {"applied", "_applied"},
     "ps.store": {"header", "_header", "applied", "_granted", "_wants", "wants", "_reads", "reads"},
     "strategies.async_sgd": {"applied"},

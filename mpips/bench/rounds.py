@@ -6,7 +6,8 @@ from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.plain import allreduce_step
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
-from mpips.rounds.rounds import Report, make_round
+from mpips.rounds.base import Report
+from mpips.rounds.factory import make_round
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (4 << 10, 1 << 20)

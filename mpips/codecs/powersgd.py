@@ -1,7 +1,7 @@
 """PowerSGD: matrices as the product of two narrow ones, for sums over nodes.
 
 It is no `Codec`, as it packs no vector by itself: what nodes send are the factors of their common
-sum, in two Allreduces (`mpips.rounds.lowrank`). For a matrix of shape (m, n), node w's part S_w of
+sum, in two Allreduces (`mpips.rounds.powersgd`). For a matrix of shape (m, n), node w's part S_w of
 the mean gradient and the error E_w that it kept, a round is
 
     M_w = S_w + E_w

@@ -21,7 +21,7 @@ def meet(words: Vector, turn: int, looks: int) -> bool:
     Args:
         words: Addresses of header words, one's own first, shape (n,), dtype int64. The words are
             int64, 8-byte aligned, and stay alive during the call.
-        turn: Number of the meeting, larger than that of the one before.
+        turn: Number of the barrier, larger than that of the one before.
         looks: How many looks may be in vain before the core is offered to whoever else wants it;
             then it is offered again and again, for a bounded time. 0 for a single look.
 
@@ -51,7 +51,7 @@ def meet_and_add(words: Vector, turn: int, looks: int, rows: Vector, out: Vector
 
     Args:
         words: Addresses of header words, one's own first; see `meet`.
-        turn: Number of the meeting.
+        turn: Number of the barrier.
         looks: How many looks may be in vain; see `meet`.
         rows: Address in bytes of each row, shape (n,), dtype int64. The rows have out's dtype and
             length, are aligned to it, and stay alive during the call.

@@ -1,4 +1,4 @@
-"""Rules that put the workers' mean replica in the place of the parameters, for `mpips.rounds`.
+"""Rounds that average the workers' replicas, and the rules that take the mean.
 
 Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
 """
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.optim import Rule, Slots
+from mpips.planning.job import Job
+from mpips.rounds.base import Report, Round, Weights
+from mpips.rounds.factory import make_round
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,61 @@ class SlowMomentum(Rule):
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return what the kernel takes; see `Rule.scalars`."""
         return (self.momentum,)
+
+
+class AveragingRound(Round):
+    """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
+
+    Here `grad` is not a gradient but this worker's own parameters, and `slots` of an owner are
+    those of the job: the rule's, averaged, and the outer velocity.
+
+    Attributes:
+        own_slots: A worker's slots, each of shape (n_params,).
+    """
+
+    def __init__(self, job: Job) -> None:
+        """See `Round.__init__`."""
+        super().__init__(job)
+        beta, transfers = job.config.outer_momentum, self.transfers
+        moved = () if job.own_slots else job.rule.slots
+        self._of_slots = [make_round(job, Average(), transfers) for _ in moved]
+        rule = SlowMomentum(momentum=beta) if beta else Average()
+        self._of_replica = make_round(job, rule, transfers)
+        self._all = [*self._of_slots, self._of_replica]
+        self.replica = self._of_replica.replica
+        self.own_slots: Slots = ()
+        if job.worker_id is not None:
+            self.grad = self._of_replica.grad
+            kept = tuple(np.zeros(job.layout.size, job.dtype) for _ in job.own_slots)
+            self.own_slots = kept or tuple(r.grad for r in self._of_slots)
+        if self._cluster.rank in self._cluster.roles.owners:
+            self.params = self._of_replica.params
+            self.slots = (*(r.params for r in self._of_slots), *self._of_replica.slots)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of the parameters' size that a round averages."""
+        return len(self._all)
+
+    def begin(self) -> None:
+        """Let this worker's parameters, and slots unless kept, begin at the averages."""
+        for each in self._all:
+            np.copyto(each.grad, each.replica)
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`."""
+        for each in self._of_slots:
+            each.exchange(step, weights, Report())
+        return self._of_replica.exchange(step, weights, report)
+
+    def publish_start(self) -> None:
+        """See `Round.publish_start`."""
+        for each in self._all:
+            each.publish_start()
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        super().free()
+        self.own_slots = ()
+        for each in self._all:
+            each.free()

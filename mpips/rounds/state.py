@@ -18,7 +18,7 @@ from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.cut.saver import WorkerSaver
 from mpips.planning.job import Job
-from mpips.rounds.lowrank import BASIS, ERROR
+from mpips.rounds.powersgd import BASIS, ERROR
 from mpips.transport.wire import kept, unpacked
 
 
@@ -38,7 +38,7 @@ def _senders(job: Job, owner: int) -> int:
     return len({node_of[rank] for rank in job.cluster.roles.workers} - {node_of[owner]})
 
 
-def told(job: Job) -> Iterator[str]:
+def resume_notes(job: Job) -> Iterator[str]:
     """Yield lines that say, in a resumed run, what becomes of what was kept."""
     mine = names(job)
     if job.checkpoint is None or not (job.resumed and job.base_step):
@@ -55,12 +55,12 @@ def told(job: Job) -> Iterator[str]:
         yield f"{', '.join(fresh)} begins anew: none that fits was saved"
 
 
-def fill(job: Job, state: Mapping[str, Pieces]) -> None:
-    """Fill what this rank keeps from the checkpoint, where there is something for it.
+def restore(job: Job, state: Mapping[str, Pieces]) -> None:
+    """Restore what this rank keeps from the checkpoint, where there is something for it.
 
     Args:
         job: The run.
-        state: `meeting.Round.own_state`, which is changed in place.
+        state: `mpips.rounds.base.Round.own_state`, which is changed in place.
 
     Raises:
         UserError: If the checkpoint cannot be read.
@@ -82,7 +82,7 @@ def saver_of(job: Job, state: Mapping[str, Pieces], stall: bool) -> WorkerSaver 
 
     Args:
         job: The run.
-        state: `meeting.Round.own_state`.
+        state: `mpips.rounds.base.Round.own_state`.
         stall: See `mpips.cut.saver.Snapshots`.
     """
     found, rank = names(job), job.cluster.rank

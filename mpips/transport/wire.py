@@ -23,7 +23,7 @@ CHUNK_UNIT = 1024  # elements: a whole number of buckets in every codec
 def push_codec(config: Config) -> Codec | None:
     """Return the codec of far pushes that a job asks for, or None."""
     c = config
-    if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.rounds.lowrank`
+    if c.codec == "powersgd":  # packs sums of whole matrices: see `mpips.rounds.powersgd`
         return None
     if c.codec != "topk":
         return make_codec(c.codec)

@@ -16,7 +16,7 @@ from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.planning.explain import Place, codec_ratios, explain
 from mpips.planning.traffic import totals
-from mpips.rounds import rounds
+from mpips.rounds import internode
 from mpips.session import run as session
 from mpips.transport import far, outbox
 
@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nod
 STEPS = 6
 GRADS, PARAMS = range(2)
 KIND = {
-    rounds.TAG_PARTIAL: GRADS,
+    internode.TAG_PARTIAL: GRADS,
     far.TAG_REPLY: PARAMS,
-    rounds.TAG_RESULT: PARAMS,
+    internode.TAG_RESULT: PARAMS,
 }
 
 

@@ -13,8 +13,10 @@ from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import drawn
 from mpips.errors import UserError
 from mpips.planning.job import Job, initial_vector
-from mpips.rounds.lowrank import LowRankRound
-from mpips.rounds.rounds import Report, Round, SharedRound, make_round
+from mpips.rounds.base import Report, Round
+from mpips.rounds.factory import make_round
+from mpips.rounds.powersgd import PowerSgdRound
+from mpips.rounds.shared import SharedRound
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
@@ -150,7 +152,7 @@ def test_rounds_equal_the_paper(cluster: Cluster, servers: int, options: dict[st
     """Error feedback, warm start, clipping; every replica is the same bit for bit."""
     job = make_job(cluster, servers, SHAPES, seed=5, codec="powersgd", **options)
     rounds, serial = start(job), Serial(job)
-    assert isinstance(rounds, LowRankRound)
+    assert isinstance(rounds, PowerSgdRound)
     for number in range(1, STEPS + 1):
         step(job, rounds, number)
         serial.step(number)

@@ -14,7 +14,8 @@ from mpips.cluster.world import Cluster
 from mpips.codecs import Origin, buffer_for, codec_for
 from mpips.config.jobfile import to_toml
 from mpips.planning.job import Job, initial_vector
-from mpips.rounds.rounds import Report, Round, make_round
+from mpips.rounds.base import Report, Round
+from mpips.rounds.factory import make_round
 from mpips.transport.wire import pull_codec, push_codec
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
@@ -149,7 +150,7 @@ def test_packed_rounds_equal_a_serial_run(
             if not np.array_equal(array, serial.states[job.config.codec, mine, begin][0]):
                 wrong.append(f"residual at {begin}")
     kept = [begin for _, parts in rounds.own_state().items() for begin, _ in parts]
-    crossed = np.array([rounds.bytes_sent, rounds.bytes_received])
+    crossed = np.array([rounds.transfers.bytes_sent, rounds.transfers.bytes_received])
     cluster.barrier()
     rounds.free()
     check(cluster.comm, not wrong, wrong)

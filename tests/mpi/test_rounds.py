@@ -19,7 +19,10 @@ from mpips.layout import Layout
 from mpips.layout.roles import assign
 from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
-from mpips.rounds.rounds import AllreduceRound, Report, SharedRound, make_round
+from mpips.rounds.allreduce import AllreduceRound
+from mpips.rounds.base import Report
+from mpips.rounds.factory import make_round
+from mpips.rounds.shared import SharedRound
 
 pytestmark = pytest.mark.mpi
 SMALL = pytest.mark.world(max_size=4)
@@ -236,7 +239,10 @@ def test_params_and_slots_are_views_of_the_owned_shard(cluster: Cluster) -> None
     good = np.array_equal(rounds.params, rounds.replica[job.shard.range])
     sizes = [slot.size for slot in rounds.slots]
     good &= sizes == [job.shard.size] * 2
-    good &= bool(np.allclose(rounds.slots[0], 0.1)) and rounds.busy_s >= 0 <= rounds.waited_s
+    good &= (
+        bool(np.allclose(rounds.slots[0], 0.1))
+        and rounds.transfers.busy_s >= 0 <= rounds.transfers.waited_s
+    )
     cluster.barrier()
     rounds.free()
     check(cluster.comm, good, sizes)

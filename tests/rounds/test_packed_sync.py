@@ -9,7 +9,7 @@ from runs import Plan, assert_same_state, final, summary
 from mpips.codecs import CODECS
 from mpips.codecs.powersgd import Factors
 from mpips.layout import Layout
-from mpips.rounds.meeting import Report
+from mpips.rounds.base import Report
 
 pytestmark = pytest.mark.launch
 

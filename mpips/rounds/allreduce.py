@@ -1,0 +1,80 @@
+"""Rounds by MPI's collectives alone.
+
+Allreduce of the gradients; then each owner updates its slice, and broadcasts it.
+"""
+
+import numpy as np
+
+from mpips.cluster.window import transfer_pieces
+from mpips.cluster.world import Request
+from mpips.layout import CACHE_LINE_BYTES
+from mpips.optim import Rule
+from mpips.planning.job import Job
+from mpips.rounds.base import REPORT, Report, Round, Transfers, Weights
+from mpips.rounds.update import ShardUpdate
+
+
+class AllreduceRound(Round):
+    """Rounds by MPI's collectives alone, each rank with a private replica."""
+
+    def __init__(
+        self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
+    ) -> None:
+        """See `Round.__init__`."""
+        super().__init__(job, rule, transfers)
+        n, dtype = job.layout.size, job.dtype
+        self.replica, self.grad = _aligned_zeros(n, dtype), _aligned_zeros(n, dtype)
+        self._update: ShardUpdate | None = None  # of an owner
+        if self._cluster.rank in self._cluster.roles.owners:
+            shard = job.shard
+            self.params = self.replica[shard.range]
+            self.slots = tuple(_aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
+            views = self.params, self.slots, self.grad[shard.range]
+            self._update = ShardUpdate(job, self._rule, *views, self.transfers)
+        self._sums = np.zeros(8)
+
+    def publish_start(self) -> None:
+        """Broadcast the owners' shards. Collective: yes."""
+        owners = self._cluster.roles.owners
+        self.transfers.wait(
+            [
+                self._begin_broadcast(part, rank)
+                for rank, shard in zip(owners, self._job.shards, strict=True)
+                for part in transfer_pieces(self.replica[shard.range])
+            ]
+        )
+
+    def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
+        if self._cluster.nodes > 1 and owner != self._cluster.rank:
+            self.transfers.bytes_received += part.nbytes
+        return self._cluster.comm.Ibcast(part, owner)
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`."""
+        worker = self._job.worker_id
+        weight = 0.0 if worker is None else weights[worker]
+        if weight:
+            self.grad *= self.grad.dtype.type(weight)
+        else:
+            self.grad[:] = 0
+        REPORT.pack_into(self._sums.data, 0, *report)
+        comm, begin_sum = self._cluster.comm, self.transfers.begin_sum
+        sums = [begin_sum(comm, part) for part in transfer_pieces(self.grad)]
+        self.transfers.wait([*sums, begin_sum(comm, self._sums)])
+        if self._update is not None:
+            if self._max_norm:
+                self._clip(self.grad[self._job.shard.range])
+            self._update.apply(step)
+        self.publish_start()
+        return Report._make(REPORT.unpack_from(self._sums.data))
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        super().free()
+        self._update = None
+
+
+def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
+    memory = np.zeros(n * dtype.itemsize + CACHE_LINE_BYTES, "u1")
+    skip = -memory.ctypes.data % CACHE_LINE_BYTES
+    return memory[skip : skip + n * dtype.itemsize].view(dtype)

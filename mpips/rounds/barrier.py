@@ -1,0 +1,83 @@
+"""The barrier of a node's ranks, in shared memory, through which their reports are added up.
+
+Between two barriers each rank writes what is its own, and after the next one all may read it.
+"""
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels.vectors import addresses_of
+from mpips.rounds.base import REPORT, Report, Transfers
+
+LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
+# Of each rank's segment.
+FIELDS = Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))
+
+
+class NodeBarrier:
+    """The barrier of this rank's node. Its methods are collective on the node.
+
+    Args:
+        cluster: The job's ranks.
+        window: Shared by the ranks of the node; each one's segment has `FIELDS`.
+        transfers: Where the time spent waiting is counted.
+
+    Attributes:
+        sums: The sum of the node's reports, shape (8,); on several nodes, the first rank of each
+            adds it up over all before `publish_sums`.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, transfers: Transfers) -> None:
+        view, leader = window.view, cluster.my_node[0]
+        self._cluster, self._transfers = cluster, transfers
+        self._turn = 0
+        ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
+        self._words = addresses_of([view(r, "header") for r in ranks])
+        # Whoever offers the core may get it back late, and other nodes may wait for this rank.
+        self._looks = LOOKS if not cluster.crowded else 1 if cluster.nodes == 1 else 0
+        self._report = view(cluster.rank, "report").data
+        self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
+        self.sums = np.zeros(8)
+        self._agreed = (view(leader, "agreed") if cluster.nodes > 1 else self.sums).data
+
+    def enter(self, report: Report) -> None:
+        """Wait for the node's ranks, and add up their reports."""
+        REPORT.pack_into(self._report, 0, *report)
+        start = perf_counter()
+        self._turn += 1
+        if not meet_and_add(self._words, self._turn, self._looks, self._reports, self.sums):
+            self._look_on(meet_and_add, self._reports, self.sums)
+        self._transfers.waited_s += perf_counter() - start
+
+    def wait(self) -> None:
+        """Wait for the node's ranks; their stores before are seen after."""
+        start = perf_counter()
+        self._turn += 1
+        if not meet(self._words, self._turn, self._looks):
+            self._look_on(meet)
+        self._transfers.waited_s += perf_counter() - start
+
+    def publish_sums(self) -> None:
+        """Let the node read `sums`, on its first rank."""
+        self._agreed[:] = self.sums.data
+
+    def leave(self) -> Report:
+        """Wait for the node's ranks, and return the sum of all reports."""
+        start = perf_counter()  # as in `wait`, without a call of it
+        self._turn += 1
+        if not meet(self._words, self._turn, self._looks):
+            self._look_on(meet)
+        self._transfers.waited_s += perf_counter() - start
+        return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
+
+    def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
+        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows))
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self._report = self._agreed = memoryview(b"")

@@ -1,0 +1,147 @@
+"""What every synchronous round has: its arrays, its report, its transfers.
+
+A rank brings a `Report` into a round beside its gradient, and takes the sum of all reports home.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpips.cluster.world import Cluster, Comm, Request, all_done, begin_sum, cluster_subset, free
+from mpips.kernels.vectors import sum_squares
+from mpips.optim import Rule, Slots, clip_factor
+from mpips.planning.job import Job
+
+Weights: TypeAlias = np.ndarray | Sequence[float]
+# Arrays that a rank keeps from round to round beside its shard: by name, the position of the first
+# element of each in the vector of that name, and a view.
+OwnState: TypeAlias = dict[str, list[tuple[int, np.ndarray]]]
+
+
+class Report(NamedTuple):
+    """What each rank brings into a round beside its gradient; rounds add them up.
+
+    Attributes:
+        loss_sum: Loss summed over the rank's samples.
+        samples: Number of its samples.
+        checkpoint: 1 if a checkpoint is due.
+        diverged: 1 if the loss was not finite.
+        target: 1 if the accuracy aimed at was reached.
+        sigusr1: 1 if that signal came; `sigterm` and `sigint` likewise.
+    """
+
+    loss_sum: float = 0.0
+    samples: float = 0.0
+    checkpoint: float = 0.0
+    diverged: float = 0.0
+    target: float = 0.0
+    sigusr1: float = 0.0
+    sigterm: float = 0.0
+    sigint: float = 0.0
+
+
+REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
+
+
+class Transfers:
+    """What a round sends and waits for, counted; several rounds may count in one.
+
+    Attributes:
+        waited_s: Seconds that this rank waited for others; `busy_s`, that it updated.
+        bytes_sent: Sums that this rank sent to owners on other nodes, or gave an Allreduce.
+        bytes_received: Results that it had from owners on other nodes, or from an Allreduce.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.waited_s = self.busy_s = 0.0
+        self.bytes_sent = self.bytes_received = 0
+
+    def begin_sum(self, comm: Comm, part: np.ndarray) -> Request:
+        """Begin to add up `part` in place over ranks of all nodes."""
+        if self._cluster.nodes > 1:
+            self.bytes_sent += part.nbytes
+            self.bytes_received += part.nbytes
+        return begin_sum(comm, part)
+
+    def wait(self, requests: list[Request]) -> None:
+        """Wait until all are complete."""
+        self.waited_s += self._cluster.wait(lambda: all_done(requests))
+
+
+class Round(ABC):
+    """One world's synchronous round.
+
+    Attributes:
+        replica: All parameters, shape (n_params,); between rounds the same on every worker, but
+            for what a pull codec makes of the slices that other nodes own.
+        grad: A worker's gradient, shape (n_params,).
+        params: An owner's shard of `replica`, shape (shard.size,).
+        slots: An owner's slots, each of that shape.
+        transfers: What was sent, and how long this rank waited.
+    """
+
+    def __init__(
+        self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
+    ) -> None:
+        """Make the round of a job. Collective: yes.
+
+        Args:
+            job: The run.
+            rule: Takes the sum as it is, not clipped, in place of the job's rule.
+            transfers: Where to count, by default a fresh one.
+        """
+        self._job, self._cluster = job, job.cluster
+        self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
+        self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
+        self.transfers = transfers or Transfers(self._cluster)
+        self.replica = self.grad = self.params = np.zeros(0, job.dtype)
+        self.slots: Slots = ()
+
+    @abstractmethod
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """Sum the gradients, update the parameters, share the result.
+
+        Args:
+            step: Number of this update, 1 for the first of a run.
+            weights: Each worker's share in the mean, best as float64 of shape (workers,);
+                gradients of weight 0 are not read.
+            report: This rank's part.
+
+        Returns:
+            The sum of all reports, the same on every rank.
+
+        Collective: yes. Blocks: until the round is over; never inside MPI.
+        """
+
+    def own_state(self) -> OwnState:
+        """Return what this rank keeps for its node between rounds, as views; {} if nothing."""
+        return {}
+
+    @abstractmethod
+    def publish_start(self) -> None:
+        """Share what the owners have filled in before the first round. Collective: yes."""
+
+    def compare(self, step: int) -> None:  # noqa: B027  (most rounds have nothing to compare)
+        """Compare what several nodes compute for themselves, after round `step`.
+
+        Collective: yes. Blocks: until all have come; never inside MPI.
+
+        Raises:
+            UserError: On every rank, if it is not the same on all nodes, bit for bit.
+        """
+
+    def free(self) -> None:
+        """Free what the round holds; may be called twice. Collective: yes."""
+        self.replica = self.grad = self.params = np.zeros(0)
+        self.slots = ()
+        free(self._owners)
+
+    def _clip(self, grad: np.ndarray) -> None:
+        """Scale an owner's slice of the mean gradient by the norm of the whole."""
+        total = np.array([sum_squares(grad)])
+        self.transfers.wait([begin_sum(self._owners, total)])
+        grad *= grad.dtype.type(clip_factor(float(total[0]), self._max_norm))

@@ -1,0 +1,171 @@
+"""Checkpoints between rounds: all ranks are at the same step, so that a round's end is a cut."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.cut.saver import (
+    LAST_PAUSE_S,
+    LAST_TRIES,
+    RETRY_S,
+    Committer,
+    Contents,
+    Saver,
+    Snapshots,
+)
+from mpips.datasets.ledger import HandOut
+from mpips.planning.job import Job
+from mpips.rounds import state
+from mpips.rounds.base import Round
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
+
+
+class RoundCheckpoints:
+    """This rank's part in the checkpoints of a run, and on the chief, when they are due.
+
+    Args:
+        job: The run.
+        rounds: Whose parameters, slots and own state are saved.
+        log: Of the run.
+        others: Acts on messages that are not about checkpoints.
+        savers: Of what else this rank has.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rounds: Round,
+        log: "Log",
+        others: Callable[[str, object], None],
+        savers: Sequence[Snapshots] = (),
+    ) -> None:
+        self._job, self._cluster, self._rounds, self._others = job, job.cluster, rounds, others
+        self._savers = [*_savers(job, rounds), *savers]
+        self._committer: Committer | None = None  # on the chief
+        if job.place is not None:
+            kept = state.names(job)
+            ranks = tuple(range(self._cluster.world)) if kept else None
+            contents = Contents.of(job, kept, ranks)
+            self._committer = Committer(self._cluster, job.place, contents, log)
+            self._committer.saved_step = job.base_step if job.resumed else None
+        self._period = job.config.checkpoint_period
+        self._last = time.perf_counter(), job.base_step
+
+    def wanted(self, step: int) -> tuple[bool, bool]:
+        """Return whether a rank refused to save what is not finite, and whether one is due.
+
+        Args:
+            step: The next update.
+        """
+        c = self._committer
+        return (False, False) if c is None else (c.refused, self._due(c, step))
+
+    def _due(self, committer: Committer, step: int) -> bool:
+        if committer.busy:
+            return False
+        if committer.failed_for(RETRY_S):
+            return True
+        seconds, steps = self._period
+        then, saved = self._last
+        due = seconds is not None and time.perf_counter() - then >= seconds
+        return due or (steps is not None and step - saved >= steps)
+
+    def save(self, step: int, samples: int, handout: HandOut) -> None:
+        """Begin a checkpoint of a round's end. Collective: yes. Blocks: for a copy.
+
+        Args:
+            step: Updates applied.
+            samples: Samples applied.
+            handout: Where the data is.
+        """
+        self._last = time.perf_counter(), step
+        self._rounds.compare(step)
+        if not self._savers:
+            return
+        self.finish()
+        for saver in self._savers:
+            saver.snapshot(step)
+        if self._committer is not None:
+            given = handout.state()
+            given["clocks"] *= len(self._cluster.roles.workers)
+            self._committer.open(step, self._job.state(step, given, samples))
+        self._cluster.wait(lambda: not self.attend() or not any(s.holds for s in self._savers))
+
+    def save_last(self, step: int, samples: int, handout: HandOut) -> None:
+        """Save the last state if that is not done, with several tries. Collective: yes."""
+        for _ in range(LAST_TRIES):
+            if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
+                return
+            self._cluster.wait(lambda: not self._pauses())
+            self.save(step, samples, handout)
+            self.finish()
+
+    def refused(self) -> bool:
+        """Whether a rank refused to save what is not finite. Collective: yes."""
+        return self._agree(lambda committer: committer.refused)
+
+    def _agree(self, ask: Callable[[Committer], bool]) -> bool:
+        """Return what is so of the chief's checkpoints, on every rank. Collective: yes."""
+        found = np.array([self._committer is not None and ask(self._committer)])
+        chief = self._cluster.roles.chief
+        self._cluster.wait_request(self._cluster.comm.Ibcast(found, chief))
+        return bool(found[0])
+
+    def _pauses(self) -> bool:
+        """Whether a checkpoint has failed just now."""
+        c = self._committer
+        return c is not None and bool(c.failure) and not c.failed_for(LAST_PAUSE_S)
+
+    def attend(self) -> bool:
+        """Act on messages, get on with a checkpoint; returns whether one is under way here."""
+        for _, kind, payload in self._cluster.poll():
+            self._handle(kind, payload)
+        for saver in self._savers:
+            saver.poll()
+        busy = any(saver.busy for saver in self._savers)
+        if self._committer is not None:
+            self._committer.poll()
+            busy = busy or self._committer.busy
+        return busy
+
+    def finish(self) -> None:
+        """Wait until none is under way here."""
+        self._cluster.wait(lambda: not self.attend())
+
+    def _handle(self, kind: str, payload: object) -> None:
+        if kind == "write":
+            assert isinstance(payload, str)
+            for saver in self._savers:
+                saver.write_into(payload)
+        elif kind == "shard":
+            assert self._committer is not None
+            self._committer.collect(payload)  # type: ignore[arg-type]
+        elif kind == "own":
+            assert self._committer is not None
+            self._committer.collect_own(payload)  # type: ignore[arg-type]
+        else:
+            self._others(kind, payload)
+
+    def unsaved(self, step: int) -> str:
+        """Return on the chief why update `step` is in no checkpoint; empty if it is."""
+        c = self._committer
+        return "" if c is None or c.has_saved(step) else f"{c.failure}; {c.kept}"
+
+    def free(self) -> None:
+        """Let go of what is saved; may be called twice."""
+        self._savers = []
+
+
+def _savers(job: Job, rounds: Round) -> list[Snapshots]:
+    """Return what saves this rank's shard, and what it keeps between rounds."""
+    stall, found = job.config.snapshot == "stall", list[Snapshots]()
+    if job.cluster.rank in job.cluster.roles.owners:
+        slots = dict(zip(job.slots, rounds.slots, strict=True))
+        found.append(Saver(job.cluster, job.shard, rounds.params, slots, stall))
+    if (own := state.saver_of(job, rounds.own_state(), stall)) is not None:
+        found.append(own)
+    return found

@@ -1,0 +1,65 @@
+"""Evaluation between rounds, in parts on all workers."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.cluster.world import cluster_subset, free
+from mpips.planning.job import Job
+from mpips.problems.evaluation import evaluate, next_evaluation, share, share_evaluation
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
+
+
+class RoundEvaluation:
+    """Evaluates when it is time; all workers know the result. Collective: construction, `free`.
+
+    Args:
+        job: The run.
+        replica: The parameters between rounds, shape (n_params,), on workers.
+        epochs: Epochs done.
+        log: Of the run.
+
+    Attributes:
+        target_reached: Whether the accuracy aimed at was reached.
+    """
+
+    def __init__(self, job: Job, replica: np.ndarray, epochs: float, log: "Log") -> None:
+        self._job, self._cluster, self._log = job, job.cluster, log
+        self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
+        has_replica = job.worker_id is not None
+        self._params = job.layout.views(replica, writable=False) if has_replica else {}
+        self._next = next_evaluation(epochs, job.config.eval_every)
+        self.target_reached = False
+
+    def run_when_due(self, step: int, epochs: float) -> None:
+        """Evaluate after update `step`, if so many epochs done make it time.
+
+        Raises:
+            UserError: If a metric is some workers' only.
+        """
+        config, info, worker = self._job.config, self._job.info, self._job.worker_id
+        if not config.eval_every or not info.n_test or epochs < self._next:
+            return
+        self._next = next_evaluation(epochs, config.eval_every)
+        if worker is None:
+            return
+        begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
+        mine = evaluate(self._job, self._params, begin, end)
+        means = share_evaluation(self._job, self._workers, mine)
+        target = config.target_accuracy
+        self.target_reached = bool(target) and means.get("accuracy", 0.0) >= target
+        if worker == 0:
+            payload = {"step": step, "epoch": round(epochs, 4), **means}
+            self._cluster.send(self._cluster.roles.chief, "eval", payload)
+
+    def handle(self, kind: str, payload: object) -> None:
+        """Note on the chief what worker 0 sends."""
+        assert kind == "eval", f"unknown message {kind!r} in a synchronous run"
+        self._log.evaluation(payload)  # type: ignore[arg-type]
+
+    def free(self) -> None:
+        """Free the workers' communicator; may be called twice."""
+        self._params = {}
+        free(self._workers)

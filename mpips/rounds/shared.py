@@ -1,0 +1,114 @@
+"""Rounds in the memory of the node: gradients are summed slice by slice where they lie.
+
+Each rank writes its gradient, then all of a node's ranks wait for each other. The owner of a slice
+reads every near gradient where it was computed, adds what the other nodes send, and applies the
+update rule in the same pass, block by block; on the other nodes the slice's agent sums the node's
+gradients and sends them to the owner (a reduce-scatter), which sends the result back into the
+node's replica (an all-gather): see `mpips.rounds.internode`. Then the node's ranks wait for each
+other again, and read the replica in place.
+
+Where a job has a codec, the slices that cross nodes are packed (`mpips.transport.wire`): the
+partial sums of a node on their way to an owner, and an owner's results on their way back, so that
+the replicas of other nodes are what the pull codec makes of the owners' parameters. Round k has the
+number k, and a sender that of its node, so that a resumed run packs as one that was never stopped.
+
+Rows are summed in a fixed order, so equal worlds give equal bits.
+"""
+
+import numpy as np
+
+from mpips.cluster.window import Field
+from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.optim import Rule
+from mpips.planning.job import Job
+from mpips.rounds.base import OwnState, Report, Transfers, Weights
+from mpips.rounds.internode import FarNodes, NodeAgent
+from mpips.rounds.node import NodeRound
+from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
+
+
+class SharedRound(NodeRound):
+    """Rounds in node-shared memory, by messages between nodes."""
+
+    def __init__(
+        self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
+    ) -> None:
+        """See `Round.__init__`."""
+        super().__init__(job, rule, transfers, _slot_fields(job, rule or job.rule))
+        cluster, addresses = self._cluster, self._addresses
+        self._agent = NodeAgent(job, self.replica, addresses, self.transfers)
+        self._far_nodes: FarNodes | None = None  # both of an owner
+        self._update: ShardUpdate | None = None
+        self._rows, self._sum = addresses, np.zeros(0, job.dtype)
+        if cluster.rank in cluster.roles.owners:
+            shard, dtype = job.shard, job.dtype
+            self.params = self.replica[shard.range]
+            names = self._rule.slots
+            self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
+            self._far_nodes = FarNodes(job, self.params, self.transfers)
+            relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
+            self._rows = np.concatenate([addresses, addresses_of(self._far_nodes.sums) - relative])
+            size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
+            self._sum = np.zeros(min(size, shard.size), dtype)
+            views = self.params, self.slots, self._sum
+            self._update = ShardUpdate(job, self._rule, *views, self.transfers)
+
+    def own_state(self) -> OwnState:
+        """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
+        return self._agent.state()
+
+    def publish_start(self) -> None:
+        """Send the owners' shards to the other nodes' replicas. Collective: yes."""
+        requests = self._agent.receive_results()
+        if self._far_nodes is not None:
+            requests += self._far_nodes.send_results(self._job.base_step)
+        self.transfers.wait(requests)
+        self._agent.unpack_results()
+        self._barrier.wait()
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`."""
+        self._barrier.enter(report)
+        weights = np.asarray(weights)
+        if self._cluster.nodes > 1:
+            self._exchange_far(step, weights[self._workers])
+        elif self._update is not None:
+            self._update_shard(self._update, step, weights)
+        return self._barrier.leave()
+
+    def _exchange_far(self, step: int, near: np.ndarray) -> None:
+        """Do what the nodes' gradients and reports go through between the two barriers."""
+        agent, far_nodes = self._agent, self._far_nodes
+        requests = agent.send_sums(step, near) + agent.receive_results()
+        requests += self._begin_report_sum()
+        if far_nodes is not None and self._update is not None:
+            far_nodes.receive_sums()
+            weights = np.concatenate([near, np.ones(len(far_nodes.sums))])
+            self._update_shard(self._update, step, weights)
+            requests += far_nodes.send_results(step)
+        self.transfers.wait(requests)
+        agent.unpack_results()
+        self._publish_report_sum()
+
+    def _update_shard(self, update: ShardUpdate, step: int, weights: np.ndarray) -> None:
+        """Sum the rows of the shard and apply the rule."""
+        if self._max_norm:
+            sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
+            self._clip(self._sum)
+            update.apply(step)
+        else:
+            update.apply(step, (self._rows, weights))
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        self._agent.free()
+        self._far_nodes = self._update = None
+        super().free()
+
+
+def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
+    """Return the fields of the slots in each rank's segment."""
+    found: list[list[Field]] = [[] for _ in range(job.cluster.world)]
+    for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):
+        found[rank] = [Field(f"slots/{s}", job.config.dtype, (shard.size,)) for s in rule.slots]
+    return found
