@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from mpips.errors import human_bytes
-from mpips.launch.terminal import Terminal, find_terminal
+from mpips.session.metrics_file import MetricsFile, finite
+from mpips.session.progress import Progress
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
 LINE_MAX_S = 30.0
 LONG_LOSS = 1e5
 LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
@@ -57,13 +57,11 @@ class Log:
         interval_s: float = 1.0,
         quiet: bool = False,
     ) -> None:
-        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115  (closed by close)
-        self._unwritten, self._full, self._step = b"", False, 0
+        self._file = MetricsFile(path) if path else None
+        self._step = 0
         self.warnings: deque[str] = deque(maxlen=WARNINGS)
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
-        self._total = total_steps
-        self._bar: Any = None
-        self._found: tuple[Terminal | None, bool] | None = None
+        self._progress = Progress(total_steps)
         self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
         self._loss_sum, self._loss_samples = 0.0, 0
@@ -78,25 +76,18 @@ class Log:
 
     def close(self) -> None:
         """Close the file and the bar; may be called twice."""
-        self._close_bar()
+        self._progress.end_bar()
         if self._file is not None:
-            self._write()
+            if problem := self._file.flush():
+                self.warn(problem)
             self._file.close()
             self._file = None
-        if self._found is not None and self._found[0] is not None:
-            self._found[0].close()
-        self._found = None
+        self._progress.close()
 
     def reopen(self, path: Path) -> None:
         """Go on in another file: the one before is gone."""
         if self._file is not None:
-            self._file.close()
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+            self._file.reopen(path)
 
     def start_at(self, samples: int) -> None:
         """Begin to count speed, from `samples` that were done before."""
@@ -116,26 +107,14 @@ class Log:
                 "step": step,
             }
             self._step = self._step if step is None else step
-            self._unwritten += f"{json.dumps(finite({**row, **fields}))}\n".encode()
-            self._write()
-
-    def _write(self) -> None:
-        """Write what there is; where that fails, warn once, and go on later from there."""
-        assert self._file is not None
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
-            self._full = False
-        except OSError as problem:
-            if not self._full:
-                self._full = True
-                self.warn(f"{self._file.name} cannot be written: {problem.strerror}")
+            if problem := self._file.append({**row, **fields}):
+                self.warn(problem)
 
     def warn(self, text: str) -> None:
         """Tell of what went wrong and does not end the run; also where it is quiet."""
         if self._file is not None:
             self.note(text)
-            self._close_bar()
+            self._progress.end_bar()
             print(f"mpips: warning: {text}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
@@ -162,7 +141,8 @@ class Log:
 
         With `force` if there is anything new, and with the speed of the whole run: the last line.
         """
-        new = bool(self._loss_samples) or self._is_outdated()
+        outdated = self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
+        new = bool(self._loss_samples) or outdated
         if self._file is None or not ((force and new) or self.due()):
             return
         then, before = self._begin if force else self._last
@@ -179,11 +159,7 @@ class Log:
         if not self._quiet:
             self._show(step, epoch, rate)
         if force:
-            self._close_bar()
-
-    def _is_outdated(self) -> bool:
-        """Whether the last line has another accuracy than the last evaluation."""
-        return self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
+            self._progress.end_bar()
 
     def _show(self, step: int, epoch: float, rate: float) -> None:
         accuracy = self.last_eval.get("accuracy")
@@ -191,44 +167,13 @@ class Log:
         held_out = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
         loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
         words = [f"epoch {epoch:6.2f}", f"loss {loss}", *held_out, f"{rate:,.0f} samples/s"]
-        if self._found is None:
-            self._found = find_terminal()
-        terminal, lines = self._found
-        if terminal is not None:
-            self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
-        if lines:
-            gone = time.perf_counter() - self._start
-            print(f"[{gone:7.1f} s] step {step:>8d}  {'  '.join(words)}", flush=True)
-
-    def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # no thread of its own: every line draws it
-            self._bar = tqdm(
-                total=self._total, initial=step, file=terminal, dynamic_ncols=True, bar_format=BAR
-            )
-        self._bar.n = step
-        self._bar.set_postfix_str(text)
+        self._progress.show(time.perf_counter() - self._start, step, words)
 
     def say(self, text: str) -> None:
         """Print `text`, unless quiet or not the chief."""
         if self._file is not None and not self._quiet:
-            self._close_bar()
+            self._progress.end_bar()
             print(text, flush=True)
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities as text: JSON has no words for them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    if isinstance(value, np.generic):
-        return finite(value.item())
-    return value
 
 
 def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_lines_that_cannot_be_written_come_later(
 ) -> None:
     file = Full(6)
     with Log(tmp_path / "metrics.jsonl", 0.0, quiet=True) as log:
-        log._file = file  # type: ignore[assignment]
+        assert log._file is not None
+        log._file._file = file  # type: ignore[assignment]
         for step in range(5):
             log.event("checkpoint", step)
     rows = [json.loads(line) for line in file.content.splitlines()]

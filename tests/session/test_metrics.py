@@ -12,12 +12,12 @@ from mpips.errors import human_bytes
 from mpips.session import metrics
 from mpips.session.metrics import (
     Log,
-    finite,
     peak_memory_mb,
     role_table,
     staleness_summary,
     write_json,
 )
+from mpips.session.metrics_file import finite
 
 
 class Clock:

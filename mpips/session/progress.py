@@ -1,0 +1,55 @@
+"""Where the user sees how far a run is: a bar on a terminal, or lines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpips.launch.terminal import Terminal, find_terminal
+
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
+
+
+class Progress:
+    """A bar, lines, or both, as there is a terminal or not; found out with the first line.
+
+    Args:
+        total_steps: Updates in the whole run, for the bar; None if unknown.
+    """
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total = total_steps
+        self._bar: Any = None
+        self._found: tuple[Terminal | None, bool] | None = None
+
+    def show(self, gone_s: float, step: int, words: Sequence[str]) -> None:
+        """Show `words` about update `step`, so many seconds after the start."""
+        if self._found is None:
+            self._found = find_terminal()
+        terminal, lines = self._found
+        if terminal is not None:
+            self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
+        if lines:
+            print(f"[{gone_s:7.1f} s] step {step:>8d}  {'  '.join(words)}", flush=True)
+
+    def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # no thread of its own: every line draws it
+            self._bar = tqdm(
+                total=self._total, initial=step, file=terminal, dynamic_ncols=True, bar_format=BAR
+            )
+        self._bar.n = step
+        self._bar.set_postfix_str(text)
+
+    def end_bar(self) -> None:
+        """Leave the bar as it is; the next line begins another."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """Close the bar and the terminal; may be called twice."""
+        self.end_bar()
+        if self._found is not None and self._found[0] is not None:
+            self._found[0].close()
+        self._found = None
