@@ -40,9 +40,8 @@ from typing import Any
 
 from mpips.checkpoint import Checkpoint, Pieces
 from mpips.cluster.world import Cluster
-from mpips.config.jobfile import from_toml
 from mpips.cut.saver import WorkerSaver
-from mpips.planning.job import Job
+from mpips.planning.job import Job, saved_config
 from mpips.transport.outbox import carriers
 from mpips.transport.wire import kept, unpacked
 
@@ -79,7 +78,7 @@ def _change(job: Job, saved: Sequence[object]) -> str:
     if job.config.mode == "easgd":
         return ""
     old = _checkpoint(job).state["world"]
-    aggregated = from_toml(_checkpoint(job).config).node_aggregation
+    aggregated = saved_config(job).node_aggregation
     for what, a, b in (
         ("servers are ranks", old["servers"], list(job.cluster.roles.servers)),
         ("nodes of the ranks are", old["node_of"], list(job.cluster.node_of)),
@@ -99,7 +98,7 @@ def _of_means(job: Job) -> bool:
     """Whether the saved residuals are of means, over one does not know how many gradients."""
     marked = any(SUMS in numbers for numbers in _saved(job))
     residual = job.config.mode != "easgd"
-    return residual and not marked and from_toml(_checkpoint(job).config).node_aggregation
+    return residual and not marked and saved_config(job).node_aggregation
 
 
 def _read(job: Job, *, shared: bool) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ class Job:
         if self.checkpoint is None:
             return []
         saved, now = self.checkpoint.state.get("world", {}), self.world()
-        before = asdict(from_toml(self.checkpoint.config))  # for what it had no need to keep
+        before = asdict(saved_config(self))  # for what it had no need to keep
         saved, now = {**before, **saved, **saved.get("job", {})}, {**now, **now["job"]}
         names = [name for name in now if name != "job"]
         return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
@@ -260,6 +261,17 @@ class Job:
                     self.checkpoint.read_workers_mean(name, 0, slot)
             elif name in self.checkpoint.slot_names:
                 self.checkpoint.read_slot(name, out=slot)
+
+
+def saved_config(job: Job) -> Config:
+    """Return the configuration that the run's checkpoint was saved with."""
+    assert job.checkpoint is not None, "nothing was saved"
+    return _parsed(job.checkpoint.config)
+
+
+@cache
+def _parsed(text: str) -> Config:
+    return from_toml(text)
 
 
 def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:

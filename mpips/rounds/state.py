@@ -10,14 +10,11 @@ each node. What counts is the sum that comes in at the owner, so that nothing is
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 from mpips.checkpoint import Checkpoint, Pieces
 from mpips.codecs.powersgd import Factors
-from mpips.config import Config
-from mpips.config.jobfile import from_toml
 from mpips.cut.saver import WorkerSaver
-from mpips.planning.job import Job
+from mpips.planning.job import Job, saved_config
 from mpips.rounds.powersgd import BASIS, ERROR
 from mpips.transport.wire import kept, unpacked
 
@@ -103,16 +100,11 @@ def _checkpoint(job: Job) -> Checkpoint:
     return job.checkpoint
 
 
-@cache
-def _config(text: str) -> Config:
-    return from_toml(text)
-
-
 def read_names(job: Job) -> tuple[str, ...]:
     """Names of what was saved for this codec, and is read."""
     if job.checkpoint is None or not job.resumed:
         return ()
-    saved, now = _config(job.checkpoint.config), job.config
+    saved, now = saved_config(job), job.config
     if not saved.in_rounds or saved.codec != now.codec:
         return ()
     found = [name for name in names(job) if name in job.checkpoint.worker_names]
@@ -125,7 +117,7 @@ def _dropped(job: Job) -> str:
     """Return the arrays or parameters that something was kept of, and for which nothing is now."""
     c, cluster = job.config, job.cluster
     if c.codec == "powersgd":
-        ranks = _config(_checkpoint(job).config).powersgd_rank, c.powersgd_rank
+        ranks = saved_config(job).powersgd_rank, c.powersgd_rank
         before, now = (Factors.of(job.layout, job.dtype, rank).matrices for rank in ranks)
         return ", ".join(x.name for x in before if x.name not in {y.name for y in now})
     if _same_places(job):
