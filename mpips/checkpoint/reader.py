@@ -18,6 +18,8 @@ from mpips.layout import Layout
 class Checkpoint:
     """A committed checkpoint. Holds no open file.
 
+    More than half of its methods hand on what stands in the index, one property a field.
+
     Attributes:
         path: Its folder.
         contents: Everything in its index.

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -238,6 +238,27 @@ class Contents:
         return cls(job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks)
 
 
+@dataclass
+class Pending:
+    """A checkpoint under way.
+
+    Attributes:
+        step: Updates applied at the cut.
+        state: What goes into its index beside the arrays.
+        folder: Where it is written; None if that could not be made.
+        keepers: The ranks that write beside the owners.
+        shards: The owners' answers.
+        own: Those of the keepers.
+    """
+
+    step: int
+    state: dict[str, Any]
+    folder: Path | None
+    keepers: tuple[int, ...]
+    shards: list[Answer] = field(default_factory=list)
+    own: list[Answer] = field(default_factory=list)
+
+
 class Committer:
     """The chief's half: makes the folder, collects the records, commits, and tells the log.
 
@@ -250,12 +271,7 @@ class Committer:
     def __init__(self, cluster: Cluster, place: Place, contents: Contents, log: "Log") -> None:
         self._cluster, self._place, self._contents = cluster, place, contents
         self._log = log
-        self._step: int | None = None
-        self._folder: Path | None = None
-        self._state: dict[str, Any] = {}
-        self._records: list[Answer] = []
-        self._own: list[Answer] = []
-        self._keepers: tuple[int, ...] = ()  # those that write beside the owners
+        self._pending: Pending | None = None
         self._committing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "commit")
         self._failed_s = 0.0
@@ -266,7 +282,7 @@ class Committer:
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is under way anywhere."""
-        return self._step is not None
+        return self._pending is not None
 
     def failed_for(self, seconds: float) -> bool:
         """Whether the last one could not be written, and that is so many seconds ago."""
@@ -280,15 +296,15 @@ class Committer:
             state: Clocks, ledger and hand-out at the cut; what JSON can say.
             own: Whether those that have state of their own save it.
         """
-        self._step, self._state, self._records, self._own = step, state, [], []
-        self._folder, self.failure = None, ""
+        folder, self.failure = None, ""
         try:
-            self._folder = checkpoint.begin_step(self._directory(), step)
+            folder = checkpoint.begin_step(self._directory(), step)
         except (UserError, OSError) as error:
             self.failure = str(error)
-        self._keepers = self._contents.keepers if own and self._contents.own else ()
-        place = NOWHERE if self._folder is None else str(self._folder)
-        for rank in sorted({*self._cluster.roles.owners, *self._keepers}):
+        keepers = self._contents.keepers if own and self._contents.own else ()
+        self._pending = Pending(step, state, folder, keepers)
+        place = NOWHERE if folder is None else str(folder)
+        for rank in sorted({*self._cluster.roles.owners, *keepers}):
             self._cluster.send(rank, "write", place)
 
     def _directory(self) -> Path:
@@ -308,66 +324,63 @@ class Committer:
 
     def collect(self, answer: Answer) -> None:
         """Take an owner's answer."""
-        self._records.append(answer)
+        assert self._pending is not None, "no checkpoint is under way"
+        self._pending.shards.append(answer)
 
     def collect_own(self, answer: Answer) -> None:
         """Take the answer for what is one rank's own."""
-        self._own.append(answer)
+        assert self._pending is not None, "no checkpoint is under way"
+        self._pending.own.append(answer)
 
     def poll(self) -> bool:
         """Get on; returns whether a checkpoint was committed just now. Blocks: no."""
-        if self._committing is None:
-            complete = len(self._records) == len(self._cluster.roles.owners)
-            complete = complete and len(self._own) == len(self._keepers)
-            if self._step is not None and complete:
-                self._all_here(self._step)
+        pending, committing = self._pending, self._committing
+        if pending is None:
             return False
-        if not self._committing.done():
+        if committing is None:
+            complete = len(pending.shards) == len(self._cluster.roles.owners)
+            if complete and len(pending.own) == len(pending.keepers):
+                self._all_here(pending)
             return False
-        committing, self._committing = self._committing, None
+        if not committing.done():
+            return False
+        self._committing = None
         try:
             committing.result()
         except UserError as error:
-            self._fail(str(error))
+            self._fail(pending, str(error))
             return False
         except OSError as error:  # of an older one: the index is there
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
-        self.saved_step, self._step, self.failure = self._step, None, ""
+        self.saved_step, self._pending, self.failure = pending.step, None, ""
         self._log.event("checkpoint", self.saved_step)
         return True
 
-    def _all_here(self, step: int) -> None:
-        answers = [*self._records, *self._own]
+    def _all_here(self, pending: Pending) -> None:
+        answers = [*pending.shards, *pending.own]
         if None in answers:
-            self._discard()
-            self.refused, self._step = True, None
+            _discard(pending)
+            self.refused, self._pending = True, None
             return
         failures = [answer for answer in answers if isinstance(answer, str)]
         if failures:
-            self._fail(self.failure or failures[0])
+            self._fail(pending, self.failure or failures[0])
             return
-        records = [r for r in self._records if isinstance(r, ShardRecord)]
-        own = [r for r in self._own if isinstance(r, ShardRecord)]
+        shards = [r for r in pending.shards if isinstance(r, ShardRecord)]
+        own = [r for r in pending.own if isinstance(r, ShardRecord)]
         c = self._contents
-        assert self._folder is not None, "its files are written"
+        assert pending.folder is not None, "its files are written"
         self._committing = self._thread.submit(
-            checkpoint.commit, self._folder, step=step, layout=c.layout, dtype=c.dtype,
-            shards=records, slots=c.slots, config=c.config, state=self._state, arrays={},
+            checkpoint.commit, pending.folder, step=pending.step, layout=c.layout, dtype=c.dtype,
+            shards=shards, slots=c.slots, config=c.config, state=pending.state, arrays={},
             keep=c.keep, workers=own, worker_names=c.own if own else (),
         )  # fmt: skip
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, pending: Pending, why: str) -> None:
         """Give up the checkpoint under way, and warn."""
-        self._discard()
-        self._log.warn(f"no checkpoint of step {self._step}: {why}; {self.kept}")
-        self.failure, self._failed_s, self._step = why, time.perf_counter(), None
-
-    def _discard(self) -> None:
-        """Remove what was written, unless the index is there: then it is whole after all."""
-        if self._folder is not None:
-            with contextlib.suppress(OSError):  # what is left is no checkpoint, and goes later
-                if not (self._folder / INDEX).exists():
-                    checkpoint.remove_checkpoint(self._folder)
+        _discard(pending)
+        self._log.warn(f"no checkpoint of step {pending.step}: {why}; {self.kept}")
+        self.failure, self._failed_s, self._pending = why, time.perf_counter(), None
 
     @property
     def kept(self) -> str:
@@ -375,3 +388,11 @@ class Committer:
         if self.saved_step is None:
             return "none is saved"
         return f"the newest whole checkpoint is that of step {self.saved_step}"
+
+
+def _discard(pending: Pending) -> None:
+    """Remove what was written, unless the index is there: then it is whole after all."""
+    if pending.folder is not None:
+        with contextlib.suppress(OSError):  # what is left is no checkpoint, and goes later
+            if not (pending.folder / INDEX).exists():
+                checkpoint.remove_checkpoint(pending.folder)
