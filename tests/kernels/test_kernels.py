@@ -783,8 +783,7 @@ def test_compensation_is_the_paper_s(dtype, n):
 FAR_APART = """
 import ctypes
 import numpy as np
-from mpips import kernels
-from mpips.kernels import compiled
+from mpips.kernels import compiled, vectors
 compiled._linker()
 libc = ctypes.CDLL(None)
 libc.mmap.restype = ctypes.c_void_p
@@ -798,11 +797,11 @@ while reserve(PAGE) > below:
     pass  # the room above is used up
 for k in range(HOLES):
     libc.munmap(below + k * GAP, PAGE)
-print(kernels.sum_squares(np.ones(3)))
+print(vectors.sum_squares(np.ones(3)))
 """
 
 
 def test_a_loop_is_loaded_where_free_memory_lies_in_pieces():
     """Single pages, each further from the next than a jump reaches: not for a loop's sections."""
-    run_python("import numpy as np; from mpips import kernels; kernels.sum_squares(np.ones(3))")
+    run_python("import numpy; from mpips.kernels import vectors as v; v.sum_squares(numpy.ones(3))")
     assert run_python(FAR_APART)[0] == "3.0"
