@@ -11,17 +11,15 @@ import numpy as np
 
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, make_job
-from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster, Comm, Request, cluster_subset
+from mpips.cluster.world import Cluster, Request
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
-from mpips.ps.feed import Feed
+from mpips.ps.assemble import ServerHalf, assemble
+from mpips.ps.design import Design
+from mpips.ps.far_choice import way_of
 from mpips.ps.server import AsyncServer
-from mpips.ps.store import Puller, Server
+from mpips.ps.steps import GradientSteps
 from mpips.ps.worker import AsyncWorker
-from mpips.strategies.async_sgd import agree_on_far_reads, faster, plan, share_far_reads
-from mpips.transport.channel import Receiver, Sender
-from mpips.transport.wire import Packing, pull_codec, push_codec
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)
@@ -38,48 +36,27 @@ class Exchange:
 
     def __init__(self, job: Job) -> None:
         cluster = self.cluster = job.cluster
-        self._job = job
-        self.window = Window(cluster, [plan(job, rank) for rank in range(cluster.world)])
-        servers = cluster_subset(cluster, cluster.roles.servers)
+        self._job, self._goal = job, 0
+        design = Design.of(job)
+        self._half = half = assemble(cluster, design)
         self.server: AsyncServer | None = None
-        self._goal = 0
-        if job.worker_id is None:
-            self.server = self._serve(servers)
-        else:
-            args = cluster, self.window, job.worker_id, job.shards
-            c = job.config
-            self.puller = Puller(*args, far="reply", codec=pull_codec(c))
-            self.sender = Sender(*args, c.node_aggregation, Packing(push_codec(c), c.seed))
-            feed = Feed(cluster, self.window, job.worker_id)
-        cluster.barrier()
-        self.far_way = self._choose_far_reads()
-        if job.worker_id is not None:
-            replicas = share_far_reads(job, self.window, self.puller)
-            self.worker = AsyncWorker(job, self.puller, self.sender, feed, replicas)
+        if isinstance(half, ServerHalf):
+            self.server = self._serve(half)
+            self.far_way = way_of(design, half.open(self._serve_until))
+            return
+        self.far_way, self.puller, self.sender = half.far_way, half.puller, half.sender
+        self._steps = GradientSteps(job, half)
+        self.worker = AsyncWorker(job, half, self._steps)
 
-    def _choose_far_reads(self) -> str:
-        """Return how far shards are read, as a run's start finds it out. Collective: yes."""
-        server, puller = self.server, None if self.server else self.puller
-        wait: Callable[[Request], object] = self.cluster.wait_request
-        if server is not None:
-            wait = lambda request: server.serve_until(request.Test)  # noqa: E731
-        times = agree_on_far_reads(self._job, puller, wait)
-        way = "reply" if times is None else faster(times)
-        if puller is not None:
-            puller.read_far_by(way)
-        return way
+    def _serve(self, half: ServerHalf) -> AsyncServer:
+        half.server.params[:] = 1
+        half.server.start_from(0)
+        saver = Saver(self.cluster, self._job.shard, half.server.params, {}, stall=True)
+        return AsyncServer(self._job, half, saver)
 
-    def _serve(self, servers: Comm) -> AsyncServer:
-        job, cluster, shard = self._job, self.cluster, self._job.shard
-        number = cluster.roles.servers.index(cluster.rank)
-        c, args = job.config, (cluster, self.window, number, shard)
-        store = Server(*args, job.rule, job.rate(), Packing(pull_codec(c), c.seed))
-        store.params[:] = 1
-        store.start_from(0)
-        how = c.inbox, c.node_aggregation, push_codec(c)
-        receiver = Receiver(*args, c.dtype, store.applied, *how)
-        saver = Saver(cluster, shard, store.params, {}, stall=True)
-        return AsyncServer(job, servers, store, receiver, saver)
+    def _serve_until(self, request: Request) -> None:
+        assert self.server is not None, "workers wait otherwise"
+        self.server.serve_until(request.Test)
 
     def exchange(self, steps: int) -> None:
         """Have every worker pull, compute and push `steps` times. Collective: yes."""
@@ -120,22 +97,22 @@ class Exchange:
         if self.server is not None:
             store, rule = self.server.store, self._job.rule
             ranks = self.cluster.roles.workers
-            grads = [g for r in ranks for g in self.window.view(r, "grads")]
+            grads = [g for r in ranks for g in self._half.window.view(r, "grads")]
             for k in range(steps * len(ranks)):
                 grad = grads[k % len(grads)][store.shard.range]
                 rule.apply(store.params, grad, store.slots, 1, 1e-3)
             return
-        ranks, shards, replica = self.cluster.roles.servers, self._job.shards, self.worker.replica
+        ranks, shards, replica = self.cluster.roles.servers, self._job.shards, self._steps.replica
         for k in range(steps):
             for rank, shard in zip(ranks, shards, strict=True):
-                np.copyto(replica[shard.range], self.window.view(rank, "params"))
+                np.copyto(replica[shard.range], self._half.window.view(rank, "params"))
             self.compute(k)
 
     def compute(self, k: int) -> None:
         """Compute a worker's gradient number `k` from its replica as it is. Collective: no."""
         views = self._job.layout.views
         grad = views(self.sender.buffer(k))
-        self._job.problem.loss_and_grad(views(self.worker.replica), ONE, grad)
+        self._job.problem.loss_and_grad(views(self._steps.replica), ONE, grad)
 
     def free(self) -> None:
         """End the reads that workers have begun for a further step, and free the window.
@@ -146,10 +123,7 @@ class Exchange:
         if self.server is not None:
             self.server.close()
         self.cluster.barrier()
-        for name in {"server", "puller", "sender", "worker"} & set(vars(self)):
-            if (user := vars(self).pop(name)) is not None:
-                vars(user).clear()
-        self.window.free()
+        self._half.free()
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:

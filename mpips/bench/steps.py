@@ -20,7 +20,7 @@ from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
 from mpips.cluster.world import Cluster
 from mpips.planning.job import Job
-from mpips.strategies.async_sgd import plan
+from mpips.ps.design import Design
 
 SIZES = tuple(64 << 10 + 2 * k for k in range(7))  # 64 KB to 256 MB
 QUICK = (64 << 10, 1 << 20)
@@ -119,7 +119,8 @@ def memory_of_servers(job: Job, exchange: Exchange, size: int, hosts: int) -> Me
     """
     cluster, beyond = job.cluster, 0
     if exchange.server is not None:
-        beyond = _beyond(exchange.server.store.params, plan(job, cluster.rank).nbytes)
+        segment = Design.of(job).plan(cluster, cluster.rank).nbytes
+        beyond = _beyond(exchange.server.store.params, segment)
     most = max(cluster.comm.allgather(beyond))
     servers = len(cluster.roles.servers)
     return Memory(hosts, cluster.nodes, cluster.world, servers, size, most)

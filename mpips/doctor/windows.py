@@ -13,7 +13,7 @@ from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
 from mpips.layout.roles import Roles
 from mpips.planning.memory import check_memory
-from mpips.strategies.async_sgd import plan
+from mpips.ps.design import Design
 
 FIELD = "numbers"
 N = 1 << 16  # items of a segment that is tried
@@ -27,7 +27,8 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
     job = make_job(cluster, parameters, mode, optimizer="adam")
     here = [r for r in range(cluster.world) if cluster.hosts[r] == cluster.hosts[cluster.rank]]
     if mode == "async":
-        needed = sum(plan(job, rank).nbytes for rank in here)
+        design = Design.of(job)
+        needed = sum(design.plan(cluster, rank).nbytes for rank in here)
     else:  # the replica, the gradient and two slots
         needed = 4 * parameters * job.dtype.itemsize
     refused = ""

@@ -51,14 +51,16 @@ NOTHING = Needs()
 class Gate(ABC):
     """A worker's half. Collective: no.
 
+    Args:
+        worker: Worker number.
+        near: Header and ledger of each near server with a shard.
+
     Attributes:
-        near: Header and ledger of each near server with a shard; set by the puller.
         distance_max: The largest distance of this worker's clock to that of a shard read.
     """
 
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
-        self.near: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+    def __init__(self, worker: int, near: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._worker, self._near = worker, near
         self.distance_max = 0
 
     @abstractmethod
@@ -72,7 +74,7 @@ class Gate(ABC):
     def open(self) -> bool:
         """Whether every near server may be read now. Blocks: no."""
         needs = self.needs()
-        return all(meet(header, applied, self._worker, needs) for header, applied in self.near)
+        return all(meet(header, applied, self._worker, needs) for header, applied in self._near)
 
     @abstractmethod
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
@@ -100,8 +102,8 @@ def meet(header: np.ndarray, applied: np.ndarray, worker: int, needs: Needs) -> 
 class RoundGate(Gate):
     """The gate of rounds: each gradient is computed from one version of all shards."""
 
-    def __init__(self, worker: int) -> None:
-        super().__init__(worker)
+    def __init__(self, worker: int, near: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__(worker, near)
         self._next = self._wanted = 0
 
     def begin(self) -> None:
@@ -125,15 +127,21 @@ class ClockGate(Gate):
 
     Args:
         worker: Worker number.
+        near: See `Gate`.
         bound: The staleness bound s.
         clock: Returns the clock of the next batch, when a read for it begins.
         own: Returns the pushes that this worker has made.
     """
 
     def __init__(
-        self, worker: int, bound: int, clock: Callable[[], int], own: Callable[[], int]
+        self,
+        worker: int,
+        near: Sequence[tuple[np.ndarray, np.ndarray]],
+        bound: int,
+        clock: Callable[[], int],
+        own: Callable[[], int],
     ) -> None:
-        super().__init__(worker)
+        super().__init__(worker, near)
         self._bound, self._next_clock, self._own = bound, clock, own
         self._clock = 0  # of the read under way
 
@@ -164,6 +172,9 @@ class Clocks:
         applied: Its ledger, shape (workers,), dtype int64; written by the store.
         workers: Rank of each worker.
         ask: Takes the rank of a far worker that may be answered, and whether it wants a copy.
+
+    Attributes:
+        held: Rank of each far reader that waits, whether it wants a copy, and what it needs.
     """
 
     def __init__(
@@ -178,7 +189,7 @@ class Clocks:
         self._first = 0  # number of the first update that is not applied
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
-        self._held: list[tuple[int, bool, Needs]] = []
+        self.held: list[tuple[int, bool, Needs]] = []
 
     def advance(self, number: int) -> None:
         """Note that the update of a batch is applied."""
@@ -203,19 +214,19 @@ class Clocks:
 
     def want(self, rank: int, consistent: bool, needs: Needs) -> None:
         """Note that a far worker asked to read; call it between two updates. Blocks: no."""
-        self._held.append((rank, consistent, needs))
+        self.held.append((rank, consistent, needs))
         self.let()
 
     def hurry(self, rank: int) -> None:
         """Let a far worker read whether its needs are met or not. Blocks: no."""
-        self._held = [(r, c, NOTHING if r == rank else needs) for r, c, needs in self._held]
+        self.held = [(r, c, NOTHING if r == rank else needs) for r, c, needs in self.held]
         self.let()
 
     def let(self) -> None:
         """Let those read whose needs are met; call it between two updates. Blocks: no."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         for rank, consistent, needs in held:
             if meet(self._header, self._applied, self._workers[rank], needs):
                 self._ask(rank, consistent)
             else:
-                self._held.append((rank, consistent, needs))
+                self.held.append((rank, consistent, needs))

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpips.kernels.atomics import publish
 from mpips.kernels.vectors import add_scaled, scale
-from mpips.ps.store import Server
+from mpips.ps.shard import Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
@@ -48,16 +48,16 @@ class QuorumServer(Server):
         """
         start = time.perf_counter()
         assert push.count == 1, "the mean of several workers' gradients"
-        if self._account(push):
-            self.dropped += 1
+        if self.account(push):
+            self.tally.dropped += 1
         else:
-            for block in self._blocks():
+            for block in self.blocks():
                 add_scaled(self._sum[block], 1.0, push.grad[block], push.samples)
             self._samples += push.samples
             self._in.add(push.worker)
-        self._record(push)
+        self.record(push)
         self._end_when_due()
-        self.busy_s += time.perf_counter() - start
+        self.tally.busy_s += time.perf_counter() - start
         return self.version
 
     def finished(self, rank: int, pushes: int) -> None:
@@ -77,15 +77,16 @@ class QuorumServer(Server):
 
     def _end(self) -> None:
         version = self.version + 1
-        publish(self._header, BEGUN, version)
-        lr, mean = self._rate(version), 1 / self._samples
-        for block in self._blocks():
+        publish(self.header, BEGUN, version)
+        lr, mean = self.rate(version), 1 / self._samples
+        for block in self.blocks():
             grad = self._sum[block]
             scale(grad, mean)
             slots = tuple(slot[block] for slot in self.slots)
-            self._rule.apply(self.params[block], grad, slots, version, lr)
+            self.rule.apply(self.params[block], grad, slots, version, lr)
             grad.fill(0)
         self._samples = 0
         self._in.clear()
-        publish(self._header, COMMITTED, version)
+        publish(self.header, COMMITTED, version)
+        self.version = version
         self.clocks.publish()

@@ -18,7 +18,7 @@ from mpips.cut.saver import Snapshots
 from mpips.datasets.ledger import Range, split
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
-from mpips.ps.worker import Times
+from mpips.ps.steps import Times
 from mpips.rounds.base import Report, Round
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.rounds.evaluation import RoundEvaluation

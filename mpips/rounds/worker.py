@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from mpips.datasets.ledger import Range, part
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, submit, taken
-from mpips.ps.worker import Times, make_loader
+from mpips.ps.steps import Times
+from mpips.ps.worker import make_loader
 from mpips.rounds.base import Round
 
 

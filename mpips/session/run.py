@@ -24,6 +24,7 @@ from mpips.layout.roles import Roles, assign
 from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
+from mpips.planning.outcome import Outcome
 from mpips.problems import load_problem
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder, metrics
@@ -33,7 +34,7 @@ from mpips.session.loading import load_loops
 from mpips.session.metrics import Log
 from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
-from mpips.strategies import Outcome, strategy
+from mpips.strategies import strategy
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from mpips.cluster.world import Cluster, mpi_name
 from mpips.config.delay import delays_text
 from mpips.errors import human_bytes
 from mpips.planning.job import Job
+from mpips.planning.outcome import Outcome
 from mpips.problems.evaluation import mean_evaluation
 from mpips.session import metrics
-from mpips.strategies import Outcome
 
 
 def summarise(

@@ -17,25 +17,24 @@ References: Zhang, Choromanska and LeCun, NeurIPS 2015, algorithm 1.
 """
 
 import itertools
-import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.checkpoint import Pieces
 from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
 from mpips.kernels.update_rules import elastic
 from mpips.optim import Sgd
 from mpips.planning.job import Job
-from mpips.ps.feed import Feed
-from mpips.ps.store import Puller
-from mpips.ps.worker import AsyncWorker
-from mpips.strategies import Outcome, async_sgd
+from mpips.planning.outcome import Outcome
+from mpips.ps.assemble import WorkerHalf
+from mpips.ps.steps import Steps
+from mpips.strategies import async_sgd
 from mpips.strategies.replica import Replica
-from mpips.transport.channel import Sender
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -49,65 +48,64 @@ def run(job: Job, log: "Log") -> Outcome:
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    return async_sgd.run(job, log, (Sgd(), lambda version: -1.0), ElasticWorker)
+    return async_sgd.run(job, log, (Sgd(), lambda version: -1.0), ElasticSteps)
 
 
-class ElasticWorker(AsyncWorker):
+class ElasticSteps(Steps):
     """Trains its own replica, and exchanges with the centre, which is its `replica` as pulled."""
 
-    def __init__(
-        self,
-        job: Job,
-        puller: Puller,
-        sender: Sender,
-        feed: Feed,
-        replicas: Sequence[np.ndarray] = (),
-    ) -> None:
-        super().__init__(job, puller, sender, feed, replicas)
-        vectors = [np.zeros(job.layout.size, job.dtype) for _ in range(1 + len(job.rule.slots))]
+    def __init__(self, job: Job, half: WorkerHalf) -> None:
+        super().__init__(job, half)
+        size = job.layout.size
+        self._centre = half.replicas[0] if half.replicas else np.zeros(size, job.dtype)
+        vectors = [np.zeros(size, job.dtype) for _ in range(1 + len(job.rule.slots))]
         self._own = Replica(job, vectors[0], tuple(vectors[1:]))
         given, workers = job.config.elastic_rate, len(job.cluster.roles.workers)
         self._elastic_rate = BETA / workers if given is None else given
         self._rate, saved = job.rate(), saved_numbers(job)
         self._number = saved.get("steps", 0)
-        self._versions[:] = saved.get("version", 0)
+        self.versions[:] = saved.get("version", 0)
 
-    def _own_state(self) -> dict[str, list[tuple[int, np.ndarray]]]:
+    @property
+    def replica(self) -> np.ndarray:
+        """See `Steps.replica`: the centre, as it was pulled last."""
+        return self._centre
+
+    def state(self) -> dict[str, Pieces]:
+        """See `Steps.state`."""
         vectors = (self._own.params, *self._own.slots)
-        return {k: [(0, v)] for k, v in zip(replica_names(self._job), vectors, strict=True)}
+        return {k: [(0, v)] for k, v in zip(replica_names(self.job), vectors, strict=True)}
 
-    def _numbers(self) -> tuple[int, dict[str, int]]:
-        saved = {"steps": self._number, "version": int(self._versions.max())}
-        return self._sender.seq, saved
+    def numbers(self) -> tuple[int, dict[str, int]]:
+        """See `Steps.numbers`."""
+        saved = {"steps": self._number, "version": int(self.versions.max())}
+        return self.half.sender.seq, saved
 
-    def _steps(self, batch: Range) -> list[Range]:
-        return pieces(batch, self._job.config.step_size)
+    def local(self, batch: Range) -> list[Range]:
+        """See `Steps.local`."""
+        return pieces(batch, self.job.config.step_size)
 
-    def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> None:
-        """Make the local steps of what was handed out, and exchange once.
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+        """Make the local steps of what was handed out; see `Steps.compute`.
 
-        Blocks: until the push before was applied by the near servers and has left to the others.
+        The mean loss is not finite if that of any step is not.
         """
         if not self._number:
             self._pull()
-            np.copyto(self._own.params, self.replica)
+            np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
-        if self._background is not None:  # neighbours' pushes may come to be carried
-            with self._background:
-                loss = self._train(batch, itertools.chain((data,), rest))
+        if self.background is not None:  # neighbours' pushes may come to be carried
+            with self.background:
+                loss = self._train(batch, batches)
         else:
-            loss = self._train(batch, itertools.chain((data,), rest))
+            loss = self._train(batch, batches)
         self.times.compute_s += self._own.busy_s - busy
-        if math.isfinite(loss):
-            self._exchange(batch, loss)
-        else:
-            self._fail(loss, self._versions)
+        return loss
 
     def _train(self, batch: Range, batches: Iterator[Batch]) -> float:
-        """Make the local steps; returns the mean loss, not finite if that of any step is not."""
-        total, lr = 0.0, self._rate(int(self._versions.max()) + 1)
-        for step in self._steps(batch):
-            count, samples = len(pieces(step, self._job.config.batch_size)), step[2] - step[1]
+        total, lr = 0.0, self._rate(int(self.versions.max()) + 1)
+        for step in self.local(batch):
+            count, samples = len(pieces(step, self.job.config.batch_size)), step[2] - step[1]
             self._number += 1
             loss = self._own.step(itertools.islice(batches, count), samples, self._number, lr)
             total += loss * samples
@@ -115,19 +113,22 @@ class ElasticWorker(AsyncWorker):
             self.times.samples += samples
         return total / (batch[2] - batch[1])
 
-    def _exchange(self, batch: Range, loss: float) -> None:
-        """Move the replica and the centre towards each other."""
-        times, seq = self.times, self._sender.seq + 1
-        times.wait_s += self._cluster.wait(self._may_push)
-        times.wait_s += self._cluster.wait(lambda: self._writable(seq + 1))
+    def push(self, batch: Range, loss: float, number: int) -> None:
+        """Move the replica and the centre towards each other.
+
+        Blocks: until the push before was applied by the near servers and has left to the others.
+        """
+        times, half, sender = self.times, self.half, self.half.sender
+        seq = sender.seq + 1
+        times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1))
         self._pull()
         start = time.perf_counter()
-        change = self._sender.buffer(seq)
-        elastic(self._own.params, self.replica, change, self._elastic_rate)
-        self._sender.push(batch, batch[2] - batch[1], loss, self._versions, self._batch_number)
+        change = sender.buffer(seq)
+        elastic(self._own.params, self._centre, change, self._elastic_rate)
+        sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
         times.push_s += time.perf_counter() - start
 
     def _pull(self) -> None:
         start = time.perf_counter()
-        self._versions[:] = self._puller.pull(self.replica)
+        self.versions[:] = self.half.puller.pull(self._centre)
         self.times.pull_s += time.perf_counter() - start

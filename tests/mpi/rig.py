@@ -1,11 +1,10 @@
-"""Servers and workers of one exchange, put together as `mpips.strategies.async_sgd` does."""
+"""Servers and workers of one exchange, without the loops around them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mpips.cluster.window import Field, Plan, Window
 from mpips.cluster.world import Backoff, Cluster, cluster_subset
 from mpips.cluster.world import free as cluster_free
 from mpips.codecs import Codec
@@ -14,13 +13,9 @@ from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.optim import make_rule
 from mpips.optim.staleness import Staleness
-from mpips.ps import store
-from mpips.ps.gate import ClockGate, Gate, RoundGate
-from mpips.ps.quorum import QuorumServer
-from mpips.ps.store import FRESH, Puller, Server
-from mpips.transport import neighbours, outbox
-from mpips.transport.channel import Receiver, Sender
-from mpips.transport.neighbours import Neighbour
+from mpips.ps.assemble import ServerHalf, assemble
+from mpips.ps.design import Design
+from mpips.ps.shard import FRESH
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
 
@@ -51,68 +46,43 @@ class Rig:
     ) -> None:
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
         self.cluster, self.roles = cluster, cluster.roles
-        self.rule = make_rule(rule)
         self.shards = cut(n, servers, 8)
-        self._sharing, self._aggregate, self._stale = share, aggregate, stale
-        self.window = Window(cluster, [self._plan(rank, n) for rank in range(cluster.world)])
+        design = Design(
+            self.shards, "float64", make_rule(rule), lambda step: -1.0, stale,
+            consistent=consistent, far_read=far, share=share, replicas=2, bound=bound,
+            backup=backup, aggregate=aggregate, inbox=INBOX, pushes=Packing(codec, seed=1),
+            replies=Packing(pull_codec, seed=1),
+        )  # fmt: skip
         self.workers = cluster_subset(cluster, self.roles.workers)
-        self.worker = self.roles.name(cluster.rank).startswith("worker")
-        if self.worker:
-            self.id = self.roles.workers.index(cluster.rank)
-            self.number = self.id  # of the next batch, where reads have a bound
-            args = (cluster, self.window, self.id, self.shards)
-            self.sender = Sender(*args, aggregate, Packing(codec, seed=1), stale.origins)
-            gate: Gate | None = None if backup is None else RoundGate(self.id)
-            if bound is not None:
-                gate = ClockGate(self.id, bound, self.clock, lambda: self.sender.seq)
-            self.puller = Puller(*args, consistent, far, gate, pull_codec)
-            self.replica = np.zeros(n)
-            if stale.origins:
-                self.replicas = self.window.view(cluster.rank, "replicas")
-            if share:
-                self._share()
-        else:
+        half = assemble(cluster, design)
+        if isinstance(half, ServerHalf):
+            self.worker, self.server_half = False, half
             self.id = self.roles.servers.index(cluster.rank)
             self.shard = self.shards[self.id]
-            place = (cluster, self.window, self.id, self.shard)
-            own = (*place, self.rule, lambda step: -1.0, Packing(pull_codec, seed=1), stale)
-            needed = len(self.roles.workers) - (backup or 0)
-            rounds = backup is not None
-            self.server = QuorumServer(*own, needed=needed) if rounds else Server(*own)
-            ledger, how = self.server.applied, (aggregate, codec, stale.origins)
-            self.receiver = Receiver(*place, "float64", ledger, INBOX, *how)
-        cluster.barrier()
+            self.server, self.receiver = half.server, half.receiver
+            half.open(cluster.wait_request)
+        else:
+            self.worker, self.worker_half = True, half
+            self.id = self.roles.workers.index(cluster.rank)
+            self.puller, self.sender = half.puller, half.sender
+            self.number = self.id
+            own = half.window.view(cluster.rank, "replicas") if half.replicas else None
+            self.replicas = np.zeros((2, n)) if own is None else own
+            self.replica = self.replicas[0]
+
+    @property
+    def number(self) -> int:
+        """Number of the next batch, where reads have a bound."""
+        return self.worker_half.feed.numbers[0]
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.worker_half.feed.numbers.clear()
+        self.worker_half.feed.numbers.append(number)
 
     def clock(self) -> int:
         """Return the clock of the next batch."""
         return self.number // len(self.roles.workers)
-
-    def _plan(self, rank: int, n: int) -> Plan:
-        workers, servers = len(self.roles.workers), len(self.roles.servers)
-        if rank in self.roles.servers:
-            size = self.shards[self.roles.servers.index(rank)].size
-            slots = self.rule.slots + self._stale.slots
-            return Plan(store.server_fields(size, slots, "float64", workers))
-        fields = outbox.worker_fields(n, servers, "float64") + store.reader_fields(servers)
-        if self._aggregate:
-            fields += outbox.carrier_fields(workers)
-        if self._stale.origins:
-            fields += (Field("replicas", "float64", (outbox.BUFFERS, n)),)
-        if self._sharing:
-            near = len(self._near_workers(rank))
-            fields += neighbours.fields(n, servers, near, "float64", 2)
-        return Plan(fields)
-
-    def _share(self) -> None:
-        near = self._near_workers(self.cluster.rank)
-        workers, me = [Neighbour.of(self.window, r) for r in near], near.index(self.cluster.rank)
-        self.replicas = workers[me].replicas
-        self.replica = self.replicas[0]
-        self.puller.share(workers, me)
-
-    def _near_workers(self, rank: int) -> list[int]:
-        node_of = self.cluster.node_of
-        return [r for r in self.roles.workers if node_of[r] == node_of[rank]]
 
     def serve(
         self,
@@ -170,11 +140,9 @@ class Rig:
     def free(self) -> None:
         """Free the window, views first. Collective: yes."""
         self.cluster.barrier()
-        if not self.worker:
-            self.receiver.close()
         cluster_free(self.workers)
-        window = vars(self).pop("window")
-        for part in ("puller", "sender", "server", "receiver"):
-            if part in vars(self):
-                vars(vars(self).pop(part)).clear()
-        window.free()
+        if self.worker:
+            self.worker_half.free()
+        else:
+            self.server_half.close()
+            self.server_half.free()

@@ -116,11 +116,11 @@ def serve(rig: Rig, backup: int) -> list[object]:
     server, total = rig.server, sum(taken)
     if np.abs(server.params - serial.w).max() > 1e-12:
         wrong.append(server.params - serial.w)
-    counts = (server.version, server.dropped, server.handled)
+    counts = (server.version, server.tally.dropped, server.tally.handled)
     if counts != (serial.version, serial.dropped, total) or serial.round:
         wrong.append((*counts, serial.version, serial.dropped, total))
     if total != sum(pushes_of(w) for w in range(workers)):
         wrong.append(("pushes", total))
-    if workers > 1 and backup == 0 and server.dropped:
+    if workers > 1 and backup == 0 and server.tally.dropped:
         wrong.append("dropped without a backup worker")
     return wrong

@@ -62,8 +62,7 @@ def work(rig: Rig) -> None:
     for seq in range(1, PUSHES + 1):
         rig.cluster.wait(lambda seq=seq: rig.sender.writable(seq))
         rig.sender.buffer(seq)[:] = gradient(rig.id, seq)
-        if hasattr(rig, "replicas"):
-            rig.replicas[seq % 2] = origin(rig.id, seq)
+        rig.replicas[seq % 2] = origin(rig.id, seq)
         read = np.full(len(rig.shards), version(rig.id, seq))
         rig.sender.push((0, seq, seq + 1), 1, 0.0, read)
     rig.finish()
@@ -115,11 +114,11 @@ def differences(rig: Rig, serial: Serial) -> list[object]:
     server, wrong = rig.server, list[object]()
     if not np.allclose(server.params, serial.w, rtol=1e-12, atol=1e-13):
         wrong.append(server.params - serial.w)
-    if (server.version, server.dropped) != (serial.version, serial.dropped):
-        wrong.append((server.version, server.dropped, serial.version, serial.dropped))
+    if (server.version, server.tally.dropped) != (serial.version, serial.dropped):
+        wrong.append((server.version, server.tally.dropped, serial.version, serial.dropped))
     limit = serial.stale.limit
-    if limit is not None and not 0 < server.dropped < server.version:
-        wrong.append(f"{server.dropped} dropped")
+    if limit is not None and not 0 < server.tally.dropped < server.version:
+        wrong.append(f"{server.tally.dropped} dropped")
     if serial.stale.adaptive and not np.allclose(server.slots[-1], serial.mean_square, rtol=1e-12):
         wrong.append(server.slots[-1] - serial.mean_square)
     return wrong

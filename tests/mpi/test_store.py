@@ -12,7 +12,7 @@ from verdict import check
 from mpips.cluster import window as windows
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
-from mpips.ps import store
+from mpips.ps import shard as shards
 from mpips.transport import inbox, outbox
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push, pack
@@ -111,15 +111,14 @@ def test_pushes_are_applied_once_and_in_order(
     check(cluster.comm, not wrong, wrong)
     cluster.barrier()
     if rig.worker:
-        rig.puller.pull_final(rig.replica)
-        versions = rig.puller.versions
+        versions = rig.worker_half.pull_final(rig.replica)
         pushes = [(w, seq) for w in range(workers) for seq in range(1, PUSHES + 1)]
         total = sum(gradient(w, seq, n) for w, seq in pushes)
         if not np.array_equal(rig.replica, total):
             wrong.append(rig.replica - total)
         if versions.tolist() != [PUSHES * workers if s.size else 0 for s in rig.shards]:
             wrong.append(versions)
-        if rig.puller.bytes != (PUSHES + 1) * n * 8:
+        if rig.puller.bytes != PUSHES * n * 8:
             wrong.append(rig.puller.bytes)
     check(cluster.comm, not wrong, wrong)
     rig.free()
@@ -152,18 +151,18 @@ def test_bodies_that_no_receive_matches_are_found(
 
 def _ledger_errors(rig: Rig, applied: Applied, workers: int) -> list[object]:
     """Compare a server's counts with what was seen."""
-    server, each = rig.server, PUSHES if rig.shard.size else 0
+    server, tally, each = rig.server, rig.server.tally, PUSHES if rig.shard.size else 0
     wrong: list[object] = []
     for w in range(workers):
         seqs = [seq for worker, seq, _ in applied.rows if worker == w]
         if seqs != list(range(1, each + 1)) or observe(server.applied, w) != each:
             wrong.append((w, seqs))
     stale = [row[2] for row in applied.rows]
-    counts = np.bincount(stale, minlength=len(server.staleness))
-    if not np.array_equal(counts, server.staleness) or counts.sum() != each * workers:
-        wrong.append(("staleness", stale, server.staleness))
-    if server.staleness_sum != sum(stale) or server.staleness_max != max(stale, default=0):
-        wrong.append(("staleness", server.staleness_sum, server.staleness_max))
+    counts = np.bincount(stale, minlength=len(tally.staleness))
+    if not np.array_equal(counts, tally.staleness) or counts.sum() != each * workers:
+        wrong.append(("staleness", stale, tally.staleness))
+    if tally.staleness_sum != sum(stale) or tally.staleness_max != max(stale, default=0):
+        wrong.append(("staleness", tally.staleness_sum, tally.staleness_max))
     if server.version != each * workers:
         wrong.append(("version", server.version))
     return wrong
@@ -189,7 +188,7 @@ def test_mean_staleness_has_its_bound(cluster: Cluster) -> None:
             rig.server.apply(push)
 
         rig.serve(slowly)
-        stale = rig.server.staleness_sum / (PUSHES * workers)
+        stale = rig.server.tally.staleness_sum / (PUSHES * workers)
     check(cluster.comm, stale <= BUFFERS * workers - 1 + held, (stale, workers, held))
     rig.free()
 
@@ -379,7 +378,7 @@ def test_consistent_reads_are_never_torn(
 ) -> None:
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
-    monkeypatch.setattr(store, "BLOCK_BYTES", 1 << 15)  # so that updates are of several blocks
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 1 << 15)  # so that updates are of several blocks
     rig = Rig(cluster, 1 << 16, servers, consistent=True)
     wrong: list[object] = []
     if rig.worker:

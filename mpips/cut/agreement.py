@@ -1,0 +1,93 @@
+"""How the servers of an asynchronous run agree on what a checkpoint holds.
+
+The chief says "cut"; each server finishes the far pushes that it has begun to receive and takes no
+others; an Allreduce finds the elementwise maximum of the servers' ``applied``; each applies exactly
+up to it (every push in it was sent to every server), copies its shard and goes on. So all shards of
+a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
+server may have to go beyond the maximum; then they agree again, until none had to: as all far
+servers get the same messages, that is after three times at most. Where workers have state of their
+own, they come first, and say how many pushes are in the cut: see `mpips.cut.worker_state`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import numpy as np
+
+from mpips.cluster.world import Comm, Request, begin_maximum
+from mpips.kernels.atomics import observe
+
+
+class Phase(Enum):
+    """Where a server is in a cut."""
+
+    FREE = auto()  # no cut: takes any push
+    DRAIN = auto()  # takes the far pushes that it has begun to receive
+    AGREE = auto()  # takes none, until the servers' maximum is known
+    REACH = auto()  # takes pushes up to the maximum
+    LAST = auto()  # takes any push: the workers announce none beyond the cut
+    HOLD = auto()  # takes none, until the live shard is written (snapshot = "stall")
+
+
+class Cut:
+    """One server's part in agreeing on what a checkpoint holds. Collective: over the servers.
+
+    Args:
+        applied: The server's ledger, shape (workers,).
+        empty: Whether its shard is.
+        beyond: Whether servers may have to apply more than what was agreed on.
+    """
+
+    def __init__(self, servers: Comm, applied: np.ndarray, empty: bool, beyond: bool) -> None:
+        self._servers, self._applied, self._empty = servers, applied, empty
+        self._beyond = beyond
+        self._mine = np.zeros(applied.size, "i8")
+        self._before = np.zeros(applied.size, "i8")
+        self.target = np.zeros(applied.size, "i8")
+        self._agreeing: Request | None = None
+        self.phase = Phase.FREE
+
+    def begin(self, target: Sequence[int] | None = None) -> None:
+        """Start, when the chief says so; with the pushes of each worker if these are agreed on."""
+        assert self.phase is Phase.FREE, "a cut is under way"
+        self.phase = Phase.DRAIN
+        if target is not None:
+            self.target[:] = target
+            self.phase = Phase.LAST
+
+    def advance(self, bodies: int) -> bool:
+        """Get on; returns whether the cut is reached just now. Blocks: no.
+
+        Args:
+            bodies: Far pushes received or being received.
+        """
+        if self.phase is Phase.DRAIN and bodies == 0:
+            self._before[:] = -1
+            self._agree()
+        if self.phase is Phase.AGREE and self._agreeing is not None and self._agreeing.Test():
+            self.phase = Phase.REACH
+        if self.phase is Phase.LAST and self._reached():
+            assert self._empty or self._passed() == 0, "a worker pushed beyond the cut"
+            return True
+        if self.phase is not Phase.REACH or not self._reached():
+            return False
+        if not self._beyond or np.array_equal(self.target, self._before):
+            return True
+        self._before[:] = self.target
+        self._agree()
+        return False
+
+    def _agree(self) -> None:
+        for worker in range(self._applied.size):
+            self._mine[worker] = observe(self._applied, worker)
+        self._agreeing = begin_maximum(self._servers, self._mine, self.target)
+        self.phase = Phase.AGREE
+
+    def _passed(self) -> int:
+        """Return how many pushes beyond the maximum are applied."""
+        workers = range(self._applied.size)
+        return sum(max(0, observe(self._applied, w) - int(self.target[w])) for w in workers)
+
+    def _reached(self) -> bool:
+        workers = range(self._applied.size)
+        return self._empty or all(observe(self._applied, w) >= self.target[w] for w in workers)

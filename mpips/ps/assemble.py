@@ -1,0 +1,234 @@
+"""The asynchronous store, put together: window, channels, reads, hand-out; each rank its half.
+
+    with assemble(cluster, design) as half: ...
+
+A worker's half is ready to pull and push. A server's half has its shard at zero: fill it, say from
+which version it starts, and `open` it; the workers' `assemble` waits for that. Around the halves
+run the loops: `mpips.ps.worker`, `mpips.ps.server`.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import numpy as np
+
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster, Comm, Request, cluster_subset
+from mpips.cluster.world import free as free_comm
+from mpips.ps import far_choice
+from mpips.ps.client import GrantedReads, NearReads, Puller
+from mpips.ps.design import Design
+from mpips.ps.feed import Feed
+from mpips.ps.gate import ClockGate, Gate, RoundGate
+from mpips.ps.quorum import QuorumServer
+from mpips.ps.shard import Server
+from mpips.transport.channel import Receiver, Sender
+from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
+from mpips.transport.neighbours import Neighbour, SharedReads
+
+
+class Half:
+    """One rank's half of a store. A context manager; its end is collective.
+
+    Attributes:
+        window: The memory that ranks share.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+
+    def __enter__(self) -> "Half":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:  # else the others may never come
+            self.free()
+
+    def free(self) -> None:
+        """Free the window; the parts must not be used any more. May be called twice.
+
+        Collective: yes.
+        """
+        self.window.free()
+
+
+class WorkerHalf(Half):
+    """A worker's half.
+
+    Attributes:
+        puller: Reads the shards.
+        sender: Sends gradients.
+        feed: The batches granted.
+        replicas: Where reads go if they go into shared memory; may be empty.
+        far_way: How far shards are read, "get" or "reply".
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
+        super().__init__(window)
+        worker = cluster.roles.workers.index(cluster.rank)
+        self.feed = Feed(cluster, window, worker, design.ahead)
+        args = design.aggregate, design.pushes, design.stale.origins
+        self.sender = Sender(cluster, window, worker, design.shards, *args)
+        reads = _Reads(cluster, window, design, worker)
+        self._plain = reads.puller("get")  # waits for nobody
+        cluster.barrier()  # the parameters are there
+        times = far_choice.agree(cluster, design, reads.puller, cluster.wait_request)
+        self.far_way = far_choice.way_of(design, times)
+        gate = reads.gate(self.feed, self.sender)
+        ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
+        neighbours = [Neighbour.of(window, rank) for rank in ranks]
+        self.puller = reads.shared(self.far_way, gate, neighbours, ranks)
+        self.replicas: list[np.ndarray] = []
+        if neighbours or design.stale.origins:
+            self.replicas = list(window.view(me, "replicas"))
+
+    def writable(self, seq: int) -> bool:
+        """Whether the buffer of push `seq` may be written; a read gets on meanwhile."""
+        if self.puller.reading:
+            self.puller.advance()
+        return self.sender.writable(seq)
+
+    def under_way(self) -> bool:
+        """Whether anything is on its way from or to another node. Blocks: no; gets on."""
+        return not self.sender.resting() or self.puller.reading
+
+    def advance(self) -> None:
+        """Get on with what is under way. Blocks: no."""
+        if self.puller.reading:
+            self.puller.advance()
+        self.sender.sent()
+
+    def pull_final(self, out: np.ndarray) -> np.ndarray:
+        """Read every shard into `out` once the servers apply nothing more and serve no reads.
+
+        Returns:
+            Version of each shard, shape (servers,), dtype int64.
+        """
+        return self._plain.pull(out)
+
+
+class ServerHalf(Half):
+    """A server's half.
+
+    Attributes:
+        server: Applies pushes to the shard.
+        receiver: Where they come from.
+        servers: The communicator of all servers.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
+        super().__init__(window)
+        self._cluster, self._design, self.servers = cluster, design, servers
+        number = cluster.roles.servers.index(cluster.rank)
+        shard = design.shards[number]
+        place = cluster, window, number, shard
+        args = (*place, design.rule, design.rate, design.replies, design.stale)
+        if design.backup is None:
+            self.server = Server(*args)
+        else:
+            self.server = QuorumServer(*args, needed=len(cluster.roles.workers) - design.backup)
+        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
+        self.receiver = Receiver(*place, design.dtype, self.server.applied, *how)
+
+    def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
+        """Let the workers in: the parameters are there.
+
+        Args:
+            wait: Serves reads until a request is complete.
+
+        Returns:
+            What `far_choice.agree` returns.
+
+        Collective: yes.
+        """
+        self._cluster.barrier()
+        return far_choice.agree(self._cluster, self._design, None, wait)
+
+    def close(self) -> None:
+        """Serve no more. Collective: over the servers."""
+        self.server.close()
+        self.receiver.close()
+        free_comm(self.servers)
+
+
+def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
+    """Put this rank's half of a store together; on workers, once the servers have opened it.
+
+    Args:
+        cluster: The job's ranks, with their roles.
+        design: What the store is to be.
+
+    Raises:
+        UserError: If shared memory is too small.
+
+    Collective: yes.
+    """
+    plans = [design.plan(cluster, rank) for rank in range(cluster.world)]
+    window = Window(cluster, plans, design.shared)
+    servers = cluster_subset(cluster, cluster.roles.servers)
+    if cluster.rank in cluster.roles.servers:
+        return ServerHalf(cluster, window, design, servers)
+    return WorkerHalf(cluster, window, design)
+
+
+class _Reads:
+    """Makes what a worker reads the shards by."""
+
+    def __init__(self, cluster: Cluster, window: Window, design: Design, worker: int) -> None:
+        self._cluster, self._window, self._design = cluster, window, design
+        self._worker, shards = worker, design.shards
+        ranks = enumerate(cluster.roles.servers)
+        owners: list[Owner] = [(k, r, shards[k]) for k, r in ranks if shards[k].size]
+        self._near = [owner for owner in owners if cluster.near(owner[1])]
+        self._far = [owner for owner in owners if not cluster.near(owner[1])]
+
+    def puller(self, way: str) -> Puller:
+        """Return one that waits for nobody, and reads far shards by "get" or "reply"."""
+        near = NearReads(self._window, self._near)
+        far = self._far_reads(way, False, None)
+        return Puller(self._cluster, self._design.shards, near, far)
+
+    def shared(
+        self,
+        way: str,
+        gate: Gate | None,
+        neighbours: Sequence[Neighbour],
+        ranks: Sequence[int],
+    ) -> Puller:
+        """Return the one of the design, which may join the reads of neighbours of those ranks."""
+        cluster, window, design = self._cluster, self._window, self._design
+        near = NearReads(window, self._near)
+        if design.consistent:
+            near = GrantedReads(cluster, window, self._near, self._worker)
+        far = self._far_reads(way, design.consistent, gate)
+        if far is not None and neighbours:
+            args = cluster, self._far, len(design.shards)
+            far = SharedReads(*args, far, neighbours, ranks.index(cluster.rank))
+        return Puller(cluster, design.shards, near, far, gate)
+
+    def _far_reads(self, way: str, consistent: bool, gate: Gate | None) -> FarReads | None:
+        args = self._cluster, self._far, len(self._design.shards)
+        if not self._far:
+            return None
+        if way == "get" and not consistent and gate is None:
+            return GetReads(*args, self._window)
+        codec = self._design.replies.codec
+        if gate is None:
+            return ReplyReads(*args, consistent, codec)
+        return ReplyReads(*args, consistent, codec, gate.needs)
+
+    def gate(self, feed: Feed, sender: Sender) -> Gate | None:
+        """Return what reads wait for, if they do."""
+        window, workers = self._window, len(self._cluster.roles.workers)
+        near = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._near]
+        if self._design.backup is not None:
+            return RoundGate(self._worker, near)
+        if self._design.bound is None:
+            return None
+        clock, own = lambda: feed.numbers[0] // workers, lambda: sender.seq
+        return ClockGate(self._worker, near, self._design.bound, clock, own)

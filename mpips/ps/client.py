@@ -1,0 +1,235 @@
+"""Pulls: how a worker reads the shards of all servers.
+
+Around every update a server publishes two words: the version begun before the first store, the
+version committed after the last. A worker observes the committed version, copies, and then observes
+the version begun: if an update had begun that was not yet committed when the copy started, the read
+may be torn (a seqlock without the retry; Boehm, MSPC 2012). It is counted, and used: as in Hogwild,
+a torn read is one more kind of noise. With ``read="consistent"`` the worker asks first, and the
+server holds between two updates until it has read. The shards of other nodes come by
+`mpips.transport.far`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.kernels.atomics import observe, publish
+from mpips.layout import Shard
+from mpips.ps.gate import Gate
+from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner, ReplyReads
+from mpips.transport.neighbours import SharedReads
+
+
+def reader_fields(servers: int) -> tuple[Field, ...]:
+    """Return the fields of a worker's segment that carry its consistent reads."""
+    return (Field("wants", "i8", (servers,)), Field("reads", "i8", (servers,)))
+
+
+class NearReads:
+    """Copies of the shards of this node, torn where an update is under way. Collective: no.
+
+    Args:
+        window: Where they are.
+        owners: Server number, rank and shard of each server of this node with a shard.
+
+    Attributes:
+        servers: Numbers of the servers.
+        holds_up: Whether a read holds its server up.
+    """
+
+    holds_up = False
+
+    def __init__(self, window: Window, owners: Sequence[Owner]) -> None:
+        self.servers = [server for server, _, _ in owners]
+        self._shards = [
+            (server, shard.range, window.view(rank, "header"), window.view(rank, "params"))
+            for server, rank, shard in owners
+        ]
+
+    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
+        """Copy every shard; returns how many of the copies are torn.
+
+        Args:
+            out: Where they go, shape (n_params,).
+            versions: Becomes the version of each shard, shape (servers,), dtype int64.
+            clocks: Likewise each server's clock when the read of it began, where that is asked for.
+        """
+        torn = 0
+        for server, part, header, params in self._shards:
+            if clocks is not None:
+                clocks[server] = observe(header, CLOCK)
+            committed = observe(header, COMMITTED)
+            np.copyto(out[part], params)
+            torn += observe(header, BEGUN) > committed
+            versions[server] = committed
+        return torn
+
+
+class GrantedReads(NearReads):
+    """Copies of the shards of this node, each made while its server holds between two updates.
+
+    Args:
+        cluster: The job's ranks.
+        window: Where the shards are.
+        owners: See `NearReads`.
+        worker_id: Number of this worker.
+    """
+
+    holds_up = True
+
+    def __init__(
+        self, cluster: Cluster, window: Window, owners: Sequence[Owner], worker_id: int
+    ) -> None:
+        super().__init__(window, owners)
+        self._cluster, self._worker, self._count = cluster, worker_id, 0
+        self._wants = window.view(cluster.rank, "wants")
+        self._reads = window.view(cluster.rank, "reads")
+        self._each = [
+            (owner[0], window.view(owner[1], "granted_reads"), NearReads(window, [owner]))
+            for owner in owners
+        ]
+
+    def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
+        """See `NearReads.read`. Blocks: until the servers hold, one after another."""
+        torn, worker = 0, self._worker
+        self._count += 1
+        count = self._count
+        for server, granted, shard in self._each:
+            publish(self._wants, server, count)
+            self._cluster.wait(lambda g=granted: observe(g, worker) == count)  # type: ignore[misc]
+            torn += shard.read(out, versions, clocks)
+            publish(self._reads, server, count)
+        return torn
+
+
+class Puller:
+    """A worker's reads of all shards, one at a time. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        shards: Of all servers.
+        near: Reads those of this node.
+        far: Reads those of other nodes, or None where there is none; by reply if there is a gate.
+        gate: What a read waits for, if it does.
+
+    Attributes:
+        versions: Those of the last read, shape (servers,), dtype int64.
+        reading: Whether a read is under way.
+        usable: Whether the gate accepts what was read last.
+        torn: Reads of a shard that are torn, so far.
+        bytes: Bytes read so far.
+        looks_ahead: Whether a pull may begin before it is due: it has far shards, and holds nobody
+            up.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        shards: Sequence[Shard],
+        near: NearReads,
+        far: FarReads | None,
+        gate: Gate | None = None,
+    ) -> None:
+        self._cluster, self._near, self._far, self.gate = cluster, near, far, gate
+        self._owned = [server for server, shard in enumerate(shards) if shard.size]
+        self._clocks = None if gate is None else np.zeros(len(shards), "i8")
+        self._out = np.zeros(0)
+        self.versions = np.zeros(len(shards), "i8")
+        self.looks_ahead = far is not None and not near.holds_up
+        self.reading, self.usable = False, True
+        self.torn = self.bytes = 0
+
+    @property
+    def joined(self) -> int:
+        """Reads that came from a neighbour's fetch."""
+        return self._far.joined if isinstance(self._far, SharedReads) else 0
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of far shards that this rank has read itself, as they were sent."""
+        return self._far.bytes_received if self._far else 0
+
+    def pull(self, out: np.ndarray) -> np.ndarray:
+        """Read every shard into `out`: `begin`, `fetch` and `finish` in one.
+
+        Args:
+            out: The replica, shape (n_params,), of the layout's dtype.
+
+        Returns:
+            Version read of each shard, shape (servers,), dtype int64: every update up to it is
+            in `out`. Valid until the next call.
+
+        Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
+        updates unless reads are consistent or have a gate.
+        References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
+        """
+        self.begin(out)
+        self.fetch()
+        return self.finish()
+
+    def begin(self, out: np.ndarray) -> None:
+        """Do what has to be done before `fetch`; leave `out` alone until `finish`.
+
+        What is sent after `begin` is not in the way of what `fetch` asks for. Blocks: for a round
+        trip at most.
+        """
+        assert not self.reading, "a read is under way"
+        self._out, self.reading = out, True
+        if self.gate is not None:
+            self.gate.begin()
+        if self._far is not None:
+            self._far.begin(out)
+
+    def fetch(self) -> None:
+        """Ask for the far shards. Blocks: no."""
+        if self._far is not None:
+            self._far.fetch()
+
+    def advance(self) -> bool:
+        """Get on with what `fetch` asked for; returns whether it is here. Blocks: no."""
+        return self._far is None or self._far.advance()
+
+    def ready(self) -> bool:
+        """Whether `finish` would wait for no other worker's push. Blocks: no; gets on."""
+        return self.gate is None or (self.gate.open() and self.advance())
+
+    def abandon(self) -> None:
+        """End the read that is under way, if there is one, without its result.
+
+        Blocks: as `finish` does, but never for other workers' pushes.
+        """
+        if self.reading and self.gate is not None and isinstance(self._far, ReplyReads):
+            self._far.hurry()
+            self._cluster.wait(self._far.advance)
+        elif self.reading and self.gate is None:
+            self.finish()
+        self.reading = False
+
+    def finish(self) -> np.ndarray:
+        """Copy the near shards, and wait for the far ones; see `pull`.
+
+        Raises:
+            UserError: If the read breaks the staleness bound.
+        """
+        if self.gate is not None:
+            self._cluster.wait(self.gate.open)
+        torn = self._near.read(self._out, self.versions, self._clocks)
+        if self._far is not None:
+            self._cluster.wait(self._far.advance)
+            torn += self._far.result(self.versions)
+        if self.gate is not None:
+            self.usable = self.gate.accepts(self._clocks_read(), self._versions_read(), torn)
+        self.torn += torn
+        self.bytes += self._out.nbytes
+        self.reading = False
+        return self.versions
+
+    def _clocks_read(self) -> list[int]:
+        assert self._clocks is not None, "clocks are read for a gate"
+        far = self._far.clocks() if self._far is not None else []
+        return [int(self._clocks[server]) for server in self._near.servers] + far
+
+    def _versions_read(self) -> list[int]:
+        return [int(self.versions[server]) for server in self._owned]

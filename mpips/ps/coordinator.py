@@ -1,0 +1,166 @@
+"""The chief's second duty beside its shard: it hands out data, starts checkpoints, ends runs."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from mpips.cut.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
+from mpips.cut.worker_state import Holding
+from mpips.datasets.ledger import HandOut
+from mpips.planning.job import Job
+from mpips.ps.feed import Granter
+from mpips.ps.shard import Server
+from mpips.transport.push import Push
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
+
+
+class Chief:
+    """Server 0's second duty: data, checkpoints, the end; an `AsyncServer` calls it.
+
+    It has an attribute for each who takes part, and a word for each of its decisions.
+
+    Args:
+        job: The run.
+        server: The chief's own shard.
+        granter: Gives batches to workers.
+        handout: Which batches there are.
+        committer: Writes what a cut holds.
+        log: Where it is told.
+        holding: Where workers have state of their own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        server: Server,
+        granter: Granter,
+        handout: HandOut,
+        committer: Committer,
+        log: "Log",
+        holding: Holding | None = None,
+    ) -> None:
+        self._job, self._cluster, self._server = job, job.cluster, server
+        self._holding = holding
+        self._granter, self._handout, self._committer, self._log = granter, handout, committer, log
+        self._done: set[int] = set()
+        self._last_s, self._last_step = time.perf_counter(), job.base_step
+        self._cutting = False
+        self._stop: str | None = None
+        self._ended = False
+        self._tries = 0  # to write the last checkpoint
+        committer.saved_step = job.base_step if job.resumed else None
+        self.samples = self._saved_samples = self._cut_samples = job.base_samples
+        self.diverged: str | None = None
+        self.unsaved = ""
+
+    @property
+    def step(self) -> int:
+        """Updates applied, in resumed runs too."""
+        return self._server.version
+
+    def applied(self, push: Push) -> None:
+        """Note a push that was applied here: its batch is done."""
+        self._handout.applied(push.worker, push.batch)
+        self.samples += push.samples
+        self._log.count(push.loss, push.samples)
+
+    def handle(self, source: int, kind: str, payload: Any) -> None:
+        """Act on a message to the chief."""
+        if kind == "more":
+            self._granter.answer(source)
+        elif kind == "stop":
+            self.stop(payload)
+        elif kind == "done":
+            self._done.add(source)
+        elif kind == "shard":
+            self._committer.collect(payload)
+        elif kind == "own":
+            self._committer.collect_own(payload)
+        elif kind == "eval":
+            self._evaluated(payload)
+        elif kind == "diverged":
+            self.diverged = self.diverged or payload
+            self.stop("diverged")
+        elif self._holding is None or not self._holding.handle(source, kind, payload):
+            raise AssertionError(f"unknown message {kind!r} from rank {source}")
+
+    def stop(self, reason: str) -> None:
+        """Hand out nothing more and have the workers finish their steps."""
+        if self._stop is None:
+            self._stop, self._handout.stopped = reason, True
+            self._log.event("stop", self.step, reason=reason)
+            for rank in self._cluster.roles.workers:
+                self._cluster.send(rank, "stop")
+
+    def _evaluated(self, metrics: dict[str, float]) -> None:
+        self._log.evaluation(metrics)
+        target = self._job.config.target_accuracy
+        if target and metrics.get("accuracy", 0.0) >= target:
+            self.stop("target")
+
+    def advance(self) -> None:
+        """Get on with everything. Blocks: no."""
+        self._granter.serve()
+        if self._committer.poll():
+            self._saved_samples = self._cut_samples
+        if self._committer.refused:
+            self._refuse()
+        if self._log.due():
+            self._log.progress(self.step, self._handout.epochs_done, self.samples)
+        if self._cutting or self._committer.busy or self._ended:
+            return
+        if len(self._done) == len(self._cluster.roles.servers):
+            self._end()
+        elif not self._stop and self._due():
+            self._begin_cut()
+
+    def _refuse(self) -> None:
+        self._committer.refused = False
+        step = self.step
+        self.diverged = self.diverged or f"parameters not finite at step {step}"
+        self.stop("diverged")
+
+    def _due(self) -> bool:
+        seconds, steps = self._job.config.checkpoint_period
+        if self._committer.failed_for(RETRY_S):
+            return True
+        if seconds is not None and time.perf_counter() - self._last_s >= seconds:
+            return self.step > self._last_step
+        return steps is not None and self.step - self._last_step >= steps
+
+    def _begin_cut(self) -> None:
+        self._cutting = True
+        self._last_s, self._last_step = time.perf_counter(), self.step
+        if self._holding is not None:
+            self._holding.begin()
+            return
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "cut")
+
+    def cut_reached(self, step: int) -> None:
+        """Open the checkpoint of `step`: this server has just reached the cut."""
+        self._cutting = False
+        self._last_step, self._cut_samples = step, self.samples
+        own = self._holding.numbers if self._holding else []
+        state = self._job.state(step, self._handout.state(), self.samples)
+        self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
+
+    def _end(self) -> None:
+        """Save the final state if that is not done, then end the run."""
+        saved = self._saved_samples == self.samples and self._committer.has_saved(self.step)
+        if self.diverged is None and not saved:  # what was dropped makes no step, but is handled
+            failed = bool(self._committer.failure)
+            if failed and not self._committer.failed_for(LAST_PAUSE_S):
+                return
+            if self._tries < LAST_TRIES:
+                self._tries += 1
+                self._begin_cut()
+                return
+            self.unsaved = f"{self._committer.failure}; {self._committer.kept}"
+        self._ended = True
+        reason = self._stop or ("steps" if self._job.config.steps else "epochs")
+        if self.diverged is not None:
+            reason = "diverged"
+        for rank in range(self._cluster.world):
+            self._cluster.send(rank, "end", reason)

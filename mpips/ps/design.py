@@ -1,0 +1,133 @@
+"""What an asynchronous store is to be, and what each rank's segment of its window holds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mpips.cluster.window import Field, Plan
+from mpips.cluster.world import Cluster
+from mpips.cut import worker_state
+from mpips.layout import Shard
+from mpips.optim import Rule
+from mpips.optim.staleness import Staleness
+from mpips.planning.job import Job
+from mpips.ps import feed
+from mpips.ps.client import reader_fields
+from mpips.ps.feed import AHEAD
+from mpips.ps.shard import FRESH, server_fields
+from mpips.transport import neighbours, outbox
+from mpips.transport.wire import Packing, pull_codec, push_codec
+
+Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
+
+
+@dataclass(frozen=True)
+class Design:
+    """How an asynchronous store works. The same on all ranks, but for what was packed before.
+
+    Attributes:
+        shards: Of all servers.
+        dtype: Of the parameters.
+        rule: What servers do with a push.
+        rate: Its learning rate as a function of the update's number.
+        stale: What is done about stale pushes.
+        consistent: Whether each shard is read between two updates of its server.
+        far_read: How the shards of other nodes are read, "get", "reply", or "auto": by the faster;
+            by reply in any case where reads are consistent or wait.
+        share: Whether the workers of a node share their far reads.
+        replicas: That a worker reads into, where they are in shared memory, 1 or 2.
+        bound: The bound on clocks that reads wait for, or None.
+        backup: Where servers update in rounds, the workers that a round goes on without, or None.
+        aggregate: Whether the gradients of a node go to far servers in one message.
+        inbox: Far bodies that a server holds at a time.
+        pushes: How pushes to far servers are packed.
+        replies: How replies to far readers are packed.
+        ahead: Batches granted beside those taken.
+        shared: Whether ranks of a node share memory; else each node is of one rank.
+    """
+
+    shards: Sequence[Shard]
+    dtype: str
+    rule: Rule
+    rate: Callable[[int], float]
+    stale: Staleness = FRESH
+    consistent: bool = False
+    far_read: str = "auto"
+    share: bool = False
+    replicas: int = 1
+    bound: int | None = None
+    backup: int | None = None
+    aggregate: bool = False
+    inbox: int = 2
+    pushes: Packing = field(default_factory=Packing)
+    replies: Packing = field(default_factory=Packing)
+    ahead: int = AHEAD
+    shared: bool = True
+
+    @classmethod
+    def of(cls, job: Job, update: Update | None = None) -> "Design":
+        """Return the design that a job asks for.
+
+        Args:
+            job: The run.
+            update: What servers do with a push; by default the job's rule with the job's rate.
+        """
+        c = job.config
+        rule, rate = update or (job.rule, job.rate())
+        packed = 0 if job.worker_id is None else worker_state.packed_before(job)
+        return cls(
+            job.shards, c.dtype, rule, rate, job.staleness,
+            consistent=c.read == "consistent",
+            far_read=c.far_read,
+            share=c.share_pulls,
+            replicas=2 if c.prefetch or job.staleness.origins else 1,
+            bound=c.bound if c.gated and not c.backup_workers else None,
+            backup=c.backup_workers or None,
+            aggregate=c.node_aggregation,
+            inbox=c.inbox,
+            pushes=Packing(push_codec(c), c.seed, packed),
+            replies=Packing(pull_codec(c), c.seed, job.base_step),
+            ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
+            shared=c.window == "shared",
+        )  # fmt: skip
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return max(shard.end for shard in self.shards)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots of a shard."""
+        return self.rule.slots + self.stale.slots
+
+    @property
+    def gated(self) -> bool:
+        """Whether reads wait for other workers' pushes (`mpips.ps.gate`)."""
+        return self.bound is not None or self.backup is not None
+
+    def sharing(self, cluster: Cluster, rank: int) -> list[int]:
+        """Return the workers of the node with whom a worker shares its far reads, and itself."""
+        roles, node_of = cluster.roles, cluster.node_of
+        owners = [r for r, s in zip(roles.servers, self.shards, strict=True) if s.size]
+        near = [r for r in roles.workers if node_of[r] == node_of[rank]]
+        far = any(node_of[r] != node_of[rank] for r in owners)
+        shared = far and len(near) > 1 and self.share and not self.consistent and not self.gated
+        return near if shared else []
+
+    def plan(self, cluster: Cluster, rank: int) -> Plan:
+        """Return what a rank's segment holds."""
+        roles, dtype = cluster.roles, self.dtype
+        workers, servers = len(roles.workers), len(roles.servers)
+        if rank in roles.servers:
+            size = self.shards[roles.servers.index(rank)].size
+            fields = server_fields(size, self.slots, dtype, workers)
+            return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
+        fields = outbox.worker_fields(self.size, servers, dtype)
+        fields += reader_fields(servers) + feed.worker_fields()
+        if self.aggregate:
+            fields += outbox.carrier_fields(workers)
+        if near := self.sharing(cluster, rank):
+            fields += neighbours.fields(self.size, servers, len(near), dtype, self.replicas)
+        elif self.stale.origins:
+            fields += (Field("replicas", dtype, (self.replicas, self.size)),)
+        return Plan(fields)

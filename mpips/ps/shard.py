@@ -1,0 +1,251 @@
+"""A server's shard: it applies pushes, and shows between two of them which version there is.
+
+A server's segment is ``header | params | slots | applied``. Around every update it publishes
+two words: the version begun before the first store, the version committed after the last. How that
+is read: see `mpips.ps.client`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
+from mpips.kernels.vectors import addresses_of
+from mpips.layout import Shard
+from mpips.optim import Rule
+from mpips.optim.staleness import Staleness
+from mpips.ps.gate import Clocks, Needs
+from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
+from mpips.transport.push import Push
+from mpips.transport.wire import Packing
+
+STARTING, SERVING, CLOSED = range(3)  # values of STATE
+BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
+FRESH = Staleness()
+STALENESS_BINS = 256  # the last bin holds everything above
+
+
+def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for a shard of `size` elements."""
+    return (
+        Field("header", "i8", (8,)),
+        Field("params", dtype, (size,)),
+        *(Field(f"slots/{name}", dtype, (size,)) for name in slots),
+        Field("applied", "i8", (workers,)),
+        Field("granted_reads", "i8", (workers,)),
+    )
+
+
+@dataclass
+class Tally:
+    """What a server has done in this run.
+
+    Attributes:
+        handled: Gradients applied or dropped.
+        dropped: Of these, those that changed nothing.
+        staleness: Gradients by their staleness, shape (STALENESS_BINS,).
+        staleness_sum: Of all of them.
+        staleness_max: The largest.
+        busy_s: Seconds in applying them.
+    """
+
+    handled: int = 0
+    dropped: int = 0
+    staleness: np.ndarray = field(default_factory=lambda: np.zeros(STALENESS_BINS, "i8"))
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    busy_s: float = 0.0
+
+    def count(self, staleness: int) -> None:
+        """Count a gradient of that staleness."""
+        self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
+        self.staleness_max = max(self.staleness_max, staleness)
+        self.staleness_sum += staleness
+
+
+class Grants:
+    """Consistent reads by workers of this node, the server's half. Collective: no.
+
+    A worker publishes the number of the read that it wants; the server grants it between two
+    updates, and holds until the worker has published the same number again.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
+        self._cluster, self._server = cluster, server_id
+        self._granted = window.view(cluster.rank, "granted_reads")
+        near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
+        self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
+        self._asked = (
+            addresses_of((wants for _, wants, _ in self._readers), server_id),
+            np.array([w for w, _ in near], np.int64),
+            self._granted,
+            no_limit(len(cluster.roles.workers)),
+        )
+
+    def serve(self) -> None:
+        """Let those who asked read now. Blocks: until they have."""
+        found = find_ahead(*self._asked, 0)
+        if found >= 0:
+            self._hold(found)
+
+    def _hold(self, found: int) -> None:
+        held: list[tuple[np.ndarray, int]] = []
+        while found >= 0 and len(held) < len(self._readers):
+            worker, wants, reads = self._readers[found]
+            want = observe(wants, self._server)
+            publish(self._granted, worker, want)
+            held.append((reads, want))
+            found = find_ahead(*self._asked, (found + 1) % len(self._readers))
+        for reads, want in held:
+            self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
+
+
+class Server:
+    """A server's half of the store: it applies pushes to its shard. Collective: no.
+
+    Args:
+        rule: Update rule.
+        rate: Learning rate as a function of the update's number.
+        packing: How replies to far readers are packed.
+        stale: What is done about stale pushes.
+
+    Attributes:
+        version: Updates applied to the shard, in resumed runs too; the header shows it to others.
+        tally: What it has done.
+
+    It has an attribute for each field of its segment, and for each who reads it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        server_id: int,
+        shard: Shard,
+        rule: Rule,
+        rate: Callable[[int], float],
+        packing: Packing | None = None,
+        stale: Staleness = FRESH,
+    ) -> None:
+        self._cluster, self.rule, self.rate, self.shard = cluster, rule, rate, shard
+        view = lambda name: window.view(cluster.rank, name)  # noqa: E731
+        self.header, self.params, self.applied = view("header"), view("params"), view("applied")
+        self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
+        self._stale = stale
+        self._grants = Grants(cluster, window, server_id)
+        packing = packing or Packing()
+        self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
+        ranks = cluster.roles.workers
+        self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
+        self._block = BLOCK_BYTES // self.params.itemsize
+        self._scratch = np.zeros(self._block if stale.origins else 0, self.params.dtype)
+        self.version = 0
+        self.tally = Tally()
+
+    def start_from(self, version: int) -> None:
+        """Set the version of a shard whose parameters and slots were just filled."""
+        self.version = version
+        publish(self.header, BEGUN, version)
+        publish(self.header, COMMITTED, version)
+        publish(self.header, STATE, SERVING)
+
+    def close(self) -> None:
+        """Say in the header that nothing more will be applied."""
+        publish(self.header, STATE, CLOSED)
+
+    def apply(self, push: Push) -> int:
+        """Apply a push, the next of its worker, and record it in the ledger.
+
+        A mean of several workers' gradients is applied once, at as many times the rate: for SGD
+        the same as one after another. It counts as many versions, and is as stale as the oldest
+        in it. A push that is dropped counts as a version that changes nothing.
+
+        Returns:
+            The shard's version after it.
+
+        Blocks: no; with several nodes, enters MPI between blocks.
+        Reference: Li et al., OSDI 2014, section 3.
+        """
+        start = time.perf_counter()
+        version = self.version + push.count
+        oldest = self.account(push)
+        publish(self.header, BEGUN, version)
+        if self._stale.drops(oldest):
+            self.tally.dropped += push.count
+        else:
+            lr = self._stale.rate(self.rate(version), oldest) * push.count
+            self._update(push, version, lr)
+        # Before the ledger: who sees there that a push is applied reads a version that counts it.
+        publish(self.header, COMMITTED, version)
+        self.version = version
+        self.record(push)
+        self.clocks.publish()
+        self.tally.busy_s += time.perf_counter() - start
+        return version
+
+    def finished(self, rank: int, pushes: int) -> None:
+        """Note that a worker will have made so many pushes, and no more."""
+        self.clocks.finished(rank, pushes)
+
+    def settle(self, step: int) -> int:
+        """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
+
+        All servers have applied the same pushes when they call it.
+        """
+        return step
+
+    def account(self, push: Push) -> int:
+        """Count the staleness of each push in a message; returns the largest."""
+        version, oldest = self.version, 0
+        for part in push:
+            assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
+            self.tally.count(version - part.version)
+            oldest = max(oldest, version - part.version)
+        return oldest
+
+    def record(self, push: Push) -> None:
+        """Write a push into the ledger."""
+        for part in push:
+            publish(self.applied, part.worker, part.seq)
+            self.clocks.advance(part.number)
+        self.tally.handled += push.count
+
+    def _update(self, push: Push, version: int, lr: float) -> None:
+        own = len(self.rule.slots)
+        for block in self.blocks():
+            params, grad = self.params[block], push.grad[block]
+            slots = tuple(slot[block] for slot in self.slots)
+            if push.origin is not None:
+                out = self._scratch[: grad.size]
+                self._stale.compensate(out, grad, params, push.origin[block], slots[own:])
+                grad = out
+            self.rule.apply(params, grad, slots[:own], version, lr)
+
+    def blocks(self) -> Iterator[slice]:
+        """Yield the parts of the shard that are updated at a time; enter MPI between them."""
+        far = self._cluster.nodes > 1  # somebody there may read, or send
+        for begin in range(0, self.shard.size, self._block):
+            if begin and far:
+                self._cluster.progress()
+                self._replies.serve(between=False)
+            yield slice(begin, begin + self._block)
+
+    def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
+        """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""
+        consistent, *needs = request
+        self.clocks.want(rank, consistent, Needs(*needs))
+
+    def serve_reads(self) -> None:
+        """Let those who asked read the shard now, between two updates.
+
+        Blocks: until near readers have copied the shard; far ones get a reply.
+        """
+        if self.clocks.held:
+            self.clocks.let()
+        self._grants.serve()
+        self._replies.serve()

@@ -1,0 +1,236 @@
+"""What a worker does with each batch: for gradients, pull, compute, push; the pull ahead of time.
+
+The loop that takes the batches, and attends to all that comes meanwhile, is `mpips.ps.worker`.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.checkpoint import Pieces
+from mpips.cluster.world import Background
+from mpips.cut.worker_state import SUMS
+from mpips.datasets import Batch
+from mpips.datasets.ledger import Range
+from mpips.kernels.vectors import scale, sum_squares
+from mpips.optim import clip_factor
+from mpips.planning.job import Job
+from mpips.problems.accumulate import Accumulator
+from mpips.ps.assemble import WorkerHalf
+
+LONG_S = 1e-3  # a computation that is worth waking a thread for
+
+
+@dataclass
+class Times:
+    """Where a worker's time went, in seconds, and what it did."""
+
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    pull_s: float = 0.0
+    push_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class Steps(ABC):
+    """What a worker does with a batch, in two parts: a cut may come between them.
+
+    Args:
+        job: The run.
+        half: This worker's half of the store.
+
+    Attributes:
+        times: Where the time went.
+        versions: Version of each shard that the replica was read at, shape (servers,).
+        background: Gets on with what crosses nodes while something is computed; None where nothing
+            does.
+    """
+
+    def __init__(self, job: Job, half: WorkerHalf) -> None:
+        self.job, self.half = job, half
+        self.times = Times()
+        self.versions = half.puller.versions.copy()
+        ahead = half.puller.looks_ahead
+        self.background = Background(half.advance) if ahead else None
+
+    @property
+    @abstractmethod
+    def replica(self) -> np.ndarray:
+        """The newest replica, shape (n_params,)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Pieces]:
+        """Return what is this worker's alone: pieces (begin, view) of vectors, by name."""
+
+    @abstractmethod
+    def numbers(self) -> tuple[int, dict[str, int]]:
+        """Return the number of pushes, and the numbers that go with its own state."""
+
+    def local(self, batch: Range) -> list[Range]:
+        """Return the local steps that are made of what is handed out at once."""
+        return [batch]
+
+    def may_read(self) -> bool:
+        """Whether the next read is here, or waits for nobody. Blocks: for near copies."""
+        return True
+
+    def read_whole(self) -> None:
+        """Have the replica whole, whatever read is under way. Blocks: until that is here."""
+        assert not self.half.puller.reading, "a read is under way between two steps"
+
+    @abstractmethod
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+        """Make the step up to its push; returns the mean loss.
+
+        Args:
+            batch: The samples of the step.
+            batches: Their batches, of which the first is read already.
+        """
+
+    @abstractmethod
+    def push(self, batch: Range, loss: float, number: int) -> None:
+        """Push what was computed.
+
+        Args:
+            batch: As in `compute`.
+            loss: What `compute` has returned.
+            number: Of the batch, in the order in which batches are handed out.
+        """
+
+
+class GradientSteps(Steps):
+    """Gradients, each computed from a replica and pushed.
+
+    Replicas are one vector, two with ``prefetch`` and where servers need what a gradient was
+    computed from. The state of what is read ahead takes most of the attributes.
+    """
+
+    def __init__(self, job: Job, half: WorkerHalf) -> None:
+        super().__init__(job, half)
+        self._cluster, self._puller, self._sender = job.cluster, half.puller, half.sender
+        self._ahead = half.puller.looks_ahead and job.config.prefetch
+        self._replicas = half.replicas or [
+            np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
+        ]
+        self._params = [job.layout.views(r, writable=False) for r in self._replicas]
+        self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
+        self._current = 0  # the replica in use
+        self._ready = False  # whether it is whole before it is due
+        self._long = False  # whether the last gradient took long
+        self._grads = [job.layout.views(half.sender.buffer(k)) for k in range(2)]
+        self._accumulator = Accumulator(job)
+
+    @property
+    def replica(self) -> np.ndarray:
+        """See `Steps.replica`."""
+        return self._replicas[self._current]
+
+    def state(self) -> dict[str, Pieces]:
+        """See `Steps.state`."""
+        return dict(self._sender.state)
+
+    def numbers(self) -> tuple[int, dict[str, int]]:
+        """See `Steps.numbers`."""
+        return self._sender.seq, {"packed": self._sender.packed, SUMS: 1}
+
+    def may_read(self) -> bool:
+        """See `Steps.may_read`."""
+        puller = self._puller
+        if puller.gate is None or self._ready:
+            return True
+        if not puller.reading:
+            if not self.half.writable(self._sender.seq + 1):
+                return False
+            self._begin(self._sender.seq + 1)
+            puller.fetch()
+        if not puller.ready():
+            return False
+        start = time.perf_counter()
+        self.versions[:] = puller.finish()
+        self.times.pull_s += time.perf_counter() - start
+        self._ready = puller.usable
+        return self._ready
+
+    def read_whole(self) -> None:
+        """See `Steps.read_whole`."""
+        if self._puller.reading and not self._ready:
+            self._cluster.wait(self.may_read)
+        if self._puller.reading and not self._ready:
+            self._read()
+            self._ready = True
+
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+        """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
+        times, half, seq = self.times, self.half, self._sender.seq + 1
+        times.wait_s += self._cluster.wait(lambda: half.writable(seq))
+        start = time.perf_counter()
+        self._read()
+        pulled = time.perf_counter()
+        grad, params = self._sender.buffer(seq), self._params[self._current]
+        args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
+        if self.background is not None and self._long and half.under_way():
+            with self.background:
+                loss = self._accumulator.gradient(*args)
+        else:
+            loss = self._accumulator.gradient(*args)
+        if self.job.config.clip:
+            scale(grad, clip_factor(sum_squares(grad), self.job.config.clip))
+        compute_s = time.perf_counter() - pulled
+        self._long = compute_s > LONG_S
+        times.compute_s += compute_s
+        times.pull_s += pulled - start
+        return loss
+
+    def _read(self) -> None:
+        """Have the replica in use whole, and `versions` those that it holds."""
+        puller = self._puller
+        if self._ready:
+            self._ready = False
+            return
+        if not puller.reading:
+            self._begin(self._sender.seq + 1)
+            puller.fetch()
+        self.versions[:] = puller.finish()
+        if self._ahead:
+            puller.begin(self._replicas[1 - self._current])
+            puller.fetch()
+
+    def _begin(self, seq: int) -> None:
+        """Begin to read what push `seq` will be computed from; its buffer is writable."""
+        if self._keeps:
+            self._current = seq % 2
+        self._puller.begin(self._replicas[self._current])
+
+    def push(self, batch: Range, loss: float, number: int) -> None:
+        """Push, and where shards are far ask for those of the next step.
+
+        They are asked for when the push before this one has left, so that a replica lacks one of
+        this worker's own pushes at most, and in an order that keeps both directions of a link
+        full: the versions before the push, whose body would be in the way, and the shards right
+        behind its announcement, so that the body is let in before their bulk comes.
+        """
+        puller, times, versions = self._puller, self.times, self.versions.copy()
+        samples = batch[2] - batch[1]
+        ahead = puller.looks_ahead and puller.gate is None  # else the next batch is not known
+        if ahead:
+            seq, half = self._sender.seq + 2, self.half
+            times.wait_s += self._cluster.wait(lambda: half.writable(seq))
+            start = time.perf_counter()
+            if self._ahead:
+                self.versions[:] = puller.finish()
+                self._ready = True
+            self._begin(seq)
+            times.pull_s += time.perf_counter() - start
+        start = time.perf_counter()
+        self._sender.push(batch, samples, loss, versions, number)
+        times.push_s += time.perf_counter() - start
+        if ahead:
+            puller.fetch()
+        if self._ahead:
+            self._current = 1 - self._current
+        times.steps += 1
+        times.samples += samples

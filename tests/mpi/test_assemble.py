@@ -1,0 +1,83 @@
+"""A store put together without a job: what it holds, and that it is freed once."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from verdict import check
+
+from mpips.cluster.world import Cluster
+from mpips.layout import cut
+from mpips.layout.roles import assign
+from mpips.optim import make_rule
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
+
+N = 1003
+
+
+def serve(cluster: Cluster, half: ServerHalf, enough: set[int]) -> None:
+    """Apply what is here and answer reads; notes who has seen enough."""
+    push = half.receiver.take()
+    if push is not None:
+        half.server.apply(push)
+    half.server.serve_reads()
+    for source, kind, payload in cluster.poll():
+        if kind == "read":
+            half.server.want_read(source, payload)
+        else:
+            enough.add(source)
+    cluster.progress()
+
+
+def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
+    """Push once, pull until every push is there, and once more when nobody serves."""
+    workers = cluster.roles.workers
+    half.sender.buffer(1)[:] = cluster.rank
+    half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+    cluster.wait(half.sender.sent)
+    out, last = np.zeros(N), np.zeros(N)
+    while half.puller.pull(out).min() < len(workers):
+        pass
+    for rank in cluster.roles.servers:
+        cluster.send(rank, "enough")
+    cluster.barrier()
+    versions = half.pull_final(last)
+    expected = 1.0 + sum(workers)
+    if not (last == expected).all() or versions.tolist() != half.puller.versions.tolist():
+        return [(out, last, expected, versions)]
+    return []
+
+
+@pytest.mark.parametrize("far_read", ["auto", "get", "reply"])
+def test_a_store_is_whole_once_assembled(cluster: Cluster, far_read: str) -> None:
+    servers = min(2, cluster.world - 1)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
+    shards, rule = cut(N, servers, 8), make_rule("sgd")
+    design = Design(shards, "float64", rule, lambda version: -1.0, far_read=far_read)
+    wrong: list[object] = []
+    half = assemble(cluster, design)
+    with half:
+        if isinstance(half, ServerHalf):
+            enough: set[int] = set()
+            half.server.params[:] = 1
+            half.server.start_from(0)
+
+            def until(request: MPI.Request) -> None:
+                while not request.Test():
+                    serve(cluster, half, enough)
+
+            half.open(until)
+            while len(enough) < len(cluster.roles.workers):
+                serve(cluster, half, enough)
+            cluster.barrier()
+            half.close()
+        else:
+            wrong += work(cluster, half)
+            if half.far_way not in (("get", "reply") if far_read == "auto" else (far_read,)):
+                wrong.append(half.far_way)
+        check(cluster.comm, not wrong, wrong)
+    half.free()
+    with pytest.raises(KeyError):
+        half.window.view(cluster.rank, "params")
