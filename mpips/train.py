@@ -92,26 +92,28 @@ def refuse(error: UserError, rank: str | None) -> int:
     Collective: yes, where there is a launcher.
     """
     if rank is not None:
-        from mpips.cluster.world import MPI
+        from mpips.cluster.collectives import barrier
+        from mpips.cluster.start import whole_world
 
-        if MPI.COMM_WORLD.size > 1 or not rank:  # else its own number, in several worlds of one
-            rank = str(MPI.COMM_WORLD.rank)
-        MPI.COMM_WORLD.Barrier()  # a launcher may kill the others when the first one leaves
+        world = whole_world()
+        if world.size > 1 or not rank:  # else its own number, in several worlds of one
+            rank = str(world.rank)
+        barrier(world)  # a launcher may kill the others when the first one leaves
     if rank in (None, "0"):
         print(f"mpips: {error}", file=sys.stderr, flush=True)
     if rank is not None:
-        MPI.COMM_WORLD.Barrier()
+        barrier(world)
     return error.code
 
 
 def _start(line: "CommandLine") -> int:
     from mpips.cluster import ending
-    from mpips.cluster import world as cluster
+    from mpips.cluster.agreement import Agreed
     from mpips.session import run as session
 
     try:
         return session.run(line, STARTED)
-    except cluster.Agreed as error:
+    except Agreed as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
         ending.abort(str(error), error.code)

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Leave the printing to rank 0."""
     if config.getoption("--with-mpi"):
-        from mpips.cluster.world import MPI  # starts MPI as a job does
+        from mpips.cluster.start import MPI  # starts MPI as a job does
 
         if MPI.COMM_WORLD.rank:
             config.pluginmanager.unregister(name="terminalreporter")

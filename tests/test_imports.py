@@ -1,10 +1,12 @@
 """What the source promises: who imports what, and who touches a header word."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from launch import ROOT, environment
@@ -34,12 +36,10 @@ guide
 """
 LAYER = {name: n for n, line in enumerate(ROOMS.strip().splitlines()) for name in line.split()}
 
-# Those that DESIGN.md names, and those that hold requests, communicators or constants of MPI.
-IMPORT_MPI = {
-    *("cluster.world", "cluster.window", "transport.inbox"),
-    *("cluster.ending", "bench.plain", "doctor.library"),
-}
-LATE = {"train"}  # these import MPI in functions only: their first lines run on a login node
+# What MPI's communicators and others have: MPI's where it is called of a communicator.
+SHARED_NAMES = {"Barrier", "barrier", "free", "gather", "recv", "reduce", "scatter", "send"}
+COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "servers"}
+NOT_YET = ("rounds.lowrank", "rounds.rounds")
 
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
@@ -134,12 +134,65 @@ def test_no_import_goes_round() -> None:
         visit(name, ())
 
 
-def test_only_these_modules_import_mpi() -> None:
+def in_cluster(name: str) -> bool:
+    return name.startswith("cluster.")
+
+
+def test_only_the_cluster_room_imports_mpi() -> None:
     """Also not through another module that has it."""
-    whole = {name for name in sources() if "mpi4py" in imported(name)}
-    assert whole == IMPORT_MPI | LATE
-    early = {name for name in sources() if "mpi4py" in imported(name, late=False)}
-    assert early == IMPORT_MPI
+    having = {name for name in sources() if "mpi4py" in imported(name)}
+    assert having, "somebody has to"
+    assert all(map(in_cluster, having)), having
+
+
+@cache
+def methods_of_communicators() -> set[str]:
+    """Return the names, without starting MPI."""
+    spec = importlib.util.find_spec("mpi4py")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).with_name("MPI.pyi").read_text())
+    classes = [c for c in tree.body if isinstance(c, ast.ClassDef) and c.name.endswith("comm")]
+    classes += [c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == "Comm"]
+    methods = {f.name for c in classes for f in c.body if isinstance(f, ast.FunctionDef)}
+    return {name for name in methods if not name.startswith("_")}
+
+
+def calls_of_mpi(tree: ast.Module) -> list[str]:
+    """Return the calls of a communicator's methods by name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, of = node.func.attr, identifier(node.func.value).lstrip("_")
+            theirs = name not in SHARED_NAMES or of in COMMUNICATORS
+            if name in methods_of_communicators() and theirs:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_only_the_cluster_room_calls_communicators() -> None:
+    found = {n: calls_of_mpi(t) for n, t in sources().items() if not in_cluster(n)}
+    assert not {name: calls for name, calls in found.items() if calls and name not in NOT_YET}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cluster.comm.Isend(part, rank, 3)",
+        "self._servers.Free()",
+        "two.comm.bcast(times)",
+        "world.Barrier()",
+        "comm.gather(parts)",
+        "found = comms[k].Improbe()",
+    ],
+)
+def test_the_check_of_communicators_bites(line: str) -> None:
+    assert calls_of_mpi(ast.parse(line))
+
+
+@pytest.mark.parametrize("line", ["cluster.send(rank, 'more')", "table.gather(ids)", "comm.rank"])
+def test_the_check_of_communicators_lets_pass(line: str) -> None:
+    assert not calls_of_mpi(ast.parse(line))
 
 
 def test_no_module_reads_another_s_private_names() -> None:

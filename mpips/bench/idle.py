@@ -10,7 +10,9 @@ import time
 from mpips.bench.measure import Options, Row
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
-from mpips.cluster.world import Backoff, Cluster
+from mpips.cluster.collectives import gather_all
+from mpips.cluster.waiting import Backoff
+from mpips.cluster.world import Cluster
 
 SIZE = 1 << 18
 BEFORE_S, WATCHED_S = 1.0, 1.0
@@ -24,7 +26,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     before, watched = (QUICK_S, QUICK_S) if options.quick else (BEFORE_S, WATCHED_S)
     exchange.exchange(1)
     shares = _shares(exchange, before, watched, options.repeats)
-    found = cluster.comm.allgather((cluster.roles.name(cluster.rank), shares))
+    found = gather_all(cluster.comm, (cluster.roles.name(cluster.rank), shares))
     exchange.free()
     rows = []
     for role in ("server", "worker"):

@@ -17,7 +17,15 @@ from mpips.bench.pushpull import Exchange
 from mpips.bench.rounds import Rounds
 from mpips.bench.tcp import Link
 from mpips.bench.vector import Vector, make_job
-from mpips.cluster.world import Cluster, cluster_subset, mpi_name
+from mpips.cluster.collectives import (
+    begin_barrier,
+    begin_broadcast,
+    broadcast,
+    cluster_subset,
+    free,
+)
+from mpips.cluster.library import is_open_mpi
+from mpips.cluster.world import Cluster
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 64 << 20)
 QUICK = (64 << 10,)
@@ -38,7 +46,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     found = pair_of(cluster, lambda two: _between(two, options))
     rows, rate = found or ([], 0.0)
     rates = np.array([rate])
-    cluster.wait_request(cluster.comm.Ibcast(rates, cluster.node_of.index(0)))
+    cluster.wait_request(begin_broadcast(cluster.comm, rates, cluster.node_of.index(0)))
     return [*rows, _round(cluster, options, float(rates[0]))]
 
 
@@ -56,8 +64,8 @@ def pair_of(cluster: Cluster, work: Callable[[Cluster], T]) -> T | None:
         two = Cluster(comm, node_size=1)
         found = work(two)
         two.free()
-        comm.Free()
-    done = cluster.comm.Ibarrier()
+    free(comm)
+    done = begin_barrier(cluster.comm)
     while not done.Test():
         time.sleep(0.02)
     return found
@@ -173,11 +181,10 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> list
     rows = []
     for share in (0.7, 1.0, 1.4):
         sides.problem.passes = 1
-        passes = np.array([_passes(cluster, sides, share)])
-        cluster.comm.Bcast(passes, 1)
+        passes = broadcast(cluster.comm, _passes(cluster, sides, share), 1)
         alone = Sides(cluster, size)
         alone.times = sides.times
-        sides.problem.passes = int(passes[0])
+        sides.problem.passes = passes
         turns = {"step": sides.both, "move": alone.both, "compute": sides.compute}
         found = in_turn(cluster, turns, repeats)
         alone.free()
@@ -213,7 +220,7 @@ def _latency(cluster: Cluster) -> Row:
     sides.exchange.serve_while(work, 0)
     way = sides.exchange.far_way
     sides.free()
-    median = cluster.comm.bcast(statistics.median(spent) if spent else 0.0, 1)
+    median = broadcast(cluster.comm, statistics.median(spent) if spent else 0.0, 1)
     case, beside = f"64 bytes every 5 ms, by {way}", "bound"
     ratio, us = LATENCY_S / median, 1e6
     return Row("far read", case, median * us, "us", beside, LATENCY_S * us, ratio, 1.0)
@@ -228,7 +235,7 @@ def _round(cluster: Cluster, options: Options, rate: float) -> Row:
     rounds.free()
     ideal = [count * 2 * (nodes - 1) / nodes * size / rate] * options.repeats
     mine, other, ratio = compare(times["mpips"], ideal)
-    reach = {True: (1 / 1.6, 1 / 1.8), False: (1 / 1.3, 1 / 1.5)}["Open MPI" in mpi_name()]
+    reach = {True: (1 / 1.6, 1 / 1.8), False: (1 / 1.3, 1 / 1.5)}[is_open_mpi()]
     aim = reach[nodes > 2] if rate <= FAST else None
     case = f"{bytes_text(size)}, {cluster.world} ranks on {nodes} nodes"
     ms, beside = 1e3 / count, "its bytes at TCP's rate"

@@ -89,7 +89,7 @@ def in_turn(
 
     Collective: yes, and so may the sides be.
     """
-    from mpips.cluster.world import begin_maximum  # starts MPI, which the driver does not
+    from mpips.cluster.collectives import begin_maximum  # starts MPI, which the driver does not
 
     found: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(repeats + 1):

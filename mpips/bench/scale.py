@@ -108,10 +108,11 @@ def _world(ranks: int, options: Options) -> Points:
 def run_in_world(request: Request, options: Options) -> int:
     """Measure in this world; rank 0 prints the table. Collective: yes. Returns the exit code."""
     from mpips.bench import steps, world
-    from mpips.cluster import world as cluster
+    from mpips.cluster.start import whole_world
+    from mpips.cluster.world import Cluster
 
     def work() -> None:
-        ranks = cluster.Cluster(cluster.whole_world())
+        ranks = Cluster(whole_world())
         ranks.limit_threads()
         points = steps.measure(ranks, options)
         if ranks.rank == 0:

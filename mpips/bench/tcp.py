@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 
+from mpips.cluster.collectives import broadcast
 from mpips.cluster.world import Cluster
 
 PIECE_BYTES = 1 << 20
@@ -31,11 +32,11 @@ class Link:
         if self._first:
             with socket.create_server(("", 0)) as server:
                 server.settimeout(TIMEOUT_S)
-                cluster.comm.send((_addresses(), server.getsockname()[1]), 1)
+                broadcast(cluster.comm, (_addresses(), server.getsockname()[1]))
                 self._socket, _ = server.accept()
         else:
-            names, port = cluster.comm.recv(source=0)
-            self._socket = self._connect(names, port)
+            place: tuple[list[str], int] = broadcast(cluster.comm, None)
+            self._socket = self._connect(*place)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @staticmethod

@@ -17,6 +17,7 @@ from mpips.bench.link import Sides, pair_of
 from mpips.bench.measure import Options, Row, bytes_text
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
+from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.layout.roles import assign
@@ -75,7 +76,7 @@ def _bytes(cluster: Cluster, size: int, what: str, options: Mapping[str, str]) -
     work: Callable[[], None] = sides.push if what == "push" else sides.pull
     work()  # for the first time: connections are made
     mine = _counted(cluster, work)
-    counted = cluster.comm.bcast(mine, 1 if what == "push" else 0)
+    counted = broadcast(cluster.comm, mine, 1 if what == "push" else 0)
     times = sides.times
     sides.free()
     return float(counted) / times
@@ -106,7 +107,7 @@ def _step_bytes(cluster: Cluster, size: int, home: int, **options: bool) -> dict
     """
     exchange = Exchange(make_job(cluster, size // 4, "async", servers=1, **options))
     exchange.exchange(1)  # connections are made
-    counts = cluster.comm.allgather(_counted(cluster, lambda: exchange.exchange(STEPS)))
+    counts = gather_all(cluster.comm, _counted(cluster, lambda: exchange.exchange(STEPS)))
     exchange.free()
     sent = [counts[cluster.node_of.index(node)] / STEPS for node in range(cluster.nodes)]
     return {"pull": sent[home], "push": sum(sent) - sent[home]}

@@ -10,12 +10,13 @@ from typing import Any
 from mpips.bench.catalogue import choose_for_world
 from mpips.bench.measure import Options, Row, aims_for, table
 from mpips.cluster import ending
-from mpips.cluster import world as cluster
+from mpips.cluster.agreement import Agreed, everywhere, together
+from mpips.cluster.library import check_world, mpi_name
+from mpips.cluster.start import cores, whole_world
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.planning.job import cpu_name
 from mpips.session.metrics import write_json
-from mpips.session.run import everywhere
 
 
 def run(names: Sequence[str], options: Options, path: Path | None) -> int:
@@ -35,9 +36,9 @@ def run(names: Sequence[str], options: Options, path: Path | None) -> int:
 def guarded(work: Callable[[], None]) -> int:
     """Do `work` on all ranks, and end them all if it fails on any; returns the exit code."""
     try:
-        cluster.check_world(cluster.whole_world())
+        check_world(whole_world())
         work()
-    except cluster.Agreed as error:
+    except Agreed as error:
         return refuse(error)
     except UserError as error:  # perhaps on this rank alone
         ending.abort(str(error), 2)
@@ -47,7 +48,7 @@ def guarded(work: Callable[[], None]) -> int:
 
 
 def _measure(names: Sequence[str], options: Options, path: Path | None) -> None:
-    ranks = Cluster(cluster.whole_world())
+    ranks = Cluster(whole_world())
     ranks.limit_threads()
     chosen = everywhere(ranks.comm, lambda: choose_for_world(names, ranks.world, ranks.nodes))
     rows: list[Row] = []
@@ -63,11 +64,11 @@ def _measure(names: Sequence[str], options: Options, path: Path | None) -> None:
 
 def refuse(error: UserError) -> int:
     """Print an error that every rank has, once; returns the exit code. Collective: yes."""
-    comm = cluster.whole_world()
-    cluster.together(comm, None)  # a launcher may kill the others when the first one leaves
+    comm = whole_world()
+    together(comm, None)  # a launcher may kill the others when the first one leaves
     if comm.rank == 0:
         print(f"mpips: {error}", file=sys.stderr, flush=True)
-    cluster.together(comm, None)
+    together(comm, None)
     return 2
 
 
@@ -80,7 +81,7 @@ def facts() -> dict[str, Any]:
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_name(), "cores": cluster.cores(), "mpi": cluster.mpi_name(),
+        "cpu": cpu_name(), "cores": cores(), "mpi": mpi_name(),
         "python": platform.python_version(), "numpy": numpy.__version__,
         "numba": numba.__version__, "mpips": __version__,
     }  # fmt: skip

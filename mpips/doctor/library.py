@@ -5,10 +5,17 @@ import platform
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
 
 from mpips import __version__
-from mpips.cluster.world import Cluster, mpi_name
+from mpips.cluster.collectives import count_survivors
+from mpips.cluster.library import (
+    MPI4PY,
+    any_thread_may_call,
+    is_open_mpi,
+    library_text,
+    mpi_name,
+)
+from mpips.cluster.world import Cluster
 from mpips.doctor.finding import Finding, fail, ok
 from mpips.doctor.software import Library
 from mpips.planning.job import cpu_name
@@ -19,20 +26,18 @@ FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 
 def gather_library() -> Library:
     """Return what this rank runs on."""
-    import mpi4py
-
     maps = Path("/proc/self/maps").read_text()
-    lines = MPI.Get_library_version().replace("\x00", "").splitlines()
+    lines = library_text().splitlines()
     device = next((x.partition(":")[2].strip() for x in lines if x.startswith("MPICH Dev")), "")
     versions = {
         "mpips": __version__, "python": platform.python_version(),
-        "numpy": np.__version__, "mpi4py": mpi4py.__version__,
+        "numpy": np.__version__, "mpi4py": MPI4PY,
     }  # fmt: skip
     return Library(
         mpi_name(),
         device,
         tuple(name for library, name in TRANSPORTS.items() if library in maps),
-        MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        any_thread_may_call(),
         tuple(versions.items()),
         cpu_name(),
     )
@@ -45,17 +50,10 @@ def try_ulfm(cluster: Cluster) -> list[Finding]:
     MPI Forum's proposal for MPI 5; Bland et al., IJHPCA 2013).
     """
     if os.environ.get(FT_ENABLE, "") not in ("1", "true"):
-        how = "mpirun --with-ft ulfm switches it on" if "Open MPI" in mpi_name() else ""
+        how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
         told = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
         return [ok("ulfm", f"off: {told}")]
-    comm = cluster.comm.Dup()
-    if cluster.rank == 0:
-        comm.Revoke()
-    cluster.wait(comm.Is_revoked)
-    shrunk = comm.Shrink()
-    size = shrunk.size
-    shrunk.Free()
-    comm.Free()
+    size = count_survivors(cluster.comm, cluster.wait)
     if size != cluster.world:
         remedy = "start the job without --with-ft ulfm"
         return [fail("ulfm", f"on, but {size} of {cluster.world} ranks are left", remedy)]

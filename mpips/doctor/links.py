@@ -7,14 +7,16 @@ import numpy as np
 
 from mpips.bench.link import Sides
 from mpips.bench.measure import in_turn
-from mpips.cluster.world import Cluster, all_done, begin_sum, cluster_subset
+from mpips.cluster.collectives import begin_broadcast, begin_sum, broadcast, cluster_subset, free
+from mpips.cluster.tags import TAG_PLAIN
+from mpips.cluster.waiting import all_done
+from mpips.cluster.world import Cluster
 from mpips.doctor.network import Link
 
 SIZE = 4 << 20
 TIMES = (2, 16)  # transfers of one turn, at least and at most
 TURN_S = 0.05
 REPEATS = 2
-TAG_PLAIN = 41
 WAIT_S = 0.01
 
 
@@ -31,8 +33,8 @@ def try_link(cluster: Cluster, pair: tuple[int, int]) -> Link | None:
         two = Cluster(comm, node_size=near)
         found[:] = _measure(two, near)
         two.free()
-        comm.Free()
-    done = cluster.comm.Ibcast(found, pair[0])
+    free(comm)
+    done = begin_broadcast(cluster.comm, found, pair[0])
     while not done.Test():
         time.sleep(WAIT_S)
     if cluster.rank != 0:
@@ -47,7 +49,7 @@ def _measure(two: Cluster, node_size: int) -> list[float]:
     data = np.ones(SIZE // 4, "f4")
     first = in_turn(two, {"send": lambda: _send(two, data, 1)}, 1)["send"]
     times = max(TIMES[0], min(TIMES[1], round(TURN_S / max(min(first), 1e-6))))
-    times = int(two.comm.bcast(times))
+    times = broadcast(two.comm, times)
     sides.times = times
     turns = {
         "send": lambda: _send(two, data, times),
@@ -64,9 +66,9 @@ def _send(two: Cluster, data: np.ndarray, times: int) -> None:
     """Send from rank 1 to rank 0, as a worker does to a server."""
     for _ in range(times):
         if two.rank == 1:
-            two.wait_request(two.comm.Isend(data, 0, TAG_PLAIN))
+            two.wait_request(two.arrays.begin_send(data, 0, TAG_PLAIN))
         else:
-            two.wait_request(two.comm.Irecv(data, 1, TAG_PLAIN))
+            two.wait_request(two.arrays.begin_receive(data, 1, TAG_PLAIN))
 
 
 def _allreduce(two: Cluster, data: np.ndarray, times: int) -> None:

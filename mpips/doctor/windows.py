@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.vector import gradient_of, make_job
+from mpips.cluster.waiting import Background, Backoff
 from mpips.cluster.window import Field, Plan, Window, shared_bytes_free
-from mpips.cluster.world import Background, Backoff, Cluster
+from mpips.cluster.world import Cluster
 from mpips.doctor.memory import BUSY_S, FarGet, Need
 from mpips.errors import UserError
 from mpips.layout.roles import Roles

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.cluster import ending
-from mpips.cluster import world as clusters
+from mpips.cluster.library import check_world
+from mpips.cluster.start import whole_world
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.doctor import clocks, library, links, memory, network, software, storage, windows
@@ -245,11 +246,11 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
     """
     with watch.over("world"):
         try:
-            clusters.check_world(clusters.whole_world())
+            check_world(whole_world())
         except UserError as error:
             report.add([refused("world", error)])  # in each of several worlds of one rank
             return report.end()
-        ranks = Cluster(clusters.whole_world(), options.node_size)
+        ranks = Cluster(whole_world(), options.node_size)
         ranks.limit_threads()
         visit = Visit(ranks, options)
         report.title = f"{count(ranks.world, 'rank')} on {count(ranks.nodes, 'node')}"

@@ -12,7 +12,8 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.place import Place
-from mpips.cluster.world import Cluster, mpi_name
+from mpips.cluster.library import mpi_name
+from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import ROUND_MODES

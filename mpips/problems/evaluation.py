@@ -1,6 +1,5 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from mpips.datasets.base import iterate
 from mpips.errors import UserError
 
 if TYPE_CHECKING:
-    from mpips.cluster.world import Comm
     from mpips.datasets import Batch
     from mpips.planning.job import Job
 
@@ -81,30 +79,6 @@ def mean_evaluation(job: "Job", parts: Sequence[Mapping[str, float] | None]) -> 
     by_rank = dict(zip(job.cluster.roles.workers, (part or {} for part in parts), strict=True))
     sums = add_up(by_rank, "rank", "the same metrics on every rank")
     return {name: value / job.info.n_test for name, value in sums.items()}
-
-
-def share_evaluation(job: "Job", workers: "Comm", mine: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean of each metric, as `mean_evaluation`, on every worker.
-
-    Args:
-        job: The run.
-        workers: The communicator of the workers.
-        mine: This worker's sums.
-
-    Raises:
-        UserError: If a metric is some workers' only; on all of them.
-
-    Collective: over `workers`. Blocks: until all of them have evaluated, but never inside MPI.
-    """
-    text = np.frombuffer(json.dumps(mine).encode(), "u1")
-    sizes = np.zeros(workers.size, "i4")
-    wait = job.cluster.wait_request
-    wait(workers.Iallgather(np.array([text.size], "i4"), sizes))
-    texts = np.empty(sizes.sum(), "u1")
-    wait(workers.Iallgatherv(text, (texts, sizes)))
-    ends = np.cumsum(sizes)
-    parts = zip(ends - sizes, ends, strict=True)
-    return mean_evaluation(job, [json.loads(texts[a:b].tobytes()) for a, b in parts])
 
 
 def checked_loss(value: Any) -> float:

@@ -2,7 +2,9 @@
 
 from mpips import codecs
 from mpips.cluster import signals
-from mpips.cluster.world import Agreed, Cluster
+from mpips.cluster.agreement import Agreed
+from mpips.cluster.collectives import begin_barrier, gather_all
+from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
 from mpips.kernels.compiled import compiling
@@ -24,14 +26,14 @@ def load_loops(ranks: Cluster, config: Config) -> None:
             _load(config)
     except _Stopped:
         watch.look()
-    all_here = ranks.comm.Ibarrier()
+    all_here = begin_barrier(ranks.comm)
 
     def ready() -> bool:
         watch.look()
         return all_here.Test()
 
     ranks.wait(ready)
-    told = [name for name in ranks.comm.allgather(watch.stop) if name]
+    told = [name for name in gather_all(ranks.comm, watch.stop) if name]
     if told:
         error = Agreed(
             f"{told[0]} before training began, so there is nothing to save; run me again"

@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.cluster.world import Cluster, Request, all_done, begin_maximum, begin_sum
+from mpips.cluster.collectives import begin_maximum, begin_sum
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_PROBE
+from mpips.cluster.waiting import all_done
+from mpips.cluster.world import Cluster
 from mpips.codecs import Codec, Origin, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.planning import choice
@@ -21,7 +25,6 @@ from mpips.planning.job import Job
 from mpips.transport.far import CHUNK_BYTES, WINDOW
 from mpips.transport.wire import pull_codec, push_codec
 
-TAG_PROBE = 5
 STREAMS = 4  # at most, of a node
 WORD_BYTES, TRIES = 8, 5
 FIRST_BYTES, LAST_BYTES, GROWTH = 64 << 10, 8 << 20, 4
@@ -127,9 +130,9 @@ def _exchange(cluster: Cluster, nbytes: int) -> float:
 
 def _move(cluster: Cluster, data: np.ndarray, out: np.ndarray, dest: int, source: int) -> None:
     """Send and receive in chunks, as far reads do, so that no direction waits for the other."""
-    comm, step = cluster.comm, CHUNK_BYTES
+    arrays, step = cluster.arrays, CHUNK_BYTES
     begins = range(0, data.size, step)
-    coming = [comm.Irecv(out[b : b + step], source, TAG_PROBE) for b in begins]
+    coming = [arrays.begin_receive(out[b : b + step], source, TAG_PROBE) for b in begins]
     left = deque(data[b : b + step] for b in begins)
     going: deque[Request] = deque()
 
@@ -137,7 +140,7 @@ def _move(cluster: Cluster, data: np.ndarray, out: np.ndarray, dest: int, source
         while going and going[0].Test():
             going.popleft()
         while left and len(going) < WINDOW:
-            going.append(comm.Isend(left.popleft(), dest, TAG_PROBE))
+            going.append(arrays.begin_send(left.popleft(), dest, TAG_PROBE))
         return not going and all_done(coming)
 
     cluster.wait(done)

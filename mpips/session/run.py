@@ -3,17 +3,18 @@
 import contextlib
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster import signals
-from mpips.cluster import world as cluster
+from mpips.cluster.agreement import Agreed, everywhere, on_root
+from mpips.cluster.collectives import begin_sum, broadcast, gather_to_first
+from mpips.cluster.library import check_world
+from mpips.cluster.start import Comm, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
@@ -36,10 +37,8 @@ from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.strategies import strategy
 
-T = TypeVar("T")
 
-
-def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> int:
+def run(line: CommandLine, started: float, comm: Comm | None = None) -> int:
     """Run a job; returns the exit code. Collective: yes.
 
     Args:
@@ -51,14 +50,14 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
         Agreed: If the job is refused, on every rank.
         UserError: If something fails on this rank alone; the caller ends the job.
     """
-    world = cluster.whole_world() if comm is None else comm
+    world = whole_world() if comm is None else comm
     if "explain" in line.flags:
         return _explain(line, world)
     try:
         found = on_root(world, lambda: _find(line, world))
         try:
             return _run(found, world, started)
-        except cluster.Agreed:
+        except Agreed:
             if world.rank == 0 and not found.resumed and not found.config.eval_only:
                 folder.forget(found.out)
             raise
@@ -66,11 +65,11 @@ def run(line: CommandLine, started: float, comm: cluster.Comm | None = None) -> 
         place.release()
 
 
-def _explain(line: CommandLine, comm: cluster.Comm) -> int:
+def _explain(line: CommandLine, comm: Comm) -> int:
     """Say what the job would do in this world, instead of doing it. Collective: yes."""
 
     def find() -> Config:
-        cluster.check_world(comm)
+        check_world(comm)
         return folder.find_config(line)[0]
 
     config = on_root(comm, find)
@@ -82,17 +81,17 @@ def _explain(line: CommandLine, comm: cluster.Comm) -> int:
     return 0
 
 
-def make_cluster(comm: cluster.Comm, config: Config) -> Cluster:
+def make_cluster(comm: Comm, config: Config) -> Cluster:
     """Return the job's ranks, on the nodes that the job sees. Collective: yes."""
     return Cluster(comm, 1 if config.window == "private" else config.node_size)
 
 
-def _find(line: CommandLine, comm: cluster.Comm) -> Run:
-    cluster.check_world(comm)
+def _find(line: CommandLine, comm: Comm) -> Run:
+    check_world(comm)
     return folder.find_run(line)
 
 
-def _run(found: Run, comm: cluster.Comm, started: float) -> int:
+def _run(found: Run, comm: Comm, started: float) -> int:
     config = found.config
     ranks = make_cluster(comm, config)
     ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
@@ -122,37 +121,6 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
     return roles
 
 
-def everywhere(comm: cluster.Comm, make: Callable[[], T]) -> T:
-    """Call `make` on every rank; an error on any is raised on all. Collective: yes.
-
-    The traceback of an error in the user's code goes with the message.
-    """
-    error: UserError | None = None
-    try:
-        value = make()
-    except UserError as problem:
-        error = problem
-        if problem.__cause__ is not None:
-            trace = "".join(traceback.format_exception(problem.__cause__))
-            error = cluster.Agreed(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
-    cluster.together(comm, error)
-    return value
-
-
-def on_root(comm: cluster.Comm, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and share its value or its error. Collective: yes."""
-    value: T | None = None
-    error: UserError | None = None
-    if comm.rank == 0:
-        try:
-            value = make()
-        except UserError as problem:
-            error = problem
-    cluster.together(comm, error)
-    shared: T = comm.bcast(value)
-    return shared
-
-
 def make_job(found: Run, ranks: Cluster, started: float) -> Job:
     """Open the data, build the problem, read the checkpoint's index. Collective: yes.
 
@@ -162,7 +130,7 @@ def make_job(found: Run, ranks: Cluster, started: float) -> Job:
     config, comm = found.config, ranks.comm
     info, dataset = open_data(config, ranks, strict=not (found.resumed or config.eval_only))
     block = dataset.train.block(config.batch_size) if dataset else 0
-    block = comm.bcast(block, ranks.roles.workers[0])
+    block = broadcast(comm, block, ranks.roles.workers[0])
     load_loops(ranks, config)
 
     near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
@@ -204,7 +172,7 @@ def open_data(config: Config, ranks: Cluster, strict: bool) -> tuple[DataInfo, D
     parts = everywhere(comm, lambda: open_parts(config) if works else None)
     looks = parts if ranks.rank == first else None
     found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
-    info: DataInfo = comm.bcast(found, first)
+    info: DataInfo = broadcast(comm, found, first)
     return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
 
 
@@ -242,7 +210,7 @@ def _train(job: Job, found: Run) -> int:
 def _from_chief(ranks: Cluster, code: int) -> int:
     """Return the chief's exit code on every rank, when all have come. Collective: yes."""
     said = np.array([code if ranks.is_chief else 0])
-    ranks.wait_request(cluster.begin_sum(ranks.comm, said))
+    ranks.wait_request(begin_sum(ranks.comm, said))
     return int(said[0])
 
 
@@ -348,7 +316,7 @@ def _evaluate_only(job: Job, found: Run) -> int:
         params = job.layout.views(job.checkpoint.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part)
-    gathered = job.cluster.comm.gather(parts)
+    gathered = gather_to_first(job.cluster.comm, parts)
     means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
     if gathered is not None and not job.config.quiet:
         for note in found.notes:

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from mpips import __version__
-from mpips.cluster.world import Cluster, mpi_name
+from mpips.cluster.library import mpi_name
+from mpips.cluster.world import Cluster
 from mpips.config.delay import delays_text
 from mpips.errors import human_bytes
 from mpips.planning.job import Job

@@ -18,15 +18,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_REPLY
+from mpips.cluster.waiting import all_done
 from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster, Request, all_done
+from mpips.cluster.world import Cluster
 from mpips.codecs import Codec, Origin
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.transport.wire import Chunked, Packing
 
 BEGUN, COMMITTED, CLOCK, STATE = range(4)  # words of a server's header
-TAG_REPLY = 4
 # Small enough to be sent eagerly over TCP by both MPIs: a rendezvous would wait for an answer
 # that is behind whatever the other direction carries.
 CHUNK_BYTES = 60 << 10
@@ -152,12 +154,13 @@ class ReplyReads(FarReads):
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
         self._coming, self._ends, self._stamps, out = [], [], [], self._out
+        begin = self._cluster.arrays.begin_receive
         for server, rank, shard in self._owners:
             chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
             chunks = chunked.cut(out[shard.range])
             messages = chunked.messages(chunks)
             comes = [
-                self._cluster.comm.Irecv(part, rank, TAG_REPLY)
+                begin(part, rank, TAG_REPLY)
                 for part in (self._first[server], *messages, self._last[server])
             ]
             if messages is not chunks:
@@ -213,8 +216,8 @@ class _Reply:
         return words
 
     def _send(self, part: np.ndarray) -> None:
-        comm = self._cluster.comm
-        requests = [comm.Isend(part, rank, TAG_REPLY) for rank in self._ranks]
+        begin = self._cluster.arrays.begin_send
+        requests = [begin(part, rank, TAG_REPLY) for rank in self._ranks]
         self._sending.append((requests, part))  # alive until sent
 
     def done(self, versions: np.ndarray | None = None) -> bool:

@@ -18,13 +18,15 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
 
+from mpips.cluster.messages import ANY_SOURCE, ANY_TAG, begin_receive_found
+from mpips.cluster.start import Request, Status
+from mpips.cluster.tags import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.cluster.waiting import all_done
 from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Cluster, all_done
+from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
-from mpips.transport.outbox import BODY_TAGS, TAG_HEADER, TAG_REST
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.wire import Unpacker
 
@@ -49,8 +51,8 @@ class _Body:
     """
 
     place: tuple[np.ndarray, ...]
-    requests: list[MPI.Request]
-    status: MPI.Status
+    requests: list[Request]
+    status: Status
     key: tuple[int, int] | None = None
     probed: bool = False
 
@@ -81,6 +83,7 @@ class Inbox:
         origins: bool = False,
     ) -> None:
         self._cluster, self._sources, self._applied = cluster, sources, applied
+        self._arrays, self._incoming = cluster.arrays, cluster.bodies
         places = places if sources and size else 0
         self._unpacker = Unpacker(codec, size if places else 0, dtype)
         rows = int(origins), size
@@ -111,11 +114,7 @@ class Inbox:
         """
         if not self._sources:
             return
-        comm, status = self._cluster.comm, MPI.Status()
-        while (found := comm.Improbe(MPI.ANY_SOURCE, TAG_HEADER, status)) is not None:
-            rows = np.empty((status.Get_count(MPI.INT64_T) // HEADER_WORDS, HEADER_WORDS), "i8")
-            found.Recv(rows)
-            rank = status.Get_source()
+        for rank, rows in self._arrays.rows(TAG_HEADER, HEADER_WORDS):
             self._announced[rank] += 1
             self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
         self._settle()
@@ -128,11 +127,11 @@ class Inbox:
         if limit is not None:
             self._make_room_up_to(limit)
         elif self._probing:
-            while self._free and self._probe(MPI.ANY_SOURCE):
+            while self._free and self._probe(ANY_SOURCE):
                 continue
         else:
             while self._free:
-                self._post(MPI.ANY_SOURCE)
+                self._post(ANY_SOURCE)
             self._look_for_missing()
 
     def _place(self) -> tuple[np.ndarray, ...]:
@@ -149,19 +148,19 @@ class Inbox:
             self._free.append(place)
 
     def _post(self, source: int) -> None:
-        place, status = self._place(), MPI.Status()
+        place, status = self._place(), Status()
         first = transfer_pieces(place[0])[0]
-        request = self._cluster.bodies.Irecv(first, source, MPI.ANY_TAG)
+        request = self._incoming.begin_receive(first, source, ANY_TAG)
         self._posted.append(_Body(place, [request], status))
 
     def _probe(self, source: int) -> bool:
         """Receive a body that is here, if there is one; returns whether there was."""
-        found = self._cluster.bodies.Improbe(source, MPI.ANY_TAG, MPI.Status())
+        found = self._incoming.find(source, ANY_TAG)
         if found is None:
             return False
         place = self._place()
-        request = found.Irecv(transfer_pieces(place[0])[0])
-        self._posted.append(_Body(place, [request], MPI.Status(), probed=True))
+        request = begin_receive_found(found, transfer_pieces(place[0])[0])
+        self._posted.append(_Body(place, [request], Status(), probed=True))
         return True
 
     def _look_for_missing(self) -> None:
@@ -241,10 +240,10 @@ class Inbox:
             if not body.requests[0].Test(body.status):
                 waiting.append(body)
             elif not body.status.Is_cancelled():
-                body.key = rank, tag = body.status.Get_source(), body.status.Get_tag()
+                body.key = rank, tag = body.status.source, body.status.tag
                 rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
                 tag += TAG_REST
-                body.requests = [self._cluster.comm.Irecv(p, rank, tag) for p in rest]
+                body.requests = [self._arrays.begin_receive(p, rank, tag) for p in rest]
                 self._bodies.append(body)
         self._posted = waiting
         return bool(waiting)

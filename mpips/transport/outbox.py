@@ -26,18 +26,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpips.cluster.start import Request
+from mpips.cluster.tags import BODY_TAGS, TAG_HEADER, TAG_REST
+from mpips.cluster.waiting import all_done
 from mpips.cluster.window import Field, Window, transfer_pieces
-from mpips.cluster.world import Cluster, Request, all_done
+from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.transport.push import HEADER_WORDS
 from mpips.transport.wire import Packer, Packing
 
-TAG_HEADER = 2
-BODY_TAGS = 1 << 14  # a body's tag is the message's number modulo this; MPI promises 32767 tags
-# Plus the body's tag: of two bodies the later one may be seen to have come first.
-TAG_REST = 16
 BUFFERS = 2  # open pushes a worker, and open messages a carrier
 PUSHED = 0  # word of a worker: number of pushes announced
 HELD = 1  # word of a worker: number of the last cut for which it announces no more for now
@@ -161,7 +160,7 @@ class _Message:
     """One message to each far server, on its way or done."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+        self._arrays, self._bodies = cluster.arrays, cluster.bodies
         self._requests: list[Request] = []
         self._headers: list[np.ndarray] = []
         self._sent_s = 0.0
@@ -172,13 +171,14 @@ class _Message:
         self, number: int, parts: Sequence[tuple[int, np.ndarray, Sequence[np.ndarray]]]
     ) -> None:
         """Send (rank, headers, body in pieces) each. Blocks: no; leave all alone until `done`."""
-        cluster, comm = self._cluster, self._cluster.comm
-        requests = []
+        arrays, bodies, requests = self._arrays, self._bodies, []
         for rank, headers, (first, *rest) in parts:
-            requests.append(comm.Isend(headers, rank, TAG_HEADER))
-            requests.append(cluster.bodies.Issend(first, rank, number % BODY_TAGS))
-            tag = TAG_REST + number % BODY_TAGS
-            requests += [comm.Issend(piece, rank, tag) for piece in rest]
+            requests.append(arrays.begin_send(headers, rank, TAG_HEADER))
+            tag = number % BODY_TAGS
+            requests.append(bodies.begin_synchronous_send(first, rank, tag))
+            # A tag of its own: of two bodies the later one may be seen to have come first.
+            tag += TAG_REST
+            requests += [arrays.begin_synchronous_send(piece, rank, tag) for piece in rest]
             self.bytes_sent += sum(part.nbytes for part in (headers, first, *rest))
         self._requests, self._headers = requests, [headers for _, headers, _ in parts]
         self._sent_s = time.perf_counter()

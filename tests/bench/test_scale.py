@@ -390,13 +390,13 @@ def test_a_world_draws_nothing(tmp_path: Path) -> None:
 
 HOARD = """
 import json, numpy as np
-from mpips.cluster import world as cluster
+from mpips.cluster.start import whole_world
 from mpips.bench.pushpull import Exchange
 from mpips.bench.steps import memory_of_servers
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
 
-ranks = Cluster(cluster.whole_world(), node_size=NODE)
+ranks = Cluster(whole_world(), node_size=NODE)
 job = make_job(ranks, 2_000_000, "async", servers=1)
 exchange = Exchange(job)
 exchange.exchange(3)

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from mpips.cluster import ending
-from mpips.cluster.world import MPI, Agreed
+from mpips.cluster.agreement import Agreed
+from mpips.cluster.start import MPI
 from mpips.config.command_line import parse_command_line
 from mpips.session import run as session
 

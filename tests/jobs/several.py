@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 
 from mpips.cluster import ending, signals
-from mpips.cluster.world import MPI, SIZES, Agreed
+from mpips.cluster.agreement import Agreed
+from mpips.cluster.library import SIZES
+from mpips.cluster.start import MPI
 from mpips.config.command_line import parse_command_line
 from mpips.session import run as session
 

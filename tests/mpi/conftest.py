@@ -18,7 +18,8 @@ from typing import NoReturn, TextIO
 import pytest
 from verdict import FailedTogetherError, together
 
-from mpips.cluster.world import MPI, Cluster
+from mpips.cluster.start import MPI
+from mpips.cluster.world import Cluster
 from mpips.optim import make_rule, warm
 
 LIMIT_S = 90.0  # a test, fixtures included

@@ -9,8 +9,13 @@ import pytest
 from mpi4py import MPI
 from verdict import check
 
-from mpips.cluster import world as clusters
-from mpips.cluster.world import Agreed, Backoff, Cluster, cluster_subset
+from mpips.cluster import waiting
+from mpips.cluster.agreement import Agreed, together
+from mpips.cluster.collectives import cluster_subset
+from mpips.cluster.library import check_world
+from mpips.cluster.tags import TAG_CONTROL
+from mpips.cluster.waiting import Backoff
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.layout.roles import Roles, assign
 
@@ -34,10 +39,10 @@ def test_nodes_are_runs_of_ranks(cluster: Cluster, node_size: int) -> None:
 def test_messages_of_tests_and_job_do_not_meet(cluster: Cluster) -> None:
     """Its communicators are its own: a message on the given one is not taken."""
     ring = (cluster.rank + 1) % cluster.world
-    request = MPI.COMM_WORLD.isend("not for the cluster", ring, clusters.TAG_CONTROL)
+    request = MPI.COMM_WORLD.isend("not for the cluster", ring, TAG_CONTROL)
     cluster.barrier()
     taken = cluster.poll()
-    MPI.COMM_WORLD.recv(source=(cluster.rank - 1) % cluster.world, tag=clusters.TAG_CONTROL)
+    MPI.COMM_WORLD.recv(source=(cluster.rank - 1) % cluster.world, tag=TAG_CONTROL)
     request.wait()
     check(cluster.comm, not taken, taken)
 
@@ -175,8 +180,8 @@ def test_an_error_on_one_rank_is_raised_on_all(cluster: Cluster) -> None:
     last = cluster.rank == cluster.world - 1
     error = UserError("this", "that", "do so") if last else None
     with pytest.raises(Agreed, match=r"^this, expected that; do so$"):
-        clusters.together(cluster.comm, error)
-    clusters.together(cluster.comm, None)
+        together(cluster.comm, error)
+    together(cluster.comm, None)
 
 
 def test_free_twice(node_size: int) -> None:
@@ -194,9 +199,9 @@ def test_a_lonely_rank_in_a_slurm_step_is_refused(
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     if cluster.world == 1:
         with pytest.raises(UserError, match="world of 4; use srun --mpi="):
-            clusters.check_world(cluster.comm)
+            check_world(cluster.comm)
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    clusters.check_world(cluster.comm)
+    check_world(cluster.comm)
 
 
 @pytest.mark.world(max_size=2)
@@ -207,9 +212,9 @@ def test_a_lonely_rank_under_another_mpirun_is_refused(
     monkeypatch.setenv("PMI_SIZE", "3")
     if cluster.world == 1:
         with pytest.raises(UserError, match="world of 3; use the mpirun of"):
-            clusters.check_world(cluster.comm)
+            check_world(cluster.comm)
     else:
-        clusters.check_world(cluster.comm)
+        check_world(cluster.comm)
 
 
 @pytest.mark.world(max_size=1)
@@ -222,9 +227,9 @@ def test_backoff_spins_then_yields_then_sleeps(
     crowded = crowding > 1
     clock = [0.0]
     did: list[str | float] = []
-    monkeypatch.setattr(clusters.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(clusters.time, "sleep", did.append)
-    monkeypatch.setattr(clusters.os, "sched_yield", lambda: did.append("yield"))
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(waiting.time, "sleep", did.append)
+    monkeypatch.setattr(waiting.os, "sched_yield", lambda: did.append("yield"))
     backoff = Backoff(crowding)
     for now in (0.0, 10e-6, 100e-6, 300e-6, 0.5, 1.0, 60.0):
         clock[0] = now

@@ -10,24 +10,26 @@ import numpy as np
 import pytest
 from verdict import check
 
+from mpips.cluster import tags
+from mpips.cluster.messages import Arrays
+from mpips.cluster.start import MPI
 from mpips.cluster.window import Window
-from mpips.cluster.world import MPI, Cluster
+from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.planning.explain import Place, codec_ratios, explain
 from mpips.planning.traffic import totals
 from mpips.rounds import internode
 from mpips.session import run as session
-from mpips.transport import far, outbox
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
 
 STEPS = 6
 GRADS, PARAMS = range(2)
 KIND = {
-    internode.TAG_PARTIAL: GRADS,
-    far.TAG_REPLY: PARAMS,
-    internode.TAG_RESULT: PARAMS,
+    tags.TAG_PARTIAL: GRADS,
+    tags.TAG_REPLY: PARAMS,
+    tags.TAG_RESULT: PARAMS,
 }
 
 
@@ -52,9 +54,9 @@ class Counted(MPI.Intracomm):
     bodies = False
 
     def _note(self, buffer: Any, dest: int, tag: int) -> None:
-        rest = outbox.TAG_REST <= tag < outbox.TAG_REST + outbox.BODY_TAGS
+        rest = tags.TAG_REST <= tag < tags.TAG_REST + tags.BODY_TAGS
         kind = GRADS if self.bodies or rest else KIND.get(tag)
-        words = kind == PARAMS and buffer.nbytes == 64 and tag == far.TAG_REPLY  # versions
+        words = kind == PARAMS and buffer.nbytes == 64 and tag == tags.TAG_REPLY  # versions
         if kind is not None and not words:
             self.counter.note(kind, self.rank, dest, buffer.nbytes)
 
@@ -76,9 +78,11 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
         def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
             super().__init__(comm, node_size)
             made.append(Counter(self))
-            self.comm, self.bodies = Counted(self.comm), Counted(self.bodies)
-            self.comm.counter = self.bodies.counter = made[-1]
-            self.bodies.bodies = True
+            bodies = Counted(self._comms[1])
+            self.comm = Counted(self.comm)
+            self.comm.counter = bodies.counter = made[-1]
+            bodies.bodies = True
+            self.arrays, self.bodies = Arrays(self.comm), Arrays(bodies)
 
     plain = Window.get
 

@@ -5,8 +5,9 @@ import itertools
 import pytest
 from verdict import check
 
+from mpips.cluster.waiting import Backoff
 from mpips.cluster.window import Plan, Window
-from mpips.cluster.world import Backoff, Cluster
+from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import HandOut, Range
 from mpips.layout.roles import assign
 from mpips.ps import feed

@@ -10,6 +10,7 @@ from rig import INBOX, Rig
 from verdict import check
 
 from mpips.cluster import window as windows
+from mpips.cluster.tags import BODY_TAGS
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
 from mpips.ps import shard as shards
@@ -133,7 +134,7 @@ def test_bodies_that_no_receive_matches_are_found(
 
     def post(self: inbox.Inbox, source: int) -> None:
         place = self._free.pop()
-        request = self._cluster.bodies.Irecv(place[0], source, outbox.BODY_TAGS + 1)  # of none
+        request = self._incoming.begin_receive(place[0], source, BODY_TAGS + 1)  # of none
         self._posted.append(inbox._Body(place, [request], MPI.Status()))
 
     monkeypatch.setattr(inbox.Inbox, "_post", post)

@@ -4,8 +4,9 @@ from mpi4py import MPI
 from verdict import check
 
 from mpips.cluster import window as windows
+from mpips.cluster.agreement import Agreed
 from mpips.cluster.window import Field, Plan, Window
-from mpips.cluster.world import Agreed, Cluster
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 
 pytestmark = pytest.mark.mpi

@@ -26,12 +26,11 @@ class Line:
 
     def __init__(self) -> None:
         self.sent: list[np.ndarray] = []
-        self.comm = self.bodies = self
 
-    def Isend(self, array: np.ndarray, rank: int, tag: int) -> None:
+    def begin_send(self, array: np.ndarray, rank: int, tag: int) -> None:
         self.sent.append(array.copy())
 
-    Issend = Isend
+    begin_synchronous_send = begin_send
 
 
 def member(worker: int) -> Announced:
@@ -68,7 +67,7 @@ def test_nothing_is_lost_where_messages_hold_one_push_or_many(
     codec = TopK(0.05, 0.5) if name == "dgc" else make_codec(name)
     line, rng, rule = Line(), np.random.default_rng(0), Sgd()
     members = [member(k) for k in range(WORKERS)]
-    cluster: Any = SimpleNamespace(comm=line, bodies=line)
+    cluster: Any = SimpleNamespace(arrays=line, bodies=line)
     args = [(0, 0, SHARD)], np.zeros(WORKERS, "i8"), members[-1], members
     carrier, unpacker = Carrier(cluster, *args, Packing(codec)), Unpacker(codec, SHARD.size, "f8")
     alone, its = (

@@ -1,0 +1,110 @@
+"""Messages between two ranks: small control messages as Python values, and arrays as they are."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.start import MPI, Comm, Request, Status
+from mpips.cluster.tags import TAG_CONTROL, TAG_GATHER
+
+ANY_SOURCE, ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
+Found = MPI.Message  # a message that a probe has found, and that nobody else receives
+
+
+class Arrays:
+    """Messages of arrays on one communicator. Collective: no. Blocks: no.
+
+    What begins a message is MPI's own function, taken once: it costs no call more.
+
+    Attributes:
+        begin_send: ``(array, dest, tag)`` to a request; leave the array alone until it is complete.
+        begin_synchronous_send: The same; complete only when it is being received.
+        begin_receive: ``(array, source, tag)`` to a request; `ANY_SOURCE` and `ANY_TAG` match all.
+        find: ``(source, tag)`` to a message that is here or coming, for `begin_receive_found`, or
+            None.
+    """
+
+    begin_send: Callable[[np.ndarray, int, int], Request]
+    begin_synchronous_send: Callable[[np.ndarray, int, int], Request]
+    begin_receive: Callable[[np.ndarray, int, int], Request]
+    find: Callable[..., Found | None]
+
+    def __init__(self, comm: Comm) -> None:
+        self.begin_send, self.begin_synchronous_send = comm.Isend, comm.Issend
+        self.begin_receive, self.find = comm.Irecv, comm.Improbe
+        self._status = Status()
+
+    def rows(self, tag: int, width: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the messages that have come, of rows of so many int64 each.
+
+        Yields:
+            Rank of the sender, and the rows, shape (rows, width).
+        """
+        status = self._status
+        while (found := self.find(ANY_SOURCE, tag, status)) is not None:
+            rows = np.empty((status.Get_count(MPI.INT64_T) // width, width), "i8")
+            source = status.source
+            found.Recv(rows)
+            yield source, rows
+
+
+def begin_receive_found(found: Found, out: np.ndarray) -> Request:
+    """Begin to receive a message that `Arrays.find` has found. Collective: no. Blocks: no."""
+    return found.Irecv(out)
+
+
+class Mailbox:
+    """A rank's control messages, which are rare and small. Collective: no. Blocks: no.
+
+    Args:
+        comm: A communicator that nothing else travels on.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._rank, self._isend, self._find = comm.rank, comm.Isend, comm.Improbe
+        self._status = Status()
+        self._sending: list[tuple[Request, bytes]] = []
+        self._later: list[tuple[int, str, Any]] = []
+
+    def send(self, dest: int, kind: str, payload: Any) -> None:
+        """Send a control message, which `poll` receives; also to this rank itself."""
+        if dest == self._rank:
+            self._later.append((dest, kind, payload))
+        else:
+            self._send(dest, TAG_CONTROL, (kind, payload))
+
+    def bring(self, dest: int, value: object) -> None:
+        """Send a value for which `dest` calls `brought_by`."""
+        self._send(dest, TAG_GATHER, value)
+
+    def _send(self, dest: int, tag: int, value: object) -> None:
+        self.empty()
+        message = MPI.pickle.dumps(value)
+        self._sending.append((self._isend(message, dest, tag), message))
+
+    def poll(self) -> list[tuple[int, str, Any]]:
+        """Return the control messages that have come, as (source, kind, payload).
+
+        Messages of one source come in the order in which they were sent.
+        """
+        messages, self._later = self._later, []
+        while (found := self._find(ANY_SOURCE, TAG_CONTROL, self._status)) is not None:
+            source = self._status.source
+            messages.append((source, *self._value(found)))
+        return messages
+
+    def brought_by(self, rank: int) -> list[Any]:
+        """Return the next value that a rank has brought, as a list; [] if none has come."""
+        found = self._find(rank, TAG_GATHER, self._status)
+        return [] if found is None else [self._value(found)]
+
+    def _value(self, found: Found) -> Any:
+        body = bytearray(self._status.Get_count(MPI.BYTE))
+        found.Recv(body)  # already here or on its way: does not wait for anybody's step
+        return MPI.pickle.loads(body)
+
+    def empty(self) -> bool:
+        """Whether every message has left."""
+        self._sending = [(r, m) for r, m in self._sending if not r.Test()]
+        return not self._sending

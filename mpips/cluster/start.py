@@ -1,0 +1,77 @@
+"""MPI is started by importing this module, the only one that imports mpi4py.
+
+What has to be set before MPI starts (yielding where ranks outnumber cores) is set here first, if
+the user has not set it. The other modules of this room have `MPI` from here.
+"""
+
+import contextlib
+import ctypes
+import os
+from typing import TypeAlias
+
+from mpips.cluster import segments
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on; affinity masks count."""
+    return len(os.sched_getaffinity(0))
+
+
+def _local_ranks() -> int:
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 1
+
+
+def _yield_when_crowded() -> None:
+    if _local_ranks() > cores():
+        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+_yield_when_crowded()
+segments.clean()
+segments.require_room()
+
+with segments.noted():
+    from mpi4py import MPI  # starts MPI, with what was set above
+
+PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # prctl(2)
+
+Comm: TypeAlias = MPI.Intracomm
+Request: TypeAlias = MPI.Request
+Status: TypeAlias = MPI.Status
+
+
+def whole_world() -> Comm:
+    """Return the communicator of all ranks that were started."""
+    return MPI.COMM_WORLD
+
+
+def share_cores(crowded: bool) -> None:
+    """Have this process waked and interrupted as suits its host.
+
+    Args:
+        crowded: Whether ranks outnumber cores there.
+    """
+    if crowded:
+        _take_turns()
+    else:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
+        _sharpen_timers()
+
+
+def _sharpen_timers() -> None:
+    """Let a sleep of 20 us take 25, not 75: Linux delays timers by up to 50 us unless told."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
+
+
+def _take_turns() -> None:
+    """Let whoever has the core keep it until it waits, though another rank of it wakes up.
+
+    By policy SCHED_BATCH (sched(7)); a policy that somebody has chosen stays. Where it may not be
+    set, ranks interrupt each other as before, which costs time and nothing else.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,0 +1,26 @@
+"""Every tag of a message, in one table: no two kinds on one communicator have the same.
+
+MPI promises tags up to 32767 (MPI-4.1, 9.1.2). On `Cluster.bodies` a body's tag is its number
+modulo `BODY_TAGS`, and nothing else travels there.
+"""
+
+# Of control messages, which have a communicator of their own.
+TAG_CONTROL = 1
+TAG_GATHER = 2
+
+# On `Cluster.comm`.
+TAG_HEADER = 3  # of a push
+TAG_REPLY = 4  # to a far read
+TAG_PARTIAL = 5  # a node's sum on its way to an owner, in a round
+TAG_RESULT = 6  # an owner's parameters on their way back
+TAG_START = 7  # an owner's parameters and slots before the first round of low rank
+TAG_PROBE = 8  # measures links at the start of a job
+TAG_CLOCK = 9  # compares the hosts' clocks
+TAG_PLAIN = 10  # a plain send, to compare with
+TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
+TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
+
+BODY_TAGS = 1 << 14
+
+# On the world's communicator, which is nobody's else.
+TAG_SPEAKS = 31999

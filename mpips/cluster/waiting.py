@@ -1,0 +1,98 @@
+"""How a rank waits, and how MPI gets on while it computes."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from mpips.cluster.start import MPI, Request
+
+SPIN_S = 20e-6
+YIELD_S = 200e-6
+SLEEP_S = 20e-6
+SLEEP_MAX_S = 1e-3
+IDLE_S = 1.0
+BACKGROUND_S = 200e-6
+
+
+class Backoff:
+    """How a rank waits: it spins, then yields, then sleeps longer and longer.
+
+    A sleep gives the core away, which ``sched_yield`` alone does not do under Linux's fair
+    scheduler. Where ranks outnumber cores, spinning is left out, and the first sleep is the longer
+    the more of them take turns: each look costs those that work 10 to 20 us.
+
+    Args:
+        crowding: Ranks for each core.
+    """
+
+    def __init__(self, crowding: float) -> None:
+        crowded = crowding > 1
+        self._spin_s = 0.0 if crowded else SPIN_S
+        self._yield_s = SPIN_S if crowded else YIELD_S
+        self._sleep_s = min(SLEEP_MAX_S, SLEEP_S * max(1.0, 2 * (crowding - 1)))
+        self._since: float | None = None
+
+    def reset(self) -> None:
+        """Start over: something was done."""
+        self._since = None
+
+    def pause(self) -> None:
+        """Wait a little; how little depends on the time since `reset`."""
+        now = time.perf_counter()
+        if self._since is None:
+            self._since = now
+        idle_s = now - self._since
+        if idle_s < self._spin_s:
+            return
+        if idle_s < self._yield_s:
+            os.sched_yield()
+        else:
+            more = SLEEP_MAX_S - self._sleep_s
+            time.sleep(self._sleep_s + more * min(1.0, idle_s / IDLE_S))
+
+
+class Background:
+    """Calls `advance` from a thread of its own, now and then, within a ``with`` block.
+
+    So MPI gets on while this rank computes. The thread and the rank never act at once: entering
+    hands over to the thread, leaving waits for it. Without MPI_THREAD_MULTIPLE nothing is called.
+    The thread begins with the first block, and ends by `end`.
+    """
+
+    def __init__(self, advance: Callable[[], object]) -> None:
+        self._advance = advance
+        self._wanted, self._turn = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self._allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def __enter__(self) -> None:
+        if self._allowed and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._wanted.clear()
+        with self._turn:
+            return
+
+    def end(self) -> None:
+        """End the thread, if there is one; no block may follow."""
+        self._ended = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._wanted.wait() and not self._ended:
+            with self._turn:
+                if self._wanted.is_set():
+                    self._advance()
+            time.sleep(BACKGROUND_S)
+
+
+def all_done(requests: list[Request]) -> bool:
+    """Whether all these operations are complete. Blocks: no; makes them get on."""
+    return MPI.Request.Testall(requests)
