@@ -14,7 +14,7 @@ and has one place more for them.
 """
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,10 @@ PATIENCE_S = 0.25  # after which a body that was announced is looked for by a pr
 CROWD_PATIENCE = 20  # or so many times that where more are announced than there are receives
 
 
+Place = tuple[np.ndarray, ...]
+Key = tuple[int, int]  # rank of the sender, and tag of the body
+
+
 @dataclass(eq=False)
 class _Body:
     """A place in the pool that is being filled, or is full.
@@ -50,11 +54,95 @@ class _Body:
         probed: Whether a probe had found it: it is here, or coming.
     """
 
-    place: tuple[np.ndarray, ...]
+    place: Place
     requests: list[Request]
     status: Status
-    key: tuple[int, int] | None = None
+    key: Key | None = None
     probed: bool = False
+
+
+class _Pool:
+    """Places for bodies.
+
+    Args:
+        make: Makes one.
+        places: How many are made at once, and kept.
+
+    Attributes:
+        free: Those that nothing lies in, or comes to.
+        kept: How many are kept.
+        made: How many there are.
+    """
+
+    def __init__(self, make: Callable[[], Place], places: int) -> None:
+        self._make = make
+        self.free = [make() for _ in range(places)]
+        self.kept = self.made = places
+
+    def take(self) -> Place:
+        """Return a free place, or one more."""
+        if not self.free:
+            self.made += 1
+            return self._make()
+        return self.free.pop()
+
+    def give_back(self, place: Place) -> None:
+        """Have a place free again; one that is too many is dropped."""
+        if self.made > self.kept:
+            self.made -= 1
+        else:
+            self.free.append(place)
+
+    def may_grow(self) -> bool:
+        """Whether there may be one more."""
+        return self.made <= self.kept + 1
+
+
+class _Announced:
+    """What senders have announced and is not taken yet.
+
+    Attributes:
+        headers: Of each message, by rank and tag of the body.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.headers: dict[Key, np.ndarray] = {}
+        self._noted = dict.fromkeys(ranks, 0)  # messages
+        self._taken = dict.fromkeys(ranks, 0)
+        self._awaited_since: dict[int, tuple[int, float]] = {}  # message and time, by rank
+
+    def note(self, rank: int, rows: np.ndarray) -> None:
+        """Note the header of a rank's next message."""
+        self._noted[rank] += 1
+        self.headers[rank, self._noted[rank] % BODY_TAGS] = rows
+
+    def take(self, key: Key) -> np.ndarray:
+        """Return the header of a message that is taken now, the next of its rank."""
+        self._taken[key[0]] += 1
+        return self.headers.pop(key)
+
+    def next_tag(self, rank: int) -> int:
+        """Return the tag of the body that is to be taken next of a rank."""
+        return (self._taken[rank] + 1) % BODY_TAGS
+
+    def overdue(self, here: Set[Key | None], patience_s: float) -> Iterator[int]:
+        """Yield ranks whose next body was announced so long ago, and anew from now on.
+
+        Args:
+            here: The bodies that are here.
+            patience_s: How long ago; of time that was looked at.
+        """
+        now = time.perf_counter()
+        for rank, taken in self._taken.items():
+            key = rank, self.next_tag(rank)
+            if key not in self.headers or key in here:
+                continue
+            number, since_s = self._awaited_since.get(rank, (0, now))
+            if number != taken + 1:
+                self._awaited_since[rank] = taken + 1, now
+            elif now - since_s > patience_s:
+                self._awaited_since[rank] = taken + 1, now
+                yield rank
 
 
 class Inbox:
@@ -87,18 +175,14 @@ class Inbox:
         places = places if sources and size else 0
         self._unpacker = Unpacker(codec, size if places else 0, dtype)
         rows = int(origins), size
-        self._new_place = lambda: (self._unpacker.place(), *np.zeros(rows, dtype))
-        self._free = [self._new_place() for _ in range(places)]
-        self._places, self._most = places, places
-        self._probing = bool(self._free) and self._free[0][0].nbytes <= PROBED_MAX_BYTES
-        self._awaited_since: dict[int, tuple[int, float]] = {}  # message and time, by rank
+        self._pool = _Pool(lambda: (self._unpacker.place(), *np.zeros(rows, dtype)), places)
+        free = self._pool.free
+        self._probing = bool(free) and free[0][0].nbytes <= PROBED_MAX_BYTES
         self._next_look_s = 0.0
-        self._announced = dict.fromkeys(sources, 0)  # messages, by rank
-        self._taken = dict.fromkeys(sources, 0)
-        self._headers: dict[tuple[int, int], np.ndarray] = {}
+        self._announced = _Announced(sources)
         self._posted: list[_Body] = []
         self._bodies: list[_Body] = []
-        self._lent: tuple[np.ndarray, ...] | None = None
+        self._lent: Place | None = None
 
     @property
     def bodies(self) -> int:
@@ -115,8 +199,7 @@ class Inbox:
         if not self._sources:
             return
         for rank, rows in self._arrays.rows(TAG_HEADER, HEADER_WORDS):
-            self._announced[rank] += 1
-            self._headers[rank, self._announced[rank] % BODY_TAGS] = rows
+            self._announced.note(rank, rows)
         self._settle()
         if limit is not None or not fetch:
             self._fill_gaps()
@@ -127,28 +210,15 @@ class Inbox:
         if limit is not None:
             self._make_room_up_to(limit)
         elif self._probing:
-            while self._free and self._probe(ANY_SOURCE):
+            while self._pool.free and self._probe(ANY_SOURCE):
                 continue
         else:
-            while self._free:
+            while self._pool.free:
                 self._post(ANY_SOURCE)
             self._look_for_missing()
 
-    def _place(self) -> tuple[np.ndarray, ...]:
-        """Return a free place, or one more."""
-        if not self._free:
-            self._places += 1
-            return self._new_place()
-        return self._free.pop()
-
-    def _release(self, place: tuple[np.ndarray, ...]) -> None:
-        if self._places > self._most:
-            self._places -= 1  # the one more is not kept
-        else:
-            self._free.append(place)
-
     def _post(self, source: int) -> None:
-        place, status = self._place(), Status()
+        place, status = self._pool.take(), Status()
         first = transfer_pieces(place[0])[0]
         request = self._incoming.begin_receive(first, source, ANY_TAG)
         self._posted.append(_Body(place, [request], status))
@@ -158,7 +228,7 @@ class Inbox:
         found = self._incoming.find(source, ANY_TAG)
         if found is None:
             return False
-        place = self._place()
+        place = self._pool.take()
         request = begin_receive_found(found, transfer_pieces(place[0])[0])
         self._posted.append(_Body(place, [request], Status(), probed=True))
         return True
@@ -169,7 +239,7 @@ class Inbox:
         Where there are fewer receives than bodies, one may only wait for room, and gets it in the
         end; elsewhere the library has failed to match it, and all are probed for from now on.
         """
-        missing = len(self._headers) - len(self._bodies)
+        missing = len(self._announced.headers) - len(self._bodies)
         if missing <= 0:
             return
         now = time.perf_counter()
@@ -178,32 +248,17 @@ class Inbox:
         self._next_look_s = now + PATIENCE_S / 4
         crowded = missing > len(self._posted)
         here = {body.key for body in self._bodies}
-        for rank, taken in self._taken.items():
-            if not self._awaited(rank, here):
-                continue
-            number, since_s = self._awaited_since.get(rank, (0, now))
-            if number != taken + 1:
-                self._awaited_since[rank] = taken + 1, now
-            elif now - since_s > PATIENCE_S * (CROWD_PATIENCE if crowded else 1):
-                self._awaited_since[rank] = taken + 1, now
-                if self._places <= self._most + 1 and self._probe(rank) and not crowded:
-                    self._probing = True
-                    self._most += 1  # for those that wait for what they do not match
-
-    def _awaited(self, rank: int, here: Set[tuple[int, int] | None]) -> bool:
-        """Whether the next body of a rank was announced and is not here."""
-        key = rank, self._next_tag(rank)
-        return key in self._headers and key not in here
-
-    def _next_tag(self, rank: int) -> int:
-        return (self._taken[rank] + 1) % BODY_TAGS
+        for rank in self._announced.overdue(here, PATIENCE_S * (CROWD_PATIENCE if crowded else 1)):
+            if self._pool.may_grow() and self._probe(rank) and not crowded:
+                self._probing = True
+                self._pool.kept += 1  # for those that wait for what they do not match
 
     def _fill_gaps(self) -> None:
         """Receive what comes before a body that is here, where no receive has matched it."""
         for body in list(self._bodies):
             assert body.key is not None, "a body of nobody"
             rank, tag = body.key
-            if tag != self._next_tag(rank) and not any(b.probed for b in self._posted):
+            if tag != self._announced.next_tag(rank) and not any(b.probed for b in self._posted):
                 self._probe(rank)
 
     def _make_room_up_to(self, limit: np.ndarray) -> None:
@@ -219,7 +274,7 @@ class Inbox:
         here = {body.key for body in self._bodies}
         for rank in self._sources:
             if self._owes(rank, limit):
-                if (rank, self._next_tag(rank)) in here:
+                if (rank, self._announced.next_tag(rank)) in here:
                     return  # it is the next to be taken
                 if self._probing:
                     self._probe(rank)
@@ -260,25 +315,25 @@ class Inbox:
             rank, tag = body.key
             if not self._owes(rank, limit):
                 continue
-            if tag != self._next_tag(rank) or body.key not in self._headers:
+            if tag != self._announced.next_tag(rank) or body.key not in self._announced.headers:
                 continue  # an earlier body of this rank, or the header, is still coming
             if not all_done(body.requests):
                 continue
             self._bodies.remove(body)
-            self._taken[rank] += 1
+            header = self._announced.take(body.key)
             message, *origin = body.place
             grad = self._unpacker.unpack(message)
             if grad is message or origin:
                 self._lent = body.place
             else:
-                self._release(body.place)
-            return Push.unpack_all(self._headers.pop(body.key), grad, *origin)
+                self._pool.give_back(body.place)
+            return Push.unpack_all(header, grad, *origin)
         return None
 
     def give_back(self) -> None:
         """Free the place of the push taken last, which is applied."""
         if self._lent is not None:
-            self._release(self._lent)
+            self._pool.give_back(self._lent)
             self._lent = None
 
     def close(self) -> None:

@@ -95,10 +95,10 @@ class SharedReads(FarReads):
         self._joined: tuple[int, int] | None = None  # worker, fetch
         # Fetches whose versions may be older than those of the last read.
         self._before = np.zeros(len(workers), "i8")
-        self._number = self._slot = 0
+        self._claimed = 0  # what BEGUN was last
         self._here = self._stamped = True
-        self._found = np.zeros(servers, "i8")
-        self._torn = self.joined = 0
+        self._found = np.zeros(servers + 1, "i8")  # as `Neighbour.fetched` has it
+        self.joined = 0
         self._asked_s = self._longest_s = 0.0
 
     @property
@@ -125,9 +125,9 @@ class SharedReads(FarReads):
     def _claim(self) -> None:
         """Say that a fetch begins, and where it goes."""
         places = [replica.ctypes.data for replica in self._me.replicas]
-        self._number += 1
-        self._slot = places.index(self._out.ctypes.data)
-        publish(self._me.words, BEGUN, REPLICAS * self._number + self._slot)
+        number, slot = self._claimed // REPLICAS + 1, places.index(self._out.ctypes.data)
+        self._claimed = REPLICAS * number + slot
+        publish(self._me.words, BEGUN, self._claimed)
         self._own.begin(self._out)
         self._stamped = False
         self._note_stamps()
@@ -155,11 +155,11 @@ class SharedReads(FarReads):
         self._note_stamps()
         if not here:
             return False
-        self._torn = self._own.result(self._found)
-        self._me.fetched[self._slot, :-1] = self._found
-        self._me.fetched[self._slot, -1] = self._torn
-        self._me.before[self._slot] = self._before
-        publish(self._me.words, DONE, REPLICAS * self._number + self._slot)
+        self._found[-1] = self._own.result(self._found)
+        slot = self._claimed % REPLICAS
+        self._me.fetched[slot] = self._found
+        self._me.before[slot] = self._before
+        publish(self._me.words, DONE, self._claimed)
         self._longest_s = max(self._longest_s, time.perf_counter() - self._asked_s)
         return True
 
@@ -173,14 +173,15 @@ class SharedReads(FarReads):
                 self.fetch()
             return False
         slot = number % REPLICAS
-        self._found[:] = other.fetched[slot, :-1]
+        self._found[:] = other.fetched[slot]
         self._before[:] = other.before[slot]
         self._before[self._joined[0]] = number
         for _, _, shard in self._owners:
             np.copyto(self._out[shard.range], other.replicas[slot, shard.range])
         later = observe(other.words, BEGUN) - REPLICAS * (number // REPLICAS)
         overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
-        self._torn = len(self._owners) if overwritten else int(other.fetched[slot, -1])
+        if overwritten:
+            self._found[-1] = len(self._owners)
         self.joined += 1
         return True
 
@@ -188,4 +189,4 @@ class SharedReads(FarReads):
         """See `FarReads.result`."""
         for server, _, _ in self._owners:
             versions[server] = self._found[server]
-        return self._torn
+        return int(self._found[-1])

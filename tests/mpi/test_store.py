@@ -133,7 +133,7 @@ def test_bodies_that_no_receive_matches_are_found(
     monkeypatch.setattr(inbox, "PROBED_MAX_BYTES", 0)
 
     def post(self: inbox.Inbox, source: int) -> None:
-        place = self._free.pop()
+        place = self._pool.take()
         request = self._incoming.begin_receive(place[0], source, BODY_TAGS + 1)  # of none
         self._posted.append(inbox._Body(place, [request], MPI.Status()))
 
@@ -251,7 +251,7 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
             return pool.bodies == min(INBOX, 2 * len(far))
 
         cluster.wait(fill)
-        held = {rows[0, 0] for rows in pool._headers.values()}
+        held = {rows[0, 0] for rows in pool._announced.headers.values()}
         held = {w for w in held if any(b.key[0] == rig.roles.workers[w] for b in pool._bodies)}
         limit = np.array([0 if w in held else 2 for w in range(workers)])
         taken: list[tuple[int, int]] = []
@@ -265,8 +265,8 @@ def test_a_full_pool_does_not_stop_a_cut(cluster: Cluster, n: int) -> None:
 
         cluster.wait(take)
         wrong += [push for push in taken if push[0] in held]
-        if pool._places > INBOX + 1:
-            wrong.append(("places", pool._places))
+        if pool._pool.made > INBOX + 1:
+            wrong.append(("places", pool._pool.made))
         rig.serve(rig.server.apply)
         if not (rig.server.params == 3 * workers).all():
             wrong.append(rig.server.params)
