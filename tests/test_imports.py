@@ -195,6 +195,17 @@ def test_the_check_of_communicators_lets_pass(line: str) -> None:
     assert not calls_of_mpi(ast.parse(line))
 
 
+def test_tags_are_in_one_table() -> None:
+    found = [
+        name
+        for name, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if node.id.startswith("TAG_") and name not in ("cluster.tags", *NOT_YET)
+    ]
+    assert not found
+
+
 def test_no_module_reads_another_s_private_names() -> None:
     wrong = [
         f"{name}: {alias.name}"
