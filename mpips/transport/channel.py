@@ -8,6 +8,7 @@ the buffer is free once every near server has applied it, and the far ones have 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -142,15 +143,29 @@ class Sender:
         return self.outbox is None or self.outbox.resting()
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """How pushes come to a server.
+
+    Attributes:
+        places: Far bodies held at a time.
+        aggregate: Whether the gradients of a node come in one message from afar.
+        codec: What large far bodies are packed by, or None.
+        origins: Whether the replicas that they were computed from come as well.
+    """
+
+    places: int
+    aggregate: bool = False
+    codec: Codec | None = None
+    origins: bool = False
+
+
 class Receiver:
     """A server's half of the channel. Collective: no.
 
     Args:
         applied: The server's ledger, shape (workers,); read here, written by the store.
-        inbox: Far bodies held at a time.
-        aggregate: Whether the gradients of a node come in one message from afar.
-        codec: What large far bodies are packed by, or None.
-        origins: Whether the replicas that they were computed from come as well.
+        arrival: How pushes come.
     """
 
     def __init__(
@@ -161,26 +176,23 @@ class Receiver:
         shard: Shard,
         dtype: str,
         applied: np.ndarray,
-        inbox: int,
-        aggregate: bool = False,
-        codec: Codec | None = None,
-        origins: bool = False,
+        arrival: Arrival,
     ) -> None:
         self._server, self._shard, self._applied = server_id, shard, applied
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
-        self._near = [Announced.of(window, w, r, origins) for w, r in near]
+        self._near = [Announced.of(window, w, r, arrival.origins) for w, r in near]
         self._words = addresses_of((source.words for source in self._near), PUSHED)
         self._workers = np.array([source.worker for source in self._near], np.int64)
         self._no_limit = no_limit(applied.size)
         self._next = 0
         sources: dict[int, list[int]] = {}
-        carrier = carriers(cluster, aggregate)
+        carrier = carriers(cluster, arrival.aggregate)
         for worker, rank in workers:
             if not cluster.near(rank):
                 sources.setdefault(carrier[rank], []).append(worker)
-        args = cluster, sources, shard.size, dtype, applied, inbox
-        self._far = Inbox(*args, codec, origins)
+        args = cluster, sources, shard.size, dtype, applied, arrival.places
+        self._far = Inbox(*args, arrival.codec, arrival.origins)
         self._far_first = False
 
     @property
