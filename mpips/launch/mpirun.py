@@ -41,7 +41,11 @@ def mpirun() -> str:
 
 @functools.cache
 def is_open_mpi() -> bool:
-    """Whether `mpirun` is Open MPI's."""
+    """Whether `mpirun` is Open MPI's.
+
+    Starts no MPI: which library a process has loaded is another question, which
+    `mpips.cluster.library.is_open_mpi` answers.
+    """
     version = subprocess.run([mpirun(), "--version"], capture_output=True, text=True, timeout=60)
     return "Open MPI" in version.stdout or "PRTE" in version.stdout
 
