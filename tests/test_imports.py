@@ -39,7 +39,6 @@ LAYER = {name: n for n, line in enumerate(ROOMS.strip().splitlines()) for name i
 # What MPI's communicators and others have: MPI's where it is called of a communicator.
 SHARED_NAMES = {"Barrier", "barrier", "free", "gather", "recv", "reduce", "scatter", "send"}
 COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "servers"}
-NOT_YET = ("rounds.lowrank", "rounds.rounds")
 
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
@@ -172,7 +171,7 @@ def calls_of_mpi(tree: ast.Module) -> list[str]:
 
 def test_only_the_cluster_room_calls_communicators() -> None:
     found = {n: calls_of_mpi(t) for n, t in sources().items() if not in_cluster(n)}
-    assert not {name: calls for name, calls in found.items() if calls and name not in NOT_YET}
+    assert not {name: calls for name, calls in found.items() if calls}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_tags_are_in_one_table() -> None:
         for name, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if node.id.startswith("TAG_") and name not in ("cluster.tags", *NOT_YET)
+        if node.id.startswith("TAG_") and name != "cluster.tags"
     ]
     assert not found
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
 from mpips.bench.vector import ONE, make_job
-from mpips.cluster.world import Cluster, Request
+from mpips.cluster.collectives import begin_barrier
+from mpips.cluster.start import Request
+from mpips.cluster.world import Cluster
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf, assemble
@@ -77,10 +79,10 @@ class Exchange:
         cluster = self.cluster
         if self.server is None:
             work()
-            self._wait_sent(cluster.comm.Ibarrier())
+            self._wait_sent(begin_barrier(cluster.comm))
             return
         self._goal += pushes * len(cluster.roles.workers)
-        done, store = cluster.comm.Ibarrier(), self.server.store
+        done, store = begin_barrier(cluster.comm), self.server.store
         self.server.serve_until(lambda: done.Test() and store.version >= self._goal)
 
     def _wait_sent(self, here: Request) -> None:

@@ -16,6 +16,7 @@ from mpips.bench.pushpull import Exchange
 from mpips.bench.rounds import Rounds
 from mpips.bench.vector import make_job
 from mpips.bench.world import facts
+from mpips.cluster.collectives import gather_all
 from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
 from mpips.cluster.world import Cluster
@@ -66,7 +67,7 @@ def _step(
     cluster: Cluster, size: int, servers: int, options: Options
 ) -> tuple[Point, list[Memory]]:
     """Measure one step, with servers an exchange, without a round. Collective: yes."""
-    crowded = any(cluster.comm.allgather(cluster.crowded))
+    crowded = any(gather_all(cluster.comm, cluster.crowded))
     series = Series("async" if servers else "sync", cluster.nodes, cluster.world, servers, crowded)
     if not servers:
         rounds = Rounds(cluster, size)
@@ -121,7 +122,7 @@ def memory_of_servers(job: Job, exchange: Exchange, size: int, hosts: int) -> Me
     if exchange.server is not None:
         segment = Design.of(job).plan(cluster, cluster.rank).nbytes
         beyond = _beyond(exchange.server.store.params, segment)
-    most = max(cluster.comm.allgather(beyond))
+    most = max(gather_all(cluster.comm, beyond))
     servers = len(cluster.roles.servers)
     return Memory(hosts, cluster.nodes, cluster.world, servers, size, most)
 
@@ -165,7 +166,7 @@ def _too_large(cluster: Cluster, size: int) -> str:
     here = cluster.hosts.count(cluster.hosts[cluster.rank])
     needed = (3 * here + 1) * size  # of each worker a replica and two gradients, and the shards
     free = int(ROOM * min(_available(), shared_bytes_free()))
-    short = [(n, f) for n, f in cluster.comm.allgather((needed, free)) if n > f]
+    short = [(n, f) for n, f in gather_all(cluster.comm, (needed, free)) if n > f]
     if not short:
         return ""
     return f"it takes {short[0][0] / 1e9:.1f} GB of a host, which has {short[0][1] / 1e9:.1f} GB"

@@ -14,7 +14,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from mpips.cluster.world import Comm, Request, begin_maximum
+from mpips.cluster.collectives import begin_maximum
+from mpips.cluster.start import Comm, Request
 from mpips.kernels.atomics import observe
 
 

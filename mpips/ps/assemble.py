@@ -12,9 +12,11 @@ from types import TracebackType
 
 import numpy as np
 
+from mpips.cluster.collectives import cluster_subset
+from mpips.cluster.collectives import free as free_comm
+from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
-from mpips.cluster.world import Cluster, Comm, Request, cluster_subset
-from mpips.cluster.world import free as free_comm
+from mpips.cluster.world import Cluster
 from mpips.ps import far_choice
 from mpips.ps.client import GrantedReads, NearReads, Puller
 from mpips.ps.design import Design
@@ -22,7 +24,7 @@ from mpips.ps.feed import Feed
 from mpips.ps.gate import ClockGate, Gate, RoundGate
 from mpips.ps.quorum import QuorumServer
 from mpips.ps.shard import Server
-from mpips.transport.channel import Receiver, Sender
+from mpips.transport.channel import Arrival, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.neighbours import Neighbour, SharedReads
 
@@ -133,7 +135,7 @@ class ServerHalf(Half):
         else:
             self.server = QuorumServer(*args, needed=len(cluster.roles.workers) - design.backup)
         how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
-        self.receiver = Receiver(*place, design.dtype, self.server.applied, *how)
+        self.receiver = Receiver(*place, design.dtype, self.server.applied, Arrival(*how))
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.

@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpips.cluster.world import Cluster, Request, mpi_name
+from mpips.cluster.collectives import begin_broadcast
+from mpips.cluster.library import is_open_mpi
+from mpips.cluster.start import Request
+from mpips.cluster.world import Cluster
 from mpips.ps.client import Puller
 from mpips.ps.design import Design
 
@@ -43,7 +46,7 @@ def agree(
     if puller is not None and cluster.rank == far[0]:
         out = np.zeros(design.size, design.dtype)
         times[:] = [_seconds(puller(way), out) for way in WAYS]
-    wait(cluster.comm.Ibcast(times, far[0]))
+    wait(begin_broadcast(cluster.comm, times, far[0]))
     return times
 
 
@@ -61,7 +64,7 @@ def _get_keeps_memory(cluster: Cluster) -> bool:
 
     Three readers at once left 7 KB of each 16.8 MB behind, seven 30 to 70 KB.
     """
-    return "Open MPI" in mpi_name() and len(set(cluster.hosts)) < cluster.nodes
+    return is_open_mpi() and len(set(cluster.hosts)) < cluster.nodes
 
 
 def way_of(design: Design, times: np.ndarray | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpips.cluster import signals
-from mpips.cluster.world import Backoff
+from mpips.cluster.waiting import Backoff
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
 from mpips.kernels.atomics import observe

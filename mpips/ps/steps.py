@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.checkpoint import Pieces
-from mpips.cluster.world import Background
+from mpips.cluster.waiting import Background
 from mpips.cut.worker_state import SUMS
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range

@@ -5,8 +5,9 @@ Allreduce of the gradients; then each owner updates its slice, and broadcasts it
 
 import numpy as np
 
+from mpips.cluster.collectives import begin_broadcast
+from mpips.cluster.start import Request
 from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Request
 from mpips.layout import CACHE_LINE_BYTES
 from mpips.optim import Rule
 from mpips.planning.job import Job
@@ -47,7 +48,7 @@ class AllreduceRound(Round):
     def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
         if self._cluster.nodes > 1 and owner != self._cluster.rank:
             self.transfers.bytes_received += part.nbytes
-        return self._cluster.comm.Ibcast(part, owner)
+        return begin_broadcast(self._cluster.comm, part, owner)
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""

@@ -10,7 +10,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.cluster.world import Cluster, Comm, Request, all_done, begin_sum, cluster_subset, free
+from mpips.cluster.collectives import begin_sum, cluster_subset, free
+from mpips.cluster.start import Comm, Request
+from mpips.cluster.waiting import all_done
+from mpips.cluster.world import Cluster
 from mpips.kernels.vectors import sum_squares
 from mpips.optim import Rule, Slots, clip_factor
 from mpips.planning.job import Job

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.cluster.collectives import begin_broadcast
 from mpips.cut.saver import (
     LAST_PAUSE_S,
     LAST_TRIES,
@@ -112,7 +113,7 @@ class RoundCheckpoints:
         """Return what is so of the chief's checkpoints, on every rank. Collective: yes."""
         found = np.array([self._committer is not None and ask(self._committer)])
         chief = self._cluster.roles.chief
-        self._cluster.wait_request(self._cluster.comm.Ibcast(found, chief))
+        self._cluster.wait_request(begin_broadcast(self._cluster.comm, found, chief))
         return bool(found[0])
 
     def _pauses(self) -> bool:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cluster.world import cluster_subset, free
+from mpips.cluster.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import Job
-from mpips.problems.evaluation import evaluate, next_evaluation, share, share_evaluation
+from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -47,7 +47,9 @@ class RoundEvaluation:
             return
         begin, end = share(info.n_test, worker, len(self._cluster.roles.workers))
         mine = evaluate(self._job, self._params, begin, end)
-        means = share_evaluation(self._job, self._workers, mine)
+        means = mean_evaluation(
+            self._job, gather_polled(self._workers, mine, self._cluster.wait_request)
+        )
         target = config.target_accuracy
         self.target_reached = bool(target) and means.get("accuracy", 0.0) >= target
         if worker == 0:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpips.cluster.collectives import begin_sum
+from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window, transfer_pieces
-from mpips.cluster.world import Comm, Request, begin_sum
 from mpips.codecs.powersgd import (
     Factors,
     cut_rows,

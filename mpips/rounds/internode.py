@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_PARTIAL, TAG_RESULT
 from mpips.cluster.window import transfer_pieces
-from mpips.cluster.world import Cluster, Request
+from mpips.cluster.world import Cluster
 from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
-
-TAG_PARTIAL, TAG_RESULT = 5, 6
 
 
 def _packings(job: Job) -> tuple[Packing, Packing]:
@@ -66,7 +66,7 @@ class NodeAgent:
     def __init__(
         self, job: Job, replica: np.ndarray, addresses: np.ndarray, transfers: Transfers
     ) -> None:
-        self._comm, self._addresses, self._transfers = job.cluster.comm, addresses, transfers
+        self._arrays, self._addresses, self._transfers = job.cluster.arrays, addresses, transfers
         self._shards = list(_far_shards(job, replica)) if addresses.size else []
 
     def state(self) -> OwnState:
@@ -83,7 +83,7 @@ class NodeAgent:
         for far in self._shards:
             sum_rows(self._addresses, weights, far.shard.begin, far.partial)
             for part in far.packer.pack(far.partial, step, 0):
-                requests.append(self._comm.Isend(part, far.owner, TAG_PARTIAL))
+                requests.append(self._arrays.begin_send(part, far.owner, TAG_PARTIAL))
                 self._transfers.bytes_sent += part.nbytes
         return requests
 
@@ -91,7 +91,7 @@ class NodeAgent:
         """Begin to receive the results from the owners."""
         self._transfers.bytes_received += sum(far.place.nbytes for far in self._shards)
         return [
-            self._comm.Irecv(part, far.owner, TAG_RESULT)
+            self._arrays.begin_receive(part, far.owner, TAG_RESULT)
             for far in self._shards
             for part in transfer_pieces(far.place)
         ]
@@ -136,7 +136,7 @@ class FarNodes:
     def __init__(self, job: Job, params: np.ndarray, transfers: Transfers) -> None:
         cluster, shard, dtype = job.cluster, job.shard, job.dtype
         push, pull = _packings(job)
-        self._comm, self._params, self._transfers = cluster.comm, params, transfers
+        self._arrays, self._params, self._transfers = cluster.arrays, params, transfers
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
         self._agents = [_agent(cluster, n, owner) for n in others if shard.size]
@@ -148,7 +148,7 @@ class FarNodes:
     def receive_sums(self) -> None:
         """Wait for the other nodes' sums."""
         coming = [
-            self._comm.Irecv(part, agent, TAG_PARTIAL)
+            self._arrays.begin_receive(part, agent, TAG_PARTIAL)
             for agent, place in zip(self._agents, self._places, strict=True)
             for part in transfer_pieces(place)
         ]
@@ -161,4 +161,6 @@ class FarNodes:
         if not self._agents:
             return []
         pieces = self._packer.pack(self._params, step, 0)
-        return [self._comm.Isend(p, agent, TAG_RESULT) for agent in self._agents for p in pieces]
+        return [
+            self._arrays.begin_send(p, agent, TAG_RESULT) for agent in self._agents for p in pieces
+        ]

@@ -5,8 +5,9 @@ The leader of a node is its first rank.
 
 from collections.abc import Sequence
 
+from mpips.cluster.collectives import cluster_subset, free
+from mpips.cluster.start import Request
 from mpips.cluster.window import Field, Plan, Window
-from mpips.cluster.world import Request, cluster_subset, free
 from mpips.kernels.vectors import addresses_of
 from mpips.optim import Rule
 from mpips.planning.job import Job

@@ -20,8 +20,10 @@ import zlib
 
 import numpy as np
 
+from mpips.cluster.collectives import begin_maximum
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_START
 from mpips.cluster.window import Field, transfer_pieces
-from mpips.cluster.world import Request, begin_maximum
 from mpips.codecs.powersgd import Factors
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
@@ -31,7 +33,6 @@ from mpips.rounds.base import OwnState, Report, Weights
 from mpips.rounds.factors import FactorSums, NodeFactors, RankRows
 from mpips.rounds.node import NodeRound, leaders
 
-TAG_START = 6
 ERROR, BASIS = "error", "basis"
 
 
@@ -65,16 +66,18 @@ class PowerSgdRound(NodeRound):
 
     def publish_start(self) -> None:
         """Bring the owners' parameters and slots to every node. Collective: yes."""
-        cluster, comm = self._cluster, self._cluster.comm
+        cluster, arrays = self._cluster, self._cluster.arrays
         vectors = (self.replica, *self._node_slots)
         requests: list[Request] = []
         for rank, shard in zip(cluster.roles.owners, self._job.shards, strict=True):
             pieces = [p for v in vectors for p in transfer_pieces(v[shard.range])]
             if rank == cluster.rank:
                 far = [r for r in leaders(cluster.node_of) if not cluster.near(r)]
-                requests += [comm.Isend(p, leader, TAG_START) for leader in far for p in pieces]
+                requests += [
+                    arrays.begin_send(p, leader, TAG_START) for leader in far for p in pieces
+                ]
             elif self._leads and not cluster.near(rank):
-                requests += [comm.Irecv(p, rank, TAG_START) for p in pieces]
+                requests += [arrays.begin_receive(p, rank, TAG_START) for p in pieces]
         self.transfers.wait(requests)
         self._barrier.wait()
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster.world import Backoff, Cluster, cluster_subset
-from mpips.cluster.world import free as cluster_free
+from mpips.cluster.collectives import cluster_subset
+from mpips.cluster.collectives import free as cluster_free
+from mpips.cluster.waiting import Backoff
+from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
 from mpips.layout import cut

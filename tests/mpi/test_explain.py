@@ -19,7 +19,6 @@ from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.planning.explain import Place, codec_ratios, explain
 from mpips.planning.traffic import totals
-from mpips.rounds import internode
 from mpips.session import run as session
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
