@@ -86,7 +86,8 @@ def commit(
 ) -> None:
     """Make the shard files in `folder` a checkpoint, and remove old ones.
 
-    Called once, after every `write_shard` and `write_worker` has returned.
+    Called once, after every `write_shard` and `write_worker` has returned. All that an index holds
+    is given here, by name.
 
     Args:
         folder: What `begin_step` returned.

@@ -175,7 +175,10 @@ def take(
     places: np.ndarray,
     count: int,
 ) -> None:
-    """Move what `threshold` found, over `count`, to the message; clear it in both vectors."""
+    """Move what `threshold` found, over `count`, to the message; clear it in both vectors.
+
+    A loop takes plain numbers and vectors, each by itself.
+    """
     at, over = 0, residual.dtype.type(count)
     for i in range(residual.size):
         size = np.int64(bits[i]) & mask

@@ -119,7 +119,7 @@ def measure(
     timeout_s: float,
     cores: Iterable[int] = (),
 ) -> Result:
-    """Measure a peer, in processes of their own on this machine.
+    """Measure a peer, in processes of their own on this machine, which are told all of this.
 
     Args:
         venv: Virtual environment that has the peer's package.
