@@ -40,6 +40,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if multi_rank else None
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say with ``--durations=N`` also what took longest of that which shares a world."""
+    from runs import SECONDS
+
+    count = terminalreporter.config.option.durations
+    if SECONDS and count is not None:
+        terminalreporter.section("slowest in shared worlds")
+        for seconds, name in sorted(SECONDS, reverse=True)[: count or None]:
+            terminalreporter.write_line(f"{seconds:.2f}s {name}")
+
+
 @pytest.fixture(scope="session")
 def slurm(request: pytest.FixtureRequest) -> "Iterator[SlurmCluster]":
     """A SLURM of three nodes, for all tests."""

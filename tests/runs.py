@@ -1,7 +1,9 @@
 """What a run leaves, judged from outside: its checkpoints, its summary, its marker."""
 
 import json
+import os
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,14 +41,7 @@ def counting(data: str, *, kind: str = "Counting") -> list[str]:
     return ["--problem", f"{COUNTING}:{kind}", *files, *COUNT]
 
 
-def several(jobs: Sequence[tuple[int, Sequence[str]]], cwd: Path, timeout_s: float) -> list[int]:
-    """Run jobs in one world, each on as many ranks as it says; returns their exit codes."""
-    (cwd / "jobs.json").write_text(json.dumps([[n, list(argv)] for n, argv in jobs]))
-    world = max(n for n, _ in jobs)
-    script = str(HERE / "jobs" / "several.py")
-    print(run(world, [script, str(cwd / "jobs.json")], cwd, timeout_s).check().output)
-    codes: list[int] = json.loads((cwd / "codes.json").read_text())
-    return codes
+SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and what it is
 
 
 class Plan:
@@ -54,21 +49,41 @@ class Plan:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._names: list[str] = []
         self._jobs: list[tuple[int, list[str]]] = []
         self._codes: list[int] = []
+        self._outputs: list[str] = []
 
     def out(self, name: str) -> Path:
         """Return the folder of a run."""
         return self.folder / name.replace(" ", "-")
 
-    def add(self, name: str, ranks: int, options: Sequence[str], code: int = 0) -> None:
+    def outputs(self, name: str) -> list[str]:
+        """Return what each job of a run has printed."""
+        return [text for k, text in zip(self._names, self._outputs, strict=True) if k == name]
+
+    def add(
+        self, name: str, ranks: int, options: Sequence[str], code: int = 0, quiet: bool = True
+    ) -> None:
         """Add a job that should end with `code`: a run's first part, or one that resumes it."""
-        self._jobs.append((ranks, [*options, "--out", str(self.out(name)), "--quiet"]))
+        self._names.append(name)
+        words = [*options, "--out", str(self.out(name)), *["--quiet"] * quiet]
+        self._jobs.append((ranks, words))
         self._codes.append(code)
 
-    def run(self, timeout_s: float) -> None:
-        """Run all of them, one after the other."""
-        codes = several(self._jobs, self.folder, timeout_s)
+    def run(self, timeout_s: float, cwd: Path | None = None) -> None:
+        """Run all of them in one world, one after the other, each on as many ranks as it says."""
+        file, world = self.folder / "jobs.json", max(ranks for ranks, _ in self._jobs)
+        file.write_text(json.dumps(self._jobs))
+        script = [str(HERE / "jobs" / "several.py"), str(file)]
+        output = run(world, script, cwd or self.folder, timeout_s).check().output
+        print(output)
+        self._outputs = re.split(r"^== job$", output, flags=re.MULTILINE)[1:]
+        ended: list[tuple[int, float]] = json.loads(file.with_name("ended.json").read_text())
+        module = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+        for name, (ranks, _), (_, seconds) in zip(self._names, self._jobs, ended, strict=True):
+            SECONDS.append((seconds, f"{module}: {name}, {ranks} ranks"))
+        codes = [code for code, _ in ended]
         triples = zip(codes, self._codes, self._jobs, strict=True)
         assert codes == self._codes, [t for t in triples if t[0] != t[1]]
 

@@ -1,12 +1,17 @@
 """The multi-rank tests in worlds of several sizes, each with nodes of several sizes."""
 
+import re
 from pathlib import Path
 
 import launch
 import pytest
+from runs import SECONDS
 
-SIZES = (1, 2, 3, 4, 8)
-NODE_SIZES = "0,1,2"  # in one run a world: starting the ranks takes most of the time
+pytestmark = pytest.mark.launch
+
+# The sizes of nodes in each world, all in one run of it: starting the ranks takes time. There are
+# one node of 1, 2, 4 and 8 ranks, even nodes, uneven ones, and 2 to 4 nodes, of one rank or more.
+NODE_SIZES = {1: "0", 2: "0,1", 3: "1,2", 4: "0,2", 8: "0,2"}
 LIMIT_S = 240
 TESTS = launch.ROOT / "tests" / "mpi"
 
@@ -17,19 +22,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("worlds")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_world(size: int, reports: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("size", NODE_SIZES)
+def test_world(size: int, reports: Path, tmp_path: Path) -> None:
     report = reports / str(size)
     report.touch()
-    options = ["--with-mpi", f"--node-size={NODE_SIZES}", f"--ran={report}", "-q", "--tb=short"]
-    options += ["-x", "-p", "no:cacheprovider", "-m", request.config.getoption("markexpr")]
-    launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S).check()
+    options = ["--with-mpi", f"--node-size={NODE_SIZES[size]}", f"--ran={report}", "-q"]
+    options += ["-x", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
+    done = launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S).check()
+    for seconds, what in re.findall(r"^ *([\d.]+)s (\w+ +\S+::.*)", done.output, re.M):
+        SECONDS.append((float(seconds), f"world of {size}: {what}"))
 
 
 def test_every_multi_rank_test_ran_somewhere(reports: Path) -> None:
     """A test for which no world was large enough has not been run, and does not pass."""
     found = list(reports.iterdir())
-    if len(found) < len(SIZES):
+    if len(found) < len(NODE_SIZES):
         pytest.skip("only some of the worlds were asked for")
     lines = {line for report in found for line in report.read_text().splitlines()}
     names = {

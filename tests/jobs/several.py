@@ -1,9 +1,9 @@
 """Runs many jobs in one world, to save their start: ``several.py JOBS.json``.
 
 The file holds a list of ``[ranks, command line]``. Each job runs on the first ranks of the world
-as if they were all of it, while the others wait. Its exit code goes to ``codes.json`` beside the
-file. The first job that fails in another way than with an exit code, or that leaves its progress
-thread, ends them all.
+as if they were all of it, while the others wait. A line ``== job`` stands before what it prints;
+its exit code and its seconds go to ``ended.json`` beside the file. The first job that fails in
+another way than with an exit code, or that leaves its progress thread, ends them all.
 """
 
 import json
@@ -42,18 +42,22 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
 
 def main(path: Path) -> None:
     """Run the jobs one after the other."""
-    world, codes = MPI.COMM_WORLD, []
+    world, ended = MPI.COMM_WORLD, []
     for name in SIZES:  # the launcher tells the size of the world, not that of a part of it
         os.environ.pop(name, None)
     for ranks, argv in json.loads(path.read_text()):
-        takes_part = world.rank < ranks
+        takes_part, begin = world.rank < ranks, time.monotonic()
+        if world.rank == 0:
+            print("== job", flush=True)
         comm = world.Split(0 if takes_part else MPI.UNDEFINED, world.rank)
         if takes_part:
-            codes.append(run(comm, argv))
+            code = run(comm, argv)
             comm.Free()
         wait_for_all(world)
+        if world.rank == 0:
+            ended.append((code, time.monotonic() - begin))
     if world.rank == 0:
-        path.with_name("codes.json").write_text(json.dumps(codes))
+        path.with_name("ended.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

@@ -146,20 +146,26 @@ def kernels() -> None:
             time.sleep(0.01)
 
 
+@pytest.fixture(scope="session")
+def hosts() -> int:
+    """Number of real nodes."""
+    made = Cluster(MPI.COMM_WORLD)
+    found = made.nodes
+    made.free()
+    return found
+
+
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, node_size: int) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, node_size: int, hosts: int) -> Iterator[Cluster]:
     """The world's ranks, with nodes of each ``--node-size`` in turn; freed after the test."""
     needs = request.node.get_closest_marker("world")
     kwargs = needs.kwargs if needs else {}
     world, min_nodes = MPI.COMM_WORLD.size, kwargs.get("min_nodes", 1)
     if world > kwargs.get("max_size", world):
         pytest.skip(f"says nothing more in a world of {world}")
-    if node_size and -(-world // node_size) < min_nodes:
+    if (-(-world // node_size) if node_size else hosts) < min_nodes:
         pytest.skip("needs several nodes")
     made = Cluster(MPI.COMM_WORLD, node_size)
-    if made.nodes < min_nodes:
-        made.free()
-        pytest.skip("needs several nodes")
     yield made
     if request.config.stash[WORLD].sound:
         made.barrier()

@@ -8,7 +8,7 @@ from verdict import check
 from mpips.bench import wire
 from mpips.cluster.world import Cluster
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
+pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.world(max_size=4, min_nodes=2)]
 SIZE = 64 << 10
 MB = 1_000_000
 

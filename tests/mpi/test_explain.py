@@ -21,7 +21,7 @@ from mpips.planning.explain import Place, codec_ratios, explain
 from mpips.planning.traffic import totals
 from mpips.session import run as session
 
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.world(max_size=4, min_nodes=2)]
+pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.world(max_size=4, min_nodes=2)]
 
 STEPS = 6
 GRADS, PARAMS = range(2)

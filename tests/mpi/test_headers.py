@@ -23,7 +23,7 @@ from mpips.ps import client, feed, gate, quorum, server, shard
 from mpips.session import run as session
 from mpips.transport import channel, inbox, outbox
 
-pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.world(max_size=3)]
 
 HEADERS = {"header", "applied", "granted_reads", "wants", "reads", "pushed", "taken", "carried"}
 NEAR = HEADERS - {"carried"}

@@ -12,6 +12,7 @@ from mpips.cluster.world import Cluster
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
+SMALL = pytest.mark.world(max_size=4)
 
 N = 400
 PUSHES = 7
@@ -76,7 +77,7 @@ def work(rig: Rig) -> list[object]:
     return wrong
 
 
-@pytest.mark.parametrize("backup", [0, 1, 2])
+@pytest.mark.parametrize("backup", [pytest.param(0, marks=SMALL), pytest.param(1, marks=SMALL), 2])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_round_takes_the_first(cluster: Cluster, servers: int, backup: int) -> None:
     if cluster.world - servers <= backup:

@@ -14,6 +14,7 @@ from mpips.ps.gate import ClockGate, Needs
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
+SMALL = pytest.mark.world(max_size=4)
 
 ROWS = 64  # lines of a counter a worker: every shard has some
 PUSHES = 6
@@ -81,10 +82,10 @@ def errors(rig: Rig, bound: int) -> list[object]:
 @pytest.mark.parametrize(
     ("servers", "bound", "consistent", "aggregate"),
     [
-        (1, 0, False, False),
+        pytest.param(1, 0, False, False, marks=SMALL),
         (2, 0, False, False),
-        (1, 2, False, False),
-        (2, 1, True, False),
+        pytest.param(1, 2, False, False, marks=SMALL),
+        pytest.param(2, 1, True, False, marks=SMALL),
         (2, 1, False, True),
         (1, 0, True, True),
     ],

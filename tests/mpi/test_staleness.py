@@ -10,7 +10,7 @@ from mpips.cluster.world import Cluster
 from mpips.optim.staleness import Staleness
 from mpips.transport.push import Push
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
 
 N = 403
 PUSHES = 8
@@ -79,10 +79,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "aggregate"),
-    [(k, False) for k in CASES] + [(k, True) for k, case in CASES.items() if not case.origins],
+    ("name", "servers", "aggregate"),
+    [
+        *((name, 1, False) for name in CASES),
+        *((name, 1, True) for name, case in CASES.items() if not case.origins),
+        *(("all", 2, False), ("limit and rate", 2, True)),  # a shard knows nothing of the others
+    ],
 )
 def test_servers_do_what_the_papers_say(
     cluster: Cluster, name: str, servers: int, aggregate: bool, monkeypatch: pytest.MonkeyPatch

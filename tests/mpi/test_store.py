@@ -125,6 +125,7 @@ def test_pushes_are_applied_once_and_in_order(
     rig.free()
 
 
+@pytest.mark.world(max_size=4)
 def test_bodies_that_no_receive_matches_are_found(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

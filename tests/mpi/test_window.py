@@ -91,7 +91,7 @@ def test_stores_are_seen_on_the_node_only(cluster: Cluster) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.world(min_nodes=2)
+@pytest.mark.world(max_size=4, min_nodes=2)
 @pytest.mark.parametrize("piece_bytes", [None, 4096])
 def test_get_reads_any_range_of_any_rank(
     cluster: Cluster, piece_bytes: int | None, monkeypatch: pytest.MonkeyPatch

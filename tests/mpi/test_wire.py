@@ -18,8 +18,9 @@ from mpips.transport.outbox import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
+FAR = pytest.mark.world(max_size=4, min_nodes=2)
 
-N = 40013  # of float64: three shards of it are large enough to be packed
+N = 17011  # of float64: two shards of it are large enough to be packed
 PUSHES = 6
 ALL = {name: kind() for name, kind in CODECS.items()}
 ALL["topk-warm"] = TopK(ratio=0.05, momentum=0.5, warmup=4)
@@ -87,8 +88,8 @@ def far_bytes(rig: Rig, codec: Codec) -> int:
     return total
 
 
-@pytest.mark.parametrize("piece_bytes", [None, 1024])
-@pytest.mark.parametrize("servers", [1, 2])
+@FAR
+@pytest.mark.parametrize(("servers", "piece_bytes"), [(1, 1024), (2, None)])
 @pytest.mark.parametrize("name", ALL)
 def test_what_arrives_is_what_the_codec_makes(
     cluster: Cluster,
@@ -124,7 +125,7 @@ def test_what_arrives_is_what_the_codec_makes(
     rig.free()
 
 
-@pytest.mark.world(min_nodes=2)
+@FAR
 @pytest.mark.parametrize("piece_bytes", [1 << 30, 1 << 14])
 @pytest.mark.parametrize("name", ["int8", "topk"])
 def test_what_it_was_computed_from_comes_unpacked(
@@ -278,7 +279,7 @@ def test_small_shards_are_not_packed(cluster: Cluster) -> None:
     rig.free()
 
 
-@pytest.mark.world(min_nodes=2)
+@FAR
 def test_a_sender_s_state_is_restored(cluster: Cluster) -> None:
     """Two halves of a run, the second with what the first one kept, send what one run sends."""
     codec = TopK(ratio=0.05, momentum=0.5)
@@ -318,9 +319,17 @@ def close(codec: Codec | None, came: np.ndarray, params: np.ndarray) -> bool:
     return bool(bound / 100 < error <= bound * 1.001)
 
 
-@pytest.mark.parametrize("consistent", [False, True])
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8"])
+@FAR
+@pytest.mark.parametrize(
+    ("name", "share", "consistent"),
+    [
+        ("none", False, False),
+        ("none", True, True),
+        ("fp16", False, True),
+        ("bf16", True, False),
+        *(("int8", share, consistent) for share in (False, True) for consistent in (False, True)),
+    ],
+)
 def test_far_shards_are_read_packed(
     cluster: Cluster, name: str, share: bool, consistent: bool
 ) -> None:
