@@ -17,6 +17,7 @@ from slurm_jobs import HELD, SCRIPTS, TEN, TWO_BY_TWO, Submitted, newest_step
 pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 
+@pytest.mark.one_mpi
 def test_scripts_are_clean(slurm: SlurmCluster) -> None:
     """For shellcheck, for sbatch, and in what sbatch lets through."""
     scripts = sorted(SCRIPTS.glob("*.sbatch"))
@@ -37,6 +38,7 @@ def test_scripts_are_clean(slurm: SlurmCluster) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.one_mpi
 def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     """A run for each row; one that is stopped goes on alone, one that is refused is in the results.
 
@@ -68,6 +70,7 @@ def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert [float(row.split()[2]) for row in rows] == steps
 
 
+@pytest.mark.one_mpi
 def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "table").write_text("--seed 1\n")
     words = ("--array=2", "--mem-per-cpu=600M", "--output=log", str(SCRIPTS / "sweep.sbatch"))
@@ -101,6 +104,7 @@ def test_het(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert (job.out / "DONE").exists()
 
 
+@pytest.mark.one_mpi
 def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     """Each link goes on from the one before, and one that comes too late has nothing to do."""
     words = ("--job-name=mpips", "--output=%x-%j.out", *TWO_BY_TWO, str(SCRIPTS / "chain.sbatch"))
@@ -119,6 +123,7 @@ def test_chain(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert newest(out).step == summary(out)["global_step"] == 900
 
 
+@pytest.mark.one_mpi
 def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
     """What the guide tells to submit names files that are there, and options that sbatch knows."""
     text = (ROOT / "mpips" / "guide" / "slurm.md").read_text()
@@ -137,6 +142,7 @@ def test_lines_of_the_guide(slurm: SlurmCluster) -> None:
         assert all((ROOT / w).is_file() for w in words if w.startswith(("slurm/", "jobs/"))), line
 
 
+@pytest.mark.one_mpi
 def test_script_from_a_job_file(slurm: SlurmCluster, tmp_path: Path) -> None:
     """It trains with the memory and the time that it asks for."""
     command = ["-m", "mpips.sbatch", f"{ROOT}/jobs/digits.toml", "--epochs", "2", "--nodes", "2"]
@@ -171,12 +177,14 @@ def shell(script: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.one_mpi
 def test_a_request_before_the_ranks_start_is_not_success(tmp_path: Path) -> None:
     told = shell("asked=USR1; attempt touch started; echo code $rc", tmp_path)
     assert told.splitlines() == ["code 85"]
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.one_mpi
 def test_a_request_while_the_ranks_start_is_handed_on(tmp_path: Path) -> None:
     """Between the command and its number, which a trap of the shell's own makes happen."""
     caught = "set -T; trap 'case $BASH_COMMAND in pid=?!) request USR1 ;; esac' DEBUG"
@@ -222,6 +230,7 @@ def test_ranks_that_die_at_the_start_are_started_once_more(
     assert json.loads(told.read_text())["world"].startswith("4 ranks on")
 
 
+@pytest.mark.one_mpi
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
     """What slurm/site.sh sets holds, also without sbatch's environment; its path has a space."""
     scripts = tmp_path / "my clone" / "slurm"
@@ -244,6 +253,7 @@ def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert summary(job.out)["world"] == 4
 
 
+@pytest.mark.one_mpi
 def test_evaluation(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A job that only evaluates ends with its result; nothing is left to do again."""
     train = str(SCRIPTS / "train.sbatch")

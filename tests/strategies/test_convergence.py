@@ -88,6 +88,7 @@ def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mpips.bench", "convergence", "--quick", "--json", "rows.json"]
     done = subprocess.run(
