@@ -26,6 +26,7 @@ from runs import (
 from mpips.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.launch
+MANY = [pytest.mark.long, pytest.mark.one_mpi]
 
 N = 230  # not divisible by any batch size below
 
@@ -47,7 +48,7 @@ def assert_accounts(out: Path, pushes: int) -> None:
     assert sum(s["steps"]) == sum(w["steps"] for w in s["per_worker"]) == pushes
 
 
-EPOCHS, STEPS = 3, 5
+EPOCHS, STEPS = 2, 5
 LONG = {6: 80, N: 24}  # epochs: of 3 and 29 batches, and more than all stops of a run take
 PLAIN = {
     "smallest world": (2, "--servers 1"),
@@ -202,10 +203,10 @@ def test_steps_and_epochs_are_totals_over_resumes(runs: Plan) -> None:
 
 
 def test_worker_without_a_batch(runs: Plan) -> None:
-    """Six workers share one batch an epoch, three in all."""
+    """Six workers share one batch an epoch."""
     steps = [w["steps"] for w in summary(runs.out("one batch"))["per_worker"]]
     assert len(steps) == 6
-    assert sum(steps) == 3
+    assert sum(steps) == EPOCHS
     assert 0 in steps
 
 
@@ -258,7 +259,7 @@ def kill_often(out: Path, options: list[str], kills: int, seed: int) -> None:
             assert_counts(newest(out), N)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=MANY)])
 def test_killed_run_is_exact(kills: int, tmp_path: Path) -> None:
     """SIGKILL of the whole job at any moment loses the time since a checkpoint, and no more."""
     out = tmp_path / "out"

@@ -21,7 +21,7 @@ STEPS = {
     "more ranks, steps": ((2, "--mode sync --steps 20"), (6, "--mode sync --steps 30")),
     "servers, steps": ((4, "--mode async --steps 20"), (5, "--mode sync --servers 0 --steps 40")),
 }
-EPOCHS = 3  # of each part
+EPOCHS = 2  # of each part
 
 
 @pytest.fixture(scope="module")

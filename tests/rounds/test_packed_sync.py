@@ -13,7 +13,7 @@ from mpips.rounds.base import Report
 
 pytestmark = pytest.mark.launch
 
-JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0"
+JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0 --epochs 8"
 SGD = "--optimizer sgd --lr 0.3"
 CASES = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
     "int8": (4, "--codec int8 --pull-codec int8", 0.96),
@@ -40,12 +40,12 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name in NAN:
         made.add(f"nan {name}", 4, [*job, *FAULTY.split(), "--codec", name], code=1)
     both = [*job, *CASES["int8"][1].split(), "--schedule", "constant"]
-    made.add("resumed", 4, [*both, "--epochs", "4"])
-    made.add("resumed", 4, ["--resume", "--epochs", "8"])
-    made.add("whole", 4, [*both, "--epochs", "8"])
+    made.add("resumed", 4, [*both, "--epochs", "2"])
+    made.add("resumed", 4, ["--resume", "--epochs", "4"])
+    made.add("whole", 4, [*both, "--epochs", "4"])
     low = [*job, *CASES["powersgd"][1].split()]
-    made.add("low rank, resumed", 4, [*low, "--epochs", "15"])
-    made.add("low rank, resumed", 6, ["--resume", "--epochs", "30"])
+    made.add("low rank, resumed", 4, [*low, "--epochs", "3"])
+    made.add("low rank, resumed", 6, ["--resume", "--epochs", "8"])
     made.run(timeout_s=300)
     return made
 

@@ -1,11 +1,10 @@
 """What codecs keep between synchronous rounds is in checkpoints, and in a resumed run."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, train
+from launch import ROOT
 from runs import (
     Plan,
     assert_same_state,
@@ -13,7 +12,6 @@ from runs import (
     expected_counts,
     final,
     is_whole,
-    newest,
     own,
     samples_file,
 )
@@ -22,8 +20,8 @@ from mpips.checkpoint import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.launch
 
-N, BATCH, WORKERS = 256, 8, 4
-JOB = [str(ROOT / "jobs/digits-sync.toml"), "--hidden", "400,200", "--schedule", "constant"]
+N, BATCH, WORKERS, STEPS = 256, 8, 4, 12
+JOB = [str(ROOT / "jobs/digits-sync.toml"), "--hidden", "320,160", "--schedule", "constant"]
 SGD = "--optimizer sgd --lr 0.3 --node-size 2"
 BITWISE = {  # ranks, options, what is kept
     "topk": (4, f"{SGD} --codec topk", {"residual"}),
@@ -38,16 +36,26 @@ BITWISE = {  # ranks, options, what is kept
 }
 TOPK = "--codec topk --topk-ratio 0.1"
 WORLDS = ((4, "--node-size 2"), (4, "--node-size 1"), (5, "--servers 1 --node-size 2"))
+RESUMED = (  # ranks, options, what is said
+    (4, "--codec topk", ""),
+    (4, "--codec topk", "each rank goes on with its own residual"),
+    (2, "--codec topk --node-size 1", "the sum of the ranks' residual is shared out"),
+    (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
+    (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
+    (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
+    (5, "--codec topk --servers 1 --backup-workers 1", ""),
+    (5, "--codec topk --servers 1 --backup-workers 0", "residual begins anew"),
+)
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     made = Plan(tmp_path_factory.mktemp("kept"))
     for name, (ranks, options, _) in BITWISE.items():
-        words = [*JOB, *options.split(), "--checkpoint-every", "10steps"]
-        made.add(f"{name} whole", ranks, [*words, "--epochs", "5"])
-        made.add(f"{name} parts", ranks, [*words, "--epochs", "2"])
-        made.add(f"{name} parts", ranks, ["--resume", "--epochs", "5"])
+        words = [*JOB, *options.split(), "--checkpoint-every", "15steps"]
+        made.add(f"{name} whole", ranks, [*words, "--steps", "55"])
+        made.add(f"{name} parts", ranks, [*words, "--steps", "20"])
+        made.add(f"{name} parts", ranks, ["--resume", "--steps", "55"])
     data = samples_file(made.folder, N)
     words = [*counting(data, kind="MeanCounting"), "--mode", "sync", *TOPK.split()]
     words += ["--hidden", "40000", "--batch-size", str(BATCH), "--lr", str(BATCH * WORKERS)]
@@ -55,6 +63,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for k, (ranks, more) in enumerate(WORLDS):
         resume = ["--resume"] * (k > 0)
         made.add("worlds", ranks, [*words, *more.split(), "--epochs", str(k + 1), *resume])
+    words = [*JOB, "--optimizer", "sgd", "--node-size", "2", "--steps"]
+    for k, (ranks, more, _) in enumerate(RESUMED):
+        steps = [str(STEPS * (k + 1)), *more.split(), *["--resume"] * (k > 0)]
+        made.add("said", ranks, [*words, *steps, "--keep", "100"], quiet=False)
     made.run(timeout_s=300)
     return made
 
@@ -87,25 +99,13 @@ def test_parameters_and_residuals_are_all_gradients(plan: Plan) -> None:
     assert expected_counts(found[-1], N).tolist() == [len(WORLDS)] * N
 
 
-RESUMED = (  # ranks, options, what is said
-    (4, "--codec topk", ""),
-    (4, "--codec topk", "each rank goes on with its own residual"),
-    (2, "--codec topk --node-size 1", "the sum of the ranks' residual is shared out"),
-    (4, "--codec powersgd", "error, basis begins anew: none that fits was saved"),
-    (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
-    (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
-    (5, "--codec topk --servers 1 --backup-workers 1", ""),
-    (5, "--codec topk --servers 1 --backup-workers 0", "residual begins anew"),
-)
-
-
-def test_a_resumed_run_says_what_becomes_of_it(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = [*JOB, "--optimizer", "sgd", "--node-size", "2", "--out", str(out)]
-    for k, (ranks, more, line) in enumerate(RESUMED):
-        options = [*more.split(), "--epochs", str(k + 1), *["--resume"] * (k > 0)]
-        said = train(ranks, *words, *options, cwd=tmp_path).check().output
+def test_a_resumed_run_says_what_becomes_of_it(plan: Plan) -> None:
+    saved = {
+        c.state["handout"]["clocks"][0]: c
+        for c in map(open_checkpoint, list_checkpoints(plan.out("said")))
+    }
+    for k, ((_, more, line), said) in enumerate(zip(RESUMED, plan.outputs("said"), strict=True)):
         assert line in said
         packed = ", packed by" if "--codec none" not in more else "$"
         assert re.search(rf"^workers sent \S+ .?B to .* had \S+ .?B from them{packed}", said, re.M)
-        assert bool(newest(out).worker_names) == ("--codec none" not in more)
+        assert bool(saved[STEPS * (k + 1)].worker_names) == ("--codec none" not in more)

@@ -30,6 +30,8 @@ CASES = {
     "auto": "--codec auto --pull-codec auto",
     "aggregated": f"--codec onebit {SGD} --node-size 2 --node-aggregation",
 }
+SHORT = [*(PUSHES.keys() - {"topk"}), *PULLS, "float64"]  # not to their end: 5 epochs
+LEAST = 0.75  # of them
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name, options in CASES.items():
         ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
-        made.add(name, ranks, [*job, *options.split()])
+        length = ["--epochs", "5"] if name in SHORT else []
+        made.add(name, ranks, [*job, *options.split(), *length])
     for name in CODECS:
         faulty = ["--problem", f"{root}/tests/problems/faulty.py:NanGradientOfMlp"]
         made.add(f"nan {name}", 3, [*JOB[1:], *faulty, "--codec", name], code=1)
@@ -56,7 +59,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 @pytest.mark.parametrize("name", [*CASES, "resumed"])
 def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
     found = summary(plan.out(name))
-    assert found["accuracy"] >= ACCURACY[found["optimizer"]]
+    assert found["accuracy"] >= (LEAST if name in SHORT else ACCURACY[found["optimizer"]])
 
 
 @pytest.mark.parametrize("name", PUSHES)
