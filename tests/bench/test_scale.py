@@ -368,6 +368,7 @@ def test_a_world_measures_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_the_driver_starts_worlds_and_draws(tmp_path: Path) -> None:
     args = ["--quick", "--repeats", "1", "--sizes", "4096,65536"]
     done = driver(*args, "--json", "all.json", "--plot", "all.png", cwd=tmp_path)
@@ -383,6 +384,7 @@ def test_the_driver_starts_worlds_and_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_world_draws_nothing(tmp_path: Path) -> None:
     done = launch.run(2, [*SCALE, "--plot", "a.svg"], tmp_path).check(2)
     assert done.output.count("--plot under mpirun, expected a command without it") == 1

@@ -19,7 +19,7 @@ from mpips.config import Config
 from mpips.config.command_line import help_text
 from mpips.config.jobfile import from_toml
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
 LIMIT_S = 60.0
 SHORT = ("--problem", "softmax", "--epochs", "2")

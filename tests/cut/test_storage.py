@@ -106,9 +106,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         ("async", "Sometimes", [*data, *FOUR, "--mode", "async"]),
         ("sync", "SometimesMean", [*data, *FOUR, "--mode", "sync", "--lr", "4"]),
         ("stall", "SometimesMean", [*data, *FOUR, "--mode", "sync", "--snapshot", "stall"]),
-        ("easgd", "SometimesMLP", [*FOUR, "--mode", "easgd", "--steps", "80", "--hidden", "8"]),
+        ("easgd", "SometimesMLP", [*FOUR, "--mode", "easgd", "--steps", "50", "--hidden", "8"]),
     ):
-        length = [] if "--steps" in options else ["--epochs", "4"]
+        length = [] if "--steps" in options else ["--epochs", "2"]
         plan.add(name, 4, ["--problem", f"{STORAGE}:{kind}", *options, *length])
     for name, kind, mode in (
         ("never async", "Never", "async"),
@@ -122,8 +122,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for kind, second in (("Moved", "-2"), ("Removed", "")):
         for mode in ("async", "sync"):
             words = ["--problem", f"{STORAGE}:{kind}", *data, *FOUR, "--mode", mode]
-            plan.add(f"{kind} {mode}", 4, [*words, "--epochs", "2"], code=1)
-            again = [*words, "--epochs", "3", "--resume"]
+            plan.add(f"{kind} {mode}", 4, [*words, "--epochs", "1"], code=1)
+            again = [*words, "--epochs", "2", "--resume"]
             plan.add(f"{kind} {mode}{second}", 4, again)
     plan.run(240)
     return plan
@@ -142,7 +142,7 @@ def test_what_could_not_be_written_is_written_later(name: str, runs: Plan) -> No
     assert not open_folders(out)
     assert len(lines(out, "checkpoint")) > 1
     if name == "async":
-        assert_counts(saved, SAMPLES, epochs=4)
+        assert_counts(saved, SAMPLES, epochs=2)
     assert summary(out)["unsaved"] is None
     assert summary(out)["samples"] == saved.state["samples"]
 
@@ -183,7 +183,7 @@ def test_a_folder_that_goes_away(mode: str, kind: str, said: str, runs: Plan) ->
     ends = [row["reason"] for row in lines(out, "end")]
     assert ends == ["epochs", "epochs"]
     if mode == "async":
-        assert_counts(saved, SAMPLES, epochs=3)
+        assert_counts(saved, SAMPLES, epochs=2)
     if kind == "Moved":
         assert not runs.out(f"{kind} {mode}").exists()
         assert len(lines(out, "start")) == 2

@@ -599,6 +599,7 @@ def test_mistakes(
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_one_process_says_how_to_start_it(tmp_path: Path) -> None:
     done = alone("--json", "report.json", cwd=tmp_path)
     data = json.loads((tmp_path / "report.json").read_text())
@@ -640,14 +641,16 @@ ALWAYS = {
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("size", "node_size", "links"), [(1, 0, 0), (2, 0, 1), (4, 2, 1), (3, 1, 2)]
-)
+@pytest.mark.parametrize(("size", "node_size", "links"), [(1, 0, 0), (4, 2, 1), (3, 1, 2)])
 def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Path) -> None:
     options = ["--parameters", "1000", "--node-size", str(node_size)]
     found = examine(size, *options, cwd=tmp_path)
     assert ALWAYS - set(found) == set()
     assert failed(found) == []
+    (told,), cores = found["cores"], len(os.sched_getaffinity(0))
+    if size > cores:
+        assert told["verdict"] == WARN
+        assert f"{size} ranks on {cores} core" in told["found"]
     rates = [f["figures"] for f in found.get("link", [])]
     assert len(rates) == links
     names = {"send_mb_s", "pull_mb_s", "push_mb_s", "allreduce_mb_s"}
@@ -659,24 +662,16 @@ def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Pa
 
 
 @pytest.mark.launch
-def test_more_ranks_than_cores_are_told(tmp_path: Path) -> None:
-    size = len(os.sched_getaffinity(0)) + 1
-    if size > 8:
-        pytest.skip("would start more ranks than other tests do")
-    found = examine(size, "--parameters", "1000", cwd=tmp_path)
-    (cores,) = found["cores"]
-    assert cores["verdict"] == WARN
-    assert f"{size} ranks on {size - 1} cores" in cores["found"]
-
-
-@pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     found = examine(2, "--parameters", str(10**12), cwd=tmp_path)
     assert set(failed(found)) == {"memory", "folder"}
+    assert len(found["link"]) == 1, "also within a node"
     assert all(f["verdict"] == OK for f in found["window"]), "the rest is examined all the same"
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     done = launch.run(3, [*DOCTOR, "--limit", "never"], tmp_path).check(2)
     assert done.output.count("invalid float value") == 1, done.output
@@ -750,6 +745,7 @@ def test_a_check_that_raises_is_a_line_that_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_a_check_that_refuses_is_a_line_with_its_remedy(tmp_path: Path) -> None:
     done = launch.run(3, ["-c", SCRIPT, "refused"], tmp_path).check(1)
     assert len(re.findall(r"^fail  it .*no shared memory, expected some$", done.output, re.M)) == 1

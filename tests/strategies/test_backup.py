@@ -30,7 +30,7 @@ STOPPED = (
     (4, "--servers 2 --backup-workers 0"),
     (6, "--servers 2 --backup-workers 2"),
 )
-LONG = 40  # epochs: more than all stops take
+LONG = 20  # epochs: more than all stops take
 
 
 @pytest.fixture(scope="module")

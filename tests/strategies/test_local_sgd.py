@@ -77,11 +77,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name, (ranks, options) in STOPPED.items():
         words = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "local_sgd", "--hidden", "8"]
         words += ["--batch-size", "8", *options.split(), "--epochs"]
-        plan.add(f"{name} whole", ranks, [*words, "3"])
+        plan.add(f"{name} whole", ranks, [*words, "2"])
         for k in range(2):
             more = ["1000000", *["--resume"] * k]
             plan.add(f"{name} parts", ranks, [*words, *more], code=85)
-        plan.add(f"{name} parts", ranks, [*words, "3", "--resume"])
+        plan.add(f"{name} parts", ranks, [*words, "2", "--resume"])
     add_changes_of_mode(plan)
     plan.run(250)
     return plan
