@@ -49,7 +49,7 @@ def check_world(comm: Comm) -> None:
         return
     mine = ("Open MPI", "pmix") if is_open_mpi() else ("MPICH", "pmi2")
     if "Intel" in library_text():
-        mine = ("Intel MPI", "pmi2, and I_MPI_PMI_LIBRARY of SLURM's libpmi2.so")
+        mine = ("Intel MPI", "pmi2")
     slurm = "SLURM_STEP_NUM_TASKS" in os.environ
     where = "a SLURM step" if slurm else "a launch"
     remedy = f"use srun --mpi={mine[1]}" if slurm else f"use the mpirun of {mine[0]}"

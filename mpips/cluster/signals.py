@@ -5,6 +5,7 @@ ends with `EXIT_SAVED`. A Python handler runs between bytecodes, so no loop may 
 """
 
 import signal
+import threading
 from types import FrameType
 
 EXIT_SAVED = 85
@@ -21,6 +22,22 @@ def install() -> None:
     """Note SIGUSR1, SIGTERM and SIGINT from now on, instead of dying by them."""
     for number in SIGNALS:
         signal.signal(number, _note)
+
+
+def divert() -> None:
+    """Take what `install` notes in a thread of its own: no call of this thread is interrupted.
+
+    For Intel MPI, whose calls fail where a signal interrupts them. Where nothing is noted, nothing
+    changes. What this process starts from then on has the signals blocked.
+    """
+    if signal.getsignal(SIGNALS[0]) is _note:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=_take, name="signals", daemon=True).start()
+
+
+def _take() -> None:
+    while True:
+        _received.append(signal.sigwait(SIGNALS))
 
 
 def received() -> str | None:

@@ -9,7 +9,7 @@ import ctypes
 import os
 from typing import TypeAlias
 
-from mpips.cluster import segments
+from mpips.cluster import segments, signals
 
 
 def cores() -> int:
@@ -36,6 +36,9 @@ segments.require_room()
 
 with segments.noted():
     from mpi4py import MPI  # starts MPI, with what was set above
+
+if "Intel" in MPI.Get_library_version():
+    signals.divert()
 
 PR_SET_TIMERSLACK, TIMER_SLACK_NS = 29, 1000  # prctl(2)
 

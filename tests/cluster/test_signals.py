@@ -1,0 +1,36 @@
+"""Signals that ask a job to stop."""
+
+import subprocess
+import sys
+
+import pytest
+from launch import environment
+
+INTERRUPTS = """
+import ctypes, os, sys, threading
+from mpips.cluster import signals
+if sys.argv[1] != "nobody":
+    signals.install()
+if sys.argv[1] != "itself":
+    signals.divert()
+number = signals.SIGNALS[int(sys.argv[2])]
+if sys.argv[1] != "nobody":
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+slept = ctypes.CDLL(None).usleep(400_000)
+print(slept, signals.received(), threading.active_count())
+"""
+
+
+@pytest.mark.parametrize(
+    ("notes", "printed"),
+    [("itself", "-1 {} 1"), ("a thread", "0 {} 2"), ("nobody", "0 None 1")],
+)
+@pytest.mark.parametrize("number", range(3))
+def test_who_notes_a_signal(notes: str, number: int, printed: str) -> None:
+    """A call of C is interrupted, unless a thread of its own takes what comes."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTS, notes, str(number)], env=environment(),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed.format(("SIGUSR1", "SIGTERM", "SIGINT")[number]) + "\n"
