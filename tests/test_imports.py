@@ -277,7 +277,7 @@ RECEIVERS = {
     "Carrier",
     "Replies",
     "Clocks",
-    "meet",
+    "has_arrived",
     "find_ahead",
     "_Reply",
     "append",

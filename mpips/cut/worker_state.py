@@ -128,7 +128,7 @@ def packed_before(job: Job) -> int:
     return saved_numbers(job).get("packed", job.base_step // len(job.cluster.roles.workers))
 
 
-def told(job: Job) -> Iterator[str]:
+def resume_notes(job: Job) -> Iterator[str]:
     """Yield lines that say, in a resumed run, what becomes of the workers' own state."""
     if job.checkpoint is None or not job.resumed or not job.base_step:
         return

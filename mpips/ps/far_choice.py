@@ -79,7 +79,7 @@ def faster(times: np.ndarray) -> str:
     return "get" if times[0] < GAIN * times[1] else "reply"
 
 
-def told(times: np.ndarray) -> str:
+def announcement(times: np.ndarray) -> str:
     """Return a line that says what was found."""
     get_ms, reply_ms = (1e3 * times).tolist()
     return f"far reads by {faster(times)}: {get_ms:.3g} ms by Get, {reply_ms:.3g} ms by reply"

@@ -31,7 +31,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.transport.far import CLOCK, COMMITTED
 
 
-class Needs(NamedTuple):
+class Awaited(NamedTuple):
     """What a server has to have applied before it is read.
 
     Attributes:
@@ -45,7 +45,7 @@ class Needs(NamedTuple):
     version: int = 0
 
 
-NOTHING = Needs()
+NOTHING = Awaited()
 
 
 class Gate(ABC):
@@ -68,13 +68,15 @@ class Gate(ABC):
         """Note that a read begins."""
 
     @abstractmethod
-    def needs(self) -> Needs:
+    def needs(self) -> Awaited:
         """Return what a read now has to hold."""
 
     def open(self) -> bool:
         """Whether every near server may be read now. Blocks: no."""
         needs = self.needs()
-        return all(meet(header, applied, self._worker, needs) for header, applied in self._near)
+        return all(
+            has_arrived(header, applied, self._worker, needs) for header, applied in self._near
+        )
 
     @abstractmethod
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
@@ -90,7 +92,7 @@ class Gate(ABC):
         """
 
 
-def meet(header: np.ndarray, applied: np.ndarray, worker: int, needs: Needs) -> bool:
+def has_arrived(header: np.ndarray, applied: np.ndarray, worker: int, needs: Awaited) -> bool:
     """Whether a server has what a read of a worker needs; of near memory, or its own."""
     return (
         observe(header, CLOCK) >= needs.clock
@@ -110,9 +112,9 @@ class RoundGate(Gate):
         """See `Gate.begin`."""
         self._wanted = self._next
 
-    def needs(self) -> Needs:
+    def needs(self) -> Awaited:
         """See `Gate.needs`."""
-        return Needs(version=self._wanted)
+        return Awaited(version=self._wanted)
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
         """See `Gate.accepts`; what is read after this has to be a later version."""
@@ -149,9 +151,9 @@ class ClockGate(Gate):
         """See `Gate.begin`."""
         self._clock = self._next_clock()
 
-    def needs(self) -> Needs:
+    def needs(self) -> Awaited:
         """See `Gate.needs`."""
-        return Needs(self._clock - self._bound, self._own())
+        return Awaited(self._clock - self._bound, self._own())
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
         """See `Gate.accepts`; it is an error if the distance of clocks exceeds the bound."""
@@ -189,7 +191,7 @@ class Clocks:
         self._first = 0  # number of the first update that is not applied
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
-        self.held: list[tuple[int, bool, Needs]] = []
+        self.held: list[tuple[int, bool, Awaited]] = []
 
     def advance(self, number: int) -> None:
         """Note that the update of a batch is applied."""
@@ -212,7 +214,7 @@ class Clocks:
         """Show the clock to all who read, after the parameters that it is about."""
         publish(self._header, CLOCK, self._first // len(self._workers))
 
-    def want(self, rank: int, consistent: bool, needs: Needs) -> None:
+    def want(self, rank: int, consistent: bool, needs: Awaited) -> None:
         """Note that a far worker asked to read; call it between two updates. Blocks: no."""
         self.held.append((rank, consistent, needs))
         self.let()
@@ -226,7 +228,7 @@ class Clocks:
         """Let those read whose needs are met; call it between two updates. Blocks: no."""
         held, self.held = self.held, []
         for rank, consistent, needs in held:
-            if meet(self._header, self._applied, self._workers[rank], needs):
+            if has_arrived(self._header, self._applied, self._workers[rank], needs):
                 self._ask(rank, consistent)
             else:
                 self.held.append((rank, consistent, needs))

@@ -19,7 +19,7 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
-from mpips.ps.gate import Clocks, Needs
+from mpips.ps.gate import Awaited, Clocks
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
@@ -238,7 +238,7 @@ class Server:
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
         """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""
         consistent, *needs = request
-        self.clocks.want(rank, consistent, Needs(*needs))
+        self.clocks.want(rank, consistent, Awaited(*needs))
 
     def serve_reads(self) -> None:
         """Let those who asked read the shard now, between two updates.

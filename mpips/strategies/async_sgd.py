@@ -70,12 +70,12 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
-        log.say(far_choice.told(times))
+        log.say(far_choice.announcement(times))
     roles, node_of = job.cluster.roles, job.cluster.node_of
-    packed = wire.told(job.config, roles, node_of, job.shards, job.layout)
+    packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
     if packed is not None:
         log.say(packed)
-    for line in worker_state.told(job):
+    for line in worker_state.resume_notes(job):
         log.say(line)
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=half.free)

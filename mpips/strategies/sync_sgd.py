@@ -30,7 +30,7 @@ def run(job: Job, log: "Log") -> Outcome:
         job.fill(rounds.params, rounds.slots, job.shard)
     state.restore(job, rounds.own_state())
     rounds.publish_start()
-    packed = wire.told(job.config, roles, node_of, job.shards, job.layout)
+    packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)
     for line in (*([packed] if packed is not None else ()), *state.resume_notes(job)):
         log.say(line)
     worker = GradientWorker(job, rounds) if job.worker_id is not None else None

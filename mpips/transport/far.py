@@ -129,7 +129,8 @@ class ReplyReads(FarReads):
 
     Args:
         codec: What the owners pack by, or None.
-        needs: Returns what the owners must have applied before they answer (`mpips.ps.gate.Needs`).
+        needs: Returns what the owners must have applied before they answer, as a tuple of
+            `mpips.ps.gate.Awaited`.
     """
 
     def __init__(

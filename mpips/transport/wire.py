@@ -35,7 +35,7 @@ def pull_codec(config: Config) -> Codec | None:
     return make_codec(config.pull_codec)
 
 
-def told(
+def announcement(
     config: Config,
     roles: Roles,
     node_of: Sequence[int],

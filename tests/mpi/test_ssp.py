@@ -10,7 +10,7 @@ from verdict import check
 
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
-from mpips.ps.gate import ClockGate, Needs
+from mpips.ps.gate import Awaited, ClockGate
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -141,7 +141,7 @@ def test_a_broken_bound_is_an_error(
     cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that do not wait are found out by the clocks that they came with."""
-    monkeypatch.setattr(ClockGate, "needs", lambda gate: Needs())
+    monkeypatch.setattr(ClockGate, "needs", lambda gate: Awaited())
     rig = make(cluster, servers, 1)
     wrong: list[object] = []
     if rig.worker:
