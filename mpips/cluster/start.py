@@ -28,6 +28,7 @@ def _yield_when_crowded() -> None:
     if _local_ranks() > cores():
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
 
 
 _yield_when_crowded()

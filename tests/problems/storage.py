@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ WRITING: dict[str, Callable[..., Any]] = {
     for call in (files.begin_step, shards.write_shard, workers.write_worker, index.commit)
 }
 FULL_STEPS = 180  # of the worker that has filled the disk
+FULL_STEP_S = 0.01  # so that others write meanwhile
 
 
 def failing(call: Callable[..., Any], calls: Collection[int], number: int) -> Callable[..., Any]:
@@ -101,6 +103,7 @@ class FullDisk(MLP):
         how, filler = os.environ.get("FILL"), self.out.parent / "filler"
         if self.full:
             self.full += 1
+            time.sleep(FULL_STEP_S * (how != "forever"))
         elif how and list(self.out.glob("checkpoints/*/index.h5")):
             self.full = 1
             fill(filler)
