@@ -31,7 +31,7 @@ from runs import (
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from mpips.config import Config
 from mpips.config.jobfile import to_toml
-from mpips.cut.worker_state import read_names, saved_numbers, told
+from mpips.cut.worker_state import read_names, resume_notes, saved_numbers
 from mpips.layout import Shard
 from mpips.layout.roles import assign
 
@@ -266,7 +266,7 @@ def test_residuals_of_means_are_not_taken_for_those_of_sums(
         config=replace(config, node_aggregation=now),
         cluster=SimpleNamespace(roles=roles, node_of=node_of),
     )  # fmt: skip
-    (line,) = told(job)
+    (line,) = resume_notes(job)
     if not mark:
         assert line == "the workers' residual begins at zero: those saved are of means"
     elif now:

@@ -27,7 +27,7 @@ WRITING: dict[str, Callable[..., Any]] = {
     for call in (files.begin_step, shards.write_shard, workers.write_worker, index.commit)
 }
 FULL_STEPS = 180  # of the worker that has filled the disk
-FULL_STEP_S = 0.01  # so that others write meanwhile
+FULL_STEP_S = 0.004  # so that others write meanwhile
 
 
 def failing(call: Callable[..., Any], calls: Collection[int], number: int) -> Callable[..., Any]:

@@ -7,14 +7,14 @@ from mpips.codecs import Origin, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
 from mpips.layout.roles import assign
-from mpips.transport.wire import Chunked, told
+from mpips.transport.wire import Chunked, announcement
 
 
 def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
     node_of = [rank // node_size for rank in range(4)]
     roles = assign(config.mode, ["host"] * 4, node_of, servers)
     layout = Layout.of({"w": (n // 64, 64), "b": (n % 64,)})
-    return told(config, roles, node_of, cut(n, len(roles.owners)), layout)
+    return announcement(config, roles, node_of, cut(n, len(roles.owners)), layout)
 
 
 def test_nothing_is_said_where_nothing_is_asked_for() -> None:
