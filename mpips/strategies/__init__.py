@@ -3,13 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mpips.planning.outcome import Outcome
-
 if TYPE_CHECKING:
     from mpips.planning.job import Job
+    from mpips.planning.outcome import Outcome
     from mpips.session.metrics import Log
-
-__all__ = ["Outcome", "strategy"]
 
 
 def strategy(mode: str) -> "Callable[[Job, Log], Outcome]":
