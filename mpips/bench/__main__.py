@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from mpips.bench.catalogue import choose, listing
 from mpips.bench.measure import Options
+from mpips.config.arguments import Parser
 from mpips.errors import UserError
 from mpips.train import launched, refuse
 
@@ -18,14 +19,6 @@ Measure mpips beside the limit of this machine, and print one table. Every ratio
 that took turns in one run; above 1, mpips is the better one. Without mpirun, all measures are
 taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(f"command line: {message}", "what --help lists")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -61,13 +61,14 @@ MEASURES = {
         Measure("link", least=2, nodes=2),
         Measure("wire", least=2, nodes=2),
         Measure("mlp"),
-        Measure("crowd"),
+        Measure("oversubscription"),
         Measure("stragglers"),
         Measure("convergence", named=True),
         Measure("start"),
         Measure("memory"),
     )
 }
+RENAMED = {"crowd": "oversubscription"}  # names that scripts may still have
 
 
 def choose(names: Sequence[str]) -> list[Measure]:
@@ -76,6 +77,7 @@ def choose(names: Sequence[str]) -> list[Measure]:
     Raises:
         UserError: If a name is not known.
     """
+    names = [RENAMED.get(name, name) for name in names]
     for name in names:
         if name not in MEASURES:
             raise unknown("measure", name, MEASURES)

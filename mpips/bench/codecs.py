@@ -7,7 +7,7 @@ import numpy as np
 
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.cluster.world import Cluster
-from mpips.codecs import CODECS, Codec, Origin, buffer_for, warm
+from mpips.codecs import CODECS, Codec, MessageId, buffer_for, warm
 
 SIZE = 8_000_000
 QUICK_SIZE = 80_000
@@ -28,7 +28,7 @@ def _of(cluster: Cluster, codec: Codec, size: int, options: Options) -> list[Row
     message, out = buffer_for(codec.wire_bytes(size, "f4")), np.zeros(size, "f4")
 
     def pack() -> None:
-        codec.encode(grad, message, state, Origin())
+        codec.encode(grad, message, state, MessageId())
 
     sides: dict[str, Callable[[], None]] = {
         "pack": pack,

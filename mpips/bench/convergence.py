@@ -71,7 +71,7 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What a run came to.
 
     Attributes:
@@ -95,7 +95,7 @@ def run(options: Options) -> list[Row]:
     """
     rows = []
     for problem in PROBLEMS:
-        found: dict[str, list[Outcome]] = {}
+        found: dict[str, list[RunResult]] = {}
         for name, case in CASES.items():
             found[name] = _train(problem, case, options)
             _tell(f"{problem}, {name}", found[name])
@@ -104,7 +104,7 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def _train(problem: str, case: Case, options: Options) -> list[Outcome]:
+def _train(problem: str, case: Case, options: Options) -> list[RunResult]:
     """Run a job file with each seed.
 
     Raises:
@@ -119,18 +119,18 @@ def _train(problem: str, case: Case, options: Options) -> list[Outcome]:
         words += ["--epochs", str(QUICK_EPOCHS)]
     with temporary_folder() as folder:
         jobs.run(case.ranks, ["-m", "mpips.bench.seeds", str(number), job, *words], folder)
-        return [_outcome(folder / f"run-{seed}" / SUMMARY) for seed in range(number)]
+        return [_result(folder / f"run-{seed}" / SUMMARY) for seed in range(number)]
 
 
-def _outcome(path: Path) -> Outcome:
+def _result(path: Path) -> RunResult:
     summary = json.loads(path.read_text())
     if summary["stop_reason"] != "epochs":
         raise jobs.Failed(f"a run ended by {summary['stop_reason']}, expected its epochs")
     kept = (summary[name] for name in ("samples", "parameters", "bytes_sent"))
-    return Outcome(100 * summary["accuracy"], *kept)
+    return RunResult(100 * summary["accuracy"], *kept)
 
 
-def check(problem: str, found: Mapping[str, Sequence[Outcome]]) -> None:
+def check(problem: str, found: Mapping[str, Sequence[RunResult]]) -> None:
     """Check that what is compared can be.
 
     Args:
@@ -145,15 +145,15 @@ def check(problem: str, found: Mapping[str, Sequence[Outcome]]) -> None:
             for field in ("samples", "parameters"):
                 got, expected = getattr(mine, field), getattr(other, field)
                 if got != expected:
-                    told = f"{problem}, {name}: {got} {field}, expected {expected}"
-                    raise jobs.Failed(f"{told} as in {case.beside!r}; change its job file")
+                    what = f"{problem}, {name}: {got} {field}, expected {expected}"
+                    raise jobs.Failed(f"{what} as in {case.beside!r}; change its job file")
             packed = case.beside not in (None, SERIAL)
             if packed and mine.bytes_sent > PACKED * other.bytes_sent:
-                told = f"{problem}, {name}: {mine.bytes_sent} bytes between nodes"
-                raise jobs.Failed(f"{told}, expected at most {PACKED} x {other.bytes_sent}")
+                what = f"{problem}, {name}: {mine.bytes_sent} bytes between nodes"
+                raise jobs.Failed(f"{what}, expected at most {PACKED} x {other.bytes_sent}")
 
 
-def compared(problem: str, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
+def compared(problem: str, found: Mapping[str, Sequence[RunResult]]) -> list[Row]:
     """Return a row for each case: mean and worst accuracy, and the mean of what it is beside.
 
     Args:
@@ -173,7 +173,7 @@ def compared(problem: str, found: Mapping[str, Sequence[Outcome]]) -> list[Row]:
     return rows
 
 
-def _tell(label: str, runs: Sequence[Outcome]) -> None:
+def _tell(label: str, runs: Sequence[RunResult]) -> None:
     """Say how far the measure is: it takes long."""
     each = " ".join(f"{o.accuracy:.2f}" for o in runs)
     print(f"mpips.bench: {label}: {each}", file=sys.stderr, flush=True)

@@ -40,13 +40,13 @@ def run(names: Sequence[str], options: Options, path: Path | None) -> int:
     rows: list[Row] = []
     for label, part in _parts(chosen, options):
         start = time.perf_counter()
-        told = ""
+        outcome = ""
         try:
             rows += aims_for(options, part())
         except (jobs.Failed, UserError) as error:
             report["failed"].append(label)
-            told = f", failed: {error}"
-        _say(f"{label}: {time.perf_counter() - start:.1f} s{told}")
+            outcome = f", failed: {error}"
+        _say(f"{label}: {time.perf_counter() - start:.1f} s{outcome}")
         report["rows"] = [row.to_json() for row in rows]
         if path:
             write_json(path, report)
@@ -64,9 +64,9 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
         if measure.has_jobs:
             yield measure.name, partial(measure.run, options)
         if options.peers:
-            from mpips.bench import beside
+            from mpips.bench import peer_comparison
 
-            yield from beside.parts(measure.name, options)
+            yield from peer_comparison.parts(measure.name, options)
 
 
 def _missing(venv: Path) -> list[str]:

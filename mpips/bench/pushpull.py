@@ -16,6 +16,7 @@ from mpips.cluster.start import Request
 from mpips.cluster.world import Cluster
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
+from mpips.problems.accumulate import follow
 from mpips.ps.assemble import ServerHalf, assemble
 from mpips.ps.design import Design
 from mpips.ps.far_choice import way_of
@@ -60,12 +61,16 @@ class Exchange:
         assert self.server is not None, "workers wait otherwise"
         self.server.serve_until(request.Test)
 
+    def step(self) -> None:
+        """Pull, compute and push, on a worker."""
+        follow(self._job.problem, self.worker.step((0, 0, 1), ONE))
+
     def exchange(self, steps: int) -> None:
         """Have every worker pull, compute and push `steps` times. Collective: yes."""
 
         def work() -> None:
             for _ in range(steps):
-                self.worker.step((0, 0, 1), ONE)
+                self.step()
 
         self.serve_while(work, steps)
 

@@ -87,13 +87,13 @@ def _measure(options: Options) -> tuple[Points, bool]:
     parts, failed = [], False
     for number in ranks:
         start = time.perf_counter()
-        told = ""
+        outcome = ""
         try:
             parts.append(_world(number, options))
         except jobs.Failed as error:
-            failed, told = True, f", failed: {error}"
+            failed, outcome = True, f", failed: {error}"
         spent = time.perf_counter() - start
-        line = f"mpips.bench: scale, {number} rank{'s' * (number > 1)}: {spent:.1f} s{told}"
+        line = f"mpips.bench: scale, {number} rank{'s' * (number > 1)}: {spent:.1f} s{outcome}"
         print(line, file=sys.stderr, flush=True)
     return join(parts), failed
 

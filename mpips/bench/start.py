@@ -25,7 +25,7 @@ IGNORED = shutil.ignore_patterns("*.pyc")
 Spent = tuple[float, float]
 
 
-class Place:
+class Installation:
     """Where jobs are started: in this tree, or in a copy that cannot be written.
 
     Args:
@@ -96,10 +96,13 @@ def run(options: Options) -> list[Row]:
 def _in_place(options: Options, read_only: bool, worlds: Sequence[int]) -> list[Row]:
     rows = []
     with temporary_folder() as folder:
-        place = Place(folder, read_only)
-        place.train(1)  # compiles
+        installation = Installation(folder, read_only)
+        installation.train(1)  # compiles
         for ranks in worlds:
-            sides = {"train": lambda n=ranks: place.train(n), "load": lambda n=ranks: place.load(n)}
+            sides = {
+                "train": lambda n=ranks: installation.train(n),
+                "load": lambda n=ranks: installation.load(n),
+            }
             found = take_turns(sides, options.repeats)
             case = f"{ranks} ranks, 1 step" + (", package read-only" if read_only else "")
             for k, what in enumerate(("", ", processor time of a rank")):

@@ -16,7 +16,7 @@ from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY
 
 RANKS, SERVERS, FACTOR = 8, 2, 5
-PROBLEM = f"{Path(__file__).with_name('asleep.py')}:Asleep"
+PROBLEM = f"{Path(__file__).with_name('sleeping_model.py')}:SleepingModel"
 BATCH = 8
 
 

@@ -54,7 +54,7 @@ def _train() -> argparse.ArgumentParser:
     parser.add_argument("job", nargs="?", metavar="JOB.toml", help="job file")
     for option in (*OPTIONS.values(), *QUESTIONS.values()):
         if option.kind is bool:
-            words = (option.flag, f"--no-{option.flag[2:]}")
+            words = (option.flag, option.negated)
             parser.add_argument(*words, action="store_true", help=option.help)
         else:
             names = [word for word in option.legal if word] or None

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from mpips.config import groups
-from mpips.config.option import Option, metavar
+from mpips.config.option import Option, default_text, metavar
 from mpips.errors import unknown
 
 FOLDER = Path(__file__).resolve().parent
 TOPICS = (  # in the order in which a newcomer may want them
-    *("your-model", "data", "options", "checkpoints", "summary", "consistency"),
-    *("several-nodes", "slow-links", "slurm", "how-fast", "troubleshooting", "design"),
+    *("your-model", "pytorch", "library", "data", "options", "checkpoints", "summary"),
+    *("consistency", "several-nodes", "slow-links", "slurm"),
+    *("how-fast", "troubleshooting", "design"),
 )
 OPTIONS_HERE = "<!-- options -->"
 
@@ -43,21 +44,13 @@ def options_tables() -> str:
 def _row(option: Option) -> str:
     """Return an option's row; a bar would end a cell."""
     names = [f"`{option.flag} {metavar(option)}".rstrip() + "`"]
-    names += [f"`--no-{option.flag[2:]}`"] if option.kind is bool else []
+    names += [f"`{option.negated}`"] if option.kind is bool else []
     modes = [f"mode {' or '.join(option.modes)}"] if option.modes else []
     legal = option.bound or (option.form if option.pattern else "")
+    default = default_text(option)
     cells = [
         ", ".join(names),
         "; ".join(filter(None, [option.help, legal, *modes])),
-        _default(option),
+        f"`{default}`" if "<" in default else default,  # else read as HTML
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-def _default(option: Option) -> str:
-    if option.unset:
-        return f"`{option.unset}`" if "<" in option.unset else option.unset  # else read as HTML
-    if option.kind is bool:
-        return "on" if option.default else "off"
-    values = option.default if option.kind is tuple else (option.default,)
-    return ",".join(map(str, values))

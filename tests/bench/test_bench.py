@@ -174,6 +174,7 @@ def test_what_the_driver_takes() -> None:
     assert found == [name for name in catalogue.MEASURES if name not in left_out]
     assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]
     assert [m.name for m in catalogue.choose_for_driver(["mlp", "rules"])] == ["rules", "mlp"]
+    assert [m.name for m in catalogue.choose_for_driver(["crowd"])] == ["oversubscription"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
         catalogue.choose_for_driver(["link"])
 
@@ -348,7 +349,7 @@ def command_line(pid: int) -> bytes:
 def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
     args = [
         "mlp",
-        "crowd",
+        "oversubscription",
         "stragglers",
         "start",
         "--quick",
@@ -359,7 +360,7 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
     ]
     done = driver(*args, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    rows = check_rows(tmp_path / "rows.json", {"mlp", "crowd", "straggler", "start"})
+    rows = check_rows(tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "start"})
     assert sum("read-only" in row["case"] for row in rows) == 2
 
 

@@ -25,7 +25,7 @@ SAMPLES = 8192
 
 def make_round(given: argparse.Namespace) -> Callable[[], None]:
     """Return a round: sum the gradients of all ranks, update, and make the next gradient."""
-    import torch  # type: ignore[import-not-found]
+    import torch
     from torch import distributed
 
     grad, params = torch.ones(given.size), torch.zeros(given.size)
@@ -62,7 +62,7 @@ def make_mlp(given: argparse.Namespace) -> Callable[[], None]:
 MAKE = {"round": make_round, "mlp": make_mlp}
 
 
-def work(send: Send, rank: int, given: argparse.Namespace, meeting: Path, barrier: Any) -> None:
+def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, barrier: Any) -> None:
     """Make the steps of one rank; send the version, and begin and end of each repeat."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -70,7 +70,7 @@ def work(send: Send, rank: int, given: argparse.Namespace, meeting: Path, barrie
 
     torch.set_num_threads(1)
     world = {"rank": rank, "world_size": given.workers}
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", **world)
+    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", **world)
     step = MAKE[given.measure](given)
 
     def steps() -> None:
@@ -89,10 +89,10 @@ def main() -> None:
     add_mlp(parser)
     given = parse(parser)
     with tempfile.TemporaryDirectory() as folder, Children() as children:
-        meeting = Path(folder, "meeting")
+        rendezvous = Path(folder, "rendezvous")
         barrier = children.barrier(given.workers)
         for rank in range(given.workers):
-            children.start(work, rank, given, meeting, barrier)
+            children.start(work, rank, given, rendezvous, barrier)
         versions, spans = zip(*children.results(), strict=True)
     size = 4 * given.size if given.measure == "round" else mlp_bytes(given.hidden)
     report("torch-ddp", versions[0], given, size, seconds_of(spans))

@@ -34,37 +34,37 @@ def push_pull(grad: Any) -> Any:
     return params
 
 
-def join(rank: int, given: argparse.Namespace, meeting: Path) -> None:
+def join(rank: int, given: argparse.Namespace, rendezvous: Path) -> None:
     """Enter the world of one server and the workers, over the loopback interface."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
-    import torch  # type: ignore[import-not-found]
-    from torch.distributed import rpc  # type: ignore[import-not-found]
+    import torch
+    from torch.distributed import rpc
 
     torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=THREADS, rpc_timeout=TIMEOUT_S, init_method=f"file://{meeting}"
+        num_worker_threads=THREADS, rpc_timeout=TIMEOUT_S, init_method=f"file://{rendezvous}"
     )
     world = given.workers + 1
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world, rpc_backend_options=options)
 
 
-def serve(send: Send, given: argparse.Namespace, meeting: Path) -> None:
+def serve(send: Send, given: argparse.Namespace, rendezvous: Path) -> None:
     """Hold the parameters until every worker is done."""
     import torch
     from torch.distributed import rpc
 
     server["params"] = torch.zeros(given.size)
-    join(0, given, meeting)
+    join(0, given, rendezvous)
     rpc.shutdown()
     send(torch.__version__)
 
 
-def work(send: Send, rank: int, given: argparse.Namespace, meeting: Path, barrier: Any) -> None:
+def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, barrier: Any) -> None:
     """Push and pull; send begin and end of each repeat."""
     import torch
     from torch.distributed import rpc
 
-    join(rank, given, meeting)
+    join(rank, given, rendezvous)
 
     def steps() -> None:
         grad = torch.ones(given.size)
@@ -83,11 +83,11 @@ def main() -> None:
     add_size(parser)
     given = parse(parser)
     with tempfile.TemporaryDirectory() as folder, Children() as children:
-        meeting = Path(folder, "meeting")
+        rendezvous = Path(folder, "rendezvous")
         barrier = children.barrier(given.workers)
-        children.start(serve, given, meeting)
+        children.start(serve, given, rendezvous)
         for rank in range(1, given.workers + 1):
-            children.start(work, rank, given, meeting, barrier)
+            children.start(work, rank, given, rendezvous, barrier)
         version, *spans = children.results()
     report("torch-rpc", version, given, 4 * given.size, seconds_of(spans))
 

@@ -1,4 +1,4 @@
-"""A model whose gradient takes its time without a core, for measures of waiting."""
+"""A model whose gradient sleeps, and so takes its time without a core."""
 
 import time
 
@@ -9,11 +9,11 @@ from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 
-ASLEEP_S = 0.01
+GRADIENT_S = 0.01
 
 
-class Asleep(Problem):
-    """A vector of parameters whose gradient is zero, and takes `ASLEEP_S`."""
+class SleepingModel(Problem):
+    """A vector of parameters whose gradient is zero, and takes `GRADIENT_S`."""
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
@@ -25,7 +25,7 @@ class Asleep(Problem):
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return 1, after a while."""
-        time.sleep(ASLEEP_S)
+        time.sleep(GRADIENT_S)
         out["w"][:] = 0
         return 1.0
 
