@@ -5,9 +5,9 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from mpips.cluster import segments
+from mpips.config.arguments import Parser
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import GRACE_S, Watch
@@ -21,14 +21,6 @@ less safely than it might) or fail (it does not run, or that could not be found 
 do about it. Without a launcher, it looks at what one process can see.
 """
 EPILOG = "The exit code is 0 if all is ok, 3 after a warning, 1 after a failure, 2 for a mistake."
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(f"command line: {message}", "what --help lists")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,9 +67,9 @@ def clean() -> int:
     from mpips.errors import human_bytes
 
     removed = segments.clean()
-    told = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
+    text = f"{len(removed)} files of dead jobs removed, {human_bytes(sum(removed.values()))}"
     kept = f"{len(segments.present())} stay, as they are in use or may be"
-    print(f"{platform.node()}: {told}; {kept}", flush=True)
+    print(f"{platform.node()}: {text}; {kept}", flush=True)
     return 0
 
 

@@ -43,11 +43,11 @@ def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int
 def judge_start(seconds: Sequence[float]) -> Finding:
     """Judge how long the ranks took from their first line of Python until MPI was up."""
     longest = max(seconds)
-    told = f"Python and MPI were up after {longest:.1f} s"
+    text = f"Python and MPI were up after {longest:.1f} s"
     if longest > SLOW_START_S:
         remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
-        return warn("start", told, remedy, longest_s=longest)
-    return ok("start", told, longest_s=longest)
+        return warn("start", text, remedy, longest_s=longest)
+    return ok("start", text, longest_s=longest)
 
 
 def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
@@ -58,9 +58,9 @@ def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
         loaded_s: On the others, which should find them in the cache.
         turns: Ranks that share a core.
     """
-    told = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
+    text = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
     figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
     if loaded_s > SLOW_LOADING_S * max(1.0, turns):
         remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
-        return warn("kernels", told, remedy, **figures)
-    return ok("kernels", told, **figures)
+        return warn("kernels", text, remedy, **figures)
+    return ok("kernels", text, **figures)

@@ -51,8 +51,8 @@ def try_ulfm(cluster: Cluster) -> list[Finding]:
     """
     if os.environ.get(FT_ENABLE, "") not in ("1", "true"):
         how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
-        told = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
-        return [ok("ulfm", f"off: {told}")]
+        text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
+        return [ok("ulfm", f"off: {text}")]
     size = count_survivors(cluster.comm, cluster.wait)
     if size != cluster.world:
         remedy = "start the job without --with-ft ulfm"

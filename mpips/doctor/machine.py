@@ -75,8 +75,8 @@ def judge_threads(ranks: Sequence[Facts]) -> Finding:
         text = ", ".join(f"{k}={v}" for k, v in large.items())
         remedy = f"export {' '.join(f'{k}={share}' for k in large)}: a rank's share of the cores"
         return warn("threads", f"{text}, for {share} a rank", remedy)
-    told = ", ".join(f"{k}={v}" for k, v in set_to.items())
-    return ok("threads", f"{share} a rank, set by mpips for BLAS{told and f'; {told}'}")
+    text = ", ".join(f"{k}={v}" for k, v in set_to.items())
+    return ok("threads", f"{share} a rank, set by mpips for BLAS{text and f'; {text}'}")
 
 
 def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
@@ -98,8 +98,8 @@ def judge_limits(rank: Facts, world: int) -> list[Finding]:
         for name, limit in rank.limits.items()
         if math.isfinite(limit)
     }
-    told = [f"{name} {sizes.get(name, 'unlimited')}" for name in rank.limits]
-    return [ok("limits", ", ".join(told))]
+    limits = [f"{name} {sizes.get(name, 'unlimited')}" for name in rank.limits]
+    return [ok("limits", ", ".join(limits))]
 
 
 def _limits_to_mend(rank: Facts, world: int) -> Iterator[Finding]:

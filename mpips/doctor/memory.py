@@ -35,14 +35,14 @@ def judge_needs(needs: Mapping[str, Need], parameters: int) -> list[Finding]:
 def _judge_need(need: Need, parameters: int) -> Finding:
     free, needed = (human_bytes(size) for size in (need.free, need.needed))
     figures = {"free_bytes": float(need.free), "needed_bytes": float(need.needed)}
-    told = f"{free} free in {SHARED_MEMORY}, windows for {parameters:,} parameters take {needed}"
+    text = f"{free} free in {SHARED_MEMORY}, windows for {parameters:,} parameters take {needed}"
     if need.memory:
         remedy = "use a smaller model, or more nodes with fewer ranks each"
         return fail("memory", need.memory, remedy, **figures)
     if need.free < need.needed:
         remedy = "enlarge it (docker: --shm-size, or mount -o remount,size=), use more nodes, or "
-        return fail("memory", told, f"{remedy}--window private", **figures)
-    return ok("memory", told, **figures)
+        return fail("memory", text, f"{remedy}--window private", **figures)
+    return ok("memory", text, **figures)
 
 
 def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Finding]:
@@ -50,9 +50,9 @@ def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Findi
     found = []
     for host, limit in {f.host: f.memory for f in facts}.items():
         if limit < needs[host].needed and not needs[host].memory:
-            told = f"{host}: {human_bytes(limit)} of memory, for windows of "
+            text = f"{host}: {human_bytes(limit)} of memory, for windows of "
             remedy = "ask for more memory (--mem, docker --memory)"
-            found.append(fail("memory", told + human_bytes(needs[host].needed), remedy))
+            found.append(fail("memory", text + human_bytes(needs[host].needed), remedy))
     return found
 
 
@@ -61,13 +61,13 @@ def judge_window(wrong: Mapping[int, Sequence[int]], seconds: float) -> Finding:
     bad = {reader: list(read) for reader, read in wrong.items() if read}
     if bad:
         reader, read = next(iter(bad.items()))
-        told = f"rank {reader} does not read what rank {read[0]} wrote"
-        return fail("window", told, "use another MPI, or another transport (see mpi above)")
-    told = f"made in {seconds * 1e3:.1f} ms, all ranks read what others wrote"
+        text = f"rank {reader} does not read what rank {read[0]} wrote"
+        return fail("window", text, "use another MPI, or another transport (see mpi above)")
+    text = f"made in {seconds * 1e3:.1f} ms, all ranks read what others wrote"
     if seconds > SLOW_MAKING_S:
         remedy = "expect as much at each start; another transport may be faster"
-        return warn("window", told, remedy, making_s=seconds)
-    return ok("window", told, making_s=seconds)
+        return warn("window", text, remedy, making_s=seconds)
+    return ok("window", text, making_s=seconds)
 
 
 class FarGet(NamedTuple):
@@ -87,22 +87,22 @@ class FarGet(NamedTuple):
 def judge_far_get(found: FarGet) -> list[Finding]:
     """Judge the times of far reads."""
     poll = found.polling_s
-    told = f"{poll * 1e6:.0f} us from an owner that polls"
+    text = f"{poll * 1e6:.0f} us from an owner that polls"
     figures = {"polling_us": poll * 1e6, "busy_ms": found.busy_s * 1e3}
     figures["helped_ms"] = found.helped_s * 1e3
     out = []
     if poll > SLOW_READ_S:
         remedy = "give each rank a core (see cores), or use another transport"
-        out.append(warn("far get", told, remedy, **figures))
+        out.append(warn("far get", text, remedy, **figures))
     else:
-        out.append(ok("far get", told, **figures))
+        out.append(ok("far get", text, **figures))
     busy = f"{found.busy_s * 1e3:.0f} ms from one that computes for {BUSY_S * 1e3:.0f} ms"
     helped = f"{found.helped_s * 1e3:.1f} ms with a thread that enters MPI"
-    told = f"{busy}, {helped}"
+    text = f"{busy}, {helped}"
     if found.helped_s > LATE_S:
         remedy = "leave a core for the thread (fewer ranks on a host), use an MPI with "
         remedy += "MPI_THREAD_MULTIPLE, or servers, which poll (--servers)"
-        out.append(warn("busy owner", told, remedy, **figures))
+        out.append(warn("busy owner", text, remedy, **figures))
     else:
-        out.append(ok("busy owner", told, **figures))
+        out.append(ok("busy owner", text, **figures))
     return out

@@ -81,8 +81,8 @@ def judge_links(
 
 def _judge_link(link: Link) -> Finding:
     rates = {"pull": link.pull, "push": link.push, "allreduce": link.allreduce}
-    told = f"{link.name}: send {human_bytes(link.send)}/s"
-    told += "".join(f", {name} {human_bytes(rate)}/s" for name, rate in rates.items())
+    text = f"{link.name}: send {human_bytes(link.send)}/s"
+    text += "".join(f", {name} {human_bytes(rate)}/s" for name, rate in rates.items())
     figures = {f"{k}_mb_s": v / 1e6 for k, v in {"send": link.send, **rates}.items()}
     share = SHARE if link.send <= FAST else FAST_SHARE if link.real else LOCAL_SHARE
     aims = {"pull": share, "push": share, "allreduce": share * ALLREDUCE}
@@ -91,8 +91,8 @@ def _judge_link(link: Link) -> Finding:
         wanted = " and ".join(f"{name} {aims[name]:g}" for name in slow)
         remedy = f"of a send's rate {wanted} should be reached: leave a core free, or try another "
         remedy += "transport (MPICH: UCX_TLS; Open MPI: --mca pml, --mca btl)"
-        return warn("link", told, remedy, **figures)
-    return ok("link", told, **figures)
+        return warn("link", text, remedy, **figures)
+    return ok("link", text, **figures)
 
 
 def _judge_even(links: Sequence[Link]) -> list[Finding]:
@@ -113,12 +113,12 @@ def _judge_fabric(links: Sequence[Link], fabric: Mapping[str, float]) -> list[Fi
         return []
     name = max(fabric, key=lambda device: fabric[device])
     reached, said = max(real), fabric[name] / 8
-    told = f"{name} is for {human_bytes(said)}/s, a send reaches {human_bytes(reached)}/s"
+    text = f"{name} is for {human_bytes(said)}/s, a send reaches {human_bytes(reached)}/s"
     if reached < FABRIC * said:
         remedy = f"have MPI use {name} (UCX_NET_DEVICES, --mca btl_tcp_if_include), or the "
         remedy += "site's own MPI: mpi4py built against it, instead of a wheel"
-        return [warn("network", told, remedy)]
-    return [ok("network", told)]
+        return [warn("network", text, remedy)]
+    return [ok("network", text)]
 
 
 def judge_clocks(skews: Mapping[str, float]) -> Finding:
@@ -127,9 +127,9 @@ def judge_clocks(skews: Mapping[str, float]) -> Finding:
         return ok("clocks", "one host, one clock")
     host = max(skews, key=lambda name: abs(skews[name]))
     most = abs(skews[host])
-    told = f"at most {most:.1f} s apart" if most >= 1 else f"at most {most * 1e3:.2f} ms apart"
-    told += f", on {host}"
+    text = f"at most {most:.1f} s apart" if most >= 1 else f"at most {most * 1e3:.2f} ms apart"
+    text += f", on {host}"
     if most > SKEW_S:
         remedy = "have its clock set by NTP: dates in logs and of files mislead"
-        return warn("clocks", told, remedy, skew_s=skews[host])
-    return ok("clocks", told, skew_s=skews[host])
+        return warn("clocks", text, remedy, skew_s=skews[host])
+    return ok("clocks", text, skew_s=skews[host])

@@ -31,13 +31,13 @@ def judge_libraries(ranks: Sequence[Library], nodes: int) -> list[Finding]:
     """Judge what the ranks run on; they should all run on the same."""
     first = ranks[0]
     found = [_judge_mpi(ranks, nodes)]
-    told = ", ".join(f"{name} {version}" for name, version in first.versions)
+    text = ", ".join(f"{name} {version}" for name, version in first.versions)
     if len({r.versions for r in ranks}) > 1:
         others = {f"{k} {v}" for r in ranks for k, v in r.versions if (k, v) not in first.versions}
         remedy = "start the same virtual environment on all hosts"
-        found.append(fail("software", f"{told}; elsewhere {', '.join(sorted(others))}", remedy))
+        found.append(fail("software", f"{text}; elsewhere {', '.join(sorted(others))}", remedy))
     else:
-        found.append(ok("software", told))
+        found.append(ok("software", text))
     cpus = sorted({r.cpu for r in ranks})
     if len(cpus) > 1:
         remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
@@ -54,9 +54,9 @@ def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:
         return fail("mpi", " and ".join(names), "start the same virtual environment on all hosts")
     way = [f"device {first.device}"] if first.device else []
     way += [f"{' and '.join(first.loaded)} loaded"] if first.loaded else []
-    told = ", ".join([first.mpi, *way])
+    text = ", ".join([first.mpi, *way])
     if not all(r.multiple for r in ranks):
-        told += ", without threads, which several nodes want"
+        text += ", without threads, which several nodes want"
         remedy = "use an MPI built with MPI_THREAD_MULTIPLE: else ranks that compute do not answer"
-        return warn("mpi", told, remedy) if nodes > 1 else ok("mpi", told)
-    return ok("mpi", f"{told}, threads allowed")
+        return warn("mpi", text, remedy) if nodes > 1 else ok("mpi", text)
+    return ok("mpi", f"{text}, threads allowed")

@@ -216,36 +216,36 @@ def judge_storage(found: Storage, checkpoint_bytes: int) -> list[Finding]:
 
 
 def _judge_room(found: Storage, size: int) -> Finding:
-    told = f"{found.folder} is {found.kind} with {human_bytes(found.free)} free"
+    text = f"{found.folder} is {found.kind} with {human_bytes(found.free)} free"
     if found.free < size:
         remedy = "free some space, or give another --out"
-        return fail("folder", f"{told}, a checkpoint takes {human_bytes(size)}", remedy)
+        return fail("folder", f"{text}, a checkpoint takes {human_bytes(size)}", remedy)
     if found.free < 3 * size:  # two are kept, and one is being written
         remedy = "free some space, give another --out, or --keep 1"
-        return warn("folder", f"{told}, three checkpoints take {human_bytes(3 * size)}", remedy)
+        return warn("folder", f"{text}, three checkpoints take {human_bytes(3 * size)}", remedy)
     if found.kind in LOCAL:
         remedy = "give an --out on a disk: this one is gone when the host is started again"
-        return warn("folder", told, remedy)
-    return ok("folder", told)
+        return warn("folder", text, remedy)
+    return ok("folder", text)
 
 
 def _judge_rate(found: Storage, size: int) -> Finding:
     rate, takes_s = 1 / found.write_s, size * found.write_s
-    told = f"{human_bytes(rate)}/s written and synced, {found.sync_s * 1e3:.1f} ms a small file; "
-    told += f"a checkpoint of {human_bytes(size)} takes {takes_s:.1f} s"
+    text = f"{human_bytes(rate)}/s written and synced, {found.sync_s * 1e3:.1f} ms a small file; "
+    text += f"a checkpoint of {human_bytes(size)} takes {takes_s:.1f} s"
     figures = {"write_mb_s": rate / 1e6, "sync_ms": found.sync_s * 1e3}
     if takes_s > SLOW_S:
         remedy = "give an --out on a faster file system, or save less often (--checkpoint-every)"
-        return warn("writing", told, remedy, **figures)
-    return ok("writing", told, **figures)
+        return warn("writing", text, remedy, **figures)
+    return ok("writing", text, **figures)
 
 
 def _judge_lock(found: Storage) -> Finding:
     if found.lock == HELD:
         return ok("locks", "a locked file keeps a second job out")
-    told = "there are none" if found.lock == NONE else "a locked file does not keep others out"
+    text = "there are none" if found.lock == NONE else "a locked file does not keep others out"
     remedy = "never start two jobs with one --out, or give one where flock works"
-    return warn("locks", told, f"{remedy} (Lustre: mount with -o flock)")
+    return warn("locks", text, f"{remedy} (Lustre: mount with -o flock)")
 
 
 def _judge_hdf5(found: Storage) -> Finding:
@@ -256,22 +256,22 @@ def _judge_hdf5(found: Storage) -> Finding:
 
 
 def _judge_stamps(found: Storage) -> Finding:
-    told = f"files are dated {abs(found.ahead_s):.1f} s "
-    told += "ahead of this host's clock" if found.ahead_s > 0 else "behind this host's clock"
+    text = f"files are dated {abs(found.ahead_s):.1f} s "
+    text += "ahead of this host's clock" if found.ahead_s > 0 else "behind this host's clock"
     if abs(found.ahead_s) > SKEW_S:
-        return warn("file times", told, "have the file server's clock set by NTP")
-    return ok("file times", told)
+        return warn("file times", text, "have the file server's clock set by NTP")
+    return ok("file times", text)
 
 
 def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     """Judge which hosts see a folder that rank 0 has made, each host once."""
     blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
     if blind:
-        told = f"what rank 0 writes is not seen on {', '.join(blind[:3])}"
+        text = f"what rank 0 writes is not seen on {', '.join(blind[:3])}"
         if len(blind) > 3:
-            told += f" and {len(blind) - 3} more"
+            text += f" and {len(blind) - 3} more"
         remedy = "give an --out on a file system that all nodes share"
-        return fail("sharing", told, remedy)
+        return fail("sharing", text, remedy)
     if len(hosts) == 1:
         return ok("sharing", "one host writes and reads")
     return ok("sharing", f"all {len(hosts)} hosts see what rank 0 writes")

@@ -52,14 +52,14 @@ class Visit:
             for rank in range(1, ranks.world):
                 ranks.send(rank, "tell", value)
             return value
-        told: list[Any] = []
+        received: list[Any] = []
 
         def heard() -> bool:
-            told.extend(payload for _, _, payload in ranks.poll())
-            return bool(told)
+            received.extend(payload for _, _, payload in ranks.poll())
+            return bool(received)
 
         ranks.wait(heard)
-        return told[0]
+        return received[0]
 
 
 class Check(NamedTuple):
@@ -95,12 +95,12 @@ def check_launch(visit: Visit) -> list[Finding]:
 
 
 def _judge_world(ranks: Cluster, node_size: int) -> Finding:
-    told = f"{count(ranks.world, 'rank')} on {count(len(set(ranks.hosts)), 'host')}"
+    text = f"{count(ranks.world, 'rank')} on {count(len(set(ranks.hosts)), 'host')}"
     if ranks.world == 1:
         return warn("world", "1 rank, which trains alone", f"{HOW}, or srun in a job")
     sizes = sorted({ranks.node_of.count(node) for node in ranks.node_of})
-    told += f", {count(ranks.nodes, 'node')} of {' or '.join(map(str, sizes))}"
-    return ok("world", told + (" by --node-size" if node_size else ""))
+    text += f", {count(ranks.nodes, 'node')} of {' or '.join(map(str, sizes))}"
+    return ok("world", text + (" by --node-size" if node_size else ""))
 
 
 def check_clocks(visit: Visit) -> list[Finding]:
@@ -276,9 +276,9 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
     except UserError as error:
         problem = refused(check.name, error)
     except Exception as error:
-        told = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
-        problem = fail(check.name, told, "mend what it names, and run the doctor again")
-        print(f"mpips.doctor, {check.name}: {told}", file=sys.stderr, flush=True)
+        text = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
+        problem = fail(check.name, text, "mend what it names, and run the doctor again")
+        print(f"mpips.doctor, {check.name}: {text}", file=sys.stderr, flush=True)
     problems = ranks.gather(problem)
     ranks.barrier()
     told_once = {p.found: p for p in problems or [] if p is not None}
@@ -287,5 +287,5 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
 
 def refused(check: str, error: UserError) -> Finding:
     """Return an error that is meant for a person as a finding."""
-    told, _, remedy = str(error).rpartition("; ")
-    return fail(check, told or remedy, remedy if told else "see mpips guide troubleshooting")
+    text, _, remedy = str(error).rpartition("; ")
+    return fail(check, text or remedy, remedy if text else "see mpips guide troubleshooting")

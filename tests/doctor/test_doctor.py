@@ -719,8 +719,9 @@ how = sys.argv[1]
 first = next(os.environ[name] for name in LAUNCHED if name in os.environ) == "0"
 report = Report("?", None, first)
 watch = Watch(3 + (0 if first else GRACE_S), report.expire)
-run = {"broken": broken, "refused": refused}.get(how, stuck)
-checks = [world.Check("before", fine), world.Check("it", run), world.Check("after", fine)]
+runs = [broken, refused] if how == "broken" else [stuck]
+it = [world.Check("it", run) for run in runs]
+checks = [world.Check("before", fine), *it, world.Check("after", fine)]
 sys.exit(world.run(Options(), watch, report, checks))
 """
 
@@ -737,17 +738,12 @@ def test_a_check_that_hangs_is_a_line_that_says_so(how: str, tmp_path: Path) -> 
 
 
 @pytest.mark.launch
-def test_a_check_that_raises_is_a_line_that_says_so(tmp_path: Path) -> None:
+def test_checks_that_raise_or_refuse_are_lines_that_say_so(tmp_path: Path) -> None:
+    """What is refused has its remedy."""
     done = launch.run(3, ["-c", SCRIPT, "broken"], tmp_path).check(1)
     told = r"^fail  it .*rank 1 on .*: ValueError: a broken check"
     assert re.search(told, done.output, re.M), done.output
     assert done.output.count("all is well") == 2, "the rest is examined all the same"
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_check_that_refuses_is_a_line_with_its_remedy(tmp_path: Path) -> None:
-    done = launch.run(3, ["-c", SCRIPT, "refused"], tmp_path).check(1)
     assert len(re.findall(r"^fail  it .*no shared memory, expected some$", done.output, re.M)) == 1
     assert len(re.findall(r"^ +-> buy some$", done.output, re.M)) == 1
 
