@@ -43,8 +43,8 @@ def check_world(comm: Comm) -> None:
     Raises:
         UserError: If the launcher's variables tell of more tasks than the one rank that MPI sees.
     """
-    told = [os.environ.get(name, "") for name in SIZES]
-    tasks = max((int(text) for text in told if text.isdigit()), default=1)
+    sizes = [os.environ.get(name, "") for name in SIZES]
+    tasks = max((int(text) for text in sizes if text.isdigit()), default=1)
     if comm.size > 1 or tasks == 1:
         return
     mine = ("Open MPI", "pmix") if is_open_mpi() else ("MPICH", "pmi2")

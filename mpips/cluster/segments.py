@@ -160,8 +160,8 @@ def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
     others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
     if "PMI_RANK" not in variables or any(name in variables for name in others):
         return None
-    told = variables.get("MPI_LOCALNRANKS", "")
-    ranks = int(told) if told.isdigit() else 1
+    count = variables.get("MPI_LOCALNRANKS", "")
+    ranks = int(count) if count.isdigit() else 1
     needed = MPICH_BYTES + ranks * MPICH_RANK_BYTES
     if total >= needed:
         return None

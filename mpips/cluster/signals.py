@@ -4,8 +4,10 @@ The handlers only note the signal. The rank then finishes its step, and the whol
 ends with `EXIT_SAVED`. A Python handler runs between bytecodes, so no loop may block in MPI.
 """
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 EXIT_SAVED = 85
@@ -22,6 +24,26 @@ def install() -> None:
     """Note SIGUSR1, SIGTERM and SIGINT from now on, instead of dying by them."""
     for number in SIGNALS:
         signal.signal(number, _note)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Note the signals within the block, as `install` does, and forget those that came before.
+
+    In a thread that is not the main one nothing can be installed, and nothing changes.
+    """
+    _received.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    install()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        _received.clear()
 
 
 def divert() -> None:

@@ -17,7 +17,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _local_ranks() -> int:
+def local_ranks() -> int:
+    """Return the number of ranks on this host, as far as the launcher tells; 1 if it does not."""
     for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -25,7 +26,7 @@ def _local_ranks() -> int:
 
 
 def _yield_when_crowded() -> None:
-    if _local_ranks() > cores():
+    if local_ranks() > cores():
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield

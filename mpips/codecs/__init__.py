@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from mpips.codecs.base import RAW_BYTES, Codec, Origin, State, buffer_for
+from mpips.codecs.base import RAW_BYTES, Codec, MessageId, State, buffer_for
 from mpips.codecs.bf16 import Bf16
 from mpips.codecs.fp16 import Fp16
 from mpips.codecs.int8 import Int8
@@ -15,7 +15,7 @@ from mpips.errors import unknown
 __all__ = [
     "CODECS",
     "Codec",
-    "Origin",
+    "MessageId",
     "State",
     "buffer_for",
     "codec_for",
@@ -60,5 +60,5 @@ def warm(codec: Codec | None, dtype: str) -> None:
     if codec is not None:
         grad = np.ones(1, dtype)
         message = buffer_for(codec.wire_bytes(1, dtype))
-        codec.encode(grad, message, codec.fresh_state(1, dtype), Origin())
+        codec.encode(grad, message, codec.fresh_state(1, dtype), MessageId())
         codec.decode(message, grad)

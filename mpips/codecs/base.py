@@ -22,8 +22,8 @@ State = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a message comes from.
+class MessageId:
+    """What tells a message from all others of a run, and so keys its random bits.
 
     Attributes:
         seed: Of the run.
@@ -76,14 +76,14 @@ class Codec(ABC):
         """Return the size of a message of `n` elements, the largest if sizes differ."""
 
     @abstractmethod
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """Write a message.
 
         Args:
             grad: Shape (n,), dtype float32 or float64, contiguous; only read.
             out: Shape (wire_bytes(n, dtype),), dtype uint8, 8-byte aligned.
             state: What `fresh_state` gave, brought up to date here.
-            origin: Where it comes from.
+            message_id: Which message it is.
 
         Returns:
             Bytes of `out` that are in use.
@@ -129,7 +129,7 @@ class TwoBytes(Codec):
         """See `Codec.wire_bytes`."""
         return 2 * n
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         self._check(out, grad)
         self._pack(grad, out.view("u2"))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Origin, State, bits_of, wire_parts
+from mpips.codecs.base import Codec, MessageId, State, bits_of, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET = 512
@@ -34,10 +34,10 @@ class Int8(Codec):
         buckets = -(-vector.size // BUCKET)
         return wire_parts(message, (buckets, vector.dtype), (vector.size, "i1"))
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         scales, levels = self._parts(out, grad)
-        pack(grad, bits_of(grad), scales, bits_of(scales), levels, origin.key)
+        pack(grad, bits_of(grad), scales, bits_of(scales), levels, message_id.key)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Origin, State, wire_parts
+from mpips.codecs.base import Codec, MessageId, State, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET = 1024
@@ -38,11 +38,11 @@ class OneBit(Codec):
         means, signs = 2 * -(-vector.size // BUCKET), -(-vector.size // 8)
         return wire_parts(message, (means, vector.dtype), (signs, "u1"))
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         self._check(out, grad, *state)
         means, signs = self._parts(out, grad)
-        pack(grad, state[0], means, signs, origin.count)
+        pack(grad, state[0], means, signs, message_id.count)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:

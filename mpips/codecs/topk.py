@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, Origin, State, bits_of, wire_parts
+from mpips.codecs.base import Codec, MessageId, State, bits_of, wire_parts
 from mpips.errors import UserError
 from mpips.kernels.compiled import kernel
 
@@ -56,13 +56,13 @@ class TopK(Codec):
     def _used(self, k: int, dtype: np.typing.DTypeLike) -> int:
         return 8 + k * (np.dtype(dtype).itemsize + 4)
 
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, origin: Origin) -> int:
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         self._check(out, grad, *state)
         if grad.size >= MAX_SIZE:
             remedy = "use more servers"
             raise UserError(f"topk of {grad.size} elements", f"fewer than {MAX_SIZE}", remedy)
-        k = self.count(grad.size, origin.number)
+        k = self.count(grad.size, message_id.number)
         counts = np.zeros(1 << _DIGIT, "i8")
         bits = bits_of(state[0])
         mask, shift = np.iinfo(bits.dtype).max, 8 * bits.itemsize - 1 - _DIGIT
@@ -75,7 +75,7 @@ class TopK(Codec):
         above, ties = int(counts[0]), int(counts[1])
         head, values, places = self._parts(out, k, grad.dtype)
         head[0] = k
-        take(state[0], state[-1], bits, mask, above, ties, values, places, origin.count)
+        take(state[0], state[-1], bits, mask, above, ties, values, places, message_id.count)
         return self._used(k, grad.dtype)
 
     def _parts(self, message: np.ndarray, k: int, dtype: np.typing.DTypeLike) -> list[np.ndarray]:

@@ -54,7 +54,7 @@ class Question:
 
 QUESTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Question)}
 _BY_FLAG = {option.flag: option for option in (*OPTIONS.values(), *QUESTIONS.values())}
-_NEGATED = {f"--no-{o.flag[2:]}": o for o in OPTIONS.values() if o.kind is bool}
+_NEGATED = {o.negated: o for o in OPTIONS.values() if o.kind is bool}
 
 
 class CommandLine(NamedTuple):

@@ -1,12 +1,11 @@
 """Job files that come with mpips: ``mpips jobs [NAME]``, or ``--copy DIR``."""
 
-import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from mpips.config.arguments import Parser
 from mpips.config.jobfile import copy_shared, shared_files, shared_text
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, answer, unknown
@@ -15,14 +14,6 @@ DESCRIPTION = """\
 List the job files that come with mpips, one experiment each, or show one. Each runs by its name,
 as in `mpirun -n 8 python -m mpips.train digits-sync`, or as a copy that you change.
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(f"command line: {message}", "what --help lists")
 
 
 def make_parser() -> Parser:

@@ -81,6 +81,11 @@ class Option:
         """The option on the command line, such as ``--batch-size``."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def negated(self) -> str:
+        """What says no to one that is true or false, such as ``--no-quiet``."""
+        return f"--no-{self.flag[2:]}"
+
     def fits(self, value: Any, mode: str) -> bool:
         """Whether a job of that mode may have the value; the default says nothing, so it may."""
         modes = self.modes_of(value)
@@ -93,7 +98,7 @@ class Option:
     def mode_error(self, value: Any, mode: str) -> UserError:
         """Make the error for a value in a mode that does not have the option."""
         modes = " or ".join(self.modes_of(value))
-        flag = f"--no-{self.flag[2:]}" if value is False else self.flag
+        flag = self.negated if value is False else self.flag
         remedy = f"leave out {flag}, or use --mode {modes}"
         return UserError(f"{self.name} {shown(value)} in mode {mode}", f"mode {modes}", remedy)
 
@@ -204,19 +209,24 @@ def metavar(option: Option) -> str:
     return option.metavar or METAVARS[option.kind]
 
 
+def default_text(option: Option) -> str:
+    """Return what holds where an option is not given, in words."""
+    if option.kind is bool:
+        return "on" if option.default else "off"
+    values = option.default if option.kind is tuple else (option.default,)
+    return option.unset or ",".join(map(str, values))
+
+
 def help_entry(option: Option) -> str:
     """Return the rows of one option: what it does, what is legal, the default."""
     modes = f"; mode {' or '.join(option.modes)}" if option.modes else ""
+    note = f"default: {default_text(option)}{modes}"
     if option.kind is bool:
-        default = "on" if option.default else "off"
-        left = f"{option.flag}, --no-{option.flag[2:]}"
-        return help_row(left, f"{option.help} [default: {default}{modes}]")
+        return help_row(f"{option.flag}, {option.negated}", f"{option.help} [{note}]")
     legal = option.expected if option.metavar and not option.bare else ""
     legal = option.bound or legal.removeprefix("text")
-    default = ",".join(map(str, option.default)) if option.kind is tuple else str(option.default)
-    default = f"default: {option.unset or default}{modes}"
-    told = f"{legal}; {default}" if legal else default
-    return help_row(f"{option.flag} {metavar(option)}", f"{option.help} [{told}]")
+    note = f"{legal}; {note}" if legal else note
+    return help_row(f"{option.flag} {metavar(option)}", f"{option.help} [{note}]")
 
 
 def help_row(left: str, text: str) -> str:

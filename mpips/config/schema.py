@@ -291,8 +291,8 @@ class Config:
         return self.mode in ROUND_MODES and not self.backup_workers
 
     @property
-    def gated(self) -> bool:
-        """Whether reads wait for other workers' pushes (`mpips.ps.gate`)."""
+    def reads_wait(self) -> bool:
+        """Whether reads wait for other workers' pushes (`mpips.ps.consistency`)."""
         return self.mode == "ssp" or self.backup_workers > 0
 
     @property

@@ -23,11 +23,13 @@ class Batch:
         x: Inputs, shape (n, *x_shape), of the run's dtype.
         y: Class numbers, shape (n,), int64; or targets, shape (n, *y_shape), of the run's dtype.
         ids: Numbers of the samples in their source, 0 to ``source.n - 1``, shape (n,), int64.
+        epoch: Passes over the data before the one that it is of.
     """
 
     x: np.ndarray
     y: np.ndarray
     ids: np.ndarray
+    epoch: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -311,12 +311,12 @@ def _look_at_targets(parts: Parts) -> Labels:
             low, high = min(low, float(raw.min())), max(high, float(raw.max()))
             total, n = total + float(raw.sum(dtype="f8")), n + len(raw)
             whole = whole and bool((raw == np.rint(raw)).all())
-    told = f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}"
+    note = f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}"
     countable = _countable(parts, low, high) if whole else 0
     if not countable:
-        return Labels(None, notes=(told,))
+        return Labels(None, notes=(note,))
     hint = f"they are whole numbers: if they are class labels, give --classes {countable}"
-    return Labels(None, countable=countable, notes=(told, hint))
+    return Labels(None, countable=countable, notes=(note, hint))
 
 
 def _countable(parts: Parts, low: float, high: float) -> int:

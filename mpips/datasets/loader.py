@@ -39,7 +39,7 @@ class Blocks:
         """Bytes of the blocks that are kept."""
         return sum(x.nbytes + y.nbytes for x, y in self._kept.values())
 
-    def gather(self, ids: np.ndarray) -> Batch:
+    def gather(self, ids: np.ndarray, epoch: int = 0) -> Batch:
         """Return the samples `ids`, shape (n,), int64, in that order.
 
         Raises:
@@ -56,7 +56,7 @@ class Blocks:
             block_x, block_y = self._get(number)
             inner = ids[here] - number * self._block
             x[here], y[here] = block_x[inner], block_y[inner]
-        return Batch(x, y, ids)
+        return Batch(x, y, ids, epoch)
 
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._kept:
@@ -191,9 +191,9 @@ class Loader:
         try:
             ids = self._order.sample_ids(epoch, begin, end)
             if self.blocks is not None:
-                return self.blocks.gather(ids)
+                return self.blocks.gather(ids, epoch)
             x, y = self._source.convert(*self._source.read(ids), self._dtype)
-            return Batch(x, y, ids)
+            return Batch(x, y, ids, epoch)
         except BaseException as error:  # whatever it is, the caller of take() must get it
             return error
 

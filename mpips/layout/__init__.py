@@ -4,6 +4,7 @@ from mpips.layout.arrays import (
     CACHE_LINE_BYTES,
     Layout,
     Shard,
+    aligned_zeros,
     cut,
 )
 
@@ -11,5 +12,6 @@ __all__ = [
     "CACHE_LINE_BYTES",
     "Layout",
     "Shard",
+    "aligned_zeros",
     "cut",
 ]

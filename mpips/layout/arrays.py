@@ -95,3 +95,13 @@ def cut(n: int, parts: int, itemsize: int = 4) -> list[Shard]:
     whole, extra = divmod(lines, parts)
     edges = [min(n, line * (k * whole + min(k, extra))) for k in range(parts + 1)]
     return [Shard(b, e) for b, e in pairwise(edges)]
+
+
+def aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
+    """Return a vector of zeroes, shape (n,), that begins on a cache line.
+
+    XLA shares what begins so, and copies what does not.
+    """
+    memory = np.zeros(n * dtype.itemsize + CACHE_LINE_BYTES, "u1")
+    skip = -memory.ctypes.data % CACHE_LINE_BYTES
+    return memory[skip : skip + n * dtype.itemsize].view(dtype)

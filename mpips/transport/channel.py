@@ -9,6 +9,7 @@ the buffer is free once every near server has applied it, and the far ones have 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,7 +55,8 @@ class Sender:
         origins: bool = False,
     ) -> None:
         self._worker = worker_id
-        self._me = Announced.of(window, worker_id, cluster.rank, origins)
+        self._me = me = Announced.of(window, worker_id, cluster.rank, origins)
+        self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
         owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
         self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
         far = [owner for owner in owners if not cluster.near(owner[1])]
@@ -88,13 +90,16 @@ class Sender:
 
     def buffer(self, seq: int) -> np.ndarray:
         """Return the gradient buffer of push `seq`, shape (n,)."""
-        return self._me.grads[seq % BUFFERS]
+        return self._slots[seq % BUFFERS][2]
 
     def writable(self, seq: int) -> bool:
         """Whether the buffer of push `seq` may be written: its last push has left it."""
-        last = seq - BUFFERS
-        far = self.outbox is None or self.outbox.writable(seq)
-        return far and not any(observe(applied, self._worker) < last for applied in self._near)
+        if self.outbox is not None and not self.outbox.writable(seq):
+            return False
+        for applied in self._near:  # noqa: SIM110  (a generator takes half a microsecond more)
+            if observe(applied, self._worker) < seq - BUFFERS:
+                return False
+        return True
 
     def push(
         self, batch: Range, samples: int, loss: float, versions: np.ndarray, number: int = 0
@@ -112,10 +117,10 @@ class Sender:
             The push's number.
         """
         self.seq += 1
-        me, slot = self._me, self.seq % BUFFERS
-        pack(me.headers[slot], self._worker, self.seq, batch, samples, loss, number)
-        me.versions[slot] = versions
-        publish(me.words, PUSHED, self.seq)
+        header, read, _ = self._slots[self.seq % BUFFERS]
+        pack(header, self._worker, self.seq, batch, samples, loss, number)
+        read[:] = versions
+        publish(self._me.words, PUSHED, self.seq)
         if self.outbox is not None:
             self.outbox.send(self.seq)
         return self.seq
@@ -160,6 +165,36 @@ class Arrival:
     origins: bool = False
 
 
+class _Slot(NamedTuple):
+    """What a server reads of one of a near worker's buffers; views that are made once.
+
+    Attributes:
+        header: Shape (HEADER_WORDS,), dtype int64.
+        version: Version read of the server's shard, shape (1,), dtype int64.
+        grad: Gradient of the shard, shape (shard.size,).
+        origin: What it was computed from, likewise, where the server needs it.
+    """
+
+    header: np.ndarray
+    version: np.ndarray
+    grad: np.ndarray
+    origin: np.ndarray | None
+
+    @classmethod
+    def of(cls, source: Announced, seq: int, server: int, shard: Shard) -> "_Slot":
+        """Return the one of push `seq`."""
+        k = seq % BUFFERS
+        version = source.versions[k, server : server + 1]
+        grad = source.grads[k, shard.range]
+        return cls(source.headers[k], version, grad, source.origin(seq, shard))
+
+    def push(self) -> Push:
+        """Return the push that lies there."""
+        push = Push.unpack(self.header, self.grad, self.origin)
+        push.version = self.version.item()
+        return push
+
+
 class Receiver:
     """A server's half of the channel. Collective: no.
 
@@ -178,12 +213,16 @@ class Receiver:
         applied: np.ndarray,
         arrival: Arrival,
     ) -> None:
-        self._server, self._shard, self._applied = server_id, shard, applied
+        self._size = shard.size
+        self._applied = applied
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
-        self._near = [Announced.of(window, w, r, arrival.origins) for w, r in near]
-        self._words = addresses_of((source.words for source in self._near), PUSHED)
-        self._workers = np.array([source.worker for source in self._near], np.int64)
+        announced = [Announced.of(window, w, r, arrival.origins) for w, r in near]
+        slots = range(BUFFERS)
+        self._slots = [[_Slot.of(a, k, server_id, shard) for k in slots] for a in announced]
+        self._words = addresses_of((source.words for source in announced), PUSHED)
+        self._near = [source.worker for source in announced]
+        self._workers = np.array(self._near, np.int64)
         self._no_limit = no_limit(applied.size)
         self._next = 0
         sources: dict[int, list[int]] = {}
@@ -191,6 +230,7 @@ class Receiver:
         for worker, rank in workers:
             if not cluster.near(rank):
                 sources.setdefault(carrier[rank], []).append(worker)
+        self._has_far = bool(sources)
         args = cluster, sources, shard.size, dtype, applied, arrival.places
         self._far = Inbox(*args, arrival.codec, arrival.origins)
         self._far_first = False
@@ -210,8 +250,10 @@ class Receiver:
                 where one message holds the pushes of several workers.
             fetch: Whether the pool may be given room for more far bodies, near pushes taken.
         """
+        if not self._has_far:
+            return self._take_near(limit) if fetch and self._size else None
         self._far.give_back()
-        if not self._shard.size:
+        if not self._size:
             return None
         self._far.attend(limit, fetch)
         self._far_first = not self._far_first  # in turn, so that neither side starves
@@ -229,7 +271,5 @@ class Receiver:
         if found < 0:
             return None
         self._next = (found + 1) % len(self._near)  # in turn, so that no worker waits for ever
-        source = self._near[found]
-        seq = observe(self._applied, source.worker) + 1
-        grad = source.grads[seq % BUFFERS, self._shard.range]
-        return Push.unpack(source.header(seq, self._server), grad, source.origin(seq, self._shard))
+        seq = observe(self._applied, self._near[found]) + 1
+        return self._slots[found][seq % BUFFERS].push()

@@ -23,7 +23,7 @@ from mpips.cluster.tags import TAG_REPLY
 from mpips.cluster.waiting import all_done
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec, Origin
+from mpips.codecs import Codec, MessageId
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.transport.wire import Chunked, Packing
@@ -130,7 +130,7 @@ class ReplyReads(FarReads):
     Args:
         codec: What the owners pack by, or None.
         needs: Returns what the owners must have applied before they answer, as a tuple of
-            `mpips.ps.gate.Awaited`.
+            `mpips.ps.consistency.Awaited`.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class _Reply:
         header: np.ndarray,
         chunked: Chunked,
         params: np.ndarray,
-        origin: Origin,
+        message_id: MessageId,
     ) -> None:
         self._cluster, self._ranks, self._header = cluster, ranks, header
-        self._chunked, self._origin = chunked, origin
+        self._chunked, self._message_id = chunked, message_id
         self._chunks = chunked.cut(params)
         self._next = 0  # the first chunk that has not been sent
         self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
@@ -228,7 +228,7 @@ class _Reply:
             versions: The last header to send, if not the live one.
         """
         while self._room() and self._next < len(self._chunks):
-            self._send(self._chunked.pack(self._chunks, self._next, self._origin))
+            self._send(self._chunked.pack(self._chunks, self._next, self._message_id))
             self._next += 1
         if self._next < len(self._chunks) or self._room() < WINDOW:
             return False
@@ -284,8 +284,8 @@ class Replies:
         self._count += 1
         p = self._packing
         # Workers are numbered from 0, so that no push has the draws of a reply.
-        origin = Origin(p.seed, -1 - self._server, p.before + self._count)
-        return _Reply(self._cluster, ranks, self._header, self._chunked, params, origin)
+        message_id = MessageId(p.seed, -1 - self._server, p.before + self._count)
+        return _Reply(self._cluster, ranks, self._header, self._chunked, params, message_id)
 
     def serve(self, between: bool = True) -> None:
         """Get on with the answers; one copy at a time, to all who wait. Blocks: no.

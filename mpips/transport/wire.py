@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpips.cluster.window import transfer_pieces
-from mpips.codecs import Codec, Origin, buffer_for, codec_for, is_large, make_codec
+from mpips.codecs import Codec, MessageId, buffer_for, codec_for, is_large, make_codec
 from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.layout import Layout, Shard
@@ -199,8 +199,8 @@ class Packer:
             return transfer_pieces(grad)
         message = self._messages[slot]
         p = self._packing
-        origin = Origin(p.seed, self._source, p.before + number, self.shard.begin, count)
-        used = self._codec.encode(grad, message, tuple(self.state.values()), origin)
+        message_id = MessageId(p.seed, self._source, p.before + number, self.shard.begin, count)
+        used = self._codec.encode(grad, message, tuple(self.state.values()), message_id)
         pieces, at = [], 0
         for piece in transfer_pieces(message):
             pieces.append(piece[: max(0, used - at)])
@@ -280,20 +280,20 @@ class Chunked:
         sizes = [self._codec.wire_bytes(chunk.size, self._dtype) for chunk in chunks]
         return [buffer_for(size) for size in sizes]
 
-    def pack(self, chunks: Sequence[np.ndarray], k: int, origin: Origin) -> np.ndarray:
+    def pack(self, chunks: Sequence[np.ndarray], k: int, message_id: MessageId) -> np.ndarray:
         """Return the message of chunk `k`, as it is now: the chunk itself, or new memory.
 
         Args:
             chunks: What `cut` gave.
             k: Number of the chunk.
-            origin: Of the reply; where in the vector it begins is filled in here.
+            message_id: Of the reply; where in the vector it begins is filled in here.
         """
         chunk = chunks[k]
         if self._codec is None:
             return chunk
         message = buffer_for(self._codec.wire_bytes(chunk.size, self._dtype))
-        origin = replace(origin, begin=self._begin + k * self._step)
-        self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), origin)
+        message_id = replace(message_id, begin=self._begin + k * self._step)
+        self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), message_id)
         return message
 
     def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:

@@ -115,12 +115,15 @@ def test_what_a_killed_job_has_left_is_removed(remover: str, tmp_path: Path) -> 
         ranks = job.ranks()
         kept = {segment for pid in other.ranks() for segment in segments.mapped(pid)}
         found = {segment for pid in ranks for segment in segments.mapped(pid)}
+        for segment in found & segments.present():
+            os.utime(segment.path)  # young: what others start now removes none of them
         for pid in (job.process.pid, *ranks):
             os.kill(pid, signal.SIGKILL)
         job.process.wait(10)
-        for segment in kept | (found & segments.present()):
+        left = found & segments.present()
+        assert left
+        for segment in kept | left:
             os.utime(segment.path, (0, 0))
-        assert found & segments.present()
         words = remover.split() if remover.startswith("-m") else ["-c", remover]
         subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment(), timeout=60, check=True

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from numba import typeof
 
 from mpips import codecs
-from mpips.codecs import CODECS, Codec, Origin, State, buffer_for, codec_for, int8, make_codec
+from mpips.codecs import CODECS, Codec, MessageId, State, buffer_for, codec_for, int8, make_codec
 from mpips.codecs.topk import TopK
 from mpips.errors import UserError
 from mpips.kernels import compiler
@@ -44,14 +44,14 @@ def normal(n: int, dtype: str, seed: int = 0) -> np.ndarray:
 
 
 def sent(
-    codec: Codec, x: np.ndarray, state: State | None = None, origin: Origin | None = None
+    codec: Codec, x: np.ndarray, state: State | None = None, message_id: MessageId | None = None
 ) -> np.ndarray:
     """Return what arrives of `x`; only the bytes in use are sent."""
     message = buffer_for(codec.wire_bytes(x.size, x.dtype))
     message[:] = 255
     before = x.copy()
     kept = codec.fresh_state(x.size, x.dtype) if state is None else state
-    used = codec.encode(x, message, kept, origin or Origin())
+    used = codec.encode(x, message, kept, message_id or MessageId())
     assert used <= message.size
     np.testing.assert_array_equal(x, before)
     out = np.full_like(x, np.nan)
@@ -119,7 +119,7 @@ def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
 @given(data=st.data(), number=st.integers(1, 2**40))
 def test_int8_is_one_of_the_two_levels_around(dtype: str, data: st.DataObject, number: int) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0) | vectors(dtype, 1e-38))
-    out = sent(make_codec("int8"), x, origin=Origin(number=number))
+    out = sent(make_codec("int8"), x, message_id=MessageId(number=number))
     assert np.isfinite(out).all()
     slack = 4 * np.finfo(dtype).eps
     for b in range(0, x.size, int8.BUCKET):
@@ -147,7 +147,7 @@ def test_int8_is_unbiased(dtype: str) -> None:
     x = normal(700, dtype)
     total, squares = np.zeros(700), np.zeros(700)
     for number in range(1, pushes + 1):
-        came = sent(codec, x, origin=Origin(3, 1, number)).astype("f8")
+        came = sent(codec, x, message_id=MessageId(3, 1, number)).astype("f8")
         total += came
         squares += (came - x) ** 2
     step = np.repeat([np.abs(x[:512]).max(), np.abs(x[512:]).max()], [512, 188]) / int8.LEVELS
@@ -165,8 +165,14 @@ def test_int8_draws_differ_everywhere() -> None:
     x[:: int8.BUCKET] = int8.LEVELS  # so that the others are level 0 or 1, each as likely
     codec = make_codec("int8")
     assert codec is not None
-    origins = [Origin(), Origin(seed=1), Origin(source=1), Origin(number=2), Origin(begin=16)]
-    rows = [r for o in origins for r in sent(codec, x, origin=o).reshape(8, -1)[:, 1:] > 0]
+    message_ids = [
+        MessageId(),
+        MessageId(seed=1),
+        MessageId(source=1),
+        MessageId(number=2),
+        MessageId(begin=16),
+    ]
+    rows = [r for o in message_ids for r in sent(codec, x, message_id=o).reshape(8, -1)[:, 1:] > 0]
     ups = np.array(rows, "f8")
     n = ups.shape[1]
     assert abs(ups.mean() - 0.5) < 5 * 0.5 / np.sqrt(ups.size)
@@ -223,7 +229,7 @@ def test_topk_over_many_pushes_is_a_serial_reference(dtype: str, momentum: float
         u[places] = v[places] = 0
         if momentum == 0:
             u[:] = 0
-        out = sent(codec, g, state, Origin(number=number))
+        out = sent(codec, g, state, MessageId(number=number))
         np.testing.assert_allclose(out, expected, rtol=1e-5)
         counts.append(k)
     assert counts == sorted(counts, reverse=True)
@@ -269,7 +275,7 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
     for number in range(1, pushes + 1):
         g = normal(n, dtype, number)
         put += g
-        came += sent(codec, g, state, Origin(number=number))
+        came += sent(codec, g, state, MessageId(number=number))
     assert np.abs(came).max() > 0
     np.testing.assert_allclose(came + state[0], put, atol=pushes * 20 * np.finfo(dtype).eps)
 
@@ -292,7 +298,7 @@ def test_sizes_are_exact(name: str, least: float, bytes_1mb: int) -> None:
     assert codec is not None
     x = normal(1 << 18, "float32")
     message = buffer_for(codec.wire_bytes(x.size, "float32"))
-    used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), Origin())
+    used = codec.encode(x, message, codec.fresh_state(x.size, "float32"), MessageId())
     assert used == message.size == bytes_1mb
     assert x.nbytes / used >= least
     assert codec.wire_bytes(1 << 18, "float64") <= x.nbytes * 2 / least
@@ -309,11 +315,11 @@ def test_small_slices_go_raw() -> None:
 @every_codec
 @both_dtypes
 def test_a_message_is_a_function_of_origin_and_state(codec: Codec, dtype: str) -> None:
-    origin, x = Origin(1, 2, 3, 64), normal(4000, dtype)
+    message_id, x = MessageId(1, 2, 3, 64), normal(4000, dtype)
 
     def message() -> bytes:
         out = buffer_for(codec.wire_bytes(x.size, dtype))
-        used = codec.encode(x, out, codec.fresh_state(x.size, dtype), origin)
+        used = codec.encode(x, out, codec.fresh_state(x.size, dtype), message_id)
         return bytes(out[:used])
 
     assert message() == message()
@@ -321,7 +327,7 @@ def test_a_message_is_a_function_of_origin_and_state(codec: Codec, dtype: str) -
 
 def test_keys_of_origins_differ() -> None:
     fields = [(0, 0, 1, 0), (1, 0, 1, 0), (0, 1, 1, 0), (0, 0, 2, 0), (0, 0, 1, 1), (1, 1, 0, 0)]
-    assert len({int(Origin(*f).key) for f in fields}) == len(fields)
+    assert len({int(MessageId(*f).key) for f in fields}) == len(fields)
 
 
 @every_codec
@@ -329,20 +335,20 @@ def test_wrong_lengths_are_refused(codec: Codec) -> None:
     x = np.ones(100, "f4")
     state = codec.fresh_state(100, "f4")
     with pytest.raises(ValueError, match=codec.name):
-        codec.encode(x, buffer_for(codec.wire_bytes(100, "f4") - 1), state, Origin())
+        codec.encode(x, buffer_for(codec.wire_bytes(100, "f4") - 1), state, MessageId())
     with pytest.raises(ValueError, match=codec.name):
         codec.decode(buffer_for(3), x)
     if codec.state:
         short = codec.fresh_state(99, "f4")
         with pytest.raises(ValueError, match=codec.name):
-            codec.encode(x, buffer_for(codec.wire_bytes(100, "f4")), short, Origin())
+            codec.encode(x, buffer_for(codec.wire_bytes(100, "f4")), short, MessageId())
     assert (x == 1).all()
 
 
 def test_a_damaged_topk_message_is_refused() -> None:
     codec, x = TopK(ratio=0.1), normal(100, "float32")
     message = buffer_for(codec.wire_bytes(100, "f4"))
-    codec.encode(x, message, codec.fresh_state(100, "f4"), Origin())
+    codec.encode(x, message, codec.fresh_state(100, "f4"), MessageId())
     message[-4:].view("u4")[0] = 100
     with pytest.raises(ValueError, match="position"):
         codec.decode(message, x)
@@ -432,7 +438,7 @@ def test_shards_and_chunks_use_the_loops_that_were_compiled(codec: Codec, dtype:
     for part in (vector[16:5017], vector[16:].copy(), vector[8992:]):
         state = codec.fresh_state(part.size, dtype)
         sent(codec, part, state)
-        sent(codec, part, state, Origin(number=2))
+        sent(codec, part, state, MessageId(number=2))
     assert [list(loop.variants) for loop in loops] == before
 
 

@@ -320,7 +320,7 @@ def test_a_stop_is_told_in_the_metrics(mode: str, plan: Plan) -> None:
 
 def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('problem = "softmax"\nepochs = 5\nseed = 9\n')
-    begun = train(3, "job.toml", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check()
+    begun = train(2, "job.toml", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check()
     (out,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"softmax-async-\d{8}-\d{6}", out.name)
     assert begun.output.count(f"run in runs/{out.name}\n") == 1
@@ -333,18 +333,18 @@ def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     (older / "config.toml").write_text("")
     (tmp_path / "runs" / "softmax-async-29990101-000000").mkdir()  # no run
 
-    quiet = train(3, "--resume", "--epochs", "2", "--quiet", cwd=tmp_path, timeout_s=LIMIT_S)
+    quiet = train(2, "--resume", "--epochs", "2", "--quiet", cwd=tmp_path, timeout_s=LIMIT_S)
     assert quiet.check().output == ""
     assert summary(out)["epochs"] == 2
 
     ended = summary(out)
-    short = train(3, "--resume", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check(2).output
+    short = train(2, "--resume", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check(2).output
     assert short.count("epochs 1 on resume, expected at least 2: 2.00 are over; leave out") == 1
-    over = train(3, "--resume", cwd=tmp_path, timeout_s=LIMIT_S).check().output
+    over = train(2, "--resume", cwd=tmp_path, timeout_s=LIMIT_S).check().output
     assert over.count("nothing is left to do: 2 epochs are over; --epochs with more goes on\n") == 1
     assert summary(out) == ended, "the figures of the run that trained"
     words = ("job.toml", "--epochs", "1", "--accumulate", "99", "--out", "huge")
-    huge = train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S).check().output
+    huge = train(2, *words, cwd=tmp_path, timeout_s=LIMIT_S).check().output
     each = "each update takes a whole epoch: 3,168 samples are asked for, it has 1,438\n"
     assert huge.count(each) == 1
 

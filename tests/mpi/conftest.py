@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn, TextIO
 
 import pytest
-from verdict import FailedTogetherError, together
+from verdict import FailedTogetherError, check, together
 
 from mpips.cluster.start import MPI
 from mpips.cluster.world import Cluster
+from mpips.layout.roles import Roles
 from mpips.optim import make_rule, warm
 
 LIMIT_S = 90.0  # a test, fixtures included
@@ -155,9 +156,21 @@ def hosts() -> int:
     return found
 
 
+@pytest.fixture(scope="session")
+def clusters(request: pytest.FixtureRequest) -> Iterator[dict[int, Cluster]]:
+    """The world's ranks by the size of nodes, made when a test first asks for them."""
+    made: dict[int, Cluster] = {}
+    yield made
+    if request.config.stash[WORLD].sound:
+        for one in made.values():
+            one.free()
+
+
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, node_size: int, hosts: int) -> Iterator[Cluster]:
-    """The world's ranks, with nodes of each ``--node-size`` in turn; freed after the test."""
+def cluster(
+    request: pytest.FixtureRequest, node_size: int, hosts: int, clusters: dict[int, Cluster]
+) -> Iterator[Cluster]:
+    """The world's ranks, with nodes of each ``--node-size`` in turn, and nothing on its way."""
     needs = request.node.get_closest_marker("world")
     kwargs = needs.kwargs if needs else {}
     world, min_nodes = MPI.COMM_WORLD.size, kwargs.get("min_nodes", 1)
@@ -165,8 +178,12 @@ def cluster(request: pytest.FixtureRequest, node_size: int, hosts: int) -> Itera
         pytest.skip(f"says nothing more in a world of {world}")
     if (-(-world // node_size) if node_size else hosts) < min_nodes:
         pytest.skip("needs several nodes")
-    made = Cluster(MPI.COMM_WORLD, node_size)
-    yield made
+    if node_size not in clusters:
+        clusters[node_size] = Cluster(MPI.COMM_WORLD, node_size)
+    found = clusters[node_size]
+    found.roles = Roles((), tuple(range(found.world)))
+    yield found
     if request.config.stash[WORLD].sound:
-        made.barrier()
-        made.free()
+        found.barrier()
+        left = found.poll()
+        check(found.comm, not left, f"messages are left: {left}")

@@ -17,9 +17,10 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.planning.explain import Place, codec_ratios, explain
+from mpips.planning.explain import Topology, codec_ratios, explain
 from mpips.planning.traffic import totals
 from mpips.session import run as session
+from mpips.session import setup
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.world(max_size=4, min_nodes=2)]
 
@@ -90,7 +91,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
             made[-1].note(PARAMS, rank, window._cluster.rank, out.nbytes)
         return plain(window, rank, name, out, begin)
 
-    monkeypatch.setattr(session, "Cluster", Counting)
+    monkeypatch.setattr(setup, "Cluster", Counting)
     monkeypatch.setattr(Window, "get", get)
     return made
 
@@ -113,7 +114,7 @@ def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
     (width,) = config.hidden
     n = 64 * width + width + width * 10 + 10
     codecs = codec_ratios(n, config.dtype)
-    told = explain(config, Place(cluster.hosts, cluster.node_of, n, 1.0, codecs=codecs))
+    told = explain(config, Topology(cluster.hosts, cluster.node_of, n, 1.0, codecs=codecs))
     found = totals(told.flows)
     grads = [(flow.grads_out, flow.grads_in) for flow in found]
     return np.array([grads, [(flow.params_out, flow.params_in) for flow in found]])

@@ -19,7 +19,7 @@ from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.cut import agreement
 from mpips.kernels import atomics
-from mpips.ps import client, feed, gate, quorum, server, shard
+from mpips.ps import client, consistency, feed, quorum, server, shard
 from mpips.session import run as session
 from mpips.transport import channel, inbox, outbox
 
@@ -76,7 +76,18 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return found.view(Guarded) if name in HEADERS else found
 
     monkeypatch.setattr(Window, "view", view)
-    for module in (agreement, channel, client, feed, gate, inbox, outbox, quorum, server, shard):
+    for module in (
+        agreement,
+        channel,
+        client,
+        consistency,
+        feed,
+        inbox,
+        outbox,
+        quorum,
+        server,
+        shard,
+    ):
         if hasattr(module, "publish"):
             monkeypatch.setattr(
                 module, "publish", lambda w, i, v: atomics.publish(w.view(np.ndarray), i, v)

@@ -9,6 +9,7 @@ from mpips.bench.measure import in_turn
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
+from mpips.ps import server
 
 pytestmark = pytest.mark.mpi
 REPEATS, NAP_S = 3, 0.01
@@ -31,6 +32,30 @@ def test_a_turn_lasts_until_its_last_rank_is_done(cluster: Cluster) -> None:
     found = in_turn(cluster, {"a": side}, REPEATS)["a"]
     check(cluster.comm, min(found) >= NAP_S, found)
     check(cluster.comm, len(set(map(tuple, cluster.comm.allgather(found)))) == 1, found)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("turn_s", [0.0, 60.0])
+def test_a_turn_applies_pushes_for_so_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    """Both of every near worker, or one; far ones come when they come."""
+    monkeypatch.setattr(server, "TURN_S", turn_s)
+    exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
+    workers = cluster.roles.workers
+    near = cluster.nodes == 1
+    if exchange.server is None and near:
+        for _ in range(2):
+            exchange.step()
+    cluster.barrier()
+    applied = 0
+    if exchange.server is not None and near:
+        assert exchange.server.turn()
+        applied = exchange.server.store.version
+    exchange.serve_while(lambda: None, 2 * near)
+    due = (2 * len(workers) if turn_s else 1) * near * (exchange.server is not None)
+    check(cluster.comm, applied == due, (applied, due))
+    exchange.free()
 
 
 @pytest.mark.mpi(min_size=2)

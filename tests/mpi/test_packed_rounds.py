@@ -11,7 +11,7 @@ from test_rounds import gradient, make_job, shares
 from verdict import check
 
 from mpips.cluster.world import Cluster
-from mpips.codecs import Origin, buffer_for, codec_for
+from mpips.codecs import MessageId, buffer_for, codec_for
 from mpips.config.jobfile import to_toml
 from mpips.planning.job import Job, initial_vector
 from mpips.rounds.base import Report, Round
@@ -57,8 +57,8 @@ class Serial:
         key = (codec.name, node, begin)
         state = self.states.setdefault(key, codec.fresh_state(part.size, part.dtype))
         message, out = buffer_for(codec.wire_bytes(part.size, part.dtype)), np.zeros_like(part)
-        origin = Origin(self.job.config.seed, node, number, begin)
-        used = codec.encode(part, message, state, origin)
+        message_id = MessageId(self.job.config.seed, node, number, begin)
+        used = codec.encode(part, message, state, message_id)
         codec.decode(message, out)
         return out, used
 

@@ -10,7 +10,7 @@ from verdict import check
 
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
-from mpips.ps.gate import Awaited, ClockGate
+from mpips.ps.consistency import Awaited, ClockController
 from mpips.transport.push import Push
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -101,9 +101,9 @@ def test_a_read_holds_what_its_clock_says(
             wrong += errors(rig, bound)
             push(rig)
         rig.finish()
-        gate = rig.puller.gate
-        if gate is None or gate.distance_max > bound:
-            wrong.append(("distance", gate))
+        controller = rig.puller.controller
+        if controller is None or controller.distance_max > bound:
+            wrong.append(("distance", controller))
     else:
         turn = itertools.count(rig.id)
 
@@ -141,7 +141,7 @@ def test_a_broken_bound_is_an_error(
     cluster: Cluster, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that do not wait are found out by the clocks that they came with."""
-    monkeypatch.setattr(ClockGate, "needs", lambda gate: Awaited())
+    monkeypatch.setattr(ClockController, "needs", lambda controller: Awaited())
     rig = make(cluster, servers, 1)
     wrong: list[object] = []
     if rig.worker:
@@ -165,7 +165,7 @@ def test_a_broken_bound_is_an_error(
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_read_that_waits_can_be_given_up(cluster: Cluster, servers: int) -> None:
-    """As by a worker that is told to stop at the gate; and the servers answer none twice."""
+    """As by a worker that is told to stop as it waits; and the servers answer none twice."""
     rig = make(cluster, servers, 0)
     wrong: list[object] = []
     if rig.worker:

@@ -10,7 +10,7 @@ from verdict import check
 
 from mpips.cluster import window as windows
 from mpips.cluster.world import Cluster
-from mpips.codecs import CODECS, Codec, Origin, buffer_for, codec_for, make_codec
+from mpips.codecs import CODECS, Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.codecs.topk import TopK
 from mpips.layout import Shard
 from mpips.optim.staleness import Staleness
@@ -40,7 +40,7 @@ def arrive(codec: Codec, worker: int, shard: Shard) -> list[np.ndarray]:
     for seq in range(1, PUSHES + 1):
         message = buffer_for(codec.wire_bytes(shard.size, "f8"))
         grad = gradient(worker, seq)[shard.range].copy()
-        codec.encode(grad, message, state, Origin(1, worker, seq, shard.begin))
+        codec.encode(grad, message, state, MessageId(1, worker, seq, shard.begin))
         out.append(np.zeros(shard.size))
         codec.decode(message, out[-1])
     return out

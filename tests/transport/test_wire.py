@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpips.codecs import Origin, make_codec
+from mpips.codecs import MessageId, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
 from mpips.layout.roles import assign
@@ -67,7 +67,7 @@ def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> N
     theirs, mine = owner.cut(params), reader.cut(out)
     places = reader.messages(mine)
     for k, (place, chunk) in enumerate(zip(places, mine, strict=True)):
-        message = owner.pack(theirs, k, Origin())
+        message = owner.pack(theirs, k, MessageId())
         assert message.nbytes == place.nbytes <= chunk_bytes
         assert k == len(mine) - 1 or message.nbytes > 0.9 * chunk_bytes
         place[:] = message
@@ -81,6 +81,6 @@ def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> N
 def test_chunks_of_a_reply_have_draws_of_their_own() -> None:
     chunked = Chunked(make_codec("int8"), Shard(0, 200_000), "float32", 60 << 10)
     alike = chunked.cut(np.tile(np.linspace(-1, 1, 512, dtype="f4"), 400)[:200_000])
-    first, second = (chunked.pack(alike, k, Origin()) for k in (0, 1))
+    first, second = (chunked.pack(alike, k, MessageId()) for k in (0, 1))
     assert not np.array_equal(first, second)
-    np.testing.assert_array_equal(first, chunked.pack(alike, 0, Origin()))
+    np.testing.assert_array_equal(first, chunked.pack(alike, 0, MessageId()))
