@@ -15,9 +15,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from mpips.config import OPTIONS, Config
+from mpips.config.arguments import Parser
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
 from mpips.errors import UserError, answer
@@ -36,14 +36,6 @@ PASSED = {
     "mail-type": "when to write a mail, such as END,FAIL",
     "mail-user": "whom to write it to",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(f"command line: {message}", "what --help lists")
 
 
 def make_parser() -> Parser:

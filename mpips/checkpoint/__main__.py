@@ -5,7 +5,6 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -17,15 +16,8 @@ from mpips.checkpoint import (
     verify,
 )
 from mpips.checkpoint.files import folder_step, write_durably
+from mpips.config.arguments import Parser
 from mpips.errors import UserError
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(f"command line: {message}", "what --help lists")
 
 
 def make_parser() -> argparse.ArgumentParser:

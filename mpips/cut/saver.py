@@ -211,8 +211,8 @@ class WorkerSaver(Snapshots):
 
 
 @dataclass
-class Contents:
-    """What goes into every index, whatever the cut."""
+class CheckpointPlan:
+    """What every checkpoint of a run holds, whatever the cut."""
 
     layout: Layout
     dtype: str
@@ -225,8 +225,8 @@ class Contents:
     @classmethod
     def of(
         cls, job: Job, own: tuple[str, ...] = (), keepers: tuple[int, ...] | None = None
-    ) -> "Contents":
-        """Return the contents for a run.
+    ) -> "CheckpointPlan":
+        """Return the plan of a run.
 
         Args:
             job: The run.
@@ -268,8 +268,8 @@ class Committer:
         failure: Why the last one could not be written; empty if it was.
     """
 
-    def __init__(self, cluster: Cluster, place: Place, contents: Contents, log: "Log") -> None:
-        self._cluster, self._place, self._contents = cluster, place, contents
+    def __init__(self, cluster: Cluster, place: Place, plan: CheckpointPlan, log: "Log") -> None:
+        self._cluster, self._place, self._plan = cluster, place, plan
         self._log = log
         self._pending: Pending | None = None
         self._committing: Future[None] | None = None
@@ -301,7 +301,7 @@ class Committer:
             folder = checkpoint.begin_step(self._directory(), step)
         except (UserError, OSError) as error:
             self.failure = str(error)
-        keepers = self._contents.keepers if own and self._contents.own else ()
+        keepers = self._plan.keepers if own and self._plan.own else ()
         self._pending = Pending(step, state, folder, keepers)
         place = NOWHERE if folder is None else str(folder)
         for rank in sorted({*self._cluster.roles.owners, *keepers}):
@@ -368,7 +368,7 @@ class Committer:
             return
         shards = [r for r in pending.shards if isinstance(r, ShardRecord)]
         own = [r for r in pending.own if isinstance(r, ShardRecord)]
-        c = self._contents
+        c = self._plan
         assert pending.folder is not None, "its files are written"
         self._committing = self._thread.submit(
             checkpoint.commit, pending.folder, step=pending.step, layout=c.layout, dtype=c.dtype,

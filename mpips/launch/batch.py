@@ -108,10 +108,11 @@ def _told(request: Request, need: Needs) -> list[str]:
     if need.servers:
         one += f", {need.server_bytes / 1e6:.0f} MB a server"
     workers = _counted(need.workers, "worker")
-    told = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
+    lines = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
     if not request.time and need.seconds > request.max_time_s:
-        told.append("That is more than the time limit: it is requeued, and goes on, until it ends.")
-    return told
+        more = "That is more than the time limit: it is requeued, and goes on, until it ends."
+        lines.append(more)
+    return lines
 
 
 def _counted(number: int, what: str) -> str:

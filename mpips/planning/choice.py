@@ -183,14 +183,14 @@ def _lines(
     mb_s, us = speeds.bytes_per_s / 1e6, 1e6 * speeds.latency_s
     rate = f"{mb_s:,.0f}" if mb_s >= 100 else f"{mb_s:.3g}"
     shown = dict.fromkeys([taken, first, *found])
-    told = [f"{1e3 * found[pair]:.3g} by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
+    times = [f"{1e3 * found[pair]:.3g} by {'/'.join(pair)}" for pair in list(shown)[:SHOWN]]
     why = f"no other is {1 / GAIN - 1:.0%} faster"
     if taken != first:
         why = f"{found[first] / found[taken]:.2g} times as fast as {'/'.join(first)}"
     return (
         f"a node's link carries {rate} MB/s each way, a message takes {us:.0f} us",
         f"a core packs/unpacks GB/s: {rates}",
-        f"ms for a push and a pull each, computing apart: {', '.join(told)}",
+        f"ms for a push and a pull each, computing apart: {', '.join(times)}",
         f"{chosen(*taken)}: {why}",
     )
 

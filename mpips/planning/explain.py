@@ -35,7 +35,7 @@ MOST_RELIEFS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class Topology:
     """A world of ranks, and what a job moves in it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Explanation:
 
     Attributes:
         config: The job.
-        place: The world.
+        topology: The world.
         case: What the bytes depend on.
         flows: What crosses each node's link in a step, by node and role.
         pushed: Bytes a step that all workers push, near and far, as the summary counts them.
@@ -88,7 +88,7 @@ class Explanation:
     """
 
     config: Config
-    place: Place
+    topology: Topology
     case: Case
     flows: Flows
     pushed: float
@@ -107,7 +107,7 @@ class Explanation:
     @property
     def bound_by_link(self) -> bool:
         """Whether the busiest link takes longer than computing."""
-        return self.link_s > max(self.place.compute_s, self.step_s - self.link_s)
+        return self.link_s > max(self.topology.compute_s, self.step_s - self.link_s)
 
 
 def has(name: str, mode: str) -> bool:
@@ -115,24 +115,26 @@ def has(name: str, mode: str) -> bool:
     return name in OPTIONS and (not OPTIONS[name].modes or mode in OPTIONS[name].modes)
 
 
-def case_of(config: Config, place: Place) -> Case:
+def case_of(config: Config, topology: Topology) -> Case:
     """Return what the bytes of a job depend on.
 
     Raises:
         UserError: If the world does not allow the job's roles.
     """
     c, mode = config, config.mode
-    roles = assign(mode, place.hosts, place.node_of, c.servers, c.server_ranks, c.server_hosts)
+    roles = assign(
+        mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts
+    )
     item = np.dtype(c.dtype).itemsize
-    sizes = [shard.size * item for shard in cut(place.parameters, len(roles.owners), item)]
+    sizes = [shard.size * item for shard in cut(topology.parameters, len(roles.owners), item)]
     given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
     low_rank = given.get("codec") == "powersgd"
     slices = any(is_large(size // item, c.dtype) for size in sizes)
-    packed = place.codecs if slices or low_rank else {}
+    packed = topology.codecs if slices or low_rank else {}
     vectors = moved_vectors(c)
     return Case(
         roles,
-        tuple(place.node_of),
+        tuple(topology.node_of),
         tuple(sizes),
         rounds=c.in_rounds,
         allreduce=c.reduce == "allreduce" or low_rank,
@@ -151,20 +153,20 @@ def moved_vectors(config: Config) -> int:
     return 1 + (len(make_rule(config.optimizer).slots) if averaged else 0)
 
 
-def explain(config: Config, place: Place) -> Explanation:
+def explain(config: Config, topology: Topology) -> Explanation:
     """Explain a job in a world.
 
     Raises:
         UserError: If the world does not allow the job's roles.
     """
-    case = case_of(config, place)
+    case = case_of(config, topology)
     found = traffic.flows(case)
     whole = moved_vectors(config) * len(case.roles.workers) * case.vector / case.every
-    loads = [traffic.busy_s(case, [flow], place.rate) for flow in traffic.totals(found)]
+    loads = [traffic.busy_s(case, [flow], topology.rate) for flow in traffic.totals(found)]
     now = Explanation(
-        config, place, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
-        link_s=traffic.link_s(case, place.rate),
-        step_s=traffic.step_s(case, place.rate, place.compute_s),
+        config, topology, case, found, whole * (1 + (config.delay_compensation > 0)), whole,
+        link_s=traffic.link_s(case, topology.rate),
+        step_s=traffic.step_s(case, topology.rate, topology.compute_s),
         busiest=loads.index(max(loads)), reliefs=(),
     )  # fmt: skip
     return dataclasses.replace(now, reliefs=_reliefs(now) if case.nodes > 1 else ())
@@ -182,14 +184,14 @@ def _reliefs(now: Explanation) -> tuple[Relief, ...]:
 def _variations(now: Explanation) -> list[dict[str, Any]]:
     """Return the changes to try, by field; those that the job has already change nothing."""
     c, free = now.config, {"server_ranks": (), "server_hosts": ""}
-    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.place.hosts))]
+    tried: list[dict[str, Any]] = [{"servers": k, **free} for k in range(len(now.topology.hosts))]
     tried += [
         {"mode": mode, "servers": None, **free} for mode in OPTIONS["mode"].legal if mode != c.mode
     ]
     tried += [{"node_aggregation": True}, {"share_pulls": True}, {"prefetch": True}]
     tried += [{"local_slots": "keep"}]
     tried += [{"reduce": "auto"}, {"accumulate": ACCUMULATE * now.config.accumulate}]
-    for codec in now.place.codecs:
+    for codec in now.topology.codecs:
         tried += [{"codec": codec}, {"pull_codec": codec}, {"codec": codec, "pull_codec": codec}]
     return tried
 
@@ -204,10 +206,10 @@ def _relief(now: Explanation, changes: dict[str, Any]) -> Relief | None:
     try:
         config = dataclasses.replace(now.config, **{**left, **changes})
         validate(config)
-        case = case_of(config, now.place)
+        case = case_of(config, now.topology)
     except UserError:
         return None
-    step_s = traffic.step_s(case, now.place.rate, now.place.compute_s)
+    step_s = traffic.step_s(case, now.topology.rate, now.topology.compute_s)
     before = len(now.case.roles.workers) * step_s
     gain = len(case.roles.workers) * now.step_s / before if before else float("inf")
     return Relief(" ".join(_shown(name, said[name]) for name in said), step_s, gain)
@@ -245,25 +247,25 @@ def explain_world(
     rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
     factors = Factors.of(layout, config.dtype, config.powersgd_rank)
     codecs["powersgd"] = factors.sent / layout.size
-    place = Place(hosts, node_of, layout.size, rate, compute_s, codecs)
+    topology = Topology(hosts, node_of, layout.size, rate, compute_s, codecs)
     if not choice.is_open(config):
-        return explanation_text(explain(config, place), question.link)
-    settled = assumed(config, place)
-    told = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
-    return told + explanation_text(explain(settled, place), question.link)
+        return explanation_text(explain(config, topology), question.link)
+    settled = assumed(config, topology)
+    text = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
+    return text + explanation_text(explain(settled, topology), question.link)
 
 
-def assumed(config: Config, place: Place) -> Config:
+def assumed(config: Config, topology: Topology) -> Config:
     """Return a job with the codecs that "auto" would choose if packing took no time."""
-    case = case_of(config, dataclasses.replace(place, codecs={}))
+    case = case_of(config, dataclasses.replace(topology, codecs={}))
     given = (config.codec, True), (config.pull_codec, choice.packable_pulls(config))
     item = np.dtype(config.dtype).itemsize
     slices = any(is_large(nbytes // item, config.dtype) for nbytes in case.shards)
-    ratios = place.codecs if slices else {}
+    ratios = topology.codecs if slices else {}
     pushes, pulls = (
         [Candidate(name, ratios.get(name, 1.0)) for name in choice.names(*how)] for how in given
     )
-    speeds = Speeds(place.rate, 0.0, (math.inf,) * case.nodes)
+    speeds = Speeds(topology.rate, 0.0, (math.inf,) * case.nodes)
     return choice.choose(case, speeds, pushes, pulls).applied(config)
 
 
@@ -275,31 +277,31 @@ def codec_ratios(n: int, dtype: str) -> dict[str, float]:
     return {name: codec().wire_bytes(n, dtype) / raw for name, codec in CODECS.items()}
 
 
-def explanation_text(told: Explanation, link: str) -> str:
+def explanation_text(result: Explanation, link: str) -> str:
     """Return an explanation as it is printed, for links of the rate that `link` names."""
-    c, case = told.config, told.case
+    c, case = result.config, result.case
     item = np.dtype(c.dtype).itemsize
     bound = "" if case.rounds and not case.allreduce else ", at least"
-    pulled = "as much" if told.pulled == told.pushed else human_bytes(told.pulled)
+    pulled = "as much" if result.pulled == result.pushed else human_bytes(result.pulled)
     lines = [
-        f"mode {c.mode}, {told.place.parameters:,} parameters of {item} bytes: "
+        f"mode {c.mode}, {result.topology.parameters:,} parameters of {item} bytes: "
         f"{human_bytes(case.vector)}",
         f"a step is {c.batch_size} samples of each of {len(case.roles.workers)} workers, who push "
-        f"{human_bytes(told.pushed)} in it, and pull {pulled}",
+        f"{human_bytes(result.pushed)} in it, and pull {pulled}",
         f"what crosses each node's link in a step{bound}:" if case.nodes > 1 else "",
-        *(_table(told) if case.nodes > 1 else ["one node: no link is crossed"]),
-        *_verdict(told, link),
-        *_relief_lines(told),
+        *(_table(result) if case.nodes > 1 else ["one node: no link is crossed"]),
+        *_verdict(result, link),
+        *_relief_lines(result),
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
-def _table(told: Explanation) -> list[str]:
+def _table(result: Explanation) -> list[str]:
     """Return the rows of each node: its roles, and its link with all of them."""
-    case, rate = told.case, told.place.rate
+    case, rate = result.case, result.topology.rate
     lines = ["node  host              ranks             sent    received  time"]
-    hosts = dict(zip(case.node_of, told.place.hosts, strict=True))
-    for node, flows in enumerate(told.flows):
+    hosts = dict(zip(case.node_of, result.topology.hosts, strict=True))
+    for node, flows in enumerate(result.flows):
         for role in (SERVERS, WORKERS):
             if count := case.ranks(role, node):
                 name = f"{count} {role if count > 1 else role[:-1]}"
@@ -315,31 +317,31 @@ def _row(node: int, host: str, name: str, flow: Flow) -> str:
     return f"{node:4d}  {host[:16]:16s}  {name:10s}  {moved}"
 
 
-def _verdict(told: Explanation, link: str) -> list[str]:
+def _verdict(result: Explanation, link: str) -> list[str]:
     """Return where the bottleneck is, and how fast the job can be at best."""
-    place, case = told.place, told.case
+    topology, case = result.topology, result.case
     if case.nodes == 1:
         return ["the bottleneck is computing, or the memory of the node"]
-    whole = traffic.totals(told.flows)[told.busiest]
+    whole = traffic.totals(result.flows)[result.busiest]
     where = (
-        f"node {told.busiest}'s link sends {human_bytes(whole.sent)} and receives "
-        f"{human_bytes(whole.received)}: {1e3 * told.link_s:.3g} ms at {link} each way (--link)"
+        f"node {result.busiest}'s link sends {human_bytes(whole.sent)} and receives "
+        f"{human_bytes(whole.received)}: {1e3 * result.link_s:.3g} ms at {link} each way (--link)"
     )
-    if told.bound_by_link:
+    if result.bound_by_link:
         where = f"bottleneck: {where}"
-    elif place.compute_s:
-        where = f"bottleneck: computing, {1e3 * place.compute_s:.3g} ms a step; {where}"
-    rate = f"{told.samples_per_s:,.0f} samples/s"
-    known = "" if place.compute_s else " (computing not counted: give --step-ms)"
-    return [where, f"a step takes at least {1e3 * told.step_s:.3g} ms: at most {rate}{known}"]
+    elif topology.compute_s:
+        where = f"bottleneck: computing, {1e3 * topology.compute_s:.3g} ms a step; {where}"
+    rate = f"{result.samples_per_s:,.0f} samples/s"
+    known = "" if topology.compute_s else " (computing not counted: give --step-ms)"
+    return [where, f"a step takes at least {1e3 * result.step_s:.3g} ms: at most {rate}{known}"]
 
 
-def _relief_lines(told: Explanation) -> list[str]:
-    if not told.reliefs:
-        return ["no other option of these would relieve it"] if told.case.nodes > 1 else []
+def _relief_lines(result: Explanation) -> list[str]:
+    if not result.reliefs:
+        return ["no other option of these would relieve it"] if result.case.nodes > 1 else []
     lines = ["what would relieve it, the most first (speed alone, not what it does to the result):"]
-    width = max(len(relief.option) for relief in told.reliefs)
-    for relief in told.reliefs:
+    width = max(len(relief.option) for relief in result.reliefs)
+    for relief in result.reliefs:
         more = f"{relief.gain:.3g} times the samples/s"
         lines.append(f"  {relief.option:{width}s}  {1e3 * relief.step_s:8.3g} ms a step, {more}")
     return lines

@@ -26,6 +26,7 @@ from mpips.optim import Rule, make_rule, schedule
 from mpips.optim.staleness import Staleness
 from mpips.problems import Problem
 
+STOPPED = "stopped"  # why a run ends that its program asked to
 OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
 BITWISE_FIELDS = (
@@ -54,6 +55,8 @@ class Job:
         place: The run's folder, held by the chief while it trains; None elsewhere.
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
+        stopping: Whether this rank's program has asked for the end; see `STOPPED`.
+        versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
 
     config: Config
@@ -68,6 +71,7 @@ class Job:
     started: float = field(default_factory=time.perf_counter)
     place: Place | None = None
     begun: bool = False
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         c = self.config
@@ -89,6 +93,7 @@ class Job:
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
         self._base_position = self._position(saved.get("schedule"))
+        self.versions = np.array([self.base_step])
         worker = self.worker_id
         self.delay = 1.0 if worker is None else c.delays.get(worker, 1.0)
 

@@ -1,14 +1,26 @@
-"""Gradients of steps that are larger than a batch: read, computed and added batch by batch."""
+"""Gradients as tasks: what is to be computed is handed out batch by batch, and added.
+
+Who computes a gradient is not known here: a problem does (`follow`), or a loop of the user's own
+(`mpips.library`). The loops of all modes are generators of tasks, which go on when one is done.
+"""
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from mpips.config.delay import linger
 from mpips.datasets.ledger import Range, pieces
+from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled
-from mpips.problems.evaluation import Arrays, gradient
+from mpips.problems.base import Problem
+from mpips.problems.evaluation import (
+    Arrays,
+    check_written,
+    checked_loss,
+    try_evaluation,
+)
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -16,8 +28,62 @@ if TYPE_CHECKING:
     from mpips.planning.job import Job
 
 
+T = TypeVar("T")
+
+
+class Left(UserError):
+    """A batch was left, and nothing computed of it: the run is about to end.
+
+    Where each worker goes by itself, that worker's loop ends; a round cannot do without it.
+    """
+
+    def __init__(self) -> None:
+        got = "a batch that was taken and not pushed, in a mode of rounds"
+        remedy = "go on to the end of the loop, which comes soon after worker.stop()"
+        super().__init__(got, "a push", remedy)
+
+
+class Task:
+    """A batch whose gradient is wanted. Whoever computes it sets `loss`, and goes on.
+
+    Attributes:
+        params: The parameters, by name; not written.
+        batch: The samples; not written.
+        out: Arrays shaped as `params`; each is overwritten with the gradient of the mean loss.
+        loss: The mean loss over the batch.
+        left: Whether the batch is left instead.
+    """
+
+    __slots__ = ("batch", "left", "loss", "out", "params")
+
+    def __init__(self, params: Arrays, batch: "Batch", out: Arrays) -> None:
+        self.params, self.batch, self.out = params, batch, out
+        self.loss: Any = None
+        self.left = False
+
+
+# Yields what is to be computed, and None after each step that was pushed.
+Tasks: TypeAlias = Generator[Task | None, None, T]
+
+
+def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
+    """Have a problem compute all that is asked for; returns what `tasks` does.
+
+    None will do where nothing is: on servers.
+    """
+    while True:
+        try:
+            task = next(tasks)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        if task is not None:
+            assert problem is not None, "a server computes no gradient"
+            task.loss = problem.loss_and_grad(task.params, task.batch, task.out)
+
+
 class Accumulator:
-    """Computes the gradient of a step, the mean over the samples of all its batches.
+    """Has the gradient of a step computed, the mean over the samples of all its batches.
 
     Equation: ``g = sum_i (n_i / n) g_i``, which is the gradient of one batch of all n samples.
     Takes one more vector of the model's size from the first step on that has several batches: in
@@ -36,8 +102,10 @@ class Accumulator:
     def gradient(
         self, params: Arrays, batches: "Iterable[Batch]", samples: int, out: Arrays,
         flat: np.ndarray,
-    ) -> float:  # fmt: skip
-        """Compute the gradient of a step into `out`, views of `flat`.
+    ) -> Tasks[float]:  # fmt: skip
+        """Have the gradient of a step computed into `out`, views of `flat`.
+
+        A worker of ``--inject-delay`` takes so many times as long.
 
         Args:
             params: The parameters that it is computed from.
@@ -57,14 +125,25 @@ class Accumulator:
         for batch in batches:
             start = time.perf_counter()
             weight = len(batch) / samples
-            if not keep:
-                loss = gradient(self._job, params, batch, out, flat, not self._checked)
-                self._checked, keep = True, weight  # applied with the second, which saves a pass
-            else:
+            if keep:
                 self._make_room()
-                loss = gradient(self._job, params, batch, self._views, self._other, False)
+            elif not self._checked:
+                try_evaluation(self._job, params, batch)
+                flat.fill(np.nan)
+            task = Task(params, batch, self._views if keep else out)
+            yield task
+            if task.left:
+                raise Left
+            loss = checked_loss(task.loss)
+            if not self._checked:
+                check_written(self._job.layout, flat, loss)
+                self._checked = True
+            if self._job.delay > 1:
+                spent_s = time.perf_counter() - start
+                linger((self._job.delay - 1) * spent_s, self._job.cluster.progress)
+            if keep:
                 add_scaled(flat, keep, self._other, weight)
-                keep = 1.0
+            keep = 1.0 if keep else weight  # applied with the second, which saves a pass
             mean += weight * loss
             self.compute_s += time.perf_counter() - start
             self._job.begun = True

@@ -1,15 +1,15 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
+import functools
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.config.delay import linger
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
+from mpips.layout import Layout
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -33,11 +33,22 @@ def evaluate(
     """
     assert job.dataset is not None, "servers read no data"
     assert job.dataset.test is not None, "no sample is held out"
+    batches = iterate(job.dataset.test, begin, end, CHUNK, job.dtype)
+    return metric_sums(batches, functools.partial(job.problem.evaluate, params))
+
+
+def metric_sums(
+    batches: "Iterable[Batch]", evaluate: "Callable[[Batch], Mapping[str, float]]"
+) -> dict[str, float]:
+    """Return the sum over the samples of each metric, of which `evaluate` gives a batch's means.
+
+    Raises:
+        UserError: If not all batches have the same metrics, or one is no number.
+    """
     parts: dict[int, dict[str, float]] = {}
-    for batch in iterate(job.dataset.test, begin, end, CHUNK, job.dtype):
-        found = checked_metrics(job.problem.evaluate(params, batch))
-        sums = {name: float(value) * len(batch) for name, value in found.items()}
-        parts[begin + CHUNK * len(parts)] = sums
+    for batch in batches:
+        found = checked_metrics(evaluate(batch))
+        parts[int(batch.ids[0])] = {k: float(value) * len(batch) for k, value in found.items()}
     return add_up(parts, "held-out sample", "the same metrics for every batch")
 
 
@@ -113,48 +124,27 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
     return value
 
 
-def gradient(
-    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray, first: bool
-) -> float:
-    """Compute a worker's gradient into `out`, views of `flat`; returns the mean loss.
-
-    A worker of ``--inject-delay`` takes so many times as long.
+def try_evaluation(job: "Job", params: Arrays, batch: "Batch") -> None:
+    """Evaluate a worker's first batch: else a mistake there would end the run after its epoch.
 
     Raises:
-        UserError: If the loss is no number, or a worker's first gradient is not wholly written.
+        UserError: If the problem has not the metrics that the run needs.
     """
-    start = time.perf_counter()
-    if first:
-        loss = first_gradient(job, params, batch, out, flat)
-    else:
-        loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
-    if job.delay > 1:
-        linger((job.delay - 1) * (time.perf_counter() - start), job.cluster.progress)
-    return loss
+    if not job.info.n_test:
+        return
+    metrics = checked_metrics(job.problem.evaluate(params, batch))
+    if job.config.target_accuracy and "accuracy" not in metrics:
+        got = f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"
+        raise UserError(got, "'accuracy' as well", "leave out --target-accuracy")
 
 
-def first_gradient(
-    job: "Job", params: Arrays, batch: "Batch", out: Arrays, flat: np.ndarray
-) -> float:
-    """Compute a worker's first gradient, and check that the problem wrote all of it.
-
-    What it is evaluated by is tried on the same batch: else a mistake there would end the run
-    after its first epoch.
+def check_written(layout: Layout, flat: np.ndarray, loss: float) -> None:
+    """Check that a first gradient, in a vector of NaN, was written whole.
 
     Raises:
-        UserError: If an element of `out` was not written although the loss is finite; if the
-            problem has not the metrics that the run needs.
+        UserError: If an element was not although the loss is finite.
     """
-    if job.info.n_test:
-        metrics = checked_metrics(job.problem.evaluate(params, batch))
-        if job.config.target_accuracy and "accuracy" not in metrics:
-            got = (
-                f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"
-            )
-            raise UserError(got, "'accuracy' as well", "leave out --target-accuracy")
-    flat[:] = np.nan
-    loss = checked_loss(job.problem.loss_and_grad(params, batch, out))
-    views = job.layout.views(flat)
+    views = layout.views(flat)
     missing = [name for name, grad in views.items() if np.isnan(grad).any()]
     if missing and math.isfinite(loss):
         raise UserError(
@@ -162,7 +152,6 @@ def first_gradient(
             "the mean gradient in every element",
             f"write in place: out[{missing[0]!r}][...] = gradient",
         )
-    return loss
 
 
 def next_evaluation(epoch: float, every: float) -> float:

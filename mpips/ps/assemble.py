@@ -19,9 +19,9 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.ps import far_choice
 from mpips.ps.client import GrantedReads, NearReads, Puller
+from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.feed import Feed
-from mpips.ps.gate import ClockGate, Gate, RoundGate
 from mpips.ps.quorum import QuorumServer
 from mpips.ps.shard import Server
 from mpips.transport.channel import Arrival, Receiver, Sender
@@ -81,10 +81,10 @@ class WorkerHalf(Half):
         cluster.barrier()  # the parameters are there
         times = far_choice.agree(cluster, design, reads.puller, cluster.wait_request)
         self.far_way = far_choice.way_of(design, times)
-        gate = reads.gate(self.feed, self.sender)
+        controller = reads.controller(self.feed, self.sender)
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         neighbours = [Neighbour.of(window, rank) for rank in ranks]
-        self.puller = reads.shared(self.far_way, gate, neighbours, ranks)
+        self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
@@ -198,7 +198,7 @@ class _Reads:
     def shared(
         self,
         way: str,
-        gate: Gate | None,
+        controller: Controller | None,
         neighbours: Sequence[Neighbour],
         ranks: Sequence[int],
     ) -> Puller:
@@ -207,30 +207,32 @@ class _Reads:
         near = NearReads(window, self._near)
         if design.consistent:
             near = GrantedReads(cluster, window, self._near, self._worker)
-        far = self._far_reads(way, design.consistent, gate)
+        far = self._far_reads(way, design.consistent, controller)
         if far is not None and neighbours:
             args = cluster, self._far, len(design.shards)
             far = SharedReads(*args, far, neighbours, ranks.index(cluster.rank))
-        return Puller(cluster, design.shards, near, far, gate)
+        return Puller(cluster, design.shards, near, far, controller)
 
-    def _far_reads(self, way: str, consistent: bool, gate: Gate | None) -> FarReads | None:
+    def _far_reads(
+        self, way: str, consistent: bool, controller: Controller | None
+    ) -> FarReads | None:
         args = self._cluster, self._far, len(self._design.shards)
         if not self._far:
             return None
-        if way == "get" and not consistent and gate is None:
+        if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
         codec = self._design.replies.codec
-        if gate is None:
+        if controller is None:
             return ReplyReads(*args, consistent, codec)
-        return ReplyReads(*args, consistent, codec, gate.needs)
+        return ReplyReads(*args, consistent, codec, controller.needs)
 
-    def gate(self, feed: Feed, sender: Sender) -> Gate | None:
+    def controller(self, feed: Feed, sender: Sender) -> Controller | None:
         """Return what reads wait for, if they do."""
         window, workers = self._window, len(self._cluster.roles.workers)
         near = [(window.view(r, "header"), window.view(r, "applied")) for _, r, _ in self._near]
         if self._design.backup is not None:
-            return RoundGate(self._worker, near)
+            return RoundController(self._worker, near)
         if self._design.bound is None:
             return None
         clock, own = lambda: feed.numbers[0] // workers, lambda: sender.seq
-        return ClockGate(self._worker, near, self._design.bound, clock, own)
+        return ClockController(self._worker, near, self._design.bound, clock, own)

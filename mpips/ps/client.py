@@ -17,7 +17,7 @@ from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
-from mpips.ps.gate import Gate
+from mpips.ps.consistency import Controller
 from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner, ReplyReads
 from mpips.transport.neighbours import SharedReads
 
@@ -111,13 +111,13 @@ class Puller:
         cluster: The job's ranks.
         shards: Of all servers.
         near: Reads those of this node.
-        far: Reads those of other nodes, or None where there is none; by reply if there is a gate.
-        gate: What a read waits for, if it does.
+        far: Reads those of other nodes, or None where there is none; by reply with a controller.
+        controller: What a read waits for, if it does.
 
     Attributes:
         versions: Those of the last read, shape (servers,), dtype int64.
         reading: Whether a read is under way.
-        usable: Whether the gate accepts what was read last.
+        usable: Whether the controller accepts what was read last.
         torn: Reads of a shard that are torn, so far.
         bytes: Bytes read so far.
         looks_ahead: Whether a pull may begin before it is due: it has far shards, and holds nobody
@@ -130,11 +130,11 @@ class Puller:
         shards: Sequence[Shard],
         near: NearReads,
         far: FarReads | None,
-        gate: Gate | None = None,
+        controller: Controller | None = None,
     ) -> None:
-        self._cluster, self._near, self._far, self.gate = cluster, near, far, gate
+        self._cluster, self._near, self._far, self.controller = cluster, near, far, controller
         self._owned = [server for server, shard in enumerate(shards) if shard.size]
-        self._clocks = None if gate is None else np.zeros(len(shards), "i8")
+        self._clocks = None if controller is None else np.zeros(len(shards), "i8")
         self._out = np.zeros(0)
         self.versions = np.zeros(len(shards), "i8")
         self.looks_ahead = far is not None and not near.holds_up
@@ -162,7 +162,7 @@ class Puller:
             in `out`. Valid until the next call.
 
         Collective: no. Blocks: until the far servers have entered MPI, never for the servers'
-        updates unless reads are consistent or have a gate.
+        updates unless reads are consistent or have a controller.
         References: Recht et al., NeurIPS 2011 (Hogwild); Li et al., OSDI 2014, section 3.2.
         """
         self.begin(out)
@@ -177,8 +177,8 @@ class Puller:
         """
         assert not self.reading, "a read is under way"
         self._out, self.reading = out, True
-        if self.gate is not None:
-            self.gate.begin()
+        if self.controller is not None:
+            self.controller.begin()
         if self._far is not None:
             self._far.begin(out)
 
@@ -193,17 +193,17 @@ class Puller:
 
     def ready(self) -> bool:
         """Whether `finish` would wait for no other worker's push. Blocks: no; gets on."""
-        return self.gate is None or (self.gate.open() and self.advance())
+        return self.controller is None or (self.controller.ready() and self.advance())
 
     def abandon(self) -> None:
         """End the read that is under way, if there is one, without its result.
 
         Blocks: as `finish` does, but never for other workers' pushes.
         """
-        if self.reading and self.gate is not None and isinstance(self._far, ReplyReads):
+        if self.reading and self.controller is not None and isinstance(self._far, ReplyReads):
             self._far.hurry()
             self._cluster.wait(self._far.advance)
-        elif self.reading and self.gate is None:
+        elif self.reading and self.controller is None:
             self.finish()
         self.reading = False
 
@@ -213,21 +213,21 @@ class Puller:
         Raises:
             UserError: If the read breaks the staleness bound.
         """
-        if self.gate is not None:
-            self._cluster.wait(self.gate.open)
+        if self.controller is not None:
+            self._cluster.wait(self.controller.ready)
         torn = self._near.read(self._out, self.versions, self._clocks)
         if self._far is not None:
             self._cluster.wait(self._far.advance)
             torn += self._far.result(self.versions)
-        if self.gate is not None:
-            self.usable = self.gate.accepts(self._clocks_read(), self._versions_read(), torn)
+        if self.controller is not None:
+            self.usable = self.controller.accepts(self._clocks_read(), self._versions_read(), torn)
         self.torn += torn
         self.bytes += self._out.nbytes
         self.reading = False
         return self.versions
 
     def _clocks_read(self) -> list[int]:
-        assert self._clocks is not None, "clocks are read for a gate"
+        assert self._clocks is not None, "clocks are read for a controller"
         far = self._far.clocks() if self._far is not None else []
         return [int(self._clocks[server]) for server in self._near.servers] + far
 

@@ -79,6 +79,8 @@ class Chief:
             self._committer.collect_own(payload)
         elif kind == "eval":
             self._evaluated(payload)
+        elif kind == "log":
+            self._log.heard(kind, payload)
         elif kind == "diverged":
             self.diverged = self.diverged or payload
             self.stop("diverged")
@@ -94,7 +96,7 @@ class Chief:
                 self._cluster.send(rank, "stop")
 
     def _evaluated(self, metrics: dict[str, float]) -> None:
-        self._log.evaluation(metrics)
+        self._log.heard("eval", metrics)
         target = self._job.config.target_accuracy
         if target and metrics.get("accuracy", 0.0) >= target:
             self.stop("target")

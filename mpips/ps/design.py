@@ -80,7 +80,7 @@ class Design:
             far_read=c.far_read,
             share=c.share_pulls,
             replicas=2 if c.prefetch or job.staleness.origins else 1,
-            bound=c.bound if c.gated and not c.backup_workers else None,
+            bound=c.bound if c.reads_wait and not c.backup_workers else None,
             backup=c.backup_workers or None,
             aggregate=c.node_aggregation,
             inbox=c.inbox,
@@ -101,8 +101,8 @@ class Design:
         return self.rule.slots + self.stale.slots
 
     @property
-    def gated(self) -> bool:
-        """Whether reads wait for other workers' pushes (`mpips.ps.gate`)."""
+    def reads_wait(self) -> bool:
+        """Whether reads wait for other workers' pushes (`mpips.ps.consistency`)."""
         return self.bound is not None or self.backup is not None
 
     def sharing(self, cluster: Cluster, rank: int) -> list[int]:
@@ -111,7 +111,9 @@ class Design:
         owners = [r for r, s in zip(roles.servers, self.shards, strict=True) if s.size]
         near = [r for r in roles.workers if node_of[r] == node_of[rank]]
         far = any(node_of[r] != node_of[rank] for r in owners)
-        shared = far and len(near) > 1 and self.share and not self.consistent and not self.gated
+        shared = (
+            far and len(near) > 1 and self.share and not self.consistent and not self.reads_wait
+        )
         return near if shared else []
 
     def plan(self, cluster: Cluster, rank: int) -> Plan:

@@ -40,7 +40,7 @@ def agree(
     owners = [r for r, s in zip(roles.servers, design.shards, strict=True) if s.size]
     far = [w for w in roles.workers if any(node_of[r] != node_of[w] for r in owners)]
     decided = design.far_read != "auto" or design.consistent or design.replies.codec is not None
-    if not far or decided or design.gated or _get_keeps_memory(cluster):
+    if not far or decided or design.reads_wait or _get_keeps_memory(cluster):
         return None
     times = np.zeros(2)
     if puller is not None and cluster.rank == far[0]:

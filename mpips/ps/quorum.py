@@ -3,7 +3,7 @@
 In round r a shard takes the first N - b gradients that were computed from version r, by N workers
 with b of them as backup, adds them up weighted by their samples, applies the mean, and so makes
 version r + 1. A gradient of an earlier round is dropped and counted. A worker reads one version of
-all shards, and after its push waits for a later one (`mpips.ps.gate.RoundGate`).
+all shards, and after its push waits for a later one (`mpips.ps.consistency.RoundController`).
 
 Where fewer can still push, a round takes what comes: it ends when every worker that has not
 finished is in it. It also ends where a checkpoint is cut, so that no part of a round has to be
@@ -52,7 +52,8 @@ class QuorumServer(Server):
             self.tally.dropped += 1
         else:
             for block in self.blocks():
-                add_scaled(self._sum[block], 1.0, push.grad[block], push.samples)
+                part = block.range
+                add_scaled(self._sum[part], 1.0, push.grad[part], push.samples)
             self._samples += push.samples
             self._in.add(push.worker)
         self.record(push)
@@ -79,11 +80,10 @@ class QuorumServer(Server):
         version = self.version + 1
         publish(self.header, BEGUN, version)
         lr, mean = self.rate(version), 1 / self._samples
-        for block in self.blocks():
-            grad = self._sum[block]
+        for part, params, slots in self.blocks():
+            grad = self._sum[part]
             scale(grad, mean)
-            slots = tuple(slot[block] for slot in self.slots)
-            self.rule.apply(self.params[block], grad, slots, version, lr)
+            self.rule.apply(params, grad, slots, version, lr)
             grad.fill(0)
         self._samples = 0
         self._in.clear()

@@ -5,6 +5,7 @@ them are applied. Server 0, the chief, has a second duty: see `mpips.ps.coordina
 comes about: see `mpips.cut.agreement`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.transport.push import Push
+
+TURN_S = 50e-6  # after which a server that applies pushes attends to all else
 
 
 class AsyncServer:
@@ -75,19 +78,28 @@ class AsyncServer:
 
     def turn(self) -> bool:
         """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
-        push = self._take()
-        if push is not None:
-            self.store.apply(push)
-            self._job.begun = True
-            if self.chief:
-                for part in push:
-                    self.chief.applied(part)
+        busy = self._apply_some()
         self.store.serve_reads()
         messages = self._cluster.poll()
         for source, kind, payload in messages:
             self._handle(source, kind, payload)
         self._advance()
-        return push is not None or bool(messages)
+        return busy or bool(messages)
+
+    def _apply_some(self) -> bool:
+        """Apply pushes that are here, for a while at most; returns whether there was one."""
+        push = self._take()
+        if push is None:
+            return False
+        self._job.begun = True
+        end = time.perf_counter() + TURN_S
+        while push is not None:
+            self.store.apply(push)
+            if self.chief:
+                for part in push:
+                    self.chief.applied(part)
+            push = self._take() if time.perf_counter() < end else None
+        return True
 
     def _take(self) -> Push | None:
         phase = self.cut.phase

@@ -8,7 +8,7 @@ is read: see `mpips.ps.client`.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
-from mpips.ps.gate import Awaited, Clocks
+from mpips.ps.consistency import Awaited, Clocks
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
@@ -66,6 +66,20 @@ class Tally:
         self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self.staleness_max = max(self.staleness_max, staleness)
         self.staleness_sum += staleness
+
+
+class Block(NamedTuple):
+    """A part of a shard that is updated at a time.
+
+    Attributes:
+        range: Where it lies in the shard.
+        params: Its parameters.
+        slots: The same part of each slot.
+    """
+
+    range: slice
+    params: np.ndarray
+    slots: tuple[np.ndarray, ...]
 
 
 class Grants:
@@ -142,10 +156,16 @@ class Server:
         self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
         self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
-        self._block = BLOCK_BYTES // self.params.itemsize
-        self._scratch = np.zeros(self._block if stale.origins else 0, self.params.dtype)
+        self._blocks = self._cut(BLOCK_BYTES // self.params.itemsize)
+        scratch = self._blocks[0].params.size if stale.origins and self._blocks else 0
+        self._scratch = np.zeros(scratch, self.params.dtype)
         self.version = 0
         self.tally = Tally()
+
+    def _cut(self, step: int) -> list[Block]:
+        """Cut the shard into blocks of that many elements; views are made once."""
+        parts = [slice(begin, begin + step) for begin in range(0, self.shard.size, step)]
+        return [Block(p, self.params[p], tuple(slot[p] for slot in self.slots)) for p in parts]
 
     def start_from(self, version: int) -> None:
         """Set the version of a shard whose parameters and slots were just filled."""
@@ -171,14 +191,14 @@ class Server:
         Blocks: no; with several nodes, enters MPI between blocks.
         Reference: Li et al., OSDI 2014, section 3.
         """
-        start = time.perf_counter()
-        version = self.version + push.count
+        start, count = time.perf_counter(), push.count
+        version = self.version + count
         oldest = self.account(push)
         publish(self.header, BEGUN, version)
         if self._stale.drops(oldest):
-            self.tally.dropped += push.count
+            self.tally.dropped += count
         else:
-            lr = self._stale.rate(self.rate(version), oldest) * push.count
+            lr = self._stale.rate(self.rate(version), oldest) * count
             self._update(push, version, lr)
         # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self.header, COMMITTED, version)
@@ -217,23 +237,22 @@ class Server:
 
     def _update(self, push: Push, version: int, lr: float) -> None:
         own = len(self.rule.slots)
-        for block in self.blocks():
-            params, grad = self.params[block], push.grad[block]
-            slots = tuple(slot[block] for slot in self.slots)
+        for part, params, slots in self.blocks():
+            grad = push.grad[part]
             if push.origin is not None:
                 out = self._scratch[: grad.size]
-                self._stale.compensate(out, grad, params, push.origin[block], slots[own:])
+                self._stale.compensate(out, grad, params, push.origin[part], slots[own:])
                 grad = out
             self.rule.apply(params, grad, slots[:own], version, lr)
 
-    def blocks(self) -> Iterator[slice]:
+    def blocks(self) -> Iterator[Block]:
         """Yield the parts of the shard that are updated at a time; enter MPI between them."""
         far = self._cluster.nodes > 1  # somebody there may read, or send
-        for begin in range(0, self.shard.size, self._block):
-            if begin and far:
+        for block in self._blocks:
+            if far and block.range.start:
                 self._cluster.progress()
                 self._replies.serve(between=False)
-            yield slice(begin, begin + self._block)
+            yield block
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
         """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""

@@ -16,9 +16,10 @@ from mpips.cut.worker_state import SUMS
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.kernels.vectors import scale, sum_squares
+from mpips.layout import aligned_zeros
 from mpips.optim import clip_factor
 from mpips.planning.job import Job
-from mpips.problems.accumulate import Accumulator
+from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
 
 LONG_S = 1e-3  # a computation that is worth waking a thread for
@@ -83,7 +84,7 @@ class Steps(ABC):
         assert not self.half.puller.reading, "a read is under way between two steps"
 
     @abstractmethod
-    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """Make the step up to its push; returns the mean loss.
 
         Args:
@@ -114,7 +115,7 @@ class GradientSteps(Steps):
         self._cluster, self._puller, self._sender = job.cluster, half.puller, half.sender
         self._ahead = half.puller.looks_ahead and job.config.prefetch
         self._replicas = half.replicas or [
-            np.zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
+            aligned_zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
         ]
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
@@ -140,7 +141,7 @@ class GradientSteps(Steps):
     def may_read(self) -> bool:
         """See `Steps.may_read`."""
         puller = self._puller
-        if puller.gate is None or self._ready:
+        if puller.controller is None or self._ready:
             return True
         if not puller.reading:
             if not self.half.writable(self._sender.seq + 1):
@@ -163,10 +164,11 @@ class GradientSteps(Steps):
             self._read()
             self._ready = True
 
-    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
-        times.wait_s += self._cluster.wait(lambda: half.writable(seq))
+        if not half.writable(seq):
+            times.wait_s += self._cluster.wait(lambda: half.writable(seq))
         start = time.perf_counter()
         self._read()
         pulled = time.perf_counter()
@@ -174,9 +176,9 @@ class GradientSteps(Steps):
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         if self.background is not None and self._long and half.under_way():
             with self.background:
-                loss = self._accumulator.gradient(*args)
+                loss = yield from self._accumulator.gradient(*args)
         else:
-            loss = self._accumulator.gradient(*args)
+            loss = yield from self._accumulator.gradient(*args)
         if self.job.config.clip:
             scale(grad, clip_factor(sum_squares(grad), self.job.config.clip))
         compute_s = time.perf_counter() - pulled
@@ -215,7 +217,7 @@ class GradientSteps(Steps):
         """
         puller, times, versions = self._puller, self.times, self.versions.copy()
         samples = batch[2] - batch[1]
-        ahead = puller.looks_ahead and puller.gate is None  # else the next batch is not known
+        ahead = puller.looks_ahead and puller.controller is None  # else the next batch is not known
         if ahead:
             seq, half = self._sender.seq + 2, self.half
             times.wait_s += self._cluster.wait(lambda: half.writable(seq))

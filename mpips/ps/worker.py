@@ -13,8 +13,8 @@ from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.planning.job import Job
-from mpips.problems.accumulate import submit, taken
+from mpips.planning.job import STOPPED, Job
+from mpips.problems.accumulate import Left, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps
@@ -41,19 +41,19 @@ class AsyncWorker:
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = self._failed = False
         self._number = 0  # of the batch in work
-        self.times = steps.times
+        self.times, job.versions = steps.times, steps.versions
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
         self._keeper = keeper_of(job, steps.state(), half.sender.hold, steps.numbers)
 
-    def work(self) -> str:
+    def work(self) -> Tasks[str]:
         """Step until there is nothing to do; returns why the run ended.
 
         Raises:
             UserError: If a batch cannot be read.
         """
         self._feed.open()
-        bounded = self._half.puller.gate is not None
+        bounded = self._half.puller.controller is not None
         with contextlib.ExitStack() as over:
             loader = over.enter_context(make_loader(self._job))
             if self._steps.background is not None:
@@ -63,7 +63,7 @@ class AsyncWorker:
                 self._number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps.local(batch)
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
-                self.step(batch, next(batches), batches)
+                yield from self.step(batch, next(batches), batches)
                 if bounded:  # what waits behind a slow step would hold the others up
                     self._feed.take()
                 if self._job.worker_id == 0:
@@ -71,7 +71,7 @@ class AsyncWorker:
         self._finish()
         return self.reason or "end"
 
-    def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> None:
+    def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> Tasks[None]:
         """Make one step, and push.
 
         Args:
@@ -79,18 +79,25 @@ class AsyncWorker:
             data: The first of its batches, read before the parameters are pulled.
             rest: The others.
         """
-        loss = self._steps.compute(batch, itertools.chain((data,), rest))
+        try:
+            loss = yield from self._steps.compute(batch, itertools.chain((data,), rest))
+        except Left:
+            self._stopping = True  # the batch is handed out again when the run goes on
+            return
         if not math.isfinite(loss):
             self._fail(loss)
             return
-        self.times.wait_s += self._cluster.wait(self._may_push)
+        if self._keeper is not None:
+            self.times.wait_s += self._cluster.wait(self._may_push)
         self._steps.push(batch, loss, self._number)
+        yield None
 
     def _attend(self) -> None:
         """Act on what has come: messages, signals."""
         for _, kind, payload in self._cluster.poll():
             self._handle(kind, payload)
-        if not self._told_signal and (name := signals.received()):
+        name = signals.received() or (STOPPED if self._job.stopping else None)
+        if name is not None and not self._told_signal:
             self._told_signal = True
             self._cluster.send(self._cluster.roles.chief, "stop", name)
         if self._keeper is not None:
@@ -116,7 +123,8 @@ class AsyncWorker:
 
     def _may_push(self) -> bool:
         """Whether a push may be announced: no cut is under way. Gets on with all else."""
-        if self._keeper is None or not self._keeper.holding:
+        assert self._keeper is not None, "nothing holds pushes back"
+        if not self._keeper.holding:
             return True
         self._attend()
         self._half.sender.resting()

@@ -8,7 +8,7 @@ import numpy as np
 from mpips.cluster.collectives import begin_broadcast
 from mpips.cluster.start import Request
 from mpips.cluster.window import transfer_pieces
-from mpips.layout import CACHE_LINE_BYTES
+from mpips.layout import aligned_zeros
 from mpips.optim import Rule
 from mpips.planning.job import Job
 from mpips.rounds.base import REPORT, Report, Round, Transfers, Weights
@@ -24,12 +24,12 @@ class AllreduceRound(Round):
         """See `Round.__init__`."""
         super().__init__(job, rule, transfers)
         n, dtype = job.layout.size, job.dtype
-        self.replica, self.grad = _aligned_zeros(n, dtype), _aligned_zeros(n, dtype)
+        self.replica, self.grad = aligned_zeros(n, dtype), aligned_zeros(n, dtype)
         self._update: ShardUpdate | None = None  # of an owner
         if self._cluster.rank in self._cluster.roles.owners:
             shard = job.shard
             self.params = self.replica[shard.range]
-            self.slots = tuple(_aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
+            self.slots = tuple(aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
             views = self.params, self.slots, self.grad[shard.range]
             self._update = ShardUpdate(job, self._rule, *views, self.transfers)
         self._sums = np.zeros(8)
@@ -73,9 +73,3 @@ class AllreduceRound(Round):
         """See `Round.free`."""
         super().free()
         self._update = None
-
-
-def _aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
-    memory = np.zeros(n * dtype.itemsize + CACHE_LINE_BYTES, "u1")
-    skip = -memory.ctypes.data % CACHE_LINE_BYTES
-    return memory[skip : skip + n * dtype.itemsize].view(dtype)

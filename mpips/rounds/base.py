@@ -29,18 +29,18 @@ class Report(NamedTuple):
 
     Attributes:
         loss_sum: Loss summed over the rank's samples.
-        samples: Number of its samples.
         checkpoint: 1 if a checkpoint is due.
         diverged: 1 if the loss was not finite.
         target: 1 if the accuracy aimed at was reached.
+        stopped: 1 if a worker's program asked for the end.
         sigusr1: 1 if that signal came; `sigterm` and `sigint` likewise.
     """
 
     loss_sum: float = 0.0
-    samples: float = 0.0
     checkpoint: float = 0.0
     diverged: float = 0.0
     target: float = 0.0
+    stopped: float = 0.0
     sigusr1: float = 0.0
     sigterm: float = 0.0
     sigint: float = 0.0

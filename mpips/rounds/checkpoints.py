@@ -11,8 +11,8 @@ from mpips.cut.saver import (
     LAST_PAUSE_S,
     LAST_TRIES,
     RETRY_S,
+    CheckpointPlan,
     Committer,
-    Contents,
     Saver,
     Snapshots,
 )
@@ -32,7 +32,6 @@ class RoundCheckpoints:
         job: The run.
         rounds: Whose parameters, slots and own state are saved.
         log: Of the run.
-        others: Acts on messages that are not about checkpoints.
         savers: Of what else this rank has.
     """
 
@@ -41,17 +40,16 @@ class RoundCheckpoints:
         job: Job,
         rounds: Round,
         log: "Log",
-        others: Callable[[str, object], None],
         savers: Sequence[Snapshots] = (),
     ) -> None:
-        self._job, self._cluster, self._rounds, self._others = job, job.cluster, rounds, others
+        self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
         self._savers = [*_savers(job, rounds), *savers]
         self._committer: Committer | None = None  # on the chief
         if job.place is not None:
             kept = state.names(job)
             ranks = tuple(range(self._cluster.world)) if kept else None
-            contents = Contents.of(job, kept, ranks)
-            self._committer = Committer(self._cluster, job.place, contents, log)
+            plan = CheckpointPlan.of(job, kept, ranks)
+            self._committer = Committer(self._cluster, job.place, plan, log)
             self._committer.saved_step = job.base_step if job.resumed else None
         self._period = job.config.checkpoint_period
         self._last = time.perf_counter(), job.base_step
@@ -149,7 +147,8 @@ class RoundCheckpoints:
             assert self._committer is not None
             self._committer.collect_own(payload)  # type: ignore[arg-type]
         else:
-            self._others(kind, payload)
+            assert kind in ("eval", "log"), f"unknown message {kind!r} in rounds"
+            self._log.heard(kind, payload)
 
     def unsaved(self, step: int) -> str:
         """Return on the chief why update `step` is in no checkpoint; empty if it is."""

@@ -1,15 +1,10 @@
 """Evaluation between rounds, in parts on all workers."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from mpips.cluster.collectives import cluster_subset, free, gather_polled
 from mpips.planning.job import Job
 from mpips.problems.evaluation import evaluate, mean_evaluation, next_evaluation, share
-
-if TYPE_CHECKING:
-    from mpips.session.metrics import Log
 
 
 class RoundEvaluation:
@@ -19,14 +14,13 @@ class RoundEvaluation:
         job: The run.
         replica: The parameters between rounds, shape (n_params,), on workers.
         epochs: Epochs done.
-        log: Of the run.
 
     Attributes:
         target_reached: Whether the accuracy aimed at was reached.
     """
 
-    def __init__(self, job: Job, replica: np.ndarray, epochs: float, log: "Log") -> None:
-        self._job, self._cluster, self._log = job, job.cluster, log
+    def __init__(self, job: Job, replica: np.ndarray, epochs: float) -> None:
+        self._job, self._cluster = job, job.cluster
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         has_replica = job.worker_id is not None
         self._params = job.layout.views(replica, writable=False) if has_replica else {}
@@ -55,11 +49,6 @@ class RoundEvaluation:
         if worker == 0:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
             self._cluster.send(self._cluster.roles.chief, "eval", payload)
-
-    def handle(self, kind: str, payload: object) -> None:
-        """Note on the chief what worker 0 sends."""
-        assert kind == "eval", f"unknown message {kind!r} in a synchronous run"
-        self._log.evaluation(payload)  # type: ignore[arg-type]
 
     def free(self) -> None:
         """Free the workers' communicator; may be called twice."""

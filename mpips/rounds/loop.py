@@ -16,8 +16,9 @@ import numpy as np
 from mpips.cluster import signals
 from mpips.cut.saver import Snapshots
 from mpips.datasets.ledger import Range, split
-from mpips.planning.job import Job
+from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import Tasks
 from mpips.ps.steps import Times
 from mpips.rounds.base import Report, Round
 from mpips.rounds.checkpoints import RoundCheckpoints
@@ -55,12 +56,12 @@ class RoundLoop:
         self._ahead: deque[Range] = deque()
         self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
         epochs = self._handout.epochs_done
-        self._evaluation = RoundEvaluation(job, rounds.replica, epochs, log)
-        self._checkpoints = RoundCheckpoints(job, rounds, log, self._evaluation.handle, savers)
+        self._evaluation = RoundEvaluation(job, rounds.replica, epochs)
+        self._checkpoints = RoundCheckpoints(job, rounds, log, savers)
         self._step, self._samples = job.base_step, job.base_samples
         self._detail = ""
 
-    def run(self) -> Outcome:
+    def run(self) -> Tasks[Outcome]:
         """Go through the rounds, until there is no data or a flag says stop."""
         if not self._job.resumed:
             self._checkpoints.save(self._step, self._samples, self._handout)
@@ -71,7 +72,7 @@ class RoundLoop:
             if batch is None:
                 reason = "steps" if self._job.config.steps else "epochs"
                 break
-            reason = self._round(batch)
+            reason = yield from self._round(batch)
             if reason:
                 self._log.event("stop", self._step, reason=reason)
         self._checkpoints.finish()  # what is under way is whole in the end
@@ -90,9 +91,11 @@ class RoundLoop:
                 self._worker.read_ahead(batch)
         return self._ahead.popleft() if self._ahead else None
 
-    def _round(self, batch: Range) -> str:
+    def _round(self, batch: Range) -> Tasks[str]:
         """Run one round; returns why the run ends with it, or an empty text."""
-        found = (0.0, 0) if self._worker is None else self._worker.compute(batch, self._step)
+        found = 0.0, 0
+        if self._worker is not None:
+            found = yield from self._worker.compute(batch, self._step)
         report = self._report(*found)
         n = batch[2] - batch[1]
         if n not in self._weights:
@@ -106,9 +109,12 @@ class RoundLoop:
         self._times.push_s += time.perf_counter() - start - waited
         self._job.begun = True
         self._step += 1
+        self._job.versions[0] = self._step
         self._samples += n
         self._handout.applied(0, batch)
         self._log.count(agreed.loss_sum / n, n)
+        if found[1]:
+            yield None
         return self._end_of_round(agreed)
 
     def _report(self, loss: float, samples: int) -> Report:
@@ -118,10 +124,11 @@ class RoundLoop:
             "diverged": refused or not math.isfinite(loss),
             "checkpoint": due,
             "target": self._evaluation.target_reached,
+            "stopped": self._job.stopping,
         }
         if name := signals.received():
             flags[name.lower()] = True
-        return Report(loss * samples, samples, **flags)
+        return Report(loss * samples, **flags)
 
     def _end_of_round(self, agreed: Report) -> str:
         if self._log.due():
@@ -137,6 +144,8 @@ class RoundLoop:
         for name in ("sigusr1", "sigterm", "sigint"):
             if getattr(agreed, name):
                 return name.upper()
+        if agreed.stopped:
+            return STOPPED
         return "target" if agreed.target else ""
 
     def _outcome(self, reason: str) -> Outcome:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from mpips.datasets.ledger import Range, part
 from mpips.planning.job import Job
-from mpips.problems.accumulate import Accumulator, submit, taken
+from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
 from mpips.ps.steps import Times
 from mpips.ps.worker import make_loader
 from mpips.rounds.base import Round
@@ -41,7 +41,7 @@ class RoundWorker(ABC):
             submit(self._job, self._loader, step)
 
     @abstractmethod
-    def compute(self, batch: Range, step: int) -> tuple[float, int]:
+    def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
         """Compute what this worker brings into a round.
 
         Args:
@@ -66,7 +66,7 @@ class GradientWorker(RoundWorker):
         self._flat, self._grad = rounds.grad, job.layout.views(rounds.grad)
         self._accumulator = Accumulator(job)
 
-    def compute(self, batch: Range, step: int) -> tuple[float, int]:
+    def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
         """See `RoundWorker.compute`."""
         mine = self.part(batch)
         samples = mine[2] - mine[1]
@@ -74,7 +74,7 @@ class GradientWorker(RoundWorker):
             return 0.0, 0
         batches = taken(self._job, self._loader, mine)
         args = self._params, batches, samples, self._grad, self._flat
-        loss = self._accumulator.gradient(*args)
+        loss = yield from self._accumulator.gradient(*args)
         self.times.compute_s = self._accumulator.compute_s
         self.times.steps += 1
         self.times.samples += samples

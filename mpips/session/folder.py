@@ -25,7 +25,7 @@ from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
 from mpips.errors import UserError
 
-LATER = ("train", "eval")  # lines of METRICS that a job writes when it has trained
+LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
 DEFAULT_NAME = re.compile(

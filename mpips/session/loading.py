@@ -33,10 +33,10 @@ def load_loops(ranks: Cluster, config: Config) -> None:
         return all_here.Test()
 
     ranks.wait(ready)
-    told = [name for name in gather_all(ranks.comm, watch.stop) if name]
-    if told:
+    stops = [name for name in gather_all(ranks.comm, watch.stop) if name]
+    if stops:
         error = Agreed(
-            f"{told[0]} before training began, so there is nothing to save; run me again"
+            f"{stops[0]} before training began, so there is nothing to save; run me again"
         )
         error.code = signals.EXIT_SAVED
         raise error

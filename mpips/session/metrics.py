@@ -1,8 +1,8 @@
 """What the user sees while a run goes on, and what it leaves: lines, JSONL and the summary.
 
 One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
-(``start``, ``train``, ``eval``, ``checkpoint``, ``warning``, ``stop``, ``end``), ``time_s``
-since the start, ``step`` (updates applied), and the fields of its kind.
+(``start``, ``train``, ``eval``, ``log``, ``checkpoint``, ``warning``, ``stop``, ``end``),
+``time_s`` since the start, ``step`` (updates applied), and the fields of its kind.
 """
 
 import json
@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Log:
         self._loss_sum += loss * samples
         self._loss_samples += samples
 
-    def event(self, kind: str, step: int | None, **fields: Any) -> None:
+    def event(self, kind: str, step: int | None, /, **fields: Any) -> None:
         """Write a line to ``metrics.jsonl``."""
         if self._file is not None:
             row = {
@@ -122,11 +122,20 @@ class Log:
         self.warnings.append(text)
         self.event("warning", self._step, text=text)
 
-    def evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation: ``step``, ``epoch``, ``loss`` and, where defined, ``accuracy``."""
-        values = dict(metrics)
-        self.last_eval = {k: v for k, v in values.items() if k not in ("step", "epoch")}
-        self.event("eval", int(values.pop("step")), **values)
+    def heard(self, kind: str, payload: Any) -> None:
+        """Note what a worker has sent.
+
+        Args:
+            kind: ``eval`` or ``log``.
+            payload: Of an evaluation ``step``, ``epoch``, ``loss`` and, where defined,
+                ``accuracy``; lines of its program, each with ``step`` and ``worker``.
+        """
+        for line in [payload] if kind == "eval" else payload:
+            values = dict(line)
+            if kind == "eval":
+                self.last_eval = {k: v for k, v in line.items() if k not in ("step", "epoch")}
+            step = values.pop("step")
+            self.event(kind, None if step is None else int(step), **values)
 
     def due(self) -> bool:
         """Whether it is time for a progress line here."""

@@ -31,8 +31,8 @@ class MetricsFile:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
         except OSError as problem:
-            told, self._failed = self._failed, True
-            return None if told else f"{self._file.name} cannot be written: {problem.strerror}"
+            already, self._failed = self._failed, True
+            return None if already else f"{self._file.name} cannot be written: {problem.strerror}"
         self._failed = False
         return None
 

@@ -16,11 +16,11 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_PROBE
 from mpips.cluster.waiting import all_done
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec, Origin, buffer_for, codec_for, make_codec
+from mpips.codecs import Codec, MessageId, buffer_for, codec_for, make_codec
 from mpips.config import Config
 from mpips.planning import choice
 from mpips.planning.choice import RAW, Candidate, Choice, Speeds
-from mpips.planning.explain import Place, case_of
+from mpips.planning.explain import Topology, case_of
 from mpips.planning.job import Job
 from mpips.transport.far import CHUNK_BYTES, WINDOW
 from mpips.transport.wire import pull_codec, push_codec
@@ -58,8 +58,8 @@ def choose_codecs(job: Job) -> Choice | None:
     pushes, pulls = possible(c)
     rates = measure_codecs(cluster, [*pushes, *pulls], min(size, SAMPLE), size, job.dtype)
     speeds = measure_links(cluster)
-    place = Place(cluster.hosts, cluster.node_of, job.layout.size, speeds.bytes_per_s)
-    case = case_of(choice.without(c, "").applied(c), place)
+    topology = Topology(cluster.hosts, cluster.node_of, job.layout.size, speeds.bytes_per_s)
+    case = case_of(choice.without(c, "").applied(c), topology)
     return choice.choose(case, speeds, *([rates[k] for k in ks] for ks in (pushes, pulls)))
 
 
@@ -182,7 +182,7 @@ def _times(codec: Codec, grad: np.ndarray) -> tuple[float, float]:
     """Return the seconds of packing and of unpacking, the least of some tries each."""
     message, out = buffer_for(codec.wire_bytes(grad.size, grad.dtype)), np.zeros_like(grad)
     state = codec.fresh_state(grad.size, grad.dtype)
-    packing = _least(lambda: codec.encode(grad, message, state, Origin()))
+    packing = _least(lambda: codec.encode(grad, message, state, MessageId()))
     return packing, _least(lambda: codec.decode(message, out))
 
 

@@ -1,4 +1,7 @@
-"""Consistency models, one a file; each has ``run(job, log) -> Outcome``."""
+"""Consistency models, one a file; each has ``run(job, log)``.
+
+It yields what is to be computed, and returns the `Outcome`: see `mpips.problems.accumulate`.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -6,13 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpips.planning.job import Job
     from mpips.planning.outcome import Outcome
+    from mpips.problems.accumulate import Tasks
     from mpips.session.metrics import Log
 
 
-def strategy(mode: str) -> "Callable[[Job, Log], Outcome]":
+def strategy(mode: str) -> "Callable[[Job, Log], Tasks[Outcome]]":
     """Return the strategy called `mode`, such as ``async``; it is imported only now."""
     import importlib
 
     name = {"async": "async_sgd", "sync": "sync_sgd"}.get(mode, mode)
-    run: Callable[[Job, Log], Outcome] = importlib.import_module(f"mpips.strategies.{name}").run
+    module = importlib.import_module(f"mpips.strategies.{name}")
+    run: Callable[[Job, Log], Tasks[Outcome]] = module.run
     return run

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpips.cut import worker_state
-from mpips.cut.saver import Committer, Contents, Saver
+from mpips.cut.saver import CheckpointPlan, Committer, Saver
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import Tasks
 from mpips.ps import far_choice
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Chief
@@ -39,7 +40,7 @@ def run(
     log: "Log",
     update: Update | None = None,
     make_steps: Callable[[Job, WorkerHalf], Steps] = GradientSteps,
-) -> Outcome:
+) -> Tasks[Outcome]:
     """Train asynchronously, with a bound on clocks in mode ssp. Collective: yes.
 
     Args:
@@ -54,7 +55,7 @@ def run(
     design = Design.of(job, update)
     half = assemble(job.cluster, design)
     if isinstance(half, WorkerHalf):
-        return _work(job, half, make_steps(job, half))
+        return (yield from _work(job, half, make_steps(job, half)))
     return _serve(job, half, log, design.ahead)
 
 
@@ -101,15 +102,15 @@ def _chief(job: Job, half: ServerHalf, handout: HandOut, log: "Log", ahead: int)
     if job.place is None:
         return None
     own, cluster = worker_state.names(job), job.cluster
-    committer = Committer(cluster, job.place, Contents.of(job, own), log)
+    committer = Committer(cluster, job.place, CheckpointPlan.of(job, own), log)
     granter = Granter(cluster, half.window, handout, ahead)
     holding = Holding(cluster) if own else None
     return Chief(job, half.server, granter, handout, committer, log, holding)
 
 
-def _work(job: Job, half: WorkerHalf, steps: Steps) -> Outcome:
+def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
     puller, sender = half.puller, half.sender
-    reason = AsyncWorker(job, half, steps).work()
+    reason = yield from AsyncWorker(job, half, steps).work()
     stats = {
         **dataclasses.asdict(steps.times),
         "pushes_sent": sender.seq,
@@ -119,7 +120,7 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Outcome:
         "bytes_received": puller.bytes_received,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
-        "clock_distance_max": puller.gate.distance_max if puller.gate else 0,
+        "clock_distance_max": puller.controller.distance_max if puller.controller else 0,
     }
     if reason != "diverged":
         half.pull_final(steps.replica)

@@ -28,9 +28,11 @@ from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
 from mpips.kernels.update_rules import elastic
+from mpips.layout import aligned_zeros
 from mpips.optim import Sgd
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps
 from mpips.strategies import async_sgd
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 BETA = 0.9  # of the paper: the elastic rates of all workers together
 
 
-def run(job: Job, log: "Log") -> Outcome:
+def run(job: Job, log: "Log") -> Tasks[Outcome]:
     """Train by elastic averaging. Collective: yes.
 
     Raises:
@@ -58,7 +60,7 @@ class ElasticSteps(Steps):
         super().__init__(job, half)
         size = job.layout.size
         self._centre = half.replicas[0] if half.replicas else np.zeros(size, job.dtype)
-        vectors = [np.zeros(size, job.dtype) for _ in range(1 + len(job.rule.slots))]
+        vectors = [aligned_zeros(size, job.dtype) for _ in range(1 + len(job.rule.slots))]
         self._own = Replica(job, vectors[0], tuple(vectors[1:]))
         given, workers = job.config.elastic_rate, len(job.cluster.roles.workers)
         self._elastic_rate = BETA / workers if given is None else given
@@ -85,7 +87,7 @@ class ElasticSteps(Steps):
         """See `Steps.local`."""
         return pieces(batch, self.job.config.step_size)
 
-    def compute(self, batch: Range, batches: Iterator[Batch]) -> float:
+    def compute(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         """Make the local steps of what was handed out; see `Steps.compute`.
 
         The mean loss is not finite if that of any step is not.
@@ -96,18 +98,19 @@ class ElasticSteps(Steps):
         busy = self._own.busy_s
         if self.background is not None:  # neighbours' pushes may come to be carried
             with self.background:
-                loss = self._train(batch, batches)
+                loss = yield from self._train(batch, batches)
         else:
-            loss = self._train(batch, batches)
+            loss = yield from self._train(batch, batches)
         self.times.compute_s += self._own.busy_s - busy
         return loss
 
-    def _train(self, batch: Range, batches: Iterator[Batch]) -> float:
+    def _train(self, batch: Range, batches: Iterator[Batch]) -> Tasks[float]:
         total, lr = 0.0, self._rate(int(self.versions.max()) + 1)
         for step in self.local(batch):
             count, samples = len(pieces(step, self.job.config.batch_size)), step[2] - step[1]
             self._number += 1
-            loss = self._own.step(itertools.islice(batches, count), samples, self._number, lr)
+            these = itertools.islice(batches, count)
+            loss = yield from self._own.step(these, samples, self._number, lr)
             total += loss * samples
             self.times.steps += 1
             self.times.samples += samples

@@ -25,7 +25,7 @@ from mpips.cut.saver import WorkerSaver
 from mpips.datasets.ledger import Range, split
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
-from mpips.problems.accumulate import taken
+from mpips.problems.accumulate import Tasks, taken
 from mpips.rounds.averaging import AveragingRound
 from mpips.rounds.loop import RoundLoop
 from mpips.rounds.worker import RoundWorker
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 
-def run(job: Job, log: "Log") -> Outcome:
+def run(job: Job, log: "Log") -> Tasks[Outcome]:
     """Train in rounds of local steps. Collective: yes.
 
     Raises:
@@ -48,7 +48,7 @@ def run(job: Job, log: "Log") -> Outcome:
         job.fill_own(rounds.own_slots)
     rounds.publish_start()
     worker = LocalWorker(job, rounds) if job.worker_id is not None else None
-    return RoundLoop(job, rounds, log, worker, _savers(job, rounds)).run()
+    return (yield from RoundLoop(job, rounds, log, worker, _savers(job, rounds)).run())
 
 
 def _savers(job: Job, rounds: AveragingRound) -> list[WorkerSaver]:
@@ -76,7 +76,7 @@ class LocalWorker(RoundWorker):
         count = -(-(batch[2] - batch[1]) // together)
         return [step for step in split(self.part(batch), count) if step[2] > step[1]]
 
-    def compute(self, batch: Range, step: int) -> tuple[float, int]:
+    def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
         """Make the local steps of a round; see `RoundWorker.compute`."""
         steps = self.steps(batch)
         if not steps:
@@ -87,7 +87,7 @@ class LocalWorker(RoundWorker):
         for h, local in enumerate(steps, 1):
             number = step * self._job.config.local_steps + h
             size, batches = local[2] - local[1], taken(self._job, self._loader, local)
-            loss = self._own.step(batches, size, number, self._rate(step + 1))
+            loss = yield from self._own.step(batches, size, number, self._rate(step + 1))
             total, samples = total + loss * size, samples + size
             self.times.steps += 1
             if not math.isfinite(loss):

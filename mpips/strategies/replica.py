@@ -9,7 +9,7 @@ import numpy as np
 
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.optim import clip_factor
-from mpips.problems.accumulate import Accumulator
+from mpips.problems.accumulate import Accumulator, Tasks
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -37,7 +37,9 @@ class Replica:
         self._accumulator = Accumulator(job)
         self.busy_s = 0.0
 
-    def step(self, batches: "Iterable[Batch]", samples: int, number: int, lr: float) -> float:
+    def step(
+        self, batches: "Iterable[Batch]", samples: int, number: int, lr: float
+    ) -> Tasks[float]:
         """Make one local step, with the gradient clipped by its norm.
 
         Args:
@@ -53,7 +55,8 @@ class Replica:
             UserError: As `Accumulator.gradient`.
         """
         before = self._accumulator.compute_s
-        loss = self._accumulator.gradient(self._views, batches, samples, self._out, self._grad)
+        args = self._views, batches, samples, self._out, self._grad
+        loss = yield from self._accumulator.gradient(*args)
         start = time.perf_counter()
         if math.isfinite(loss):
             if self._max_norm:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import Tasks
 from mpips.rounds import state
 from mpips.rounds.factory import make_round
 from mpips.rounds.loop import RoundLoop
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 
-def run(job: Job, log: "Log") -> Outcome:
+def run(job: Job, log: "Log") -> Tasks[Outcome]:
     """Train in rounds. Collective: yes.
 
     Raises:
@@ -34,4 +35,4 @@ def run(job: Job, log: "Log") -> Outcome:
     for line in (*([packed] if packed is not None else ()), *state.resume_notes(job)):
         log.say(line)
     worker = GradientWorker(job, rounds) if job.worker_id is not None else None
-    return RoundLoop(job, rounds, log, worker).run()
+    return (yield from RoundLoop(job, rounds, log, worker).run())

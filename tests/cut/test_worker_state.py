@@ -221,11 +221,11 @@ def test_centre_and_replicas_hold_what_was_computed(name: str, runs: Plan) -> No
     assert final(runs.out(name)).step == summary(runs.out(name))["global_step"]
 
 
-@pytest.mark.parametrize("k", range(FAILING))
-def test_a_worker_that_has_failed_is_in_no_checkpoint(k: int, runs: Plan) -> None:
+def test_a_worker_that_has_failed_is_in_no_checkpoint(runs: Plan) -> None:
     """The last rank fails in the midst of its local steps: no replica is saved as it is then."""
-    assert summary(runs.out(f"failing {k}"))["stop_reason"] == "diverged"
-    found = each(runs.out(f"failing {k}"))
+    names = [f"failing {k}" for k in range(FAILING)]
+    assert [summary(runs.out(name))["stop_reason"] for name in names] == ["diverged"] * FAILING
+    found = [checkpoint for name in names for checkpoint in each(runs.out(name))]
     assert found
     for checkpoint in found:
         steps = [numbers["steps"] for numbers in checkpoint.state["own"]]

@@ -14,7 +14,7 @@ from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.planning import choice, traffic
 from mpips.planning.choice import RAW, Candidate, Choice, Speeds, choose, predict, work_s
-from mpips.planning.explain import Place, assumed, codec_ratios
+from mpips.planning.explain import Topology, assumed, codec_ratios
 from mpips.planning.traffic import Case
 from mpips.session.probe import neighbours_of, possible, streams
 
@@ -203,18 +203,18 @@ def test_what_is_said() -> None:
 def test_an_explanation_takes_packing_to_cost_nothing(
     n: int, nodes: list[int], found: tuple[str, str]
 ) -> None:
-    place = Place(["host"] * 3, nodes, n, SLOW, codecs=codec_ratios(n, "float32"))
-    settled = assumed(Config(codec="auto", pull_codec="auto"), place)
+    topology = Topology(["host"] * 3, nodes, n, SLOW, codecs=codec_ratios(n, "float32"))
+    settled = assumed(Config(codec="auto", pull_codec="auto"), topology)
     assert (settled.codec, settled.pull_codec) == found
-    given_one = assumed(Config(codec="int8", pull_codec="auto"), place)
+    given_one = assumed(Config(codec="int8", pull_codec="auto"), topology)
     assert (given_one.codec, given_one.pull_codec) == ("int8", found[1])
 
 
 def test_an_explanation_knows_that_small_shards_are_not_packed() -> None:
     n = 20_000  # 80 KB: one shard is large enough, two are not
-    place = Place(["host"] * 4, [0, 1, 2, 3], n, SLOW, codecs=codec_ratios(n, "float32"))
+    topology = Topology(["host"] * 4, [0, 1, 2, 3], n, SLOW, codecs=codec_ratios(n, "float32"))
     open_ones = {"codec": "auto", "pull_codec": "auto"}
-    one, two = (assumed(Config(servers=k, **open_ones), place).codec for k in (1, 2))
+    one, two = (assumed(Config(servers=k, **open_ones), topology).codec for k in (1, 2))
     assert (one, two) == ("int8", "none")
 
 

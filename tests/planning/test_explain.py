@@ -18,7 +18,7 @@ from mpips.errors import UserError, human_bytes
 from mpips.planning import explain
 from mpips.planning.explain import (
     Explanation,
-    Place,
+    Topology,
     case_of,
     explain_alone,
     explanation_text,
@@ -35,8 +35,8 @@ RATE = 1e6
 
 def told(node_of: list[int], compute_s: float = 0.0, n: int = N, **options: Any) -> Explanation:
     """Explain a job on these nodes, with links of `RATE`."""
-    place = Place(["host"] * len(node_of), node_of, n, RATE, compute_s)
-    return explain.explain(resolve(options), place)
+    topology = Topology(["host"] * len(node_of), node_of, n, RATE, compute_s)
+    return explain.explain(resolve(options), topology)
 
 
 def gains(found: Explanation) -> dict[str, float]:
@@ -160,15 +160,15 @@ class Smaller(Config):
 
 
 @pytest.fixture
-def smaller(monkeypatch: pytest.MonkeyPatch) -> Place:
+def smaller(monkeypatch: pytest.MonkeyPatch) -> Topology:
     for field in dataclasses.fields(Smaller):
         if field.name in Smaller.__annotations__:
             monkeypatch.setitem(config.OPTIONS, field.name, Option.of(field))
     codecs = {"int8": 0.25, "topk": 0.02}
-    return Place(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs=codecs)
+    return Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs=codecs)
 
 
-def test_smaller_and_fewer_messages_are_proposed(smaller: Place) -> None:
+def test_smaller_and_fewer_messages_are_proposed(smaller: Topology) -> None:
     found = gains(explain.explain(Smaller(), smaller))
     # The server receives 3 M of gradients and sends 3 M of parameters, both at once.
     assert found["--codec int8 --pull-codec int8"] == pytest.approx(4)
@@ -177,7 +177,7 @@ def test_smaller_and_fewer_messages_are_proposed(smaller: Place) -> None:
     assert found["--codec int8"] == found["--codec topk"] == pytest.approx(4)
 
 
-def test_such_options_count(smaller: Place) -> None:
+def test_such_options_count(smaller: Topology) -> None:
     case = case_of(Smaller(accumulate=3, codec="topk", pull_codec="int8"), smaller)
     assert (case.every, case.grads, case.params) == (3, 0.02, 0.25)
     found = explain.explain(Smaller(accumulate=3), smaller)
@@ -185,14 +185,14 @@ def test_such_options_count(smaller: Place) -> None:
     assert found.step_s == M / RATE
 
 
-def test_powersgd_adds_up_factors_alone(smaller: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_powersgd_adds_up_factors_alone(smaller: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    place = dataclasses.replace(smaller, codecs={"powersgd": 0.02})
-    found = explain.explain(resolve({"mode": "sync", "codec": "powersgd"}), place)
+    topology = dataclasses.replace(smaller, codecs={"powersgd": 0.02})
+    found = explain.explain(resolve({"mode": "sync", "codec": "powersgd"}), topology)
     around = 2 * 3 / 4 * 0.02 * M
     assert [(f.sent, f.received) for f in totals(found.flows)] == [(around, around)] * 4
     assert found.step_s == pytest.approx(around / RATE)
-    other = explain.explain(resolve({"mode": "sync"}), place)
+    other = explain.explain(resolve({"mode": "sync"}), topology)
     assert gains(other)["--codec powersgd"] == pytest.approx(50)
 
 
@@ -206,7 +206,7 @@ def test_the_factors_of_the_job_are_counted() -> None:
     assert text.count(f"{'link':10s}  {moved:>10s}  {moved:>10s}") == 2
 
 
-def test_delay_compensation_sends_the_replica_behind_the_gradient(smaller: Place) -> None:
+def test_delay_compensation_sends_the_replica_behind_the_gradient(smaller: Topology) -> None:
     found = explain.explain(Smaller(delay_compensation=0.5, codec="int8"), smaller)
     assert found.case.grads == 1.25
     assert (found.pushed, found.pulled) == (2 * 3 * M, 3 * M)
@@ -285,8 +285,8 @@ def test_a_run_counts_what_is_said(name: str, plan: Plan) -> None:
     options, ranks = JOBS[name]
     size = int(name[-1])
     line = parse_command_line(options.split())
-    place = Place(["vm"] * ranks, [rank // size for rank in range(ranks)], PARAMETERS, RATE)
-    said = explain.explain(resolve(line.options), place)
+    topology = Topology(["vm"] * ranks, [rank // size for rank in range(ranks)], PARAMETERS, RATE)
+    said = explain.explain(resolve(line.options), topology)
     found = summary(plan.out(name))
     assert found["bytes_pushed"] == STEPS * said.pushed
     unused = 2 if found["mode"] == "async" else 0

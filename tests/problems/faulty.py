@@ -57,7 +57,7 @@ class NanLoss(Faulty):
 class NanLossLate(Slow, NanLoss):
     """In the midst of three local steps, when the run has got on."""
 
-    at = 3 * 12 + 2
+    at = 3 * 40 + 2
 
 
 class NanGradient(Faulty):

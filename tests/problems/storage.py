@@ -104,6 +104,8 @@ class FullDisk(MLP):
         if self.full:
             self.full += 1
             time.sleep(FULL_STEP_S * (how != "forever"))
+            if self.full < FULL_STEPS or how == "forever":
+                fill(filler)  # what a checkpoint that failed has given back
         elif how and list(self.out.glob("checkpoints/*/index.h5")):
             self.full = 1
             fill(filler)
@@ -114,7 +116,7 @@ class FullDisk(MLP):
 
 def fill(path: Path) -> None:
     """Write until there is no room."""
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    with open(path, "ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
 
@@ -144,6 +146,8 @@ class Removed(Moved):
     """Removes it."""
 
     def move(self) -> None:
-        """Remove it, though somebody may be writing."""
-        while self.out.exists():
-            shutil.rmtree(self.out, ignore_errors=True)
+        """Remove it, though somebody may be writing; not the one that is made in its place."""
+        number = self.out.stat().st_ino
+        with contextlib.suppress(FileNotFoundError):
+            while self.out.stat().st_ino == number:
+                shutil.rmtree(self.out, ignore_errors=True)

@@ -11,10 +11,10 @@ import pytest
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems import evaluation
+from mpips.problems.accumulate import Accumulator, follow
 from mpips.problems.evaluation import (
     checked_loss,
     checked_metrics,
-    first_gradient,
     mean_evaluation,
     next_evaluation,
     share,
@@ -33,10 +33,16 @@ def compute(write: Write, loss: Any = 0.5) -> tuple[float, np.ndarray]:
         return loss
 
     problem = SimpleNamespace(loss_and_grad=loss_and_grad)
-    job: Any = SimpleNamespace(problem=problem, layout=LAYOUT, info=SimpleNamespace(n_test=0))
+    return first_gradient(problem, SimpleNamespace(n_test=0), SimpleNamespace(), range(1))
+
+
+def first_gradient(problem: Any, info: Any, config: Any, batch: Any) -> tuple[float, np.ndarray]:
+    """Have a problem compute the first gradient of a worker; return its loss and the vector."""
+    parts = {"problem": problem, "layout": LAYOUT, "info": info, "config": config}
+    job: Any = SimpleNamespace(**parts, dtype=np.dtype("f4"), delay=1.0)
     flat = np.zeros(LAYOUT.size, "f4")
-    batch: Any = None
-    return first_gradient(job, {}, batch, dict(LAYOUT.views(flat)), flat), flat
+    tasks = Accumulator(job).gradient({}, [batch], len(batch), dict(LAYOUT.views(flat)), flat)
+    return follow(problem, tasks), flat
 
 
 @pytest.mark.parametrize(("target", "n_test"), [(0.0, 5), (0.9, 0)])
@@ -53,14 +59,12 @@ def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int
 
     problem = SimpleNamespace(loss_and_grad=loss_and_grad, evaluate=evaluate)
     info, config = SimpleNamespace(n_test=n_test), SimpleNamespace(target_accuracy=target)
-    job: Any = SimpleNamespace(problem=problem, layout=LAYOUT, info=info, config=config)
-    flat, batch = np.zeros(LAYOUT.size, "f4"), "batch"
-    args: Any = {}, batch, dict(LAYOUT.views(flat)), flat
-    assert first_gradient(job, *args) == 1.0
+    batch = range(3)
+    assert first_gradient(problem, info, config, batch)[0] == 1.0
     assert calls == [batch] * (n_test > 0)
     info.n_test, config.target_accuracy = 5, 0.9
     with pytest.raises(UserError, match="evaluate gives loss, expected 'accuracy' as well"):
-        first_gradient(job, *args)
+        first_gradient(problem, info, config, batch)
 
 
 def whole(out: Mapping[str, np.ndarray]) -> None:

@@ -13,18 +13,19 @@ from mpips.rounds.base import Report
 
 pytestmark = pytest.mark.launch
 
-JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0 --epochs 8"
-SGD = "--optimizer sgd --lr 0.3"
+JOB = "jobs/digits-sync.toml --node-size 2 --hidden 400,200 --checkpoint-every 0 --epochs 4"
+SGD = "--optimizer sgd --lr 0.3 --epochs 6"
+WIDE = "--hidden 256,256 --epochs 8"
 CASES = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
     "int8": (4, "--codec int8 --pull-codec int8", 0.96),
     "auto": (4, "--codec auto --pull-codec auto", 0.96),
     "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
     "onebit": (4, f"--codec onebit {SGD}", 0.95),
     "topk": (4, f"--codec topk {SGD}", 0.95),
-    "wide": (4, "--hidden 256,256", 0.96),
-    "powersgd": (4, "--hidden 256,256 --codec powersgd", 0.96),
-    "powersgd, servers": (5, "--hidden 256,256 --codec powersgd --servers 1 --clip 1", 0.96),
-    "powersgd, private": (2, "--hidden 256,256 --codec powersgd --window private", 0.96),
+    "wide": (4, WIDE, 0.96),
+    "powersgd": (4, f"{WIDE} --codec powersgd", 0.96),
+    "powersgd, servers": (5, f"{WIDE} --codec powersgd --servers 1 --clip 1", 0.96),
+    "powersgd, private": (2, f"{WIDE} --codec powersgd --window private", 0.96),
     "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.95),
 }
 NAN = (*CODECS, "powersgd")

@@ -1,13 +1,14 @@
 """Synchronous rounds of many ranks are one large batch: compared with a run without any MPI."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from references import TOLERANCE, serial_sync
-from runs import Plan, assert_same_state, final
+from runs import Plan, assert_same_state, few_digits, final
 
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.launch
 EPOCHS = 2
 TWIN_EVERY = 8
 JOB = "--mode sync --optimizer momentum --lr 0.05 --hidden 24 --eval-every 0 --checkpoint-every 0"
+SAMPLES = 301
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,11 @@ class Case:
         """Number of workers."""
         return self.ranks - self.servers
 
-    @property
-    def options(self) -> list[str]:
-        """The command line, without the folder."""
+    def options(self, data: Sequence[str]) -> list[str]:
+        """Return the command line, without the folder."""
         text = f"{JOB} --epochs {EPOCHS} --servers {self.servers} --node-size {self.node_size} "
         text += f"--reduce {self.reduce} --dtype {self.dtype} --batch-size {self.batch_size}"
-        return [*text.split(), *(["--clip", str(self.clip)] if self.clip else [])]
+        return [*text.split(), *data, *(["--clip", str(self.clip)] if self.clip else [])]
 
     def __str__(self) -> str:
         node = f"nodes of {self.node_size}" if self.node_size else "one node"
@@ -70,9 +71,10 @@ SOME = [
 ]
 
 
-def distances(out: Path, case: Case) -> dict[str, float]:
+def distances(out: Path, case: Case, data: Sequence[str]) -> dict[str, float]:
     """Return ``|a - b| / |b|`` of each tensor of a finished run and of the serial one."""
-    expected = serial_sync(resolve(parse_command_line(case.options).options), case.workers)
+    config = resolve(parse_command_line(case.options(data)).options)
+    expected = serial_sync(config, case.workers)
     checkpoint = final(out)
     found = checkpoint.layout.views(checkpoint.read_params())
     assert found.keys() == expected.keys()
@@ -82,14 +84,14 @@ def distances(out: Path, case: Case) -> dict[str, float]:
 
 def check_all(cases: list[Case], folder: Path, timeout_s: float) -> None:
     """Run all cases in one world, some twice; compare with the serial run and the twin."""
-    plan, twins = Plan(folder), cases[::TWIN_EVERY]
+    plan, twins, data = Plan(folder), cases[::TWIN_EVERY], few_digits(folder, SAMPLES)
     for case in cases:
-        plan.add(f"{case}", case.ranks, case.options)
+        plan.add(f"{case}", case.ranks, case.options(data))
         if case in twins:
-            plan.add(f"{case}, again", case.ranks, case.options)
+            plan.add(f"{case}, again", case.ranks, case.options(data))
     plan.run(timeout_s)
     for case in cases:
-        found = distances(plan.out(f"{case}"), case)
+        found = distances(plan.out(f"{case}"), case, data)
         assert max(found.values()) <= TOLERANCE[case.dtype], f"{case}: {found}"
     for case in twins:
         assert_same_state(final(plan.out(f"{case}")), final(plan.out(f"{case}, again")))

@@ -47,7 +47,7 @@ def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFi
         log.count(5.0, 20)
         clock.now += 2.0
         log.progress(7, 0.25, 30)
-        log.evaluation({"step": 7.0, "epoch": 0.25, "loss": 1.5, "accuracy": 0.5})
+        log.heard("eval", {"step": 7.0, "epoch": 0.25, "loss": 1.5, "accuracy": 0.5})
     found = rows(path)
     assert found[0] == {"kind": "start", "time_s": 1.0, "step": 0, "mode": "async", "world": 8}
     line = {"kind": "train", "time_s": 3.0, "step": 7, "epoch": 0.25}
@@ -95,7 +95,7 @@ def test_the_last_line_has_the_last_accuracy(
     """Also where the line before came with the last batch: then there is no new loss to tell."""
     path = tmp_path / "metrics.jsonl"
     with Log(path, 100.0) as log:
-        log.evaluation({"step": 1.0, "epoch": 0.5, "loss": 1.0, "accuracy": 0.7})
+        log.heard("eval", {"step": 1.0, "epoch": 0.5, "loss": 1.0, "accuracy": 0.7})
         log.count(0.5, 5)
         clock.now += 2.0
         log.progress(9, 2.0, 10)
@@ -126,7 +126,7 @@ def test_quiet_and_other_ranks_say_nothing(
         log.count(1.0, 1)
         clock.now += 100
         log.progress(1, 1.0, 1, force=True)
-        log.evaluation({"step": 1, "loss": 2.0})
+        log.heard("eval", {"step": 1, "loss": 2.0})
     assert capsys.readouterr().out == ""
 
 

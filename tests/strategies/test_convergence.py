@@ -10,14 +10,14 @@ import launch
 import pytest
 
 from mpips.bench import convergence
-from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, Outcome, check, compared
+from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
 from mpips.bench.jobs import Failed
 from mpips.config.jobfile import read_toml
 
-ONE = Outcome(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
+ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 
 
-def outcomes(**changed: Outcome) -> dict[str, list[Outcome]]:
+def results(**changed: RunResult) -> dict[str, list[RunResult]]:
     """Return one run of each case, as `ONE` unless changed; codecs send half the bytes."""
     packed = replace(ONE, bytes_sent=2000)
     return {
@@ -27,7 +27,7 @@ def outcomes(**changed: Outcome) -> dict[str, list[Outcome]]:
 
 
 def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
-    found = {name: runs * 2 for name, runs in outcomes().items()}
+    found = {name: runs * 2 for name, runs in results().items()}
     found["ssp"] = [replace(ONE, accuracy=97.0), replace(ONE, accuracy=98.0)]
     found["easgd"] = [replace(ONE, accuracy=96.8), replace(ONE, accuracy=98.0)]
     rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
@@ -41,7 +41,7 @@ def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
 
 
 def test_a_codec_is_beside_the_same_rule_without_one() -> None:
-    found = outcomes(**{"none, sgd": replace(ONE, accuracy=96.0)})
+    found = results(**{"none, sgd": replace(ONE, accuracy=96.0)})
     rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
     row = rows["digits, onebit, sgd"]
     assert (row.beside, row.other) == ("none, sgd, mean of 1", 96.0)
@@ -62,9 +62,9 @@ def test_a_codec_is_beside_the_same_rule_without_one() -> None:
 def test_what_cannot_be_compared_is_refused(
     name: str, change: dict[str, int], message: str
 ) -> None:
-    check("spirals", outcomes())
+    check("spirals", results())
     with pytest.raises(Failed, match=message):
-        check("spirals", outcomes(**{name: replace(ONE, **change)}))
+        check("spirals", results(**{name: replace(ONE, **change)}))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -81,9 +81,9 @@ def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
     summary = {"accuracy": 0.5, "samples": 10, "parameters": 5, "bytes_sent": 0}
     path.write_text(json.dumps({**summary, "stop_reason": "diverged"}))
     with pytest.raises(Failed, match="ended by diverged, expected its epochs"):
-        convergence._outcome(path)
+        convergence._result(path)
     path.write_text(json.dumps({**summary, "stop_reason": "epochs"}))
-    assert convergence._outcome(path) == Outcome(50.0, 10, 5, 0)
+    assert convergence._result(path) == RunResult(50.0, 10, 5, 0)
 
 
 @pytest.mark.launch

@@ -48,8 +48,8 @@ class Awaited(NamedTuple):
 NOTHING = Awaited()
 
 
-class Gate(ABC):
-    """A worker's half. Collective: no.
+class Controller(ABC):
+    """A worker's half, what the field calls a consistency controller. Collective: no.
 
     Args:
         worker: Worker number.
@@ -71,7 +71,7 @@ class Gate(ABC):
     def needs(self) -> Awaited:
         """Return what a read now has to hold."""
 
-    def open(self) -> bool:
+    def ready(self) -> bool:
         """Whether every near server may be read now. Blocks: no."""
         needs = self.needs()
         return all(
@@ -88,7 +88,7 @@ class Gate(ABC):
             torn: Number of shards whose reads are torn.
 
         Raises:
-            UserError: If the read is none that the gate should have let pass.
+            UserError: If the read is none that the controller should have let pass.
         """
 
 
@@ -101,35 +101,35 @@ def has_arrived(header: np.ndarray, applied: np.ndarray, worker: int, needs: Awa
     )
 
 
-class RoundGate(Gate):
-    """The gate of rounds: each gradient is computed from one version of all shards."""
+class RoundController(Controller):
+    """The controller of rounds: each gradient is computed from one version of all shards."""
 
     def __init__(self, worker: int, near: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         super().__init__(worker, near)
         self._next = self._wanted = 0
 
     def begin(self) -> None:
-        """See `Gate.begin`."""
+        """See `Controller.begin`."""
         self._wanted = self._next
 
     def needs(self) -> Awaited:
-        """See `Gate.needs`."""
+        """See `Controller.needs`."""
         return Awaited(version=self._wanted)
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """See `Gate.accepts`; what is read after this has to be a later version."""
+        """See `Controller.accepts`; what is read after this has to be a later version."""
         newest = max(versions)
         same = newest == min(versions) and not torn
         self._next = newest + same
         return same
 
 
-class ClockGate(Gate):
-    """The gate of mode ssp.
+class ClockController(Controller):
+    """The controller of mode ssp.
 
     Args:
         worker: Worker number.
-        near: See `Gate`.
+        near: See `Controller`.
         bound: The staleness bound s.
         clock: Returns the clock of the next batch, when a read for it begins.
         own: Returns the pushes that this worker has made.
@@ -148,15 +148,15 @@ class ClockGate(Gate):
         self._clock = 0  # of the read under way
 
     def begin(self) -> None:
-        """See `Gate.begin`."""
+        """See `Controller.begin`."""
         self._clock = self._next_clock()
 
     def needs(self) -> Awaited:
-        """See `Gate.needs`."""
+        """See `Controller.needs`."""
         return Awaited(self._clock - self._bound, self._own())
 
     def accepts(self, clocks: Sequence[int], versions: Sequence[int], torn: int) -> bool:
-        """See `Gate.accepts`; it is an error if the distance of clocks exceeds the bound."""
+        """See `Controller.accepts`; it is an error if the distance of clocks exceeds the bound."""
         distance = max((self._clock - clock for clock in clocks), default=0)
         self.distance_max = max(self.distance_max, distance)
         if distance > self._bound:
@@ -189,13 +189,16 @@ class Clocks:
         self._header, self._applied, self._ask = header, applied, ask
         self._workers = {rank: worker for worker, rank in enumerate(workers)}
         self._first = 0  # number of the first update that is not applied
+        self._shown = 0  # the clock in the header
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
         self.held: list[tuple[int, bool, Awaited]] = []
 
     def advance(self, number: int) -> None:
         """Note that the update of a batch is applied."""
-        if number >= self._first:
+        if number == self._first:
+            self._first += 1
+        elif number > self._first:
             self._later.add(number)
         while self._first in self._later:
             self._later.remove(self._first)
@@ -212,7 +215,10 @@ class Clocks:
 
     def publish(self) -> None:
         """Show the clock to all who read, after the parameters that it is about."""
-        publish(self._header, CLOCK, self._first // len(self._workers))
+        clock = self._first // len(self._workers)
+        if clock > self._shown:
+            self._shown = clock
+            publish(self._header, CLOCK, clock)
 
     def want(self, rank: int, consistent: bool, needs: Awaited) -> None:
         """Note that a far worker asked to read; call it between two updates. Blocks: no."""

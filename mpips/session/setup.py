@@ -1,0 +1,147 @@
+"""A job made ready on every rank: ranks and roles, data, problem, checkpoint, compiled loops."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from mpips.checkpoint import Checkpoint, open_checkpoint, place
+from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
+from mpips.cluster.agreement import Agreed, everywhere, on_root
+from mpips.cluster.collectives import broadcast
+from mpips.cluster.start import Comm
+from mpips.cluster.world import Cluster
+from mpips.config import Config
+from mpips.config.delay import check_delays
+from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
+from mpips.errors import UserError
+from mpips.layout.roles import Roles, assign
+from mpips.planning.job import Job
+from mpips.planning.memory import check_memory
+from mpips.problems import Problem, load_problem
+from mpips.session import folder
+from mpips.session.folder import Run
+from mpips.session.loading import load_loops
+
+OpenData: TypeAlias = Callable[[Config, Cluster, bool], tuple[DataInfo, Dataset | None]]
+MakeProblem: TypeAlias = Callable[[str, DataInfo, Config], Problem]
+
+
+@contextlib.contextmanager
+def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
+    """Find a run, on rank 0, and hold its folder; one that is refused leaves none.
+
+    Raises:
+        Agreed: If there is none, or it cannot begin, on every rank.
+
+    Collective: yes.
+    """
+    try:
+        found = on_root(comm, find)
+        try:
+            yield found
+        except Agreed:
+            if comm.rank == 0 and not found.resumed and not found.config.eval_only:
+                folder.forget(found.out)
+            raise
+    finally:
+        place.release()
+
+
+def make_cluster(comm: Comm, config: Config) -> Cluster:
+    """Return the job's ranks, on the nodes that the job sees. Collective: yes."""
+    return Cluster(comm, 1 if config.window == "private" else config.node_size)
+
+
+def assign_roles(comm: Comm, config: Config) -> Cluster:
+    """Return the job's ranks, with their roles and their share of the cores. Collective: yes.
+
+    Raises:
+        Agreed: If they cannot be assigned, on every rank.
+    """
+    ranks = make_cluster(comm, config)
+    ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
+    ranks.limit_threads(config.threads)
+    return ranks
+
+
+def _roles(config: Config, ranks: Cluster) -> Roles:
+    if config.eval_only:  # needs no server: every rank evaluates a part
+        return Roles((), tuple(range(ranks.world)))
+    roles = assign(
+        config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
+        config.server_hosts,
+    )  # fmt: skip
+    workers = len(roles.workers)
+    check_delays(config.delays, workers)
+    if config.backup_workers >= workers:
+        got = f"backup_workers {config.backup_workers} of {workers} workers"
+        raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")
+    return roles
+
+
+def open_data(config: Config, ranks: Cluster, strict: bool) -> tuple[DataInfo, Dataset | None]:
+    """Open the data on workers; one of them looks at the targets for all. Collective: yes.
+
+    Returns:
+        What the data is, on every rank, and the data itself, on workers.
+
+    Raises:
+        Agreed: As `mpips.datasets.open_dataset`; with `strict` alone for odd labels.
+    """
+    comm, first = ranks.comm, ranks.roles.workers[0]
+    works = ranks.rank in ranks.roles.workers
+    parts = everywhere(comm, lambda: open_parts(config) if works else None)
+    looks = parts if ranks.rank == first else None
+    found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
+    info: DataInfo = broadcast(comm, found, first)
+    return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
+
+
+def make_job(
+    found: Run,
+    ranks: Cluster,
+    started: float,
+    open_data: OpenData = open_data,
+    make_problem: MakeProblem = load_problem,
+) -> Job:
+    """Open the data, build the problem, read the checkpoint's index. Collective: yes.
+
+    Args:
+        found: The run.
+        ranks: The job's, with their roles.
+        started: `time.perf_counter` when the process started.
+        open_data: Returns the data; by default what the configuration names.
+        make_problem: Returns the model; likewise.
+
+    Raises:
+        Agreed: If anything about them is wrong, on every rank.
+    """
+    config, comm = found.config, ranks.comm
+    info, dataset = open_data(config, ranks, not (found.resumed or config.eval_only))
+    block = dataset.train.block(config.batch_size) if dataset else 0
+    block = broadcast(comm, block, ranks.roles.workers[0])
+    load_loops(ranks, config)
+
+    near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
+
+    def build() -> Job:
+        problem = make_problem(config.problem, info, config)
+        check_memory(problem.layout, config, near, ranks.nodes)
+        saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
+        if saved is not None:
+            check_checkpoint(saved, problem.layout, config.dtype)
+            if found.resumed:
+                check_samples(saved, info.n_train)
+        kept = int(saved.state["block"]) if saved is not None and found.resumed else block
+        job = Job(
+            config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
+        )
+        if found.resumed:
+            check_length(job.handout().epochs_done, config)
+        job.rate()  # checks the schedule
+        if config.backup_workers and not all(shard.size for shard in job.shards):
+            got = f"servers {len(job.shards)} for {problem.layout.size} parameters"
+            raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
+        return job
+
+    return everywhere(comm, build)

@@ -1,0 +1,216 @@
+"""A run from its first line to its summary, on every rank."""
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import place
+from mpips.cluster import signals
+from mpips.cluster.collectives import begin_broadcast, begin_sum, gather_polled
+from mpips.cluster.world import Cluster
+from mpips.errors import UserError
+from mpips.planning.job import Job
+from mpips.planning.outcome import Outcome
+from mpips.problems.accumulate import Tasks
+from mpips.problems.evaluation import evaluate, share
+from mpips.session import folder, metrics
+from mpips.session.announcements import say_left_out, say_start
+from mpips.session.folder import Run
+from mpips.session.metrics import Log
+from mpips.session.probe import choose_codecs
+from mpips.session.summary import summarise, summary_text
+from mpips.strategies import strategy
+
+PIECE = 32 << 20  # elements that one broadcast brings
+
+
+@dataclass
+class Ended:
+    """How a run ended, on every rank.
+
+    Attributes:
+        code: The job's exit code.
+        params: All parameters at the end, shape (n_params,), where they are kept.
+        summary: What ``summary.json`` holds; where parameters are kept on every rank, else on the
+            chief.
+    """
+
+    code: int
+    params: np.ndarray | None = None
+    summary: dict[str, Any] | None = None
+
+
+def train(job: Job, found: Run, keep: bool = False) -> Tasks[Ended]:
+    """Train, evaluate, save and say how it ended. Collective: yes.
+
+    Args:
+        job: The run.
+        found: Its folder, and what it continues.
+        keep: Whether every rank is to have the parameters at the end.
+
+    Raises:
+        UserError: If something fails on this rank alone; the caller ends the job.
+    """
+    try:
+        return (yield from _train(job, found, keep))
+    except UserError as error:
+        error.code = 1 if job.begun else error.code
+        raise
+
+
+def _train(job: Job, found: Run, keep: bool) -> Tasks[Ended]:
+    chief = job.cluster.is_chief
+    done = job.out / place.DONE
+    finished = chief and done.exists()
+    if chief:
+        folder.save_config(job.out, job.config)
+        done.unlink(missing_ok=True)
+        job.place = place.Place(job.out)
+    path = job.out / place.METRICS if chief else None
+    c = job.config
+    with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
+        say_start(job, found.notes, log)
+        _choose_codecs(job, log)
+        say_left_out(job, log)
+        begun = time.perf_counter()
+        log.start_at(job.base_samples)
+        outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)
+        train_s = time.perf_counter() - begun
+        evaluation = _final_evaluation(job, outcome)
+        summary = _gather(job, outcome, evaluation, train_s)
+        for _, kind, payload in job.cluster.poll():
+            if kind in ("eval", "log"):  # overtaken by the end
+                log.heard(kind, payload)
+        code = 0
+        if summary is not None:
+            code = _leave(job, outcome, summary, log, finished)
+    code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for everybody
+    ended = Ended(code, None, summary)
+    if keep:
+        ended.params = _share_params(job, outcome)
+        ranks = job.cluster
+        ended.summary = gather_polled(ranks.comm, summary, ranks.wait_request)[ranks.roles.chief]
+    outcome.release()
+    return ended
+
+
+def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
+    """Return a copy of the parameters at the end, shape (n_params,), on every rank.
+
+    Collective: yes.
+    """
+    workers, ranks = job.cluster.roles.workers, job.cluster
+    params = np.zeros(job.layout.size, job.dtype)
+    if ranks.rank in workers:
+        np.copyto(params, outcome.params)
+    if len(workers) < ranks.world:
+        for begin in range(0, params.size, PIECE):
+            piece = params[begin : begin + PIECE]
+            ranks.wait_request(begin_broadcast(ranks.comm, piece, workers[0]))
+    return params
+
+
+def _from_chief(ranks: Cluster, code: int) -> int:
+    """Return the chief's exit code on every rank, when all have come. Collective: yes."""
+    said = np.array([code if ranks.is_chief else 0])
+    ranks.wait_request(begin_sum(ranks.comm, said))
+    return int(said[0])
+
+
+def exit_code(reason: str) -> int:
+    """Return 0 for a finished run, 85 for one that was saved at a signal, 1 for a failed one."""
+    if reason.startswith("SIG"):
+        return signals.EXIT_SAVED
+    return 1 if reason == "diverged" else 0
+
+
+def _choose_codecs(job: Job, log: Log) -> None:
+    """Settle what ``auto`` leaves open; ``config.toml`` keeps it open. Collective: yes."""
+    choice = choose_codecs(job)
+    if choice is not None:
+        job.config = choice.applied(job.config)
+        log.say("\n".join(choice.lines))
+
+
+def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
+    """Return this worker's part of the sums over the held-out samples; None on servers."""
+    if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
+        return None
+    part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
+    return evaluate(job, job.layout.views(outcome.params, writable=False), *part)
+
+
+def _gather(
+    job: Job, outcome: Outcome, evaluation: dict[str, float] | None, train_s: float
+) -> dict[str, Any] | None:
+    """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
+    part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
+    parts = job.cluster.gather(part)
+    return None if parts is None else summarise(job, outcome, parts, train_s)
+
+
+def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:
+    """Write what the run leaves, on the chief, and say how it ended; returns the exit code.
+
+    The summary of a run that was `finished` before stays if there was nothing left to do.
+    """
+    if summary["accuracy"] is not None:
+        log.last_eval = {"accuracy": summary["accuracy"]}
+    log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
+    if outcome.samples > job.base_samples:
+        summary["loss"] = log.last_loss
+    assert job.place is not None, "the chief holds the folder"
+    there = job.place.where()
+    job.out = there or job.out
+    log.event("end", outcome.step, reason=outcome.reason, eval_loss=summary["eval_loss"])
+    summary["warnings"] = list(log.warnings)
+    if outcome.samples > job.base_samples or not finished:
+        _write_summary(job.out / place.SUMMARY, summary, log)
+    failed = outcome.unsaved or job.place.moved or there is None
+    code = 1 if failed else exit_code(outcome.reason)
+    if code == 0:
+        code = _mark_done(job.out / place.DONE, outcome.reason)
+    sys.stdout.flush()
+    if outcome.unsaved:
+        got = f"step {outcome.step} is not saved: {outcome.unsaved}"
+        print(f"mpips: {got}", file=sys.stderr, flush=True)
+    elif job.place.moved or there is None:
+        got = job.place.moved or f"{job.out} was removed while the job ran"
+        remedy = f"what is saved is in {there}: --resume goes on there" if there else ""
+        error = UserError(got, "a folder that stays", remedy)
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+    job.place.close()
+    if outcome.reason == "diverged":
+        print(
+            f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
+            f"{job.out / place.CHECKPOINTS} are from before it; use a smaller --lr, or --clip",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    log.say(summary_text(job, summary))
+    return code
+
+
+def _write_summary(path: Path, summary: dict[str, Any], log: Log) -> None:
+    try:
+        metrics.write_json(path, summary)
+    except OSError as problem:
+        log.warn(f"{path} cannot be written: {problem.strerror}")
+
+
+def _mark_done(path: Path, reason: str) -> int:
+    """Mark a run as finished; returns the exit code."""
+    try:
+        path.write_text(f"{reason}\n")
+        return 0
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # an empty one would say the same
+        remedy = "the run is over and saved: free some space, and --resume writes it"
+        error = UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy)
+        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        return 1
