@@ -1,3 +1,61 @@
-"""mpips, a parameter server over MPI: servers hold the parameters, workers compute gradients."""
+"""mpips, a parameter server over MPI: servers hold the parameters, workers compute gradients.
+
+From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model; as a library, `run`
+calls a training function of one's own on every worker, with a `Worker` that gives it batches and
+parameters and takes its gradients. ``python -m mpips.guide`` lists the pages of the guide.
+
+Importing this package starts nothing; MPI is started when a name of it is used that needs it.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpips.errors import UserError
+    from mpips.library.optimizers import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Momentum,
+        Nesterov,
+        RMSprop,
+    )
+    from mpips.library.run import Result, run
+    from mpips.library.worker import Worker
 
 __version__ = "0.1.0"
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Momentum",
+    "Nesterov",
+    "RMSprop",
+    "Result",
+    "UserError",
+    "Worker",
+    "run",
+]
+_MODULES = {
+    "Result": "library.run",
+    "UserError": "errors",
+    "Worker": "library.worker",
+    "run": "library.run",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of the library when it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mpips' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f"mpips.{_MODULES.get(name, 'library.optimizers')}")
+    found: object = getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,164 @@
+"""A worker's loop over batches, the same for every kind of model."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpips.cluster.collectives import gather_polled
+from mpips.datasets import Batch, iterate
+from mpips.errors import UserError
+from mpips.library.data import Samples
+from mpips.library.notes import Notes
+from mpips.problems.accumulate import Task, Tasks
+from mpips.problems.base import Arrays
+from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
+
+if TYPE_CHECKING:
+    from mpips.library.start import Start
+    from mpips.session.training import Ended
+
+
+class Loop:
+    """A worker's loop over batches, each of which is pushed before the next is taken.
+
+    Args:
+        start: The run, as far as it is known.
+
+    Attributes:
+        id: This worker's number, from 0.
+        workers: Number of workers.
+        rank: This process's MPI rank among the run's.
+        ended: How the run ended; None before.
+        notes: What it has logged and not sent yet.
+    """
+
+    def __init__(self, start: "Start") -> None:
+        ranks = start.ranks
+        self.rank, self.workers = ranks.rank, len(ranks.roles.workers)
+        self.id = ranks.roles.workers.index(ranks.rank)
+        self.ended: Ended | None = None
+        self._start, self.notes = start, Notes(self.id)
+        self._tasks: Tasks[Ended] | None = None
+        self._task: Task | None = None  # the batch in work
+        self._next: Task | None = None  # the one after it, which is here already
+
+    def log(self, /, **values: Any) -> None:
+        """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
+
+        It has the worker's number, and the step that its parameters are of; lines of a run that is
+        over come behind its end.
+
+        Args:
+            **values: By name: ``worker.log(norm=norm, temperature=0.5)``; numbers of NumPy, JAX
+                and PyTorch as well.
+
+        Raises:
+            UserError: If one is neither, or a name is in use: kind, time_s, step, worker.
+
+        Collective: no. Blocks: no.
+        """
+        self.notes.add(self._start.step, values)
+        between = self._tasks is not None and self._task is None and self._next is None
+        if between and self.ended is None:
+            self.notes.send(self._start.ranks)
+
+    def stop(self) -> None:
+        """Ask for the end of the run: the loop of every worker ends soon, and the run is saved.
+
+        Go on to the end of the loop; in modes without rounds it may be left at once. In modes with
+        rounds the request travels with the round of the next push. Blocks: no.
+        """
+        if self._tasks is None:
+            raise UserError("stop() before the loop over the batches", "a call in it")
+        self._start.job.stopping = True
+
+    def leave(self) -> None:
+        """Go to the end of a run that this worker's loop has left after `stop`.
+
+        Raises:
+            UserError: If it has left without, or not begun.
+        """
+        if self._tasks is None:
+            raise UserError(
+                f"{self._start.name} without a loop", "a loop over the worker's batches"
+            )
+        if self.ended is None and not self._start.job.stopping:
+            remedy = "call worker.stop(), and go on to the end of the loop, which comes soon"
+            got = f"{self._start.name} that left its loop"
+            raise UserError(got, "a loop to its end", remedy)
+        self._next = self._task or self._next
+        while self.ended is None:
+            if self._next is not None:
+                self._next.left = True
+            self._next = self._advance()
+
+    def _batches(
+        self, make: Callable[[], Samples], batch_size: int | None, epochs: int | None
+    ) -> Iterator[Batch]:
+        """Begin the training, and yield this worker's batches of the samples that `make` returns.
+
+        Raises:
+            UserError: If the data or a number cannot be; if a batch was not pushed.
+
+        Collective: over the workers, the first step of it.
+        """
+        if self._tasks is not None:
+            remedy = "give it all epochs: batch.epoch says which one a batch is of"
+            raise UserError("a second loop over batches", "one in a run", remedy)
+        self._tasks = self._start.tasks(make, batch_size, epochs)
+        while (task := self._take()) is not None:
+            yield task.batch
+            if self._task is not None:
+                got = f"a batch of {len(task.batch)} samples that was taken and not pushed"
+                raise UserError(got, "a push of each batch before the next is taken")
+
+    def _push(self, loss: Any) -> None:
+        """Go on with what was computed of the batch in work."""
+        task = self._in_work("push")
+        task.loss, self._task = loss, None
+        self._next = self._advance()
+
+    def _evaluate(
+        self, metrics: Callable[[Arrays, Any], Mapping[str, float]], samples: Samples
+    ) -> dict[str, float]:
+        """Return the means over samples, of which every worker takes a share.
+
+        Collective: over the workers. Blocks: until all have come.
+        """
+        if self.ended is None:
+            got = "evaluate() before the loop over the batches is over"
+            raise UserError(
+                got, "a call after the loop", "run(..., evaluate=, held_out=) does more"
+            )
+        params = self._start.final_params(self.ended)
+        begin, end = share(samples.n, self.id, self.workers)
+        batches = iterate(samples, begin, end, CHUNK, self._start.job.dtype)
+        mine = metric_sums(batches, functools.partial(metrics, params))
+        found_by = gather_polled(self._start.workers, mine, self._start.wait)
+        sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
+        return {name: value / samples.n for name, value in sums.items()}
+
+    def _in_work(self, what: str) -> Task:
+        if self._task is None:
+            expected = "a batch in work: from when it is taken until it is pushed"
+            raise UserError(f"{what} without a batch", expected)
+        return self._task
+
+    def _take(self) -> Task | None:
+        """Return the next batch, or None at the end."""
+        while self._next is None and self.ended is None:
+            self._next = self._advance()
+        self._task, self._next = self._next, None
+        return self._task
+
+    def _advance(self) -> Task | None:
+        """Go on until something is to be computed, or a step was pushed (None), or to the end."""
+        assert self._tasks is not None, "batches() has begun"
+        try:
+            task = next(self._tasks)
+        except StopIteration as end:
+            self.ended = end.value
+            return None
+        if task is None and self.notes.kept:  # between two steps no other thread is in MPI
+            self.notes.send(self._start.ranks)
+        return task

@@ -1,0 +1,75 @@
+"""A program's parameters as the problem of a job: named arrays, and what evaluates them."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.problems.base import Arrays, Problem
+
+if TYPE_CHECKING:
+    from mpips.config import Config
+    from mpips.datasets import Batch, DataInfo
+
+Evaluate: TypeAlias = Callable[[Arrays, Any], dict[str, float]]
+
+
+class Parameters:
+    """Initial parameters by name, in the order of the mapping.
+
+    Args:
+        given: Names and arrays of real numbers.
+
+    Raises:
+        UserError: If there is none, or one is not an array of real numbers.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        if not isinstance(given, Mapping) or not given:
+            got = f"params of type {type(given).__name__}" if given else "no params"
+            raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
+        self.arrays = {str(name): np.asarray(array) for name, array in given.items()}
+        for name, array in self.arrays.items():
+            if array.dtype.kind not in "fiub" or not array.size:
+                got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
+                raise UserError(got, "an array of real numbers that is not empty")
+        self.layout = Layout.of({name: array.shape for name, array in self.arrays.items()})
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of a job that is given none: float64 where all arrays are of it."""
+        doubles = all(array.dtype == np.float64 for array in self.arrays.values())
+        return "float64" if doubles else "float32"
+
+
+class Model(Problem):
+    """The problem of a job whose gradients a program computes by itself.
+
+    Args:
+        data: What the dataset is.
+        config: The job's configuration.
+        params: Its initial parameters.
+        evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,
+            ``loss`` among them; None where nothing is held out.
+    """
+
+    def __init__(
+        self, data: "DataInfo", config: "Config", params: Parameters, evaluate: Evaluate | None
+    ) -> None:
+        super().__init__(data, config)
+        self.layout, self._params, self._evaluate = params.layout, params, evaluate
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return the parameters that were given."""
+        return self._params.arrays
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Not called: the program follows the tasks (`mpips.problems.accumulate`)."""
+        raise NotImplementedError("the program computes gradients by itself")
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Return what the program's `evaluate` does."""
+        assert self._evaluate is not None, "nothing is held out"
+        return self._evaluate(params, batch)

@@ -1,0 +1,88 @@
+"""Update rules as a program names them, with the learning rate first.
+
+What is not given is as in a job without it: ``python -m mpips.train --help`` lists the defaults.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An update rule and its numbers; None stands for the default of the option of that name.
+
+    Attributes:
+        name: What ``--optimizer`` calls it.
+        lr: Learning rate.
+    """
+
+    name: ClassVar[str]
+
+    lr: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a job that it stands for."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        set_ones = {name: value for name, value in given.items() if value is not None}
+        return {"optimizer": self.name, **set_ones}
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Plain SGD: ``w <- w - lr g``."""
+
+    name = "sgd"
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    """SGD with momentum (Polyak, 1964)."""
+
+    name = "momentum"
+    momentum: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Nesterov(Momentum):
+    """SGD with Nesterov's momentum (Sutskever et al., ICML 2013)."""
+
+    name = "nesterov"
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al., JMLR 2011)."""
+
+    name = "adagrad"
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class RMSprop(Optimizer):
+    """RMSprop (Tieleman and Hinton, 2012)."""
+
+    name = "rmsprop"
+    decay: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, ICLR 2015)."""
+
+    name = "adam"
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019)."""
+
+    name = "adamw"

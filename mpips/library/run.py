@@ -1,0 +1,191 @@
+"""`mpips.run`: one run of a program's own training function."""
+
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster import ending, signals
+from mpips.cluster.agreement import Agreed
+from mpips.cluster.collectives import gather_polled
+from mpips.cluster.start import Comm, whole_world
+from mpips.errors import UserError
+from mpips.library.data import Samples
+from mpips.library.loop import Loop
+from mpips.library.model import Evaluate, Parameters
+from mpips.library.notes import Note, write_late
+from mpips.library.optimizers import Optimizer
+from mpips.library.start import Start, checked
+from mpips.library.worker import Worker
+from mpips.problems.accumulate import follow
+from mpips.session.training import Ended
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves, on every rank.
+
+    Attributes:
+        params: The parameters at the end, by name; this rank's own copies.
+        summary: What ``summary.json`` in the run's folder holds; see ``mpips guide summary``.
+        reason: Why it ended: ``epochs``, ``steps``, ``target``, ``stopped`` (by `Worker.stop`),
+            ``diverged``, or the name of the signal that asked to save and end.
+        code: Exit code that the command line would end with: 0 when done, 85 when saved at a
+            signal and not finished (``sys.exit(result.code)`` tells the job script), 1 otherwise.
+        out: The run's folder.
+    """
+
+    params: Mapping[str, np.ndarray]
+    summary: Mapping[str, Any]
+    reason: str
+    code: int
+    out: Path
+
+
+def run(
+    train: Callable[[Worker], object],
+    params: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    *,
+    comm: Comm | None = None,
+    evaluate: Evaluate | None = None,
+    held_out: Any = None,
+    **options: Any,
+) -> Result:
+    """Train: `train` runs on every worker, and servers serve until all workers are done.
+
+    A program that calls it is started by mpirun, as ``mpirun -n 4 python my_program.py``; on one
+    rank alone ``mode="sync"`` does.
+
+    Args:
+        train: Called with a `Worker` on each worker. An exception in it ends the whole job, with
+            its traceback, as on the command line; in a world of one rank it is raised as it is.
+        params: Initial parameters: names to arrays of real numbers, of the same shapes on every
+            rank. They are kept as one vector of the option `dtype`, by default float64 if all are
+            that, else float32; a shard begins with the values of the rank that owns it.
+        optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default the option's.
+        comm: The ranks, an mpi4py communicator; by default all that were started.
+        evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,
+            ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
+        held_out: Samples that are evaluated as the option `eval_every` says, and at the end; as
+            `Worker.batches` takes them, or a function that returns such: it is called on workers
+            alone.
+        **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
+            ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
+            a built-in model or a data file is left out.
+
+    Returns:
+        The result, on every rank.
+
+    Raises:
+        UserError: If an option, the parameters, the data or the run's folder cannot be: the same
+            on every rank, and nothing was started.
+
+    Collective: yes, over `comm`. Blocks: until the run is over.
+    """
+    program = Program(train, evaluate=evaluate, held_out=held_out)
+    return run_program(program, params, optimizer, comm, options)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program gives a run, and how its workers take it.
+
+    Attributes:
+        train: Called with a worker on each worker.
+        make_worker: Makes it.
+        finish: Called on every rank at the end, while its communicators are there. Collective.
+        evaluate: See `run`; `held_out` likewise.
+        samples: Makes held-out samples of what is given.
+    """
+
+    train: Callable[[Any], object]
+    make_worker: Callable[[Start], Loop] = Worker
+    finish: Callable[[Start], None] = lambda start: None
+    evaluate: Evaluate | None = None
+    held_out: Any = None
+    samples: Callable[[Any], Samples] = Samples
+
+
+def run_program(
+    program: Program,
+    params: Mapping[str, Any],
+    optimizer: Optimizer | None,
+    comm: Comm | None,
+    options: Mapping[str, Any],
+) -> Result:
+    """Run a program; see `run`. Collective: yes."""
+    started = time.perf_counter()
+    world = whole_world() if comm is None else comm
+    given = _held_out_of(program)
+    with signals.noted():
+        arguments = checked(options, optimizer), Parameters(params)
+        start = Start(world, _name(program.train), *arguments, program.evaluate, given, started)
+        try:
+            ended, late = _train(program, start)
+            program.finish(start)
+        except Agreed:
+            start.free()
+            raise
+        except BaseException as error:  # this rank's alone: the others wait for it
+            if world.size == 1:
+                raise
+            ending.abort(ending.raised(error), 1)
+        result = _result(start, ended, late)
+        start.free()
+    return result
+
+
+def _train(program: Program, start: Start) -> tuple[Ended, list[Note]]:
+    """Run this rank's half; returns how it ended, and what was logged too late to be sent."""
+    if not start.works:
+        return follow(None, start.tasks(None, None, None)), []
+    worker = program.make_worker(start)
+    program.train(worker)
+    worker.leave()
+    assert worker.ended is not None, "it has left"
+    return worker.ended, worker.notes.kept
+
+
+def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
+    ranks, summary = start.ranks, ended.summary
+    brought = gather_polled(ranks.comm, late, ranks.wait_request)
+    if ranks.is_chief:
+        write_late(start.job, list(itertools.chain(*brought)))
+    assert summary is not None, "kept on every rank"
+    return Result(
+        start.final_params(ended), summary, summary["stop_reason"], ended.code, start.job.out
+    )
+
+
+def _held_out_of(program: Program) -> Callable[[], Samples | None]:
+    """Return what makes the held-out samples on a worker.
+
+    Raises:
+        UserError: If they are given without what evaluates them, or the other way round.
+    """
+    held_out = program.held_out
+    if (held_out is None) != (program.evaluate is None):
+        given, lacks = ("evaluate", "held_out") if held_out is None else ("held_out", "evaluate")
+        raise UserError(f"{given} without {lacks}", "both or neither")
+    if held_out is None:
+        return lambda: None
+    return lambda: program.samples(held_out() if callable(held_out) else held_out)
+
+
+def _name(train: Callable[[Any], object]) -> str:
+    """Return what a run is called after: ``program.py:function``."""
+    if not callable(train):
+        got = f"train of type {type(train).__name__}"
+        raise UserError(got, "a function that takes an mpips.Worker")
+    function = inspect.unwrap(train)
+    name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    file = Path(code.co_filename).name if code is not None else ""
+    file = file if file.endswith(".py") else "program.py"
+    return f"{file}:{name if name.isidentifier() else 'train'}"

@@ -1,0 +1,201 @@
+"""How a run of a program begins on every rank: options, ranks, then the job, all agreed on."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpips.cluster.agreement import everywhere, on_root
+from mpips.cluster.collectives import broadcast, cluster_subset, free, gather_all
+from mpips.cluster.library import check_world
+from mpips.cluster.start import Comm, Request, whole_world
+from mpips.cluster.world import Cluster
+from mpips.config import OPTIONS, Config
+from mpips.config.command_line import CommandLine
+from mpips.config.modes import ROUND_MODES
+from mpips.datasets import DataInfo, Dataset
+from mpips.errors import UserError, nearest
+from mpips.library.data import Samples, dataset
+from mpips.library.model import Evaluate, Model, Parameters
+from mpips.library.optimizers import Optimizer
+from mpips.planning.job import Job
+from mpips.problems.accumulate import Tasks
+from mpips.problems.base import Arrays
+from mpips.session import folder
+from mpips.session.setup import assign_roles, held_run, make_job
+from mpips.session.training import Ended, train
+
+# What the program says in its own way: its model, its data.
+NOT_OPTIONS = (
+    *("problem", "hidden", "activation"),
+    *("dataset", "test_dataset", "test_fraction", "classes", "scale", "eval_only"),
+)
+DATASET = "given"
+
+
+def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return options of a job as the configuration holds them.
+
+    Raises:
+        UserError: If there is no such option, or the value is none of its.
+    """
+    found = dict(options)
+    if optimizer is not None:
+        if not isinstance(optimizer, Optimizer):
+            remedy = "such as mpips.Adam(1e-3)"
+            raise UserError(f"optimizer {optimizer!r}", "an mpips optimizer", remedy)
+        found |= optimizer.options()
+    for name, value in found.items():
+        if name not in OPTIONS or name in NOT_OPTIONS:
+            legal = [known for known in OPTIONS if known not in NOT_OPTIONS]
+            expected = "one of those that python -m mpips.guide options lists"
+            if name in NOT_OPTIONS:
+                expected += ", but for those of models and data: a program has its own"
+            raise UserError(f"option {name!r}", expected, nearest(name, legal))
+        if isinstance(value, Path):
+            value = str(value)
+        if name == "resume" and isinstance(value, bool):
+            value = "yes" if value else ""
+        found[name] = OPTIONS[name].check(value)
+    return found
+
+
+class Start:
+    """A run of a program, as far as it is known before its data is: ranks with their roles.
+
+    Args:
+        comm: The ranks.
+        name: What the run is called after: ``file.py:function``.
+        options: As `checked` returns them; those of rank 0 count.
+        params: The initial parameters.
+        evaluate: See `Model`.
+        held_out: Held-out samples.
+        started: `time.perf_counter` when the run began.
+
+    Attributes:
+        comm: The communicator that was given; `name` likewise.
+        ranks: The ranks; freed at the end of the run.
+        workers: The communicator of the workers.
+        job: The run, once it has begun.
+
+    Collective: yes.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        name: str,
+        options: dict[str, Any],
+        params: Parameters,
+        evaluate: Evaluate | None,
+        held_out: Callable[[], Samples | None],
+        started: float,
+    ) -> None:
+        self.comm, self.name = comm, name
+        self._options = {"dtype": params.dtype, **options, "problem": name, "dataset": DATASET}
+        self._params, self._evaluate, self._held_out = params, evaluate, held_out
+        self._started = started
+        config = on_root(self.comm, self._first_look)
+        layouts = gather_all(self.comm, params.layout)
+        everywhere(self.comm, lambda: _check_layouts(layouts))
+        self.ranks: Cluster = assign_roles(self.comm, config)
+        self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
+        self.job: Job
+
+    def _first_look(self) -> Config:
+        check_world(whole_world())
+        if self.comm.size == 1 and self._options.get("mode", "async") not in ROUND_MODES:
+            got = f"mode {self._options.get('mode', 'async')!r} on one rank"
+            remedy = 'start several by mpirun, or give mode="sync"'
+            raise UserError(got, "a server and a worker", remedy)
+        return folder.find_config(self._line({}))[0]
+
+    def _line(self, more: Mapping[str, Any]) -> CommandLine:
+        return CommandLine(None, {**self._options, **more}, frozenset())
+
+    def tasks(
+        self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
+    ) -> Tasks[Ended]:
+        """Train: yield what is to be computed on this rank.
+
+        Args:
+            make: Returns the samples, on workers; None on servers.
+            batch_size: Samples in a batch, if the program says so; first worker's counts.
+            epochs: Passes over the data; likewise.
+
+        Raises:
+            Agreed: If the run cannot begin, on every rank.
+
+        Collective: yes.
+        """
+        comm = self.comm
+        given = {"batch_size": batch_size, "epochs": epochs}
+        mine = {name: value for name, value in given.items() if value is not None}
+        first = self.ranks.roles.workers[0]
+        more = everywhere(comm, lambda: checked(mine, None))
+        more = broadcast(comm, more, first)
+        with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
+            self.job = make_job(run, self.ranks, self._started, self._opener(make), self._problem)
+            ended: Ended = yield from train(self.job, run, keep=True)
+        return ended
+
+    def _opener(
+        self, make: Callable[[], Samples] | None
+    ) -> Callable[[Config, Cluster, bool], tuple[DataInfo, Dataset | None]]:
+        def open_data(
+            config: Config, ranks: Cluster, strict: bool
+        ) -> tuple[DataInfo, Dataset | None]:
+            def build() -> Dataset | None:
+                return dataset(DATASET, make(), self._held_out()) if make is not None else None
+
+            found = everywhere(self.comm, build)
+            infos = gather_all(self.comm, None if found is None else found.info)
+            info = next(info for info in infos if info is not None)
+            everywhere(self.comm, lambda: _check_data(config, info, infos))
+            return info, found
+
+        return open_data
+
+    def _problem(self, name: str, info: DataInfo, config: Config) -> Model:
+        return Model(info, config, self._params, self._evaluate)
+
+    @property
+    def step(self) -> int | None:
+        """Updates that this worker's parameters hold; None before the run has begun."""
+        return int(self.job.versions[0]) if hasattr(self, "job") else None
+
+    def final_params(self, ended: Ended) -> Arrays:
+        """Return the parameters of a run that is over, by name."""
+        assert ended.params is not None, "they are kept"
+        return self._params.layout.views(ended.params)
+
+    @property
+    def works(self) -> bool:
+        """Whether this rank is a worker."""
+        return self.ranks.rank in self.ranks.roles.workers
+
+    def wait(self, request: Request) -> None:
+        """Wait for an operation of the workers."""
+        self.ranks.wait_request(request)
+
+    def free(self) -> None:
+        """Free the communicators. Collective: yes."""
+        free(self.workers)
+        self.ranks.free()
+
+
+def _check_layouts(layouts: list[Any]) -> None:
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"
+            raise UserError(got, "names and shapes as on rank 0", "make them alike on every rank")
+
+
+def _check_data(config: Config, info: DataInfo, infos: list[DataInfo | None]) -> None:
+    for rank, other in enumerate(infos):
+        if other is not None and (other.n_train, other.n_test) != (info.n_train, info.n_test):
+            got = f"{other.n_train} samples on rank {rank}, and {other.n_test} held out"
+            expected = f"{info.n_train} and {info.n_test}, as on the first worker"
+            raise UserError(got, expected, "give every worker all of the data: batches are shared")
+    if config.batch_size > info.n_train:
+        got = f"batch_size {config.batch_size}"
+        raise UserError(got, f"at most {info.n_train}, the samples of the data")

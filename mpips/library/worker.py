@@ -1,0 +1,128 @@
+"""What a program's training loop is given on a worker: batches, and parameters as named arrays."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mpips.datasets import Batch
+from mpips.library.data import Samples
+from mpips.library.loop import Loop
+from mpips.problems.base import Arrays
+
+Gradient = Callable[[Arrays, Batch, Arrays], float]
+
+
+class Worker(Loop):
+    """A worker of a run, as the function sees it that was given to `mpips.run`.
+
+    It is used by one thread. `batches` begins the training, on all ranks together; each of its
+    batches is to be pushed before the next is taken.
+
+    Attributes:
+        id: This worker's number, from 0.
+        workers: Number of workers.
+        rank: This process's MPI rank among the run's.
+    """
+
+    def batches(
+        self, data: Any, *, batch_size: int | None = None, epochs: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield this worker's batches: each sample once an epoch on one of the workers.
+
+        That holds over resumes too. In the modes without rounds a slow worker has fewer of them.
+
+        Args:
+            data: The samples, the same on every worker: an array whose rows are samples, a tuple
+                (x, y) of two such, a mapping of names to such, anything with a length that gives
+                sample k by ``data[k]``, or just the number of samples.
+            batch_size: Samples in a batch; by default the option of that name.
+            epochs: Passes over the data, of resumed runs together; likewise.
+
+        Yields:
+            Batches: `Batch.ids` are the samples' numbers, `Batch.x` and `Batch.y` what the data
+            holds under them; of a mapping `Batch.x` is one, of a sequence a list. `Batch.epoch`
+            counts from 0.
+
+        Raises:
+            UserError: If the data or a number cannot be; if a batch was not pushed.
+
+        Collective: over the workers, the first step of it. Blocks: until a batch is there, and
+        the parameters that it is to be computed from.
+        """
+        yield from self._batches(lambda: Samples(data), batch_size, epochs)
+
+    def pull(self) -> Arrays:
+        """Return the parameters by name, read-only views of this worker's replica.
+
+        They are those that the batch in work is to be computed from: they were read when it was
+        taken. They hold until it is pushed; those of a run that is over may be kept.
+
+        Raises:
+            UserError: Before the first batch, and between a push and the next batch.
+
+        Collective: no. Blocks: no.
+        """
+        if self.ended is not None:
+            return self._start.final_params(self.ended)
+        return self._in_work("pull").params
+
+    @property
+    def grads(self) -> Arrays:
+        """Where the gradient of the batch in work goes, by name: the memory it is pushed from.
+
+        Every element is to be overwritten with the gradient of the mean loss over the batch.
+        """
+        return self._in_work("grads").out
+
+    def push(self, loss: float) -> None:
+        """Push the gradient that is in `grads`.
+
+        With the option `accumulate` it is added to those of the step's other batches, and the step
+        is pushed with its last one.
+
+        Args:
+            loss: The mean loss over the batch; one that is not finite ends the run, saved as it
+                was before.
+
+        Raises:
+            UserError: If no batch is in work, or the loss is no number; with the first one, if
+                `grads` was not written whole.
+
+        Collective: no; in modes with rounds the round is. Blocks: until the buffer of the step
+        before is free; in rounds until the round is over.
+        """
+        self._push(loss)
+
+    def step(self, gradient: Gradient, batch: Batch) -> float:
+        """Make one step: pull, ``loss = gradient(params, batch, grads)``, push.
+
+        Args:
+            gradient: Writes the gradient of the mean loss into `grads`, and returns that loss.
+            batch: The batch in work.
+
+        Returns:
+            The loss.
+        """
+        loss = gradient(self.pull(), batch, self.grads)
+        self.push(loss)
+        return loss
+
+    def evaluate(
+        self, metrics: Callable[[Arrays, Any], Mapping[str, float]], data: Any
+    ) -> dict[str, float]:
+        """Return the means over held-out samples, of which every worker takes a share.
+
+        After the loop, or between a push and the next batch; every worker calls it as often.
+
+        Args:
+            metrics: ``metrics(params, batch)`` returns means over a batch, ``loss`` among them.
+            data: The samples, as in `batches`.
+
+        Returns:
+            Means by name over all samples, the same on every worker.
+
+        Raises:
+            UserError: If a metric is some workers' only, or a batch is in work.
+
+        Collective: over the workers. Blocks: until all have come.
+        """
+        return self._evaluate(metrics, Samples(data))

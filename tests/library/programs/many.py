@@ -1,0 +1,173 @@
+"""Runs of all modes in one program, one after the other: exact, and with nothing left over.
+
+In modes without rounds the gradient is minus the count of each sample, as in `counting`; with
+plain SGD of rate 1 the parameters are the counts of all samples that were ever pushed.
+"""
+
+import gc
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mpips
+
+N, EPOCHS = 230, 3
+MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
+ROUNDS = 4  # of all modes: twenty runs
+
+
+def count(params: dict[str, np.ndarray], batch: object, out: dict[str, np.ndarray]) -> float:
+    """Write minus the number of times that each sample is in the batch."""
+    out["counts"][:] = -np.bincount(batch.ids, minlength=N)
+    return float(len(batch))
+
+
+def slope(params: dict[str, np.ndarray], batch: object, out: dict[str, np.ndarray]) -> float:
+    """Write the gradient of a line through (x, 2 x + 1), whose parameters are known."""
+    error = params["line"][0] * batch.x + params["line"][1] - batch.y
+    out["line"][:] = (error * batch.x).mean(), error.mean()
+    return float((error**2).mean() / 2)
+
+
+def means(params: dict[str, np.ndarray], batch: object) -> dict[str, float]:
+    """Evaluate the line."""
+    error = params["line"][0] * batch.x + params["line"][1] - batch.y
+    return {"loss": float((error**2).mean()), "samples": float(len(batch))}
+
+
+def exact(mode: str, out: Path) -> None:
+    """Count every sample of every epoch once."""
+    seen: list[int] = []
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(N, batch_size=7, epochs=EPOCHS):
+            assert batch.x is None
+            seen.append(batch.epoch)
+            worker.step(count, batch)
+
+    result = mpips.run(
+        train, {"counts": np.zeros(N)}, mpips.SGD(1.0), mode=mode, out=out, quiet=True
+    )
+    np.testing.assert_array_equal(result.params["counts"], EPOCHS)
+    assert result.reason == "epochs", result.reason
+    assert result.code == 0
+    assert result.summary["global_step"] == EPOCHS * 33
+    assert set(seen) <= set(range(EPOCHS))
+
+
+def learns(mode: str, out: Path) -> None:
+    """Learn a line, and evaluate it in three ways; tell of it before, in, between and after."""
+    x = np.linspace(-1, 1, N)
+    data = x, 2 * x + 1
+    found: dict[str, float] = {}
+    told: list[str] = []
+
+    def train(worker: mpips.Worker) -> None:
+        def tell(when: str, **values: object) -> None:
+            told.append(when)
+            worker.log(when=when, **values)
+
+        tell("before")
+        for k, batch in enumerate(worker.batches(data, batch_size=10)):
+            loss = slope(worker.pull(), batch, worker.grads)
+            if k % 20 == 0:
+                tell("in", loss=np.float32(loss), self=k)
+            worker.push(loss)
+            if k % 20 == 1:
+                tell("between", slope=np.inf)
+        found.update(worker.evaluate(means, data))
+        tell("after", **found)
+        np.testing.assert_allclose(worker.pull()["line"], (2, 1), atol=0.05)
+
+    rule = mpips.Momentum(0.1, momentum=0.5)
+    how = {"mode": mode, "epochs": 30, "out": out, "quiet": True, "eval_every": 10}
+    result = mpips.run(train, {"line": np.zeros(2)}, rule, **how, evaluate=means, held_out=data)
+    np.testing.assert_allclose(result.params["line"], (2, 1), atol=0.05)
+    assert result.summary["eval_loss"] < 1e-2
+    if found:
+        assert abs(found["loss"] - result.summary["eval_loss"]) < 1e-9
+        assert N / 3 < found["samples"] < N, "weighted by the samples of each batch"
+    check_log(out, MPI.COMM_WORLD.gather(told), result.summary["global_step"])
+
+
+def check_log(out: Path, told: list[list[str]] | None, last: int) -> None:
+    """Check on rank 0 that every line is there that a worker has logged, in its order."""
+    if told is None:
+        return
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "log"]
+    lines = [when for when in told if when]
+    for worker, said in enumerate(lines):
+        mine = [row for row in rows if row["worker"] == worker]
+        assert [row["when"] for row in mine] == said
+        steps = [row["step"] for row in mine[1:]]
+        assert steps == sorted(steps)
+        assert 0 < steps[-1] <= last
+        assert mine[0].keys() == {"kind", "time_s", "step", "worker", "when"}
+        assert mine[0]["step"] is None
+        assert mine[1]["self"] == 0
+        assert mine[2]["slope"] == "inf"
+        assert mine[-1]["samples"] > N / 3
+    assert len(rows) == sum(map(len, lines))
+
+
+def stops(mode: str, out: Path) -> None:
+    """Stop when worker 0 says so."""
+    taken: list[int] = []
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(N, batch_size=7, epochs=1000):
+            if worker.id == 0 and len(taken) == 5:
+                worker.stop()
+            taken.append(len(batch))
+            worker.step(count, batch)
+            if worker.id == 0 and len(taken) > 5 and mode in ("async", "ssp"):
+                break  # what was taken by then is handed out again
+
+    result = mpips.run(
+        train, {"counts": np.zeros(N)}, mpips.SGD(1.0), mode=mode, out=out, quiet=True
+    )
+    assert (result.reason, result.code) == ("stopped", 0)
+    assert (out / "DONE").read_text() == "stopped\n"
+    if mode in ("async", "ssp"):
+        counts = result.params["counts"]
+        assert counts.sum() == result.summary["samples"]
+
+
+def left() -> tuple[tuple[str, ...], int, int]:
+    """Return the threads of this process, and how many files are open and mapped from memory."""
+    gc.collect()
+    threads = tuple(sorted(thread.name for thread in threading.enumerate()))
+    with open("/proc/self/maps") as file:
+        mapped = {line.split()[-1] for line in file if "/dev/shm" in line}
+    return threads, len(os.listdir("/proc/self/fd")), len(mapped)
+
+
+def main(folder: Path) -> None:
+    """Run all."""
+    found = []
+    for k in range(ROUNDS):
+        for mode in MODES:
+            out = folder / f"{mode}-{k}"
+            if k % 2 and mode in ("async", "ssp"):
+                exact(mode, out)
+            elif k == 2 and mode != "easgd":
+                stops(mode, out)
+            else:
+                learns(mode, out)
+            MPI.COMM_WORLD.Barrier()
+            found.append(left())
+    threads, files, memory = zip(*found, strict=True)
+    assert set(threads) == {("MainThread",)}, threads
+    assert max(files[5:]) <= max(files[:5]), files
+    assert max(memory[5:]) <= max(memory[:5]), memory
+    print(f"rank {MPI.COMM_WORLD.rank} is done: {len(found)} runs", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

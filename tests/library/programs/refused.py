@@ -1,0 +1,71 @@
+"""What is refused: with the same error on every rank, before anything has begun."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpips
+
+WORLD = MPI.COMM_WORLD
+INIT = {"w": np.zeros(4)}
+
+
+def train(worker: mpips.Worker) -> None:
+    """Take batches and push zeroes."""
+    for batch in worker.batches(100):
+        worker.grads["w"][:] = 0
+        worker.push(float(len(batch)))
+
+
+def loop(*args: Any, **options: Any) -> Callable[[mpips.Worker], None]:
+    """Return a training function that begins with those arguments of `batches`."""
+
+    def train(worker: mpips.Worker) -> None:
+        next(iter(worker.batches(*args, **options)))
+
+    return train
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "unknown option": lambda out: mpips.run(train, INIT, batchsize=3, out=out),
+    "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
+    "a model of the command line": lambda out: mpips.run(train, INIT, hidden=(3,), out=out),
+    "a rule by name": lambda out: mpips.run(train, INIT, "adam", out=out),
+    "no parameters": lambda out: mpips.run(train, {}, out=out),
+    "words as parameters": lambda out: mpips.run(train, {"w": "zero"}, out=out),
+    "shapes that differ": lambda out: mpips.run(train, {"w": np.zeros(1 + WORLD.rank)}, out=out),
+    "no server": lambda out: mpips.run(train, INIT, servers=WORLD.size, out=out),
+    "one of two": lambda out: mpips.run(train, INIT, held_out=10, out=out),
+    "another kind of data": lambda out: mpips.run(loop(3.5), INIT, out=out),
+    "data that differ": lambda out: mpips.run(loop(100 + WORLD.rank), INIT, out=out),
+    "ragged data": lambda out: mpips.run(loop((np.zeros(3), np.zeros(4))), INIT, out=out),
+    "a batch too large": lambda out: mpips.run(loop(10, batch_size=11), INIT, out=out),
+    "no epochs": lambda out: mpips.run(loop(100, epochs=0), INIT, out=out),
+    "a folder in use": lambda out: mpips.run(train, INIT, out=out.parent),
+}
+
+
+def main(folder: Path) -> None:
+    """Try all; every rank has the same errors, and the last run goes well."""
+    (folder / "file").write_text("in use")
+    for name, call in CASES.items():
+        try:
+            call(folder / name.replace(" ", "-"))
+            told = "nothing"
+        except mpips.UserError as error:
+            told = str(error)
+        found = set(WORLD.allgather(told))
+        if WORLD.rank == 0:
+            print(f"{name}: {' | '.join(sorted(found))}")
+    assert {path.name for path in folder.iterdir()} == {"file"}, "no folder is left"
+    result = mpips.run(train, INIT, epochs=1, out=folder / "good", quiet=True)
+    if WORLD.rank == 0:
+        print(f"good: {result.reason}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,238 @@
+"""`mpips.run`: programs with a training function of their own, on real ranks."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+
+import mpips
+from mpips.config import LEARNING_RATES, OPTIONS, Config
+from mpips.config.validation import validate
+from mpips.errors import UserError
+from mpips.library.data import Samples
+from mpips.library.notes import TEXT_MAX, Notes
+
+PROGRAMS = ROOT / "tests" / "library" / "programs"
+REFUSED = {
+    "unknown option": "'batchsize'.*did you mean 'batch_size'",
+    "no such value": "unknown mode 'asink'.*did you mean 'async'",
+    "a model of the command line": "'hidden'.*a program has its own",
+    "a rule by name": r"optimizer 'adam'.*mpips.Adam\(1e-3\)",
+    "no parameters": "no params",
+    "words as parameters": r"params\['w'\] of dtype <U4",
+    "shapes that differ": r"\{'w': \(2,\)\} on rank 1",
+    "no server": "servers=3 leaves no worker",
+    "one of two": "held_out without evaluate",
+    "another kind of data": "data of type float",
+    "data that differ": "102 samples on rank 2",
+    "ragged data": r"x of shape \(3,\), y of shape \(4,\)",
+    "a batch too large": "batch_size 11, expected at most 10",
+    "no epochs": "epochs 0 and steps 0",
+    "a folder in use": "is not empty",
+    "good": "epochs",
+}
+ABUSES = {
+    "unpushed": "taken and not pushed",
+    "raises": "ValueError: so it is",
+    "leaves": r"own.py:train that left its loop",
+    "unwritten": r"left NaN in out\['w'\]",
+    "late": "pull without a batch",
+}
+ABUSE = """
+import sys, numpy as np, mpips
+
+def train(worker):
+    for batch in worker.batches(50, batch_size=5):
+        worker.grads["w"][:] = 0
+        {line}
+        worker.push(1.0)
+    {after}
+
+mpips.run(train, {{"w": np.zeros(3)}}, out=sys.argv[1], quiet=True)
+"""
+LINES = {
+    "unpushed": ("continue", "pass"),
+    "raises": ('raise ValueError("so it is")', "pass"),
+    "leaves": ("break", "pass"),
+    "unwritten": ('worker.grads["w"][:] = np.nan', "pass"),
+    "late": ("worker.push(1.0); worker.pull()", "pass"),
+}
+
+
+@pytest.mark.launch
+def test_twenty_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
+    found = run(3, [str(PROGRAMS / "many.py"), str(tmp_path)], tmp_path, 150).check()
+    assert found.output.count("is done: 20 runs") == 3, found.output
+
+
+@pytest.mark.launch
+def test_a_stopped_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    for ranks, stop, code in ((3, 5, 85), (4, 4, 85), (2, -1, 0)):
+        args = [str(PROGRAMS / "counts.py"), "counts", str(stop)]
+        run(ranks, args, tmp_path).check(code)
+
+
+@pytest.mark.launch
+def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
+    found = run(3, args, tmp_path).check()
+    told = dict(line.split(": ", 1) for line in found.output.splitlines() if ": " in line)
+    assert set(told) == set(REFUSED)
+    for name, pattern in REFUSED.items():
+        assert " | " not in told[name], "one text on all ranks"
+        assert re.search(pattern, told[name]), told[name]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ABUSES)
+def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
+    line, after = LINES[name]
+    (tmp_path / "own.py").write_text(ABUSE.format(line=line, after=after))
+    found = run(3, ["own.py", "out"], tmp_path).check(1)
+    assert re.search(ABUSES[name], found.output), found.output
+    assert "own.py" in found.output, "the traceback is there"
+    assert found.output.count("mpips: ") == 1, "told once"
+
+
+@pytest.mark.launch
+def test_one_rank_alone_does_both_duties(tmp_path: Path) -> None:
+    """Without mpirun; what its loop raises is raised as it is."""
+    (tmp_path / "own.py").write_text(ALONE)
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    args = [sys.executable, "own.py"]
+    found = subprocess.run(args, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split("\n")[:2] == [
+        "mode 'async' on one rank, expected a server and a worker; "
+        'start several by mpirun, or give mode="sync"',
+        "line [2. 1.]",
+    ]
+    assert "caught: so it is" in found.stdout
+
+
+ALONE = """
+import numpy as np, mpips
+
+x = np.linspace(-1, 1, 100)
+
+def train(worker):
+    for batch in worker.batches((x, 2 * x + 1), batch_size=10, epochs=100):
+        line = worker.pull()["line"]
+        error = line[0] * batch.x + line[1] - batch.y
+        worker.grads["line"][:] = (error * batch.x).mean(), error.mean()
+        worker.push(float((error**2).mean()))
+
+def fails(worker):
+    for batch in worker.batches(10):
+        raise ValueError("so it is")
+
+try:
+    mpips.run(train, {"line": np.zeros(2)}, quiet=True)
+except mpips.UserError as error:
+    print(error)
+result = mpips.run(train, {"line": np.zeros(2)}, mpips.SGD(0.5), mode="sync", quiet=True)
+print("line", np.round(result.params["line"], 4))
+try:
+    mpips.run(fails, {"line": np.zeros(2)}, mode="sync", batch_size=5, quiet=True)
+except ValueError as error:
+    print("caught:", error)
+"""
+
+
+# Without ranks -------------------------------------------------------------------------------
+
+
+def test_importing_starts_nothing() -> None:
+    """Neither MPI nor NumPy is loaded before a name is used that needs it."""
+    code = (
+        "import sys, mpips; mpips.Adam(1e-3); dir(mpips); "
+        "print([m for m in ('mpi4py', 'numpy', 'numba', 'h5py', 'torch') if m in sys.modules])"
+    )
+    args = [sys.executable, "-c", code]
+    found = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Adan'"):
+        mpips.Adan  # noqa: B018
+
+
+RULES = ("SGD", "Momentum", "Nesterov", "Adagrad", "RMSprop", "Adam", "AdamW")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_optimizer_is_options_of_a_job(name: str) -> None:
+    rule = getattr(mpips, name)
+    assert rule().options() == {"optimizer": rule.name}
+    numbers = {field.name: 0.125 for field in dataclasses.fields(rule)}
+    options = rule(**numbers).options()
+    assert options == {"optimizer": rule.name, **numbers}
+    validate(dataclasses.replace(Config(), **options))
+    assert set(options) <= set(OPTIONS)
+
+
+def test_there_is_one_of_each_rule() -> None:
+    assert [getattr(mpips, name).name for name in RULES] == list(LEARNING_RATES)
+
+
+X = np.arange(12.0).reshape(6, 2)
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "number": (6, None, None),
+    "array": (X, X[[4, 1]], None),
+    "pair": ((X, X[:, 0]), X[[4, 1]], X[[4, 1], 0]),
+    "named": ({"a": X, "b": X[:, 1]}, {"a": X[[4, 1]], "b": X[[4, 1], 1]}, None),
+    "sequence": (["a", "b", "c", "d", "e", "f"], ["e", "b"], None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_taken_as_they_are(kind: str) -> None:
+    data, x, y = KINDS[kind]
+    samples = Samples(data)
+    found = samples.convert(*samples.read(np.array([4, 1])), np.dtype("f4"))
+    np.testing.assert_equal(found, (x, y))
+    assert samples.n == 6
+
+
+@pytest.mark.parametrize(
+    "data", [0, True, None, "abc", (X, X[:3]), {}, {"a": 3.0}, [], np.ones(())]
+)
+def test_other_data_are_refused(data: Any) -> None:
+    with pytest.raises(UserError, match=r"^data .*, expected "):
+        Samples(data)
+
+
+def test_numbers_and_short_texts_are_logged() -> None:
+    notes = Notes(2)
+    notes.add(7, {"a": np.float32(0.5), "b": np.ones(()), "c": True, "d": "x" * TEXT_MAX})
+    expected = {"step": 7, "worker": 2, "a": 0.5, "b": 1.0, "c": True, "d": "x" * TEXT_MAX}
+    assert notes.kept == [expected]
+    assert all(type(value) in (int, float, bool, str) for value in notes.kept[0].values())
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({}, r"log\(\) of nothing, expected numbers by name"),
+        ({"step": 1}, r"log\(step=...\), expected another name"),
+        ({"worker": 1}, r"log\(worker=...\), expected another name"),
+        ({"x": [1.0]}, r"log\(x=...\) of list, expected a number"),
+        ({"x": np.ones(1)}, "of ndarray, expected a number"),
+        ({"x": None}, "of NoneType, expected a number"),
+        ({"x": 1j}, "of complex, expected a number"),
+        ({"x": "x" * (TEXT_MAX + 1)}, "of 201 letters, expected a number, or a text"),
+    ],
+)
+def test_what_cannot_be_logged_is_told(values: dict[str, Any], told: str) -> None:
+    notes = Notes(0)
+    with pytest.raises(UserError, match=told):
+        notes.add(0, values)
+    assert notes.kept == []
