@@ -1,0 +1,176 @@
+"""A module bound to flat memory: parameters that are views of a replica, gradients of a buffer."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpips.errors import UserError
+from mpips.problems.base import Arrays
+
+DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+    """Return a fresh module, alike on every rank.
+
+    Args:
+        make: A class or function that returns it.
+        seed: Of everything random in it.
+
+    Raises:
+        UserError: If it is none, or has parameters that cannot be trained here.
+    """
+    if isinstance(make, torch.nn.Module) or not callable(make):
+        got = f"model of type {type(make).__name__}"
+        raise UserError(got, "a class or function that makes one", "such as model=Net, not Net()")
+    torch.manual_seed(seed)
+    model = make()
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"a model of type {type(model).__name__}", "a torch.nn.Module")
+    trained = trained_parameters(model)
+    if not trained:
+        raise UserError("a model without a parameter that requires a gradient", "at least one")
+    for name, parameter in trained.items():
+        if parameter.device.type != "cpu":
+            got = f"parameter {name!r} on {parameter.device}"
+            raise UserError(got, "parameters in the memory of the host", "leave out .to(device)")
+        if parameter.dtype not in DTYPES:
+            got = f"parameter {name!r} of {parameter.dtype}"
+            remedy = "torch.autocast computes in less, with parameters as they are"
+            raise UserError(got, "float32 or float64", remedy)
+    return model
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that are trained, tied ones once: those that require a gradient."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the trained parameters as arrays that share their memory."""
+    return {name: p.detach().contiguous().numpy() for name, p in trained_parameters(model).items()}
+
+
+def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
+    """Return tensors that share the memory of arrays, in their order.
+
+    A replica is only to be read: PyTorch has no such tensors, and would warn of it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return [torch.from_numpy(array) for array in arrays.values()]
+
+
+class Bound:
+    """A model whose parameters are moved from one memory to another, without a copy.
+
+    Args:
+        model: The module; its trained parameters are those that require a gradient now.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.names = list(trained_parameters(model))
+        self._parameters = list(trained_parameters(model).values())
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
+        self._grads: list[torch.Tensor] = []
+        self._written = [False] * len(self._parameters)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._make_hook(k))
+            for k, p in enumerate(self._parameters)
+        ]
+
+    def move_to(self, params: Arrays) -> None:
+        """Have the parameters read from these arrays from now on."""
+        for parameter, tensor in zip(self._parameters, self._tensors(params), strict=True):
+            parameter.data = tensor
+
+    def collect_into(self, out: Arrays) -> None:
+        """Have the gradients of the next backward passes go into these arrays."""
+        self._grads = self._tensors(out)
+        self._written = [False] * len(self._parameters)
+
+    def complete(self) -> None:
+        """Make the gradients whole: of a parameter that no loss depended on it is zero.
+
+        Raises:
+            UserError: If a parameter has one that was frozen when the run began.
+        """
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                name = next(n for n, p in self.model.named_parameters() if p is parameter)
+                got = f"a gradient of {name!r}, which did not require one when the run began"
+                remedy = "freeze it in the loop instead, or begin a new run"
+                raise UserError(got, "the same trained parameters in a whole run", remedy)
+        for k, written in enumerate(self._written):
+            if not written:
+                self._grads[k].zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Forget all memory, and leave the gradients as they come."""
+        self._known.clear()
+        self._grads = []
+        for hook in self._hooks:
+            hook.remove()
+
+    def _tensors(self, arrays: Arrays) -> list[torch.Tensor]:
+        known = self._known.get(id(arrays))
+        if known is None:
+            known = self._known[id(arrays)] = arrays, tensors_of(arrays)
+        return known[1]
+
+    def _make_hook(self, k: int) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            """Copy the first gradient of a step; those after it are added in place."""
+            if self._grads and not self._written[k]:
+                self._grads[k].copy_(parameter.grad)
+                parameter.grad, self._written[k] = self._grads[k], True
+
+        return take
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
+    """Have a model evaluate, with these parameters, within the block."""
+    parameters, was = trained_parameters(model).values(), model.training
+    before = [p.data for p in parameters]
+    for parameter, tensor in zip(parameters, tensors_of(params), strict=True):
+        parameter.data = tensor
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was)
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data = data
+
+
+@contextmanager
+def noting_losses(losses: list[torch.Tensor]) -> Iterator[None]:
+    """Note what ``backward`` is called of within the block: a step does not say its loss."""
+    backward = torch.autograd.backward
+
+    def noted(tensors: Any, *args: Any, **options: Any) -> None:
+        backward(tensors, *args, **options)
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+            losses.append(tensors.detach())
+
+    torch.autograd.backward = noted
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+
+
+def state_of(model: torch.nn.Module, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return the model's state dict with these parameters, as copies."""
+    with evaluating(model, params):
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,114 @@
+"""`mpips.torch.run`: one run of a training loop of a PyTorch model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpips.cluster.collectives import gather_polled
+from mpips.cluster.start import Comm
+from mpips.config import OPTIONS
+from mpips.library import run as library
+from mpips.library.optimizers import Optimizer
+from mpips.library.start import Start
+from mpips.torch.model import (
+    DTYPES,
+    arrays_of,
+    evaluating,
+    make_model,
+    noting_losses,
+    state_of,
+    trained_parameters,
+)
+from mpips.torch.worker import TorchSamples, Worker
+
+
+@dataclass(frozen=True)
+class Result(library.Result):
+    """What a run leaves, on every rank; see `mpips.Result`.
+
+    Attributes:
+        state_dict: The model's, with the parameters at the end; buffers, such as BatchNorm's
+            running means, are the means over the workers.
+    """
+
+    state_dict: Mapping[str, torch.Tensor]
+
+
+def run(
+    train: Callable[[Worker], object],
+    model: Callable[[], torch.nn.Module],
+    optimizer: Optimizer | None = None,
+    *,
+    comm: Comm | None = None,
+    evaluate: Callable[[torch.nn.Module, Any], dict[str, float]] | None = None,
+    held_out: Any = None,
+    **options: Any,
+) -> Result:
+    """Train a PyTorch model: `train` runs on every worker, servers serve until all are done.
+
+    Args:
+        train: Called with a `Worker` on each worker; see `mpips.run`.
+        model: Makes the module, such as its class; called on every rank with the same seed. Those
+            of its parameters are trained that require a gradient then.
+        optimizer: The update rule, such as ``mpips.AdamW(1e-3)``.
+        comm: As in `mpips.run`.
+        evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
+            ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
+        held_out: A map-style dataset that is evaluated as the option `eval_every` says, and at
+            the end; or a function that returns one, which is called on workers alone.
+        **options: As in `mpips.run`.
+
+    Returns:
+        The result, on every rank.
+
+    Raises:
+        UserError: As `mpips.run`; if the model has parameters that cannot be trained here.
+
+    Collective: yes. Blocks: until the run is over.
+    """
+    module = make_model(model, options.get("seed", OPTIONS["seed"].default))
+    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module).values()}
+    options.setdefault("dtype", "float32" if dtypes == {"float32"} else "float64")
+    losses: list[torch.Tensor] = []
+    buffers: list[dict[str, np.ndarray]] = []
+
+    def metrics(params: Mapping[str, np.ndarray], batch: Any) -> dict[str, float]:
+        assert evaluate is not None, "checked with held_out"
+        with evaluating(module, params):
+            return evaluate(module, batch.x)
+
+    def make_worker(start: Start) -> Worker:
+        torch.set_num_threads(start.ranks.threads)
+        return Worker(start, module, losses)
+
+    def finish(start: Start) -> None:
+        """Share the workers' buffers with all."""
+        own = _floating_buffers(module) if start.works else None
+        found = gather_polled(start.ranks.comm, own, start.wait)
+        buffers.extend(of_rank for of_rank in found if of_rank is not None)
+
+    tried = metrics if evaluate is not None else None
+    program = library.Program(train, make_worker, finish, tried, held_out, TorchSamples)
+    with noting_losses(losses):
+        result = library.run_program(program, arrays_of(module), optimizer, comm, options)
+    _set_buffers(module, buffers)
+    return Result(**vars(result), state_dict=state_of(module, result.params))
+
+
+def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {
+        name: buffer.detach().numpy().copy()
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point()
+    }
+
+
+def _set_buffers(module: torch.nn.Module, found: list[dict[str, np.ndarray]]) -> None:
+    """Set buffers to their means over the workers."""
+    for name, buffer in module.named_buffers():
+        if found and name in found[0]:
+            mean = np.mean([of_worker[name] for of_worker in found], axis=0)
+            buffer.copy_(torch.from_numpy(np.asarray(mean)))

@@ -1,0 +1,180 @@
+"""What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from mpips.errors import UserError
+from mpips.library.data import Samples
+from mpips.library.loop import Loop
+from mpips.problems.accumulate import Task
+from mpips.torch.model import Bound, evaluating
+
+if TYPE_CHECKING:
+    from mpips.library.start import Start
+
+Collate = Callable[[list[Any]], Any]
+
+
+class TorchSamples(Samples):
+    """A PyTorch dataset of a known length, collated into batches.
+
+    Args:
+        dataset: Anything with ``len`` and ``dataset[k]``; of a `TensorDataset` batches are cut at
+            once.
+        collate: Makes a batch of a list of samples; by default as torch's DataLoader does.
+
+    Raises:
+        UserError: If it has no length.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            got = f"dataset of type {type(dataset).__name__}"
+            raise UserError(got, "one with a length and samples by number (map-style)")
+        self.n, self.in_memory = len(dataset), True
+        if not self.n:
+            raise UserError("dataset without a sample", "at least one")
+        self._dataset, self._collate = dataset, collate
+        self._whole = isinstance(dataset, TensorDataset) and collate is None
+
+    def read(self, ids: np.ndarray) -> tuple[Any, Any]:
+        """Return the batch of the samples `ids`, shape (n,), int64, and nothing beside it."""
+        if self._whole:
+            numbers = torch.from_numpy(ids)
+            return tuple(tensor[numbers] for tensor in self._dataset.tensors), None
+        return (self._collate or default_collate)([self._dataset[k] for k in ids.tolist()]), None
+
+
+class Worker(Loop):
+    """A worker of a run of a PyTorch model, as the function sees it that was given to `run`.
+
+    Attributes:
+        id: This worker's number, from 0.
+        workers: Number of workers.
+        rank: This process's MPI rank among the run's.
+        model: The module. Its parameters are views of this worker's replica from the first batch
+            on: read them, and let the optimizer's `step` change them.
+        optimizer: Pushes gradients, where one of torch would apply them.
+    """
+
+    def __init__(self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor]) -> None:
+        super().__init__(start)
+        self.model = model
+        self._bound, self._losses = Bound(model), losses
+        self.optimizer = Optimizer(self)
+
+    def loader(
+        self,
+        dataset: "Dataset[Any]",
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        collate_fn: Collate | None = None,
+    ) -> Iterator[Any]:
+        """Yield this worker's batches: each sample once an epoch on one of the workers.
+
+        Args:
+            dataset: A map-style dataset, the same on every worker.
+            batch_size: Samples in a batch; by default the option of that name.
+            epochs: Passes over the data, of resumed runs together; likewise.
+            collate_fn: Makes a batch of a list of samples; by default torch's.
+
+        Yields:
+            Batches, as torch's DataLoader does.
+
+        Raises:
+            UserError: As `mpips.Worker.batches`.
+
+        Collective: over the workers, the first step of it.
+        """
+        make = functools.partial(TorchSamples, dataset, collate_fn)
+        for batch in self._batches(make, batch_size, epochs):
+            yield batch.x
+
+    def push_gradients(self) -> None:
+        """Push what the backward passes since the batch was taken have left.
+
+        Raises:
+            UserError: If there was none, or no batch is in work.
+        """
+        self._in_work("step")
+        if not self._losses:
+            raise UserError("step without a gradient", "loss.backward() before it")
+        loss = sum(float(value) for value in self._losses) / len(self._losses)
+        self._bound.complete()
+        self._push(loss)
+
+    def evaluate(
+        self, metrics: Callable[[torch.nn.Module, Any], dict[str, float]], data: Any
+    ) -> dict[str, float]:
+        """Return the means over held-out samples, of which every worker takes a share.
+
+        Args:
+            metrics: ``metrics(model, batch)`` returns means over a batch, ``loss`` among them; the
+                model is in evaluation, and no gradient is kept.
+            data: A map-style dataset.
+
+        Returns:
+            Means by name over all samples, the same on every worker.
+
+        Raises:
+            UserError: Before the end of the loop; if a metric is some workers' only.
+
+        Collective: over the workers. Blocks: until all have come.
+        """
+
+        def of_batch(params: Any, batch: Any) -> dict[str, float]:
+            with evaluating(self.model, params):
+                return metrics(self.model, batch.x)
+
+        return self._evaluate(of_batch, TorchSamples(data))
+
+    def _take(self) -> Task | None:
+        task = super()._take()
+        self._losses.clear()
+        if task is not None:
+            self._bound.move_to(task.params)
+            self._bound.collect_into(task.out)
+        return task
+
+    def _advance(self) -> Task | None:
+        task = super()._advance()
+        if self.ended is not None:  # the memory of the run is gone
+            self._bound.move_to(self._start.final_params(self.ended))
+            self._bound.forget()
+        return task
+
+
+class Optimizer:
+    """Stands where an optimizer of torch stands in a loop; the servers have the update rule.
+
+    Its rate and its schedule are those of the run (`mpips.torch.run`).
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave the gradients: each step begins without any."""
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Push the gradients; the parameters are new when the next batch is taken.
+
+        Args:
+            closure: Computes the gradients, and returns the loss, as with torch's optimizers.
+
+        Returns:
+            What `closure` does.
+
+        Raises:
+            UserError: If there is no gradient, or it is of no batch.
+
+        Blocks: as `mpips.Worker.push`.
+        """
+        loss = closure() if closure is not None else None
+        self._worker.push_gradients()
+        return loss

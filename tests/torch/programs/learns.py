@@ -1,0 +1,83 @@
+"""A convolutional net learns the digits in each mode, beside plain torch on as many samples."""
+
+import gc
+import sys
+import threading
+import time
+from pathlib import Path
+
+import nets
+import torch
+from mpi4py import MPI
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import mpips
+import mpips.torch as mt
+
+RATE, EPOCHS, SIZE = 3e-3, 10, 16
+MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
+SHARE = {"sync": 0.05, "local_sgd": 0.06, "easgd": 0.08}  # larger batches, or few exchanges
+
+
+def alone(train: torch.utils.data.Dataset, test: torch.utils.data.TensorDataset) -> float:
+    """Return the accuracy that plain torch reaches in one process."""
+    torch.manual_seed(0)
+    model = nets.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0)
+    for _ in range(EPOCHS):
+        for x, y in DataLoader(train, SIZE, shuffle=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return nets.metrics(model, test.tensors)["accuracy"]
+
+
+def main(out: Path) -> None:
+    """Train in each mode, and compare."""
+    train_set, test_set = nets.digits()
+    reference = alone(train_set, test_set)
+    found: dict[str, float] = {}
+
+    def train(worker: mt.Worker) -> None:
+        model, opt = worker.model, worker.optimizer
+        before = [p.data_ptr() for p in model.parameters()]
+        for x, y in worker.loader(train_set, batch_size=SIZE, epochs=EPOCHS):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step()
+        assert all(p.data_ptr() not in before for p in model.parameters()), "they were views"
+        found.update(worker.evaluate(nets.metrics, test_set))
+
+    threads = threading.active_count()
+    for mode in MODES:
+        found.clear()
+        result = mt.run(
+            train, model=nets.Net, optimizer=mpips.AdamW(RATE), mode=mode, out=out / mode,
+            quiet=True, evaluate=nets.metrics, held_out=test_set, eval_every=4, schedule="cosine",
+        )  # fmt: skip
+        accuracy = result.summary["accuracy"]
+        assert accuracy >= reference - SHARE.get(mode, 0.03), (mode, accuracy, reference)
+        own = nets.Net()
+        own.load_state_dict(result.state_dict)
+        own.eval()
+        with torch.no_grad():
+            mine = nets.metrics(own, test_set.tensors)
+        assert abs(mine["accuracy"] - accuracy) < 1e-6, "the state dict is the model evaluated"
+        if found:
+            assert abs(found["loss"] - mine["loss"]) < 1e-5
+        ends = time.monotonic() + 20  # a thread that has written ends when nobody holds it
+        while threading.active_count() > threads and time.monotonic() < ends:
+            gc.collect()
+            time.sleep(0.01)
+        assert threading.active_count() == threads, threading.enumerate()
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"{mode}: {accuracy:.4f}, plain torch {reference:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

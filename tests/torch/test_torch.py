@@ -1,0 +1,172 @@
+"""`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+
+torch = pytest.importorskip("torch")
+
+import mpips.torch as mt  # noqa: E402
+from mpips.errors import UserError  # noqa: E402
+from mpips.torch.model import Bound, arrays_of, make_model, noting_losses  # noqa: E402
+from mpips.torch.worker import TorchSamples  # noqa: E402
+
+PROGRAMS = ROOT / "tests" / "torch" / "programs"
+
+
+@pytest.mark.launch
+def test_a_net_learns_in_every_mode(tmp_path: Path) -> None:
+    """Beside plain torch on as many samples; what it ends with is the model evaluated."""
+    found = run(3, [str(PROGRAMS / "learns.py"), str(tmp_path)], tmp_path, 200).check()
+    assert len(re.findall(r"^\w+: 0\.9\d+, plain torch 0\.9", found.output, re.M)) == 5
+
+
+@pytest.mark.launch
+def test_sync_equals_ddp(tmp_path: Path) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    args = [str(PROGRAMS / "equals_ddp.py"), str(tmp_path)]
+    found = run(2, args, tmp_path, 200, env).check()
+    assert found.output.count(": equal") == 2
+
+
+# Without ranks -------------------------------------------------------------------------------
+
+
+class Two(torch.nn.Module):  # type: ignore[name-defined, misc]
+    """A frozen layer, one that is trained, one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.used, self.unused = torch.nn.Linear(3, 1), torch.nn.Linear(2, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.used(self.frozen(x)).sum()
+
+
+def memory(model: Any) -> dict[str, np.ndarray]:
+    """Return arrays like the trained parameters, of NaN."""
+    return {name: np.full_like(array, np.nan) for name, array in arrays_of(model).items()}
+
+
+def test_parameters_and_gradients_are_views() -> None:
+    model, x = make_model(Two, 0), torch.ones(3)
+    bound, params, out = Bound(model), memory(model), memory(model)
+    expected = torch.autograd.grad(model(x), model.used.weight)[0]
+    for name, array in arrays_of(model).items():
+        params[name][...] = array
+    bound.move_to(params)
+    bound.collect_into(out)
+    model(x).backward()
+    np.testing.assert_array_equal(out["used.weight"], expected.numpy())
+    model(x).backward()
+    np.testing.assert_array_equal(out["used.weight"], 2 * expected.numpy())
+    bound.complete()
+    np.testing.assert_array_equal(out["unused.weight"], 0)
+    assert model.used.weight.grad is None
+    params["used.bias"][...] = 7
+    assert float(model.used.bias.detach()) == 7, "the parameters are those of the replica"
+    other = memory(model)
+    bound.collect_into(other)
+    model(x).backward()
+    np.testing.assert_array_equal(other["used.weight"], expected.numpy())
+    np.testing.assert_array_equal(out["used.weight"], 2 * expected.numpy())
+
+
+def test_what_is_unfrozen_in_a_run_is_told() -> None:
+    model = make_model(Two, 0)
+    bound = Bound(model)
+    bound.collect_into(memory(model))
+    model.frozen.requires_grad_(True)
+    model(torch.ones(3)).backward()
+    with pytest.raises(UserError, match=r"a gradient of 'frozen\.weight', which did not require"):
+        bound.complete()
+
+
+def test_losses_are_noted() -> None:
+    model, losses = make_model(Two, 0), list[Any]()
+    with noting_losses(losses):
+        loss = model(torch.ones(3))
+        loss.backward()
+        torch.autograd.backward(model(torch.zeros(3)))
+    model(torch.ones(3)).backward()
+    assert losses[0] == loss
+    assert len(losses) == 2
+
+
+def half() -> Any:
+    return torch.nn.Linear(2, 2).half()
+
+
+def meta() -> Any:
+    return torch.nn.Linear(2, 2, device="meta")
+
+
+MODELS: dict[str, tuple[Any, str]] = {
+    "a module": (torch.nn.Linear(2, 2), "model of type Linear, expected a class or function"),
+    "no module": (dict, "a model of type dict, expected a torch.nn.Module"),
+    "no parameter": (torch.nn.ReLU, "a model without a parameter that requires a gradient"),
+    "half": (half, "parameter 'weight' of torch.float16, expected float32 or float64"),
+    "elsewhere": (meta, "parameter 'weight' on meta, expected .* the memory of the host"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_trained(name: str) -> None:
+    make, message = MODELS[name]
+    with pytest.raises(UserError, match=message):
+        make_model(make, 0)
+
+
+def test_a_model_is_alike_on_every_rank() -> None:
+    one, two = (make_model(Two, 3).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+Kind = Callable[[], Any]
+KINDS: dict[str, Kind] = {
+    "tensors": lambda: torch.utils.data.TensorDataset(X, Y),
+    "samples": lambda: list(zip(X, Y, strict=True)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_a_data_loader(kind: str) -> None:
+    dataset = KINDS[kind]()
+    (x, y), _ = TorchSamples(dataset).read(np.array([4, 1]))
+    assert torch.equal(x, X[[4, 1]])
+    assert torch.equal(y, Y[[4, 1]])
+    collated, _ = TorchSamples(dataset, lambda samples: len(samples)).read(np.array([3, 2, 5]))
+    assert collated == 3
+
+
+def test_a_stream_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined, misc]
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with pytest.raises(UserError, match="dataset of type Stream, expected one with a length"):
+        TorchSamples(Stream())
+
+
+def test_without_pytorch_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import mpips\n"
+        "try:\n    import mpips.torch\n"
+        "except mpips.UserError as error:\n    print(error)"
+    )
+    args = [sys.executable, "-c", code]
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(args, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert re.match(r"no PyTorch .*pip install 'mpips\[torch\]'", found.stdout)
+    assert mt.run
