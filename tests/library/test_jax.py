@@ -1,0 +1,185 @@
+"""JAX: pytrees as parameters, what is shared without a copy, and runs on real ranks."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+
+import mpips.jax as mj
+from mpips.datasets import Batch
+from mpips.errors import UserError
+from mpips.layout import Layout, aligned_zeros
+
+PROGRAM = ROOT / "tests" / "library" / "programs" / "digits_jax.py"
+TREE = {
+    "layers": [{"w": np.ones((3, 5), "f4"), "b": np.zeros(5, "f4")}, np.ones((4, 8), "f4")],
+    "scale": 2.0,
+    "half": jnp.full((16,), 0.5, jnp.bfloat16),
+}
+
+
+@pytest.mark.launch
+def test_an_mlp_learns_as_the_built_in_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NPROC")  # set here by mpips.jax, and each rank has its own share
+    found = run(3, [str(PROGRAM), str(tmp_path)], tmp_path, 240).check()
+    assert found.output.count("is done") == 3, found.output
+
+
+# Without ranks -------------------------------------------------------------------------------
+
+
+def test_leaves_are_named_by_their_paths() -> None:
+    arrays = mj.arrays(TREE)
+    assert list(arrays) == ["half", "layers/1", "layers/0/b", "layers/0/w", "scale"]
+    assert {array.dtype for array in arrays.values()} == {np.dtype("f4")}
+    assert arrays["scale"].shape == ()
+    assert list(mj.arrays(np.ones(3))) == ["params"]
+
+
+def test_a_pytree_comes_back_in_its_own_types() -> None:
+    found = mj.tree({name: array + 1 for name, array in mj.arrays(TREE).items()}, TREE)
+    assert jax.tree.structure(found) == jax.tree.structure(TREE)
+    assert found["half"].dtype == jnp.bfloat16
+    expected = jax.tree.map(lambda leaf: jnp.asarray(leaf) + 1, TREE)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"n": np.arange(3)}, r"params\['n'\] of dtype int64, expected floating-point numbers"),
+        ({"a/b": 1.0, "a": {"b": 2.0}}, "two leaves called 'a/b'"),
+    ],
+)
+def test_leaves_that_cannot_be_trained(params: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        mj.value_and_grad(lambda params, x: 0.0, params)
+
+
+def views(vector: np.ndarray, tree: Any) -> dict[str, np.ndarray]:
+    """Return a pytree's arrays as views of a vector, which holds their values."""
+    arrays = mj.arrays(tree)
+    found = Layout.of({name: array.shape for name, array in arrays.items()}).views(vector)
+    for name, array in arrays.items():
+        found[name][...] = array
+    return found
+
+
+def quadratic(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    total = sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
+    return jnp.mean((x * total - y) ** 2)
+
+
+def test_the_gradient_is_that_of_jax() -> None:
+    size = sum(array.size for array in mj.arrays(TREE).values())
+    params, out = (views(np.zeros(size, "f4"), TREE) for _ in range(2))
+    x, y = np.linspace(0, 1, 8, dtype="f4"), np.ones(8, "f4")
+    value = mj.value_and_grad(quadratic, TREE)(params, Batch(x, y, np.arange(8)), out)
+    expected, grads = jax.value_and_grad(quadratic)(jax.tree.map(jnp.asarray, TREE), x, y)
+    assert type(value) is float
+    assert value == pytest.approx(float(expected), rel=1e-6)
+    for name, grad in mj.arrays(grads).items():
+        np.testing.assert_allclose(out[name], grad, rtol=1e-2 if name == "half" else 1e-6)
+
+
+def test_what_a_loss_is_given_of_a_batch() -> None:
+    ids = np.array([3, 1])
+    rows = np.ones((2, 4), "f4")
+    cases: list[tuple[Any, Any, int]] = [(rows, None, 1), ({"a": rows}, None, 1)]
+    for x, y, count in [*cases, (None, None, 1), (rows, ids, 2)]:
+        given: list[Any] = []
+
+        def loss(params: Any, *columns: Any) -> jax.Array:
+            given.extend(columns)  # noqa: B023
+            return params.sum()
+
+        out = {"params": np.zeros(2, "f4")}
+        gradient = mj.value_and_grad(loss, np.zeros(2, "f4"))
+        assert gradient({"params": np.ones(2, "f4")}, Batch(x, y, ids), out) == 2.0
+        np.testing.assert_array_equal(out["params"], 1)
+        assert len(given) == count
+    with pytest.raises(UserError, match="data that is a sequence of samples"):
+        gradient({"params": np.ones(2, "f4")}, Batch(["a", "b"], None, ids), out)
+
+
+def test_parameters_change_only_when_all_is_computed() -> None:
+    """They are shared, not copied: what is written right after a call must not be seen by it."""
+    n = 512
+    vector = aligned_zeros(n * n, np.dtype("f4"))
+    weights, out = vector.reshape(n, n), {"params": np.zeros((n, n), "f4")}
+
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(8):  # long enough to be overtaken
+            x = jnp.tanh(x @ params)
+        return (x * params).mean()
+
+    gradient = mj.value_and_grad(loss, weights)
+    rng, expected = np.random.default_rng(0), jax.jit(jax.value_and_grad(loss))
+    for _ in range(5):
+        weights[...] = rng.normal(0, 0.1, (n, n))
+        x = rng.normal(size=(n, n)).astype("f4")
+        value, grad = expected(weights.copy(), x)
+        value, grad = float(value), np.array(grad)
+        found = gradient({"params": weights}, Batch(x, None, np.arange(n)), out)
+        weights[...] = np.nan
+        assert found == pytest.approx(value, rel=1e-5)
+        np.testing.assert_allclose(out["params"], grad, rtol=1e-3, atol=1e-7)
+
+
+def test_xla_shares_what_begins_on_64_bytes() -> None:
+    """What `mpips.jax` says, and what `aligned_zeros` is for: a copy of 16 MB takes far longer."""
+    n = 1 << 22
+    vector = aligned_zeros(n + 16, np.dtype("f4"))
+    first = jax.jit(lambda array: array[0])
+
+    def least_s(skip: int) -> float:
+        array, found = vector[skip : skip + n], []
+        for _ in range(8):
+            start = time.perf_counter()
+            first(array).block_until_ready()
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    copied = least_s(4)
+    assert least_s(0) < copied / 5
+    assert least_s(16) < copied / 5
+
+
+def test_leaves_that_keep_lines_whole_come_first() -> None:
+    tree = {"a": np.ones(10), "b": np.ones((16, 3)), "c": np.ones(7), "d": np.ones(32)}
+    arrays = mj.arrays(tree)
+    assert list(arrays) == ["b", "d", "a", "c"]
+    found = views(aligned_zeros(97, np.dtype("f4")), tree)
+    assert [found[name].ctypes.data % 64 for name in "bda"] == [0, 0, 0]
+
+
+def test_evaluation_gives_numbers() -> None:
+    metrics = mj.evaluation(lambda params, x: {"loss": (params * x).sum()}, np.zeros(2))
+    found = metrics({"params": np.ones(2, "f4")}, Batch(np.ones(2, "f4"), None, np.arange(2)))
+    assert found == {"loss": 2.0}
+    assert type(found["loss"]) is float
+    metrics = mj.evaluation(lambda params, x: x.sum(), np.zeros(2))
+    with pytest.raises(UserError, match="evaluate that returned"):
+        metrics({"params": np.ones(2, "f4")}, Batch(np.ones(2, "f4"), None, np.arange(2)))
+
+
+def test_a_missing_jax_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "import mpips\n"
+        "try:\n    import mpips.jax\n"
+        "except mpips.UserError as error:\n    print(error)"
+    )
+    args = [sys.executable, "-c", code]
+    env = environment()
+    found = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert "expected jax >= 0.4.30; pip install 'mpips[jax]'" in found.stdout, found.stderr
