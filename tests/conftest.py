@@ -1,19 +1,24 @@
 """Options of all tests, and which of them this process runs.
 
 Without ``--with-mpi`` the multi-rank tests in ``mpi/`` are left to ``test_worlds.py``, which runs
-them by mpirun. With it, this process is a rank of such a run and runs them alone.
+them by mpirun. With it, this process is a rank of such a run and runs them alone. A run of all
+tests, the long ones left out, has several processes, each of which takes one file after another.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from slurm_cluster import SlurmCluster
 
-MULTI_RANK = Path(__file__).parent / "mpi"
+HERE = Path(__file__).parent
+MULTI_RANK = HERE / "mpi"
+LONGEST = (HERE / "test_worlds.py", HERE / "slurm" / "test_slurm_shell.py")
+PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +43,41 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--with-mpi"):
         return True if collection_path.is_file() and not multi_rank else None
     return True if multi_rank else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run the tests, 0 for this one alone.
+
+    That is the case in a rank of a world, for tests that are named, where one wants to look on,
+    and for long ones, which share a SLURM. ``-n`` says otherwise.
+    """
+    every = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if not every or config.getoption("--with-mpi") or config.option.markexpr != "not long":
+        return 0
+    return min(len(os.sched_getaffinity(0)), PROCESSES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what takes longest first, so that no process is left with a long file at the end."""
+    starts_jobs = {item.path for item in items if item.get_closest_marker("launch")}
+    items.sort(key=lambda item: (item.path not in LONGEST, item.path not in starts_jobs))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give what `runs` knows of shared worlds to the process that prints."""
+    from runs import SECONDS
+
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = SECONDS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take it from a process that has ended."""
+    from runs import SECONDS
+
+    SECONDS.extend(map(tuple, getattr(node, "workeroutput", {}).get("seconds", [])))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 from launch import Running, run
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import SERVED
+from mpips.datasets import open_dataset
 from mpips.datasets.order import Order
 
 HERE = Path(__file__).parent
@@ -32,6 +34,14 @@ def samples_file(path: Path, n: int, features: int = 1) -> str:
         x = rng.normal(size=(size, features)).astype("f4")
         np.savez(path / f"{name}-{n}.npz", x=x, y=rng.normal(size=size).astype("f4"))
     return str(path / f"train-{n}.npz")
+
+
+def few_digits(path: Path, n: int) -> list[str]:
+    """Write the first `n` digits, all of them to train on; returns the options that name them."""
+    with open_dataset(Config()) as digits:
+        x, y = digits.train.load(0, n, np.dtype("f8"))
+    np.savez(path / f"digits-{n}.npz", x=x, y=y)
+    return ["--dataset", str(path / f"digits-{n}.npz"), "--test-dataset", "digits"]
 
 
 def counting(data: str, *, kind: str = "Counting") -> list[str]:

@@ -1,9 +1,10 @@
 """README and guide: every block in them runs, or is checked; links, topics and names are there.
 
 Blocks by their language: ``bash`` lines run as they stand, in the order of the page, in a folder of
-its own, and so do ``python`` blocks, which are saved under the name in their first line; of
-``console`` blocks, README's first one does. ``sh`` lines are read and not run: the variants of a
-command that runs elsewhere, and what needs SLURM. ``toml`` is a job file, ``text`` output.
+its own, and so do ``python`` blocks, which are saved under the name in their first line, but for
+programs that call ``mpips.run``: a ``bash`` line after them does. Of ``console`` blocks, README's
+first one runs. ``sh`` lines are read and not run: the variants of a command that runs elsewhere,
+and what needs SLURM. ``toml`` is a job file, ``text`` output.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
-from mpips.guide import completion
+from mpips.guide import completion, figures
 from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
 
@@ -34,6 +35,7 @@ PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topi
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
+STARTS_RANKS = re.compile(r"^torch.distributed|\b(mpips|mj|mt)\.run\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
@@ -111,6 +113,23 @@ def test_options_are_those_of_the_code() -> None:
     assert "`mpips guide options`" in prose("options")
 
 
+@pytest.mark.parametrize("name", ["README", "how-fast"])
+def test_tables_of_figures_are_those_of_the_json(name: str) -> None:
+    """If not, ``python -m mpips.guide.figures`` writes them."""
+    assert figures.path_of(name) == PAGES[name]
+    assert figures.renewed(name, text(name)) == text(name)
+
+
+def test_a_table_of_figures_is_made_anew() -> None:
+    """From what the JSON says; a page that has lost it is not left as it is."""
+    page = text("how-fast")
+    stale = page.replace("15,500 samples/s", "1 samples/s").replace("0.10 |", "7 |")
+    assert stale != page
+    assert figures.renewed("how-fast", stale) == page
+    with pytest.raises(AssertionError, match="how-fast has no table"):
+        figures.renewed("how-fast", page.replace("| mode | hosts", "| hosts"))
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -160,6 +179,8 @@ def test_links_lead_somewhere(name: str) -> None:
         file, _, anchor = target.partition("#")
         path = PAGES[name].parent / file if file else PAGES[name]
         assert path.exists(), target
+        installed = name == "README" or path.resolve().is_relative_to(ROOT / "mpips")
+        assert installed, f"{target} is not installed beside {name}"
         assert not anchor or anchor in anchors(path), target
 
 
@@ -234,7 +255,8 @@ def check_fields(folder: Path) -> None:
         assert inner <= told
     for path in folder.rglob("metrics.jsonl"):
         for row in map(json.loads, path.read_text().splitlines()):
-            assert {row["kind"], *row} <= told
+            own = {"worker"} if row["kind"] == "log" else set(row)  # a program has its own names
+            assert {row["kind"], *own} <= told
 
 
 @pytest.mark.launch
@@ -245,7 +267,8 @@ def test_page(name: str, tmp_path: Path) -> None:
         if language == "python":
             file = code.splitlines()[0].removeprefix("# ")
             (tmp_path / file).write_text(code)
-            python([file], tmp_path)
+            if not STARTS_RANKS.search(code):  # those are run by the line of mpirun after them
+                python([file], tmp_path)
         elif language == "bash":
             for line in code.splitlines():
                 if not INSTALL.match(line):  # README's first line with another MPI
@@ -253,10 +276,29 @@ def test_page(name: str, tmp_path: Path) -> None:
         elif name == "README":
             check(code.splitlines()[0].removeprefix("$ "), tmp_path)
     check_fields(tmp_path)
+    if name == "pytorch":
+        check_beside_ddp(tmp_path)
     if name == "your-model":
         weights = np.load(tmp_path / "l1.npz")
         assert np.allclose(weights["params/w"], [1, 2, 3, 4], atol=0.1)
         assert np.allclose(weights["params/b"], 5, atol=0.1)
+
+
+def check_beside_ddp(folder: Path) -> None:
+    """Check that both scripts learn, and that one is the other but for a few lines."""
+    torch = pytest.importorskip("torch")
+    scripts = {code.splitlines()[0][2:]: code for _, code in blocks("pytorch", "python")}
+    ddp, ours = scripts["with_ddp.py"], scripts["with_mpips.py"]
+    new = {line.strip() for line in ours.splitlines()} - {line.strip() for line in ddp.splitlines()}
+    assert len({line for line in new if line and not line.startswith("#")}) <= 8
+    module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "with_ddp.py"]
+    python(module, folder)
+    points = torch.randn(512, 20, generator=torch.Generator().manual_seed(0))
+    for script in ("with_ddp", "with_mpips"):
+        state = torch.load(folder / f"{script}.pt")
+        hidden = torch.relu(points @ state["0.weight"].T + state["0.bias"])
+        found = (hidden @ state["2.weight"].T + state["2.bias"]).argmax(1)
+        assert (found == (points.sum(1) > 0)).float().mean() > 0.97, script
 
 
 def check_train(words: list[str]) -> None:

@@ -29,6 +29,8 @@ ps
 rounds
 strategies
 session
+library
+jax torch
 train
 __main__ bench results sbatch
 doctor
@@ -256,7 +258,7 @@ def test_light_modules_load_nothing_heavy() -> None:
 WORDS = {
     "transport.channel": {"words", "_applied", "applied"},
     "transport.far": {"_header", "header"},
-    "ps.gate": {"_header", "header", "_applied", "applied"},
+    "ps.consistency": {"_header", "header", "_applied", "applied"},
     "ps.feed": {"_grants", "_ring", "ring", "_taken", "taken"},
     "transport.inbox": {"_applied", "applied"},
     "transport.neighbours": {"words"},

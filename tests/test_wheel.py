@@ -14,7 +14,10 @@ from mpips import __version__
 
 pytestmark = pytest.mark.long
 
-TREE = ("mpips", "jobs", "slurm", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+TREE = (
+    *("mpips", "jobs", "slurm", "setup.cfg", "pyproject.toml"),
+    *("README.md", "CHANGELOG.md", "LICENSE"),
+)
 SHARE = Path(f"mpips-{__version__}.data", "data", "share", "mpips")  # in a wheel
 BUILD = """
 from setuptools import build_meta
@@ -56,8 +59,9 @@ def test_nothing_is_left_out(parent: Path) -> None:
     wheel = parent / "wheel"
     assert files(wheel / SHARE / "jobs") == files(ROOT / "jobs")
     assert files(wheel / SHARE / "slurm") == files(ROOT / "slurm") - {"site.sh"}
-    sources = files(ROOT / "mpips", ".py", ".h5", ".md")
-    assert files(wheel / "mpips", ".py", ".h5", ".md") == sources
+    kept = (".py", ".h5", ".md", ".json", ".svg")
+    assert files(wheel / "mpips", *kept) == files(ROOT / "mpips", *kept)
+    assert (wheel / SHARE / "CHANGELOG.md").is_file()  # else pip leaves the folder behind
     kinds = {path.name.removeprefix(f"mpips-{__version__}") for path in wheel.iterdir()}
     assert kinds == {"mpips", ".dist-info", ".data"}
     (entries,) = wheel.glob("*/entry_points.txt")

@@ -28,6 +28,7 @@ def test_world(size: int, reports: Path, tmp_path: Path) -> None:
     report.touch()
     options = ["--with-mpi", f"--node-size={NODE_SIZES[size]}", f"--ran={report}", "-q"]
     options += ["-x", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
+    options += ["-p", "no:hypothesispytest"]  # unused here; every rank would load it
     done = launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S).check()
     for seconds, what in re.findall(r"^ *([\d.]+)s (\w+ +\S+::.*)", done.output, re.M):
         SECONDS.append((float(seconds), f"world of {size}: {what}"))

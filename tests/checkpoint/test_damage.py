@@ -99,15 +99,18 @@ def in_batches(cases: Sequence[tuple[int, int]], judge: Callable[[int, int], str
 def damage(folder: Path, name: str, most: int | None = None) -> Counter[str]:
     """Flip the bits of one file's structures, at `most` so many, and say what its readers do."""
     verdict, file = readers(folder, name), folder / name
-    good = file.read_bytes()
+    good, cases = file.read_bytes(), bits(file)
+    with file.open("r+b", buffering=0) as damaged:  # a file that is truncated waits for the disk
 
-    def judge(at: int, bit: int) -> str:
-        file.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
-        return verdict()
+        def judge(at: int, bit: int) -> str:
+            os.pwrite(damaged.fileno(), bytes([good[at] ^ 1 << bit]), at)
+            try:
+                return verdict()
+            finally:
+                os.pwrite(damaged.fileno(), good[at : at + 1], at)
 
-    cases = bits(file)
-    found = in_batches(cases[:: len(cases) // most] if most else cases, judge)
-    file.write_bytes(good)
+        found = in_batches(cases[:: len(cases) // most] if most else cases, judge)
+    file.write_bytes(good)  # where a reader was ended in the midst of a case
     return found
 
 

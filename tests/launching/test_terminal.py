@@ -131,7 +131,7 @@ def test_a_terminal_that_is_held_or_gone_holds_up_nobody() -> None:
 @pytest.mark.launch
 def test_a_bar_under_mpirun(screen: Screen, tmp_path: Path) -> None:
     """Whole on 80 columns, with the accuracy of the end, and no line beside it."""
-    often = ["--eval-every", "1", "--log-every", "0.01", "--epochs", "200", "--out", "run"]
+    often = ["--eval-every", "1", "--log-every", "0.01", "--epochs", "60", "--out", "run"]
     command = launch.command(2, ["-m", "mpips.train", "--problem", "softmax", *often])
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), timeout=100, stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Sub
 
 from mpips.launch.mpirun import is_open_mpi
 
-pytestmark = [pytest.mark.launch, pytest.mark.long]
+pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.slurm]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

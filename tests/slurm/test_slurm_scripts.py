@@ -14,7 +14,7 @@ from runs import MODELS, newest, summary
 from slurm_cluster import SlurmCluster, until
 from slurm_jobs import HELD, SCRIPTS, TEN, TWO_BY_TWO, Submitted, newest_step
 
-pytestmark = [pytest.mark.launch, pytest.mark.long]
+pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.slurm]
 
 
 @pytest.mark.one_mpi

@@ -15,7 +15,7 @@ ACCURACY = {"adam": 0.96, "sgd": 0.95}  # what is reached without a codec, less 
 PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
 JOB = ["jobs/digits.toml", "--servers", "1", "--node-size", "1", "--checkpoint-every", "0"]
 SGD = "--optimizer sgd --lr 0.3"  # error feedback goes with a linear rule
-DGC = "--codec topk --topk-momentum 0.9 --topk-warmup 300 --optimizer sgd --lr 0.05"
+DGC = "--codec topk --topk-momentum 0.9 --topk-warmup 150 --optimizer sgd --lr 0.05"
 PUSHES = {
     name: f"--codec {name} {SGD if name in ('topk', 'onebit') else ''}"
     for name in ("none", *CODECS)
@@ -30,7 +30,8 @@ CASES = {
     "auto": "--codec auto --pull-codec auto",
     "aggregated": f"--codec onebit {SGD} --node-size 2 --node-aggregation",
 }
-SHORT = [*(PUSHES.keys() - {"topk"}), *PULLS, "float64"]  # not to their end: 5 epochs
+SHORT = [*(PUSHES.keys() - {"topk"}), *PULLS, "float64", "auto"]  # 5 epochs
+EPOCHS = "20"  # of the others
 LEAST = 0.75  # of them
 
 
@@ -41,15 +42,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     for name, options in CASES.items():
         ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
-        length = ["--epochs", "5"] if name in SHORT else []
+        length = ["--epochs", "5" if name in SHORT else EPOCHS]
         made.add(name, ranks, [*job, *options.split(), *length])
     for name in CODECS:
         faulty = ["--problem", f"{root}/tests/problems/faulty.py:NanGradientOfMlp"]
         made.add(f"nan {name}", 3, [*JOB[1:], *faulty, "--codec", name], code=1)
     gentle = SGD.replace("0.3", "0.1")  # the schedule begins again, with a larger rate
-    first = f"--codec topk {gentle} --pull-codec fp16 --epochs 10 --checkpoint-every 100steps"
+    first = f"--codec topk {gentle} --pull-codec fp16 --epochs 6 --checkpoint-every 100steps"
     made.add("resumed", 3, [str(root / JOB[0]), *JOB[1:], *first.split()])
-    made.add("resumed", 4, ["--resume", "--epochs", "40"])
+    made.add("resumed", 4, ["--resume", "--epochs", "24"])
     made.add("auto again", 3, [str(root / JOB[0]), *JOB[1:], "--codec", "auto", "--epochs", "1"])
     made.add("auto again", 3, ["--resume", "--epochs", "2"])
     made.run(timeout_s=400)
