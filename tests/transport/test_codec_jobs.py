@@ -11,7 +11,9 @@ from mpips.transport.push import HEADER_WORDS
 
 pytestmark = pytest.mark.launch
 
-ACCURACY = {"adam": 0.96, "sgd": 0.95}  # what is reached without a codec, less a margin
+# What is reached without a codec, less a margin: where cores are few, gradients are staler, and one
+# of the held-out digits is 0.003.
+ACCURACY = {"adam": 0.94, "sgd": 0.93}
 PARAMETERS = 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
 JOB = ["jobs/digits.toml", "--servers", "1", "--node-size", "1", "--checkpoint-every", "0"]
 SGD = "--optimizer sgd --lr 0.3"  # error feedback goes with a linear rule
