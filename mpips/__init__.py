@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RMSprop,
     )
     from mpips.library.run import Result, run
+    from mpips.library.store import Store
     from mpips.library.worker import Worker
 
 __version__ = "0.1.0"
@@ -33,12 +34,14 @@ __all__ = [
     "Nesterov",
     "RMSprop",
     "Result",
+    "Store",
     "UserError",
     "Worker",
     "run",
 ]
 _MODULES = {
     "Result": "library.run",
+    "Store": "library.store",
     "UserError": "errors",
     "Worker": "library.worker",
     "run": "library.run",

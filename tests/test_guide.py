@@ -35,7 +35,7 @@ PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topi
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
-STARTS_RANKS = re.compile(r"^torch.distributed|\b(mpips|mj|mt)\.run\(", re.M)
+STARTS_RANKS = re.compile(r"^torch.distributed|\b(mpips|mj|mt)\.(run|Store)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),

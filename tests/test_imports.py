@@ -268,7 +268,6 @@ WORDS = {
     "cut.agreement": {"applied", "_applied"},
     "ps.assemble": {"applied"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
-    "ps.server": {"applied"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {

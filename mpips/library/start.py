@@ -96,7 +96,7 @@ class Start:
         self._started = started
         config = on_root(self.comm, self._first_look)
         layouts = gather_all(self.comm, params.layout)
-        everywhere(self.comm, lambda: _check_layouts(layouts))
+        everywhere(self.comm, lambda: check_layouts(layouts))
         self.ranks: Cluster = assign_roles(self.comm, config)
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
@@ -183,7 +183,12 @@ class Start:
         self.ranks.free()
 
 
-def _check_layouts(layouts: list[Any]) -> None:
+def check_layouts(layouts: list[Any]) -> None:
+    """Check that the parameters of all ranks have the same names and shapes.
+
+    Raises:
+        UserError: If they do not.
+    """
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"

@@ -13,7 +13,6 @@ from mpips.cluster import signals
 from mpips.cluster.waiting import Backoff
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
-from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
@@ -150,9 +149,5 @@ class AsyncServer:
 
     def _done(self) -> bool:
         """Whether every push was applied that any worker sent."""
-        workers = self._cluster.roles.workers
-        if len(self._final) < len(workers):
-            return False
-        return self.store.shard.size == 0 or all(
-            observe(self.store.applied, w) == self._final[r] for w, r in enumerate(workers)
-        )
+        workers, final = self._cluster.roles.workers, self._final
+        return len(final) == len(workers) and self.store.has_applied([final[r] for r in workers])

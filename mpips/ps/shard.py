@@ -212,6 +212,12 @@ class Server:
         """Note that a worker will have made so many pushes, and no more."""
         self.clocks.finished(rank, pushes)
 
+    def has_applied(self, pushes: Sequence[int]) -> bool:
+        """Whether so many pushes of each worker are applied; an empty shard gets none."""
+        return self.shard.size == 0 or all(
+            observe(self.applied, w) == count for w, count in enumerate(pushes)
+        )
+
     def settle(self, step: int) -> int:
         """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
 

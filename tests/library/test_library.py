@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
+from runs import newest
 
 import mpips
+from mpips.checkpoint import verify
 from mpips.config import LEARNING_RATES, OPTIONS, Config
 from mpips.config.validation import validate
 from mpips.errors import UserError
@@ -56,6 +58,13 @@ def train(worker):
 
 mpips.run(train, {{"w": np.zeros(3)}}, out=sys.argv[1], quiet=True)
 """
+FAILS = """
+import numpy as np, mpips
+
+with mpips.Store(None, {"w": np.zeros(3)}) as store:
+    if store.worker == 1:
+        raise ValueError("so it is")
+"""
 LINES = {
     "unpushed": ("continue", "pass"),
     "raises": ('raise ValueError("so it is")', "pass"),
@@ -76,6 +85,22 @@ def test_a_stopped_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     for ranks, stop, code in ((3, 5, 85), (4, 4, 85), (2, -1, 0)):
         args = [str(PROGRAMS / "counts.py"), "counts", str(stop)]
         run(ranks, args, tmp_path).check(code)
+
+
+@pytest.mark.launch
+def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
+    """Near and far, several at once, saved and loaded on another number of servers."""
+    found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
+    assert found.output.count("is done") == 4, found.output
+    assert not verify(newest(tmp_path / "servers").path)
+
+
+@pytest.mark.launch
+def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FAILS)
+    found = run(3, ["own.py"], tmp_path).check(1)
+    assert "ValueError: so it is" in found.output
+    assert found.output.count("mpips: ") == 1, "told once"
 
 
 @pytest.mark.launch

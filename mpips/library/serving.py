@@ -1,0 +1,190 @@
+"""A server's part in stores: it applies pushes, saves and loads, for all stores of its process."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpips import checkpoint
+from mpips.checkpoint.fits import check_checkpoint
+from mpips.checkpoint.place import CHECKPOINTS
+from mpips.cluster.collectives import begin_barrier, gather_polled
+from mpips.cluster.start import Request
+from mpips.cluster.waiting import Backoff
+from mpips.config.jobfile import to_toml
+from mpips.errors import UserError
+from mpips.kernels.vectors import all_finite
+from mpips.planning.job import Job
+from mpips.ps.assemble import ServerHalf
+
+T = TypeVar("T")
+
+_serving: list["Serving"] = []  # of this process, in the order in which they were opened
+
+
+def _serve_all(done: Callable[[], bool], crowding: float) -> None:
+    """Serve every store of this process until `done()`."""
+    backoff = Backoff(crowding)
+    while not done():
+        busy = [serving.turn() for serving in _serving]
+        if any(busy):
+            backoff.reset()
+        else:
+            backoff.pause()
+
+
+class Serving:
+    """A server's part in a store: it applies pushes, and saves and loads where all workers ask.
+
+    What workers ask for waits until everything is applied that they have pushed before; they do
+    nothing until they are answered, so that servers may block each other in files.
+    """
+
+    def __init__(self, job: Job, half: ServerHalf) -> None:
+        self._job, self._cluster, self._half, self.server = job, job.cluster, half, half.server
+        self._final: dict[int, int] = {}
+        self._asked: dict[int, tuple[int, str]] = {}
+        self._what = ""
+        job.fill(self.server.params, self.server.slots, job.shard)
+        self.server.start_from(0)
+        self._base = 0  # updates of the run that was loaded, less those applied here
+        _serving.append(self)
+        half.open(self._wait)
+
+    def _wait(self, request: Request) -> None:
+        _serve_all(request.Test, self._cluster.crowding)
+
+    def serve_to_the_end(self) -> None:
+        """Serve until every worker has come to its end. Collective: yes."""
+        _serve_all(lambda: self._all_applied(self._final), self._cluster.crowding)
+        here = begin_barrier(self._cluster.comm)
+        self._wait(here)
+        _serving.remove(self)
+        self._half.close()
+
+    def turn(self) -> bool:
+        """Do what there is to do; returns whether there was anything."""
+        push = self._half.receiver.take()
+        if push is not None:
+            self.server.apply(push)
+        self.server.serve_reads()
+        messages = self._cluster.poll()
+        for source, kind, payload in messages:
+            self._handle(source, kind, payload)
+        if self._asked and self._all_applied({r: seq for r, (seq, _) in self._asked.items()}):
+            self._answer()
+        return push is not None or bool(messages)
+
+    def _handle(self, source: int, kind: str, payload: Any) -> None:
+        if kind == "read":
+            self.server.want_read(source, payload)
+        elif kind == "fin":
+            self._final[source] = payload
+        else:
+            assert kind in ("save", "load"), f"unknown message {kind!r} to a server"
+            self._what, self._asked[source] = kind, payload
+
+    def _all_applied(self, pushed: Mapping[int, int]) -> bool:
+        """Whether all workers are among `pushed`, and as many pushes of each are applied."""
+        ranks = self._cluster.roles.workers
+        return len(pushed) == len(ranks) and self.server.has_applied([pushed[r] for r in ranks])
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, {}
+        seqs = [seq for seq, _ in asked.values()]
+        path = asked[self._cluster.roles.workers[0]][1]
+        answer: tuple[str, Any]
+        try:
+            act = self._save if self._what == "save" else self._load
+            answer = "done", act(Path(path), sum(seqs))
+        except _Failed as failed:
+            answer = "failed", failed.args
+        if self._cluster.is_chief:
+            for rank in self._cluster.roles.workers:
+                self._cluster.send(rank, *answer)
+
+    def _save(self, path: Path, pushed: int) -> int:
+        """Write a checkpoint. Collective: over the servers."""
+        step, shard = self._base + pushed, self._job.shard
+
+        def begin() -> Path:
+            path.mkdir(parents=True, exist_ok=True)
+            return checkpoint.begin_step(path / CHECKPOINTS, step)
+
+        folder = self._agree(begin if self._cluster.is_chief else None)[0]
+        slots = dict(zip(self._job.slots, self.server.slots, strict=True))
+        number = self._cluster.roles.servers.index(self._cluster.rank)
+
+        def write() -> checkpoint.ShardRecord:
+            if not all_finite(params := self.server.params):
+                raise UserError("parameters with NaN or infinity", "finite ones")
+            return checkpoint.write_shard(folder, number, shard, step, params, slots)
+
+        records = self._agree(write)
+
+        def commit() -> None:
+            c, layout = self._job.config, self._job.layout
+            state = self._job.state(step, self._job.handout().state(), 0)
+            checkpoint.commit(
+                folder, step=step, layout=layout, dtype=c.dtype, shards=records,
+                slots=self._job.slots, config=to_toml(c), state=state, arrays={}, keep=c.keep,
+            )  # fmt: skip
+
+        self._agree(commit if self._cluster.is_chief else None)
+        return step
+
+    def _load(self, path: Path, pushed: int) -> int:
+        """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
+        find = partial(_newest, path, self._job)
+        folder = self._agree(find if self._cluster.is_chief else None)[0]
+        server, shard, saved = self.server, self._job.shard, checkpoint.open_checkpoint(folder)
+
+        def read() -> list[np.ndarray]:
+            arrays = [np.zeros_like(a) for a in (server.params, *server.slots)]
+            saved.read_params(shard.begin, shard.end, out=arrays[0])
+            self._job.rule.init(arrays[0], tuple(arrays[1:]))
+            for name, slot in zip(self._job.slots, arrays[1:], strict=True):
+                if name in saved.slot_names:
+                    saved.read_slot(name, shard.begin, shard.end, out=slot)
+            return arrays
+
+        arrays: list[np.ndarray] = []
+        self._agree(lambda: arrays.extend(read()))
+        for live, array in zip((server.params, *server.slots), arrays, strict=True):
+            np.copyto(live, array)
+        self._base = saved.step - pushed
+        server.start_from(saved.step)
+        self._agree(lambda: None)  # whoever is answered finds all shards
+        return saved.step
+
+    def _agree(self, make: Callable[[], T] | None) -> list[T]:
+        """Return what each server makes, by its number.
+
+        Raises:
+            _Failed: If one cannot, on every server.
+        """
+        error: str | None = None
+        found: Any = None
+        try:
+            found = make() if make is not None else None
+        except (UserError, OSError) as problem:
+            error = str(problem)
+        parts = gather_polled(self._half.servers, (found, error), self._wait)
+        errors = [text for _, text in parts if text is not None]
+        if errors:
+            raise _Failed("a folder that it can be done with", errors[0])
+        return [value for value, _ in parts]
+
+
+class _Failed(Exception):
+    """What the servers were asked for cannot be done; the same on all of them."""
+
+
+def _newest(path: Path, job: Job) -> Path:
+    found, complaints = checkpoint.newest_whole(path)
+    if found is None:
+        raise UserError(f"{path}", "a folder with a whole checkpoint", "; ".join(complaints))
+    check_checkpoint(found, job.layout, job.config.dtype)
+    return Path(found.path)

@@ -1,0 +1,273 @@
+"""`mpips.Store`: parameters on servers, for a program that has its own loop, data and MPI code.
+
+Workers pull and push when they like; servers apply each push once, in the order of its worker. A
+rank that serves several stores serves all of them whenever it serves one.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster import ending
+from mpips.cluster.agreement import everywhere, on_root
+from mpips.cluster.collectives import begin_barrier, gather_all
+from mpips.cluster.library import check_world
+from mpips.cluster.start import Comm, whole_world
+from mpips.cluster.world import Cluster
+from mpips.config import Config
+from mpips.config.jobfile import resolve
+from mpips.datasets import DataInfo
+from mpips.errors import UserError
+from mpips.layout import aligned_zeros
+from mpips.library.model import Model, Parameters
+from mpips.library.optimizers import Optimizer
+from mpips.library.serving import Serving
+from mpips.library.start import check_layouts, checked
+from mpips.planning.job import Job
+from mpips.problems.base import Arrays
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+from mpips.session.loading import load_loops
+from mpips.session.setup import assign_roles
+
+# Of a job's options those that a store without data, rounds and a schedule has.
+STORE_OPTIONS = (
+    *("servers", "server_ranks", "server_hosts", "node_size", "window", "threads"),
+    *("dtype", "read", "far_read", "codec", "pull_codec", "inbox", "seed"),
+)
+NO_BATCH = (0, 0, 1)
+NAME = "store.py:Store"  # as a run is called after its program
+
+
+class Store:
+    """Parameters that servers own, and workers pull from and push gradients to.
+
+    A context manager: at the end of its block a server serves until every worker has come to its
+    own end. An exception that leaves the block ends the whole job, with its traceback.
+
+        with mpips.Store(comm, params, mpips.Adam(1e-3), servers=1) as store:
+            if store.worker is not None:
+                for x, y in my_batches(store.worker, store.workers):
+                    my_gradient(store.pull(), x, y, out=store.grads)
+                    store.push()
+
+    Args:
+        comm: The ranks, an mpi4py communicator, duplicated; None for all that were started.
+        params: Initial parameters: names to arrays of real numbers, of the same shapes on every
+            rank; a shard begins with the values of the server that owns it.
+        optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default SGD. Its rate is
+            constant.
+        **options: Of those of the command line ``servers``, by default one in four ranks,
+            ``server_ranks``, ``server_hosts``, ``dtype``, ``read``, ``far_read``, ``codec``,
+            ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads`` and ``seed``.
+
+    Attributes:
+        worker: This rank's number among the workers; None on servers.
+        workers: Number of workers.
+        versions: Updates that the parameters pulled last held, by shard, shape (servers,), int64.
+
+    Raises:
+        UserError: If an option or the parameters cannot be, on every rank.
+
+    Collective: yes, over `comm`; so is the end of the block.
+    """
+
+    def __init__(
+        self,
+        comm: Comm | None,
+        params: Mapping[str, Any],
+        optimizer: Optimizer | None = None,
+        **options: Any,
+    ) -> None:
+        world = whole_world() if comm is None else comm
+        given = everywhere(world, lambda: _checked(options, optimizer))
+        first = everywhere(world, lambda: Parameters(params))
+        config = on_root(world, partial(_config, given, first.dtype, world.size))
+        layouts = gather_all(world, first.layout)
+        everywhere(world, lambda: check_layouts(layouts))
+        self._cluster = assign_roles(world, config)
+        self._job = _job(self._cluster, config, first)
+        self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)
+        self._half = assemble(self._cluster, Design.of(self._job))
+        self._open = True
+        if isinstance(self._half, ServerHalf):
+            self._server = Serving(self._job, self._half)
+            self.versions = np.zeros(0, "i8")
+        else:
+            self._replica = (self._half.replicas or [self._room()])[0]
+            self._params = self._job.layout.views(self._replica, writable=False)
+            self._grads = [self._job.layout.views(self._half.sender.buffer(k)) for k in range(2)]
+            self.versions = self._half.puller.versions.copy()
+
+    def _room(self) -> np.ndarray:
+        return aligned_zeros(self._job.layout.size, self._job.dtype)
+
+    def pull(self) -> Arrays:
+        """Read all parameters.
+
+        Returns:
+            By name, read-only views of this worker's replica; the next pull overwrites them, and
+            the end of the store ends them.
+
+        Raises:
+            UserError: On a server, or after the end.
+
+        Collective: no. Blocks: for a copy of the shards of this node, and until those of others
+        have come.
+        """
+        self.versions[:] = self._mine("pull").puller.pull(self._replica)
+        return self._params
+
+    @property
+    def grads(self) -> Arrays:
+        """Where the next gradient goes, by name: the memory it is pushed from. To be written whole.
+
+        Blocks: until the push before the last is applied everywhere.
+        """
+        half = self._mine("grads")
+        seq = half.sender.seq + 1
+        self._cluster.wait(lambda: half.writable(seq))
+        return self._grads[seq % 2]
+
+    def push(self, loss: float = 0.0) -> int:
+        """Push the gradient that is in `grads`, computed from the parameters pulled last.
+
+        Args:
+            loss: Not used by servers.
+
+        Returns:
+            This worker's clock: its pushes so far.
+
+        Raises:
+            UserError: On a server, or after the end.
+
+        Collective: no. Blocks: as `grads`, where that was not read.
+        """
+        half = self._mine("push")
+        seq = half.sender.seq + 1
+        self._cluster.wait(lambda: half.writable(seq))
+        half.sender.push(NO_BATCH, 1, loss, self.versions)
+        return half.sender.seq
+
+    def save(self, path: str | Path) -> int:
+        """Save a checkpoint into a folder, once everything is applied that any worker has pushed.
+
+        It is one as every run has: parameters and the rule's slots. ``python -m mpips.checkpoint
+        export PATH`` and `load` read it, on any number of servers.
+
+        Args:
+            path: The folder; the last of several checkpoints in it is the newest.
+
+        Returns:
+            The number of updates that it holds.
+
+        Raises:
+            UserError: If it cannot be written, on every worker; the store goes on.
+
+        Collective: over the workers. Blocks: until it is written.
+        """
+        return self._ask("save", path)
+
+    def load(self, path: str | Path) -> int:
+        """Go on from the newest whole checkpoint in a folder: of a store, or of a run.
+
+        Slots that it lacks, of another rule, begin anew.
+
+        Args:
+            path: The folder.
+
+        Returns:
+            The number of updates that it holds.
+
+        Raises:
+            UserError: If there is none, or its arrays are others, on every worker; the store is as
+                it was before.
+
+        Collective: over the workers. Blocks: until all servers have read it.
+        """
+        step = self._ask("load", path)
+        self.pull()  # what was pulled before is of no version that there is
+        return step
+
+    def _ask(self, what: str, path: str | Path) -> int:
+        half = self._mine(what)
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, what, (half.sender.seq, str(path)))
+        heard: list[tuple[str, Any]] = []
+
+        def answered() -> bool:
+            heard.extend((kind, payload) for _, kind, payload in self._cluster.poll())
+            half.sender.sent()
+            return bool(heard)
+
+        self._cluster.wait(answered)
+        kind, payload = heard[0]
+        if kind == "failed":
+            raise UserError(f"{what} {str(path)!r}", payload[0], payload[1])
+        return int(payload)
+
+    def _mine(self, what: str) -> WorkerHalf:
+        if not self._open:
+            raise UserError(f"{what} of a store after its end", "a call inside its block")
+        if not isinstance(self._half, WorkerHalf):
+            raise UserError(f"{what} on a server", "a worker", "look whether store.worker is None")
+        return self._half
+
+    def close(self) -> None:
+        """Come to the end; servers serve until every worker has. May be called twice.
+
+        Collective: yes. Blocks: until all have come.
+        """
+        if not self._open:
+            return
+        self._open = False
+        if isinstance(self._half, WorkerHalf):
+            half = self._half
+            half.puller.abandon()
+            for rank in self._cluster.roles.servers:
+                self._cluster.send(rank, "fin", half.sender.seq)
+            here = begin_barrier(self._cluster.comm)
+            self._cluster.wait(lambda: half.sender.sent() and here.Test())
+        else:
+            self._server.serve_to_the_end()
+        self._half.free()
+        self._cluster.free()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:  # this rank's alone: the others wait for it
+            ending.abort(ending.raised(error), 1)
+        self.close()
+
+
+def _checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    for name in options:
+        if name not in STORE_OPTIONS:
+            raise UserError(f"option {name!r} of a store", f"one of {', '.join(STORE_OPTIONS)}")
+    return checked(options, optimizer)
+
+
+def _config(given: Mapping[str, Any], dtype: str, ranks: int) -> Config:
+    check_world(whole_world())
+    if ranks == 1:
+        raise UserError("a store on one rank", "a server and a worker", "start several by mpirun")
+    fixed = {"mode": "async", "problem": NAME, "dataset": NAME, "schedule": "constant"}
+    return resolve({"dtype": dtype, "optimizer": "sgd", "share_pulls": False, **given, **fixed})
+
+
+def _job(cluster: Cluster, config: Config, params: Parameters) -> Job:
+    info = DataInfo(NAME, config.batch_size, 0, (), (), None, NAME)
+    load_loops(cluster, config)
+    model = Model(info, config, params, None)
+    return Job(config, cluster, info, None, model, Path(), 0)

@@ -1,0 +1,113 @@
+"""Stores beside a program's own MPI code: near and far, several at once, saved and loaded."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpips
+
+WORLD = MPI.COMM_WORLD
+N, PUSHES = 1000, 40
+COUNT = mpips.SGD(1.0)
+
+
+def push_counts(store: mpips.Store, pushes: int, scale: float = 1.0) -> None:
+    """Push -1 at the worker's own elements, so that the parameters count the pushes."""
+    assert store.worker is not None
+    for _ in range(pushes):
+        store.pull()
+        grads = store.grads
+        grads["seen"][:] = 0
+        grads["seen"][store.worker :: store.workers] = -scale
+        grads["all"][...] = -scale
+        store.push()
+
+
+def counted(store: mpips.Store, peers: MPI.Comm, folder: Path, pushes: int) -> int:
+    """Save, which waits for all pushes, and look at the counts before anybody goes on."""
+    step = store.save(folder)
+    params = store.pull()
+    np.testing.assert_array_equal(params["seen"], pushes)
+    assert params["all"] == pushes * store.workers
+    assert not params["seen"].flags.writeable
+    peers.Barrier()
+    return step
+
+
+def told(call: Callable[[], object], pattern: str) -> None:
+    """Expect an error for people."""
+    with pytest.raises(mpips.UserError, match=pattern):
+        call()
+
+
+def one(folder: Path, **options: object) -> None:
+    """A store whose pushes are counted, saved, spoilt and loaded."""
+    params = {"seen": np.zeros(N), "all": np.zeros(())}
+    with mpips.Store(None, params, COUNT, **options) as store:
+        peers = WORLD.Split(int(store.worker is None), WORLD.rank)
+        if store.worker is None:
+            told(store.pull, "on a server")
+            peers.Free()
+            return
+        push_counts(store, PUSHES)
+        step = counted(store, peers, folder, PUSHES)
+        assert step == PUSHES * store.workers == store.versions.max()
+        push_counts(store, 3, 0.5)
+        told(lambda: store.load(folder / "elsewhere"), "whole checkpoint")
+        told(lambda: store.save("/proc/nowhere"), "/proc/nowhere")
+        assert store.load(folder) == step
+        push_counts(store, 2)
+        counted(store, peers, folder, PUSHES + 2)
+        peers.Free()
+
+
+def on_others(folder: Path) -> None:
+    """The same parameters on another number of servers, with another rule."""
+    params = {"seen": np.zeros(N), "all": np.zeros(())}
+    with mpips.Store(None, params, mpips.Adam(0.1), servers=1) as store:
+        if store.worker is not None:
+            store.load(folder)
+            assert (store.pull()["seen"] >= PUSHES + 2).all(), "others may go on already"
+            push_counts(store, 1)
+            store.save(folder / "adam")
+            assert (store.pull()["seen"] > PUSHES + 2).all()
+
+
+def two_at_once() -> None:
+    """One rank serves both, and another one of them and works for the other."""
+    params = {"seen": np.zeros(N), "all": np.zeros(())}
+    with (
+        mpips.Store(WORLD, params, COUNT, server_ranks=[0]) as first,
+        mpips.Store(WORLD, {**params, "seen": np.zeros(7)}, COUNT, server_ranks=[0, 1]) as second,
+    ):
+        for _ in range(10):
+            if first.worker is not None and second.worker is not None:
+                push_counts(first, 1)
+                push_counts(second, 2)
+        if second.worker is not None:
+            total = second.workers * 20
+            while second.pull()["all"] < total:
+                pass
+            np.testing.assert_array_equal(second.pull()["seen"], 20)
+
+
+def main(folder: Path) -> None:
+    """Run all, and say so."""
+    one(folder / "near")
+    one(folder / "servers", servers=2)
+    one(folder / "far", servers=2, node_size=1, far_read="reply")
+    one(folder / "nodes", servers=2, node_size=2, read="consistent", inbox=1)
+    on_others(folder / "servers")
+    two_at_once()
+    total = np.zeros(1)
+    WORLD.Allreduce(np.ones(1), total)
+    assert total[0] == WORLD.size
+    print(f"{WORLD.rank} is done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
