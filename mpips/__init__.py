@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpips.errors import UserError
+    from mpips.library.callbacks import Callback
     from mpips.library.optimizers import (
         SGD,
         Adagrad,
@@ -30,6 +31,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Callback",
     "Momentum",
     "Nesterov",
     "RMSprop",
@@ -40,6 +42,7 @@ __all__ = [
     "run",
 ]
 _MODULES = {
+    "Callback": "library.callbacks",
     "Result": "library.run",
     "Store": "library.store",
     "UserError": "errors",

@@ -38,6 +38,7 @@ class Loop:
         self.id = ranks.roles.workers.index(ranks.rank)
         self.ended: Ended | None = None
         self._start, self.notes = start, Notes(self.id)
+        self._callbacks = start.callbacks
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
         self._next: Task | None = None  # the one after it, which is here already
@@ -117,6 +118,7 @@ class Loop:
         task = self._in_work("push")
         task.loss, self._task = loss, None
         self._next = self._advance()
+        self._callbacks.step(self, loss)
 
     def _evaluate(
         self, metrics: Callable[[Arrays, Any], Mapping[str, float]], samples: Samples
@@ -149,6 +151,7 @@ class Loop:
         while self._next is None and self.ended is None:
             self._next = self._advance()
         self._task, self._next = self._next, None
+        self._callbacks.batch(self, None if self._task is None else self._task.batch.epoch)
         return self._task
 
     def _advance(self) -> Task | None:

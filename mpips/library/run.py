@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mpips.cluster.agreement import Agreed
 from mpips.cluster.collectives import gather_polled
 from mpips.cluster.start import Comm, whole_world
 from mpips.errors import UserError
+from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
 from mpips.library.model import Evaluate, Parameters
@@ -55,6 +56,7 @@ def run(
     comm: Comm | None = None,
     evaluate: Evaluate | None = None,
     held_out: Any = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Result:
     """Train: `train` runs on every worker, and servers serve until all workers are done.
@@ -75,6 +77,7 @@ def run(
         held_out: Samples that are evaluated as the option `eval_every` says, and at the end; as
             `Worker.batches` takes them, or a function that returns such: it is called on workers
             alone.
+        callbacks: Told of steps, epochs, evaluations and checkpoints.
         **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
             a built-in model or a data file is left out.
@@ -88,7 +91,7 @@ def run(
 
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
-    program = Program(train, evaluate=evaluate, held_out=held_out)
+    program = Program(train, evaluate=evaluate, held_out=held_out, callbacks=callbacks)
     return run_program(program, params, optimizer, comm, options)
 
 
@@ -102,6 +105,7 @@ class Program:
         finish: Called on every rank at the end, while its communicators are there. Collective.
         evaluate: See `run`; `held_out` likewise.
         samples: Makes held-out samples of what is given.
+        callbacks: See `run`.
     """
 
     train: Callable[[Any], object]
@@ -110,6 +114,7 @@ class Program:
     evaluate: Evaluate | None = None
     held_out: Any = None
     samples: Callable[[Any], Samples] = Samples
+    callbacks: Sequence[Callback] = ()
 
 
 def run_program(
@@ -122,10 +127,12 @@ def run_program(
     """Run a program; see `run`. Collective: yes."""
     started = time.perf_counter()
     world = whole_world() if comm is None else comm
-    given = _held_out_of(program)
+    given, told = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
         arguments = checked(options, optimizer), Parameters(params)
-        start = Start(world, _name(program.train), *arguments, program.evaluate, given, started)
+        start = Start(
+            world, _name(program.train), *arguments, program.evaluate, given, started, told
+        )
         try:
             ended, late = _train(program, start)
             program.finish(start)

@@ -14,6 +14,7 @@ from mpips.config.command_line import CommandLine
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, nearest
+from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset
 from mpips.library.model import Evaluate, Model, Parameters
 from mpips.library.optimizers import Optimizer
@@ -70,12 +71,14 @@ class Start:
         evaluate: See `Model`.
         held_out: Held-out samples.
         started: `time.perf_counter` when the run began.
+        callbacks: What the program wants to be told of.
 
     Attributes:
         comm: The communicator that was given; `name` likewise.
         ranks: The ranks; freed at the end of the run.
         workers: The communicator of the workers.
         job: The run, once it has begun.
+        callbacks: As given.
 
     Collective: yes.
     """
@@ -89,8 +92,9 @@ class Start:
         evaluate: Evaluate | None,
         held_out: Callable[[], Samples | None],
         started: float,
+        callbacks: Callbacks,
     ) -> None:
-        self.comm, self.name = comm, name
+        self.comm, self.name, self.callbacks = comm, name, callbacks
         self._options = {"dtype": params.dtype, **options, "problem": name, "dataset": DATASET}
         self._params, self._evaluate, self._held_out = params, evaluate, held_out
         self._started = started
@@ -135,7 +139,7 @@ class Start:
         more = broadcast(comm, more, first)
         with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
             self.job = make_job(run, self.ranks, self._started, self._opener(make), self._problem)
-            ended: Ended = yield from train(self.job, run, keep=True)
+            ended: Ended = yield from train(self.job, run, True, self.callbacks.event)
         return ended
 
     def _opener(

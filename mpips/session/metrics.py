@@ -12,9 +12,9 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from mpips.session.progress import Progress
 LINE_MAX_S = 30.0
 LONG_LOSS = 1e5
 LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
+Listener: TypeAlias = Callable[[str, int | None, Mapping[str, Any]], object]
 WARNINGS = 100  # that a summary holds, the last ones
 
 
@@ -42,6 +43,7 @@ class Log:
         total_steps: Updates in the whole run, for the bar; None if unknown.
         interval_s: Least seconds between progress lines; they grow rarer in a long run.
         quiet: Whether to print nothing.
+        listener: Told of each line too: its kind, its step, its fields.
 
     Attributes:
         warnings: What went wrong and did not end the run.
@@ -56,9 +58,10 @@ class Log:
         total_steps: int | None = None,
         interval_s: float = 1.0,
         quiet: bool = False,
+        listener: Listener | None = None,
     ) -> None:
         self._file = MetricsFile(path) if path else None
-        self._step = 0
+        self._step, self._listener = 0, listener
         self.warnings: deque[str] = deque(maxlen=WARNINGS)
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
         self._progress = Progress(total_steps)
@@ -109,6 +112,8 @@ class Log:
             self._step = self._step if step is None else step
             if problem := self._file.append({**row, **fields}):
                 self.warn(problem)
+            if self._listener is not None:
+                self._listener(kind, step, fields)
 
     def warn(self, text: str) -> None:
         """Tell of what went wrong and does not end the run; also where it is quiet."""

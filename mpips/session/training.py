@@ -21,7 +21,7 @@ from mpips.problems.evaluation import evaluate, share
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_left_out, say_start
 from mpips.session.folder import Run
-from mpips.session.metrics import Log
+from mpips.session.metrics import Listener, Log
 from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.strategies import strategy
@@ -45,25 +45,28 @@ class Ended:
     summary: dict[str, Any] | None = None
 
 
-def train(job: Job, found: Run, keep: bool = False) -> Tasks[Ended]:
+def train(
+    job: Job, found: Run, keep: bool = False, listener: Listener | None = None
+) -> Tasks[Ended]:
     """Train, evaluate, save and say how it ended. Collective: yes.
 
     Args:
         job: The run.
         found: Its folder, and what it continues.
         keep: Whether every rank is to have the parameters at the end.
+        listener: Told on the chief of each line of ``metrics.jsonl``.
 
     Raises:
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     try:
-        return (yield from _train(job, found, keep))
+        return (yield from _train(job, found, keep, listener))
     except UserError as error:
         error.code = 1 if job.begun else error.code
         raise
 
 
-def _train(job: Job, found: Run, keep: bool) -> Tasks[Ended]:
+def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks[Ended]:
     chief = job.cluster.is_chief
     done = job.out / place.DONE
     finished = chief and done.exists()
@@ -73,7 +76,7 @@ def _train(job: Job, found: Run, keep: bool) -> Tasks[Ended]:
         job.place = place.Place(job.out)
     path = job.out / place.METRICS if chief else None
     c = job.config
-    with Log(path, job.started, job.total_steps, c.log_every, c.quiet) as log:
+    with Log(path, job.started, job.total_steps, c.log_every, c.quiet, listener) as log:
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)

@@ -1,6 +1,6 @@
 """`mpips.torch.run`: one run of a training loop of a PyTorch model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from mpips.cluster.collectives import gather_polled
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
 from mpips.library import run as library
+from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
 from mpips.library.start import Start
 from mpips.torch.model import (
@@ -45,6 +46,7 @@ def run(
     comm: Comm | None = None,
     evaluate: Callable[[torch.nn.Module, Any], dict[str, float]] | None = None,
     held_out: Any = None,
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Result:
     """Train a PyTorch model: `train` runs on every worker, servers serve until all are done.
@@ -59,7 +61,8 @@ def run(
             ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
         held_out: A map-style dataset that is evaluated as the option `eval_every` says, and at
             the end; or a function that returns one, which is called on workers alone.
-        **options: As in `mpips.run`.
+        callbacks: As in `mpips.run`.
+        **options: Likewise.
 
     Returns:
         The result, on every rank.
@@ -91,7 +94,7 @@ def run(
         buffers.extend(of_rank for of_rank in found if of_rank is not None)
 
     tried = metrics if evaluate is not None else None
-    program = library.Program(train, make_worker, finish, tried, held_out, TorchSamples)
+    program = library.Program(train, make_worker, finish, tried, held_out, TorchSamples, callbacks)
     with noting_losses(losses):
         result = library.run_program(program, arrays_of(module), optimizer, comm, options)
     _set_buffers(module, buffers)

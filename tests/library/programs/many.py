@@ -60,12 +60,36 @@ def exact(mode: str, out: Path) -> None:
     assert set(seen) <= set(range(EPOCHS))
 
 
+class Told(mpips.Callback):
+    """Counts what it is told of."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.epochs: list[int] = []
+        self.evaluations: list[float] = []
+        self.checkpoints: list[int] = []
+
+    def on_step(self, worker: mpips.Worker, loss: float) -> None:
+        self.losses.append(loss)
+
+    def on_epoch(self, worker: mpips.Worker, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        assert step > 0
+        self.evaluations.append(metrics["loss"])
+
+    def on_checkpoint(self, step: int) -> None:
+        self.checkpoints.append(step)
+
+
 def learns(mode: str, out: Path) -> None:
     """Learn a line, and evaluate it in three ways; tell of it before, in, between and after."""
     x = np.linspace(-1, 1, N)
     data = x, 2 * x + 1
     found: dict[str, float] = {}
     told: list[str] = []
+    heard, losses = Told(), []
 
     def train(worker: mpips.Worker) -> None:
         def tell(when: str, **values: object) -> None:
@@ -78,6 +102,7 @@ def learns(mode: str, out: Path) -> None:
             if k % 20 == 0:
                 tell("in", loss=np.float32(loss), self=k)
             worker.push(loss)
+            losses.append(loss)
             if k % 20 == 1:
                 tell("between", slope=np.inf)
         found.update(worker.evaluate(means, data))
@@ -86,12 +111,19 @@ def learns(mode: str, out: Path) -> None:
 
     rule = mpips.Momentum(0.1, momentum=0.5)
     how = {"mode": mode, "epochs": 30, "out": out, "quiet": True, "eval_every": 10}
-    result = mpips.run(train, {"line": np.zeros(2)}, rule, **how, evaluate=means, held_out=data)
+    how |= {"evaluate": means, "held_out": data, "callbacks": [heard]}
+    result = mpips.run(train, {"line": np.zeros(2)}, rule, **how)
     np.testing.assert_allclose(result.params["line"], (2, 1), atol=0.05)
     assert result.summary["eval_loss"] < 1e-2
     if found:
         assert abs(found["loss"] - result.summary["eval_loss"]) < 1e-9
         assert N / 3 < found["samples"] < N, "weighted by the samples of each batch"
+    assert heard.losses == losses
+    assert heard.epochs == sorted(set(heard.epochs)), "each once"
+    assert bool(losses) == (29 in heard.epochs)
+    chief = MPI.COMM_WORLD.rank == 0  # the first server, where there is one
+    assert bool(heard.evaluations) == chief, heard.evaluations
+    assert not chief or heard.checkpoints[-1] == result.summary["global_step"]
     check_log(out, MPI.COMM_WORLD.gather(told), result.summary["global_step"])
 
 
