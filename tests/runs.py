@@ -5,11 +5,12 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from launch import Running, run
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
@@ -52,6 +53,19 @@ def counting(data: str, *, kind: str = "Counting") -> list[str]:
 
 
 SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and what it is
+
+
+def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Return parameters of a test: what is not in `quick` is among the long tests."""
+    found = list(names)
+    assert set(quick) <= set(found), set(quick) - set(found)
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in found]
+
+
+def names_asked(request: pytest.FixtureRequest) -> set[str]:
+    """Return each ``name`` that a test of this module is to be run with."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
 
 
 class Plan:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.launch
 # The sizes of nodes in each world, all in one run of it: starting the ranks takes time. There are
 # one node of 1, 2, 4 and 8 ranks, even nodes, uneven ones, and 2 to 4 nodes, of one rank or more.
 NODE_SIZES = {1: "0", 2: "0,1", 3: "1,2", 4: "0,2", 8: "0,2"}
+QUICK = (1, 2, 4)  # the others are among the long tests
 LIMIT_S = 240
 TESTS = launch.ROOT / "tests" / "mpi"
 
@@ -22,7 +23,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("worlds")
 
 
-@pytest.mark.parametrize("size", NODE_SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in NODE_SIZES],
+)
 def test_world(size: int, reports: Path, tmp_path: Path) -> None:
     report = reports / str(size)
     report.touch()

@@ -304,6 +304,7 @@ def test_a_world_refuses_once(ranks: int, measure: str, message: str, tmp_path: 
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.one_mpi
 def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
     names = ["memory", "rules", "pushpull"]

@@ -368,6 +368,7 @@ def test_a_world_measures_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.one_mpi
 def test_the_driver_starts_worlds_and_draws(tmp_path: Path) -> None:
     args = ["--quick", "--repeats", "1", "--sizes", "4096,65536"]
@@ -413,6 +414,7 @@ ranks.free()
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize(("node_size", "pool"), [(0, 0), (1, 2)])
 def test_the_memory_of_a_server_is_its_own(node_size: int, pool: int, tmp_path: Path) -> None:
     """An array of its own counts; gradients that it reads at the workers' do not."""

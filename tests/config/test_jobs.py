@@ -57,14 +57,20 @@ def assert_reached(plan: Plan, names: Collection[str]) -> None:
     assert not {name: a for name, a in found.items() if a < EXPECTED[name][1]}
 
 
-def test_jobs(tmp_path: Path) -> None:
-    """In one world, the quick ones as they are."""
+def test_quick_jobs(tmp_path: Path) -> None:
     plan = Plan(tmp_path)
-    for name, (ranks, _) in EXPECTED.items():
-        short = [] if name in QUICK else ["--steps", str(STEPS)]
-        plan.add(name, ranks, [f"jobs/{name}", *short])
+    for name in QUICK:
+        plan.add(name, EXPECTED[name][0], [f"jobs/{name}"])
     plan.run(200, ROOT)
     assert_reached(plan, QUICK)
+
+
+@pytest.mark.long
+def test_jobs_begin(tmp_path: Path) -> None:
+    plan = Plan(tmp_path)
+    for name in EXPECTED.keys() - QUICK:
+        plan.add(name, EXPECTED[name][0], [f"jobs/{name}", "--steps", str(STEPS)])
+    plan.run(200, ROOT)
     for name in EXPECTED.keys() - QUICK:
         assert summary(plan.out(name))["stop_reason"] == "steps"
         assert np.isfinite(final(plan.out(name)).read_params()).all()

@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import Running, train
@@ -17,9 +19,11 @@ from runs import (
     final,
     is_whole,
     kill_once,
+    names_asked,
     newest,
     samples_file,
     summary,
+    thinned,
     wait_until_training,
 )
 
@@ -131,6 +135,18 @@ STOPPED = {
     ),
 }  # fmt: skip
 
+QUICK = (
+    *("several servers", "default servers", "nodes of two", "pulls ahead by reply"),
+    *("means of nodes, ahead", "with a bound on nodes", "one batch", "steps on nodes"),
+    *("far servers without a line", "stops on nodes", "stops in lock step"),
+)
+
+
+def thin(names: Iterable[str]) -> list[Any]:
+    """Leave most of them to the long tests."""
+    names = list(names)
+    return thinned(names, set(QUICK) & set(names))
+
 
 def samples_of(options: str) -> int:
     """Return the training samples of a job: fewer than a cache line where it is so tiny."""
@@ -138,16 +154,20 @@ def samples_of(options: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module that need no launcher of their own."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request) | {"one batch"}
     data = {n: samples_file(plan.folder, n) for n in (6, N)}
     every = ["--checkpoint-every", "4steps"]
     for name, (ranks, text) in PLAIN.items():
+        if name not in asked:
+            continue
         length = [] if "--steps" in text else ["--epochs", str(EPOCHS)]
         words = [*counting(data[samples_of(text)]), *every, *length]
         plan.add(name, ranks, [*words, *text.split()])
     for name, parts in STOPPED.items():
+        if name not in asked:
+            continue
         n = samples_of(parts[0][1])
         words = [*counting(data[n], kind="StoppingCounting"), *every]
         words += ["--batch-size", "2", "--hidden", "1"] if n < N else ["--batch-size", "8"]
@@ -164,7 +184,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if "steps" not in name])
+@pytest.mark.parametrize("name", thin(name for name in PLAIN if "steps" not in name))
 def test_plain_run_is_exact(name: str, runs: Plan) -> None:
     """Counts are exact on many worlds, with checkpoints coming thick and fast."""
     options = PLAIN[name][1].split()
@@ -174,7 +194,7 @@ def test_plain_run_is_exact(name: str, runs: Plan) -> None:
     assert_accounts(runs.out(name), EPOCHS * -(-n // (int(options[at]) if at else 32)))
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if "steps" in name])
+@pytest.mark.parametrize("name", thin(name for name in PLAIN if "steps" in name))
 def test_steps_are_each_workers(name: str, runs: Plan) -> None:
     """``--steps`` gives every worker as many, and the data goes round as often as needed."""
     out = runs.out(name)
@@ -185,7 +205,7 @@ def test_steps_are_each_workers(name: str, runs: Plan) -> None:
     assert_accounts(out, STEPS * workers)
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", thin(STOPPED))
 def test_stopped_run_is_exact(name: str, runs: Plan) -> None:
     """Stops at random steps, and other numbers of workers and servers, lose and repeat nothing."""
     out = runs.out(name)

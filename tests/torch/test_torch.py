@@ -22,10 +22,14 @@ PROGRAMS = ROOT / "tests" / "torch" / "programs"
 
 
 @pytest.mark.launch
-def test_a_net_learns_in_every_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [("async", "sync"), pytest.param(("ssp", "local_sgd", "easgd"), marks=pytest.mark.long)],
+)
+def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
     """Beside plain torch on as many samples; what it ends with is the model evaluated."""
-    found = run(3, [str(PROGRAMS / "learns.py"), str(tmp_path)], tmp_path, 200).check()
-    assert len(re.findall(r"^\w+: 0\.9\d+, plain torch 0\.9", found.output, re.M)) == 5
+    found = run(3, [str(PROGRAMS / "learns.py"), str(tmp_path), *modes], tmp_path, 200).check()
+    assert len(re.findall(r"^\w+: 0\.\d+, plain torch 0\.9", found.output, re.M)) == len(modes)
 
 
 @pytest.mark.launch

@@ -16,7 +16,6 @@ import mpips
 import mpips.torch as mt
 
 RATE, EPOCHS, SIZE = 3e-3, 10, 16
-MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
 SHARE = {"sync": 0.05, "local_sgd": 0.06, "easgd": 0.08}  # larger batches, or few exchanges
 
 
@@ -35,8 +34,8 @@ def alone(train: torch.utils.data.Dataset, test: torch.utils.data.TensorDataset)
         return nets.metrics(model, test.tensors)["accuracy"]
 
 
-def main(out: Path) -> None:
-    """Train in each mode, and compare."""
+def main(out: Path, modes: list[str]) -> None:
+    """Train in each of the modes, and compare."""
     train_set, test_set = nets.digits()
     reference = alone(train_set, test_set)
     found: dict[str, float] = {}
@@ -53,7 +52,7 @@ def main(out: Path) -> None:
         found.update(worker.evaluate(nets.metrics, test_set))
 
     threads = threading.active_count()
-    for mode in MODES:
+    for mode in modes:
         found.clear()
         result = mt.run(
             train, model=nets.Net, optimizer=mpips.AdamW(RATE), mode=mode, out=out / mode,
@@ -80,4 +79,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
