@@ -21,10 +21,12 @@ from runs import (
     final,
     is_whole,
     kill_once,
+    names_asked,
     newest,
     samples_file,
     starts_of,
     summary,
+    thinned,
     wait_until_training,
 )
 
@@ -47,22 +49,24 @@ STOPPED = {
     "double": (1, "--optimizer rmsprop --dtype float64 --batch-size 64", 2),
     "stalled": (4, "--optimizer adam --snapshot stall --checkpoint-every 5steps", 3),
 }
+QUICK = ("adam", "nodes of two")
 STOPS = 2
 FROZEN = ("async", "sync")
 COUNTED = "sync counting"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module that need no launcher of their own."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
-    for name, (ranks, options, epochs) in STOPPED.items():
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    for name in filter(asked.__contains__, STOPPED):
+        ranks, options, epochs = STOPPED[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", *SYNC, *options.split(), "--epochs"]
         plan.add(f"{name} whole", ranks, [*words, str(epochs)])
         for k in range(STOPS):
             plan.add(f"{name} parts", ranks, [*words, str(ENDLESS), *resume(k)], code=SAVED)
         plan.add(f"{name} parts", ranks, [*words, str(epochs), "--resume"])
-    for mode in FROZEN:
+    for mode in filter(asked.__contains__, FROZEN):
         words = ["--problem", f"{MODELS}:FrozenLater", "--mode", mode, "--optimizer", "adagrad"]
         words += ["--keep", "100"]
         for epochs, ranks, servers in ((1, 5, 3), (2, 3, 1), (3, 7, 5)):
@@ -88,7 +92,7 @@ def add_sync_counting(plan: Plan) -> None:
         plan.add(COUNTED, ranks, [*data, *words, *resume(steps - 6)])
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", thinned(STOPPED, QUICK))
 def test_stopped_sync_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
     """A whole run and one in parts have the same bits in parameters and slots."""
     whole = final(runs.out(f"{name} whole"))
@@ -109,10 +113,10 @@ def export(out: Path, step: int) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-@pytest.mark.parametrize("mode", FROZEN)
-def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(mode: str, runs: Plan) -> None:
+@pytest.mark.parametrize("name", thinned(FROZEN, ["async"]))
+def test_checkpoint_of_3_servers_is_that_of_1_and_of_5(name: str, runs: Plan) -> None:
     """Each run reads the one before it, changes nothing, and saves by its own servers."""
-    out = runs.out(f"frozen {mode}")
+    out = runs.out(f"frozen {name}")
     first, last = summary_steps(out)
     found = {len(open_checkpoint(p).shards): open_checkpoint(p) for p in list_checkpoints(out)}
     assert set(found) == {3, 1, 5}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from launch import ROOT
-from runs import Plan, final
+from runs import Plan, final, names_asked, thinned
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 
@@ -21,14 +21,16 @@ STEPS = {
     "more ranks, steps": ((2, "--mode sync --steps 20"), (6, "--mode sync --steps 30")),
     "servers, steps": ((4, "--mode async --steps 20"), (5, "--mode sync --servers 0 --steps 40")),
 }
+QUICK = ("fewer ranks", "backup", "servers, steps")
 EPOCHS = 2  # of each part
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     made = Plan(tmp_path_factory.mktemp("schedules"))
     words = [str(ROOT / "jobs/digits-sync.toml"), "--schedule", "cosine", "--eval-every", "0"]
-    for name, parts in (WORLDS | STEPS).items():
+    for name in filter(names_asked(request).__contains__, WORLDS | STEPS):
+        parts = (WORLDS | STEPS)[name]
         for k, (ranks, options) in enumerate(parts):
             start = ["--resume"] if k else [*words, "--keep", "9", "--checkpoint-every", "0"]
             epochs = ["--epochs", str(EPOCHS * (k + 1))]
@@ -38,7 +40,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return made
 
 
-@pytest.mark.parametrize("name", [*WORLDS, *STEPS])
+@pytest.mark.parametrize("name", thinned([*WORLDS, *STEPS], QUICK))
 def test_training_goes_on(name: str, plan: Plan) -> None:
     """At rate 0 nothing would change."""
     before, last = map(open_checkpoint, list_checkpoints(plan.out(name))[-2:])
@@ -47,7 +49,7 @@ def test_training_goes_on(name: str, plan: Plan) -> None:
     assert np.abs(last.read_params() - before.read_params()).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name in WORLDS if name != "backup"])
+@pytest.mark.parametrize("name", thinned([n for n in WORLDS if n != "backup"], QUICK[:1]))
 def test_the_schedule_ends_with_the_run(name: str, plan: Plan) -> None:
     """But for the last batch of an epoch; with backup workers it depends on who is late."""
     last = final(plan.out(name)).state
@@ -57,7 +59,7 @@ def test_the_schedule_ends_with_the_run(name: str, plan: Plan) -> None:
     assert last["schedule"]["position"] == pytest.approx(epochs * per_epoch, abs=epochs)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", thinned(STEPS, QUICK[2:]))
 def test_a_schedule_over_steps_ends_with_them(name: str, plan: Plan) -> None:
     last = final(plan.out(name)).state
     assert last["schedule"]["position"] == max(last["handout"]["clocks"])

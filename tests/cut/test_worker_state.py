@@ -22,10 +22,12 @@ from runs import (
     final,
     is_whole,
     kill_once,
+    names_asked,
     newest,
     own,
     samples_file,
     summary,
+    thinned,
 )
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
@@ -83,6 +85,9 @@ FAULTY, FAILING, RANKS = HERE / "problems" / "faulty.py", 2, 6  # RANKS: of the 
 WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
 MOVES = 0.3  # how often a run that is stopped goes on elsewhere
 STOPPED, STOPS = ("topk", "ssp", "ahead", "carried"), 2
+QUICK = ("topk", "easgd", "onebit")
+ALL_COUNTED = [*COUNTED, *(f"stopped {name}" for name in STOPPED)]
+COUNTED_QUICK = ("topk", "ahead", "consistent", "carried, bounded", "stopped carried")
 ELASTIC = {
     "near": (5, "--servers 2 --tau 2"),
     "far": (5, "--servers 2 --tau 3 --node-size 2"),
@@ -113,10 +118,11 @@ def parts(plan: Plan, name: str, ranks: int, words: list[str], epochs: int) -> N
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module that need no launcher of their own."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
-    for name, (ranks, options, epochs) in BITWISE.items():
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    for name in filter(asked.__contains__, BITWISE):
+        ranks, options, epochs = BITWISE[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", "--hidden", "600", "--keep", "100"]
         words += ["--checkpoint-every", "20steps", "--eval-every", "0"]
         if "easgd" not in name:
@@ -128,8 +134,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     words += ["--batch-size", "8"]
     for name, (ranks, text) in (COUNTED | {"dropped": DROPPED}).items():
         options = [*counting(data, kind="SlowCounting"), *words, *text.split()]
-        plan.add(name, ranks, [*options, "--epochs", str(EPOCHS)])
-        if name in STOPPED:
+        if name in asked or name == "dropped":
+            plan.add(name, ranks, [*options, "--epochs", str(EPOCHS)])
+        if f"stopped {name}" in asked:
             options = [*counting(data, kind="StoppingCounting"), *words, *text.split()]
             parts(plan, f"stopped {name}", ranks, options, LONG)
     for name, (ranks, text) in ELASTIC.items():
@@ -152,7 +159,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", BITWISE)
+@pytest.mark.parametrize("name", thinned(BITWISE, QUICK))
 def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
     """With residuals, or a replica, a run in parts ends as one that was never stopped."""
     whole, parted = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
@@ -178,7 +185,7 @@ def assert_conserved(checkpoint: Checkpoint) -> bool:
     return bool(kept.any())
 
 
-@pytest.mark.parametrize("name", [*COUNTED, *(f"stopped {name}" for name in STOPPED)])
+@pytest.mark.parametrize("name", thinned(ALL_COUNTED, COUNTED_QUICK))
 def test_parameters_and_residuals_are_all_gradients_of_the_cut(name: str, runs: Plan) -> None:
     """At each checkpoint, to the last bit: nothing is lost, nothing is counted twice."""
     found = each(runs.out(name))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from references import SLOTS, TOLERANCE, serial_local_sgd
-from runs import MODELS, Plan, assert_same_state, final, newest, summary
+from runs import MODELS, Plan, assert_same_state, final, names_asked, newest, summary, thinned
 
 from mpips.checkpoint import Checkpoint
 from mpips.config import Config
@@ -46,6 +46,7 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
     ),
     "tiny": (4, "--optimizer sgd --local-steps 3 --batch-size 100 --dtype float64"),
 }
+QUICK = ("adam", "nodes", "kept", "tiny", "stopped kept", "stopped servers")
 SAME = ("--optimizer", "sgd", "--epochs", "2", "--hidden", "16", "--dtype", "float64")
 STOPPED = {
     "stopped adam": (4, "--optimizer adam --local-steps 3 --outer-momentum 0.5"),
@@ -67,14 +68,16 @@ def rate_of(config: Config) -> Callable[[int, int], float]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
-    for name, (ranks, options) in CASES.items():
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request) | {"alone"}
+    for name in filter(asked.__contains__, CASES):
+        ranks, options = CASES[name]
         plan.add(name, ranks, [*JOB.split(), *options.split()])
     plan.add("sync", 3, ["--mode", "sync", *SAME])
     plan.add("one step", 3, ["--mode", "local_sgd", "--local-steps", "1", *SAME])
-    for name, (ranks, options) in STOPPED.items():
+    for name in filter(asked.__contains__, STOPPED):
+        ranks, options = STOPPED[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "local_sgd", "--hidden", "8"]
         words += ["--batch-size", "8", *options.split(), "--epochs"]
         plan.add(f"{name} whole", ranks, [*words, "2"])
@@ -100,7 +103,7 @@ def add_changes_of_mode(plan: Plan) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, QUICK[:4]))
 def test_run_equals_a_serial_one(name: str, runs: Plan) -> None:
     ranks, options = CASES[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
@@ -135,7 +138,7 @@ def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, n
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", [name for name in STOPPED if "kept" in name])
+@pytest.mark.parametrize("name", thinned([n for n in STOPPED if "kept" in n], QUICK[4:5]))
 def test_stopped_run_keeps_each_worker_s_slots(name: str, runs: Plan) -> None:
     whole, parts = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
     workers = len(whole.contents.workers)
@@ -157,7 +160,7 @@ def test_one_local_step_of_sgd_is_a_synchronous_round(runs: Plan) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", thinned(STOPPED, QUICK[4:]))
 def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
     assert_same_state(final(runs.out(f"{name} whole")), final(runs.out(f"{name} parts")))
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from runs import HERE, Plan, summary
+from runs import HERE, Plan, names_asked, summary, thinned
 
 from mpips.codecs import CODECS, make_codec
 from mpips.config.jobfile import read_toml
@@ -35,37 +35,50 @@ CASES = {
 SHORT = [*(PUSHES.keys() - {"topk"}), *PULLS, "float64", "auto"]  # 5 epochs
 EPOCHS = "20"  # of the others
 LEAST = 0.75  # of them
+QUICK = {"none", "int8", "topk", "pull bf16", "both ways", "auto", "auto again", "nan int8"}
+
+
+def thin(*names: str) -> list[Any]:
+    """Leave most of them to the long tests."""
+    return thinned(names, QUICK & set(names))
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    made = Plan(tmp_path_factory.mktemp("codecs"))
+def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
+    made, asked = Plan(tmp_path_factory.mktemp("codecs")), names_asked(request) | {"topk"}
     root = HERE.parent
-    for name, options in CASES.items():
+    for name in filter(asked.__contains__, CASES):
+        options = CASES[name]
         ranks = 6 if "--node-size 2" in options else 3
         job = [str(root / JOB[0]), *JOB[1:]]
         length = ["--epochs", "5" if name in SHORT else EPOCHS]
         made.add(name, ranks, [*job, *options.split(), *length])
-    for name in CODECS:
+    for name in filter(lambda name: f"nan {name}" in asked, CODECS):
         faulty = ["--problem", f"{root}/tests/problems/faulty.py:NanGradientOfMlp"]
         made.add(f"nan {name}", 3, [*JOB[1:], *faulty, "--codec", name], code=1)
-    gentle = SGD.replace("0.3", "0.1")  # the schedule begins again, with a larger rate
-    first = f"--codec topk {gentle} --pull-codec fp16 --epochs 6 --checkpoint-every 100steps"
-    made.add("resumed", 3, [str(root / JOB[0]), *JOB[1:], *first.split()])
-    made.add("resumed", 4, ["--resume", "--epochs", "24"])
+    if "resumed" in asked:
+        add_resumed(made)
     made.add("auto again", 3, [str(root / JOB[0]), *JOB[1:], "--codec", "auto", "--epochs", "1"])
     made.add("auto again", 3, ["--resume", "--epochs", "2"])
     made.run(timeout_s=400)
     return made
 
 
-@pytest.mark.parametrize("name", [*CASES, "resumed"])
+def add_resumed(plan: Plan) -> None:
+    """Add a run that goes on elsewhere."""
+    gentle = SGD.replace("0.3", "0.1")  # the schedule begins again, with a larger rate
+    first = f"--codec topk {gentle} --pull-codec fp16 --epochs 6 --checkpoint-every 100steps"
+    plan.add("resumed", 3, [str(HERE.parent / JOB[0]), *JOB[1:], *first.split()])
+    plan.add("resumed", 4, ["--resume", "--epochs", "24"])
+
+
+@pytest.mark.parametrize("name", thin(*CASES, "resumed"))
 def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
     found = summary(plan.out(name))
     assert found["accuracy"] >= (LEAST if name in SHORT else ACCURACY[found["optimizer"]])
 
 
-@pytest.mark.parametrize("name", PUSHES)
+@pytest.mark.parametrize("name", thin(*PUSHES))
 def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None:
     found: dict[str, Any] = summary(plan.out(name))
     codec = make_codec(name)
@@ -75,15 +88,15 @@ def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", thin(*(f"nan {name}" for name in CODECS)))
 def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> None:
-    found = summary(plan.out(f"nan {name}"))
+    found = summary(plan.out(name))
     assert found["stop_reason"] == "diverged"
     assert found["global_step"] < 100
-    assert not (plan.out(f"nan {name}") / "DONE").exists()
+    assert not (plan.out(name) / "DONE").exists()
 
 
-@pytest.mark.parametrize("name", PULLS)
+@pytest.mark.parametrize("name", thin(*PULLS))
 def test_the_summary_has_the_bytes_that_were_read(name: str, plan: Plan) -> None:
     """At least a pull a step, and perhaps one more of each worker that it did not use."""
     found = summary(plan.out(name))
@@ -106,6 +119,7 @@ def test_the_summary_has_the_codecs_that_were_chosen(name: str, plan: Plan) -> N
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
 
 
+@pytest.mark.long
 def test_a_warm_up_sends_more_at_first(plan: Plan) -> None:
     dgc, plain = (summary(plan.out(name)) for name in ("dgc", "topk"))
     assert 1.5 * plain["bytes_sent"] < dgc["bytes_sent"] < dgc["bytes_pushed"] / 10
