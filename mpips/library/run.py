@@ -106,6 +106,7 @@ class Program:
         evaluate: See `run`; `held_out` likewise.
         samples: Makes held-out samples of what is given.
         callbacks: See `run`.
+        sets_rate: Whether its workers may set a factor of the learning rate.
     """
 
     train: Callable[[Any], object]
@@ -115,6 +116,7 @@ class Program:
     held_out: Any = None
     samples: Callable[[Any], Samples] = Samples
     callbacks: Sequence[Callback] = ()
+    sets_rate: bool = False
 
 
 def run_program(
@@ -133,6 +135,7 @@ def run_program(
         start = Start(
             world, _name(program.train), *arguments, program.evaluate, given, started, told
         )
+        start.sets_rate = program.sets_rate
         try:
             ended, late = _train(program, start)
             program.finish(start)

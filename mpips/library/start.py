@@ -77,8 +77,10 @@ class Start:
         comm: The communicator that was given; `name` likewise.
         ranks: The ranks; freed at the end of the run.
         workers: The communicator of the workers.
+        config: What is known of the configuration before the loop over the batches.
         job: The run, once it has begun.
         callbacks: As given.
+        sets_rate: Whether workers may set a factor of the learning rate.
 
     Collective: yes.
     """
@@ -98,12 +100,13 @@ class Start:
         self._options = {"dtype": params.dtype, **options, "problem": name, "dataset": DATASET}
         self._params, self._evaluate, self._held_out = params, evaluate, held_out
         self._started = started
-        config = on_root(self.comm, self._first_look)
+        self.config: Config = on_root(self.comm, self._first_look)
         layouts = gather_all(self.comm, params.layout)
         everywhere(self.comm, lambda: check_layouts(layouts))
-        self.ranks: Cluster = assign_roles(self.comm, config)
+        self.ranks: Cluster = assign_roles(self.comm, self.config)
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
+        self.sets_rate = False
 
     def _first_look(self) -> Config:
         check_world(whole_world())
@@ -139,6 +142,7 @@ class Start:
         more = broadcast(comm, more, first)
         with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
             self.job = make_job(run, self.ranks, self._started, self._opener(make), self._problem)
+            self.job.sets_rate = self.sets_rate
             ended: Ended = yield from train(self.job, run, True, self.callbacks.event)
         return ended
 

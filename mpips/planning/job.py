@@ -56,6 +56,8 @@ class Job:
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
+        sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
+        rate_factor: The one that this rank's has set for the step in work.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
 
@@ -72,6 +74,8 @@ class Job:
     place: Place | None = None
     begun: bool = False
     stopping: bool = False
+    sets_rate: bool = False
+    rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
         c = self.config
@@ -92,7 +96,7 @@ class Job:
         saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
-        self._base_position = self._position(saved.get("schedule"))
+        self.base_position = self._position(saved.get("schedule"))
         self.versions = np.array([self.base_step])
         worker = self.worker_id
         self.delay = 1.0 if worker is None else c.delays.get(worker, 1.0)
@@ -139,7 +143,7 @@ class Job:
             c.schedule, c.learning_rate, total_steps=max(1, self.total_steps),
             warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
         )  # fmt: skip
-        ahead = self._base_position - self.base_step
+        ahead = self.base_position - self.base_step
         if c.schedule != "cosine" or not ahead:
             return found
         return lambda step: found(step + ahead)
@@ -188,7 +192,7 @@ class Job:
             "step": step,
             "samples": samples,
             "schedule": {
-                "position": self._base_position + step - self.base_step,
+                "position": self.base_position + step - self.base_step,
                 "samples_per_update": self.samples_per_update,
             },
             "handout": handout,
@@ -267,6 +271,15 @@ class Job:
                     self.checkpoint.read_workers_mean(name, 0, slot)
             elif name in self.checkpoint.slot_names:
                 self.checkpoint.read_slot(name, out=slot)
+
+
+def batches_before(job: Job) -> int:
+    """Return how many batches each worker has had before, in the run that is resumed, on average.
+
+    They are of this world, as updates are; see `Job.state`.
+    """
+    samples = job.base_position * job.samples_per_update
+    return samples // (job.config.batch_size * len(job.cluster.roles.workers))
 
 
 def saved_config(job: Job) -> Config:

@@ -1,9 +1,10 @@
 """Rounds that wait for most workers: a server's half.
 
 In round r a shard takes the first N - b gradients that were computed from version r, by N workers
-with b of them as backup, adds them up weighted by their samples, applies the mean, and so makes
-version r + 1. A gradient of an earlier round is dropped and counted. A worker reads one version of
-all shards, and after its push waits for a later one (`mpips.ps.consistency.RoundController`).
+with b of them as backup, adds them up weighted by their samples, applies the mean, at a rate whose
+factor is the mean of theirs, and so makes version r + 1. A gradient of an earlier round is dropped
+and counted. A worker reads one version of all shards, and after its push waits for a later one
+(`mpips.ps.consistency.RoundController`).
 
 Where fewer can still push, a round takes what comes: it ends when every worker that has not
 finished is in it. It also ends where a checkpoint is cut, so that no part of a round has to be
@@ -37,7 +38,7 @@ class QuorumServer(Server):
         super().__init__(*args)
         self._needed = needed
         self._sum = np.zeros_like(self.params)
-        self._samples = 0
+        self._samples, self._factors = 0, 0.0  # summed: samples, rate factors by samples
         self._in: set[int] = set()  # workers whose gradients are in the sum
 
     def apply(self, push: Push) -> int:
@@ -55,6 +56,7 @@ class QuorumServer(Server):
                 part = block.range
                 add_scaled(self._sum[part], 1.0, push.grad[part], push.samples)
             self._samples += push.samples
+            self._factors += push.factor * push.samples
             self._in.add(push.worker)
         self.record(push)
         self._end_when_due()
@@ -79,13 +81,13 @@ class QuorumServer(Server):
     def _end(self) -> None:
         version = self.version + 1
         publish(self.header, BEGUN, version)
-        lr, mean = self.rate(version), 1 / self._samples
+        lr, mean = self.rate(version) * (self._factors / self._samples), 1 / self._samples
         for part, params, slots in self.blocks():
             grad = self._sum[part]
             scale(grad, mean)
             self.rule.apply(params, grad, slots, version, lr)
             grad.fill(0)
-        self._samples = 0
+        self._samples, self._factors = 0, 0.0
         self._in.clear()
         publish(self.header, COMMITTED, version)
         self.version = version

@@ -181,9 +181,10 @@ class Server:
     def apply(self, push: Push) -> int:
         """Apply a push, the next of its worker, and record it in the ledger.
 
-        A mean of several workers' gradients is applied once, at as many times the rate: for SGD
-        the same as one after another. It counts as many versions, and is as stale as the oldest
-        in it. A push that is dropped counts as a version that changes nothing.
+        A mean of several workers' gradients is applied once, at as many times the rate, or the
+        sum of their factors of it: for SGD the same as one after another, if these are alike. It
+        counts as many versions, and is as stale as the oldest in it. A push that is dropped counts
+        as a version that changes nothing.
 
         Returns:
             The shard's version after it.
@@ -198,7 +199,7 @@ class Server:
         if self._stale.drops(oldest):
             self.tally.dropped += count
         else:
-            lr = self._stale.rate(self.rate(version), oldest) * count
+            lr = self._stale.rate(self.rate(version), oldest) * push.factors
             self._update(push, version, lr)
         # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self.header, COMMITTED, version)

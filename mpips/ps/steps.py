@@ -228,7 +228,7 @@ class GradientSteps(Steps):
             self._begin(seq)
             times.pull_s += time.perf_counter() - start
         start = time.perf_counter()
-        self._sender.push(batch, samples, loss, versions, number)
+        self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)
         times.push_s += time.perf_counter() - start
         if ahead:
             puller.fetch()

@@ -11,7 +11,7 @@ from mpips.cluster.window import transfer_pieces
 from mpips.layout import aligned_zeros
 from mpips.optim import Rule
 from mpips.planning.job import Job
-from mpips.rounds.base import REPORT, Report, Round, Transfers, Weights
+from mpips.rounds.base import RATE, REPORT, Report, Round, Transfers, Weights
 from mpips.rounds.update import ShardUpdate
 
 
@@ -65,7 +65,7 @@ class AllreduceRound(Round):
         if self._update is not None:
             if self._max_norm:
                 self._clip(self.grad[self._job.shard.range])
-            self._update.apply(step)
+            self._update.apply(step, 1 + self._sums.item(RATE))
         self.publish_start()
         return Report._make(REPORT.unpack_from(self._sums.data))
 

@@ -33,7 +33,9 @@ class Report(NamedTuple):
         diverged: 1 if the loss was not finite.
         target: 1 if the accuracy aimed at was reached.
         stopped: 1 if a worker's program asked for the end.
-        sigusr1: 1 if that signal came; `sigterm` and `sigint` likewise.
+        signals: What `of_signal` says of one that came, the sum of which `signal_of` reads.
+        rate: How far the rank's factor of the learning rate is from 1, times its share of the
+            samples: 1 and the sum are the mean factor, exactly 1 where nobody sets any.
     """
 
     loss_sum: float = 0.0
@@ -41,12 +43,29 @@ class Report(NamedTuple):
     diverged: float = 0.0
     target: float = 0.0
     stopped: float = 0.0
-    sigusr1: float = 0.0
-    sigterm: float = 0.0
-    sigint: float = 0.0
+    signals: float = 0.0
+    rate: float = 0.0
 
 
 REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
+RATE = Report._fields.index("rate")
+SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
+DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
+
+
+def of_signal(name: str) -> float:
+    """Return what a report says of a signal."""
+    return float(DIGIT ** SIGNALS.index(name))
+
+
+def signal_of(total: float) -> str:
+    """Return the first of `SIGNALS` that came to any rank, by the sum; empty if none."""
+    counts = int(total)
+    for name in SIGNALS:
+        counts, told = divmod(counts, DIGIT)
+        if told:
+            return name
+    return ""
 
 
 class Transfers:
@@ -99,6 +118,7 @@ class Round(ABC):
         """
         self._job, self._cluster = job, job.cluster
         self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
+        self._sets_rate = job.sets_rate and rule is None
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.transfers = transfers or Transfers(self._cluster)
         self.replica = self.grad = self.params = np.zeros(0, job.dtype)

@@ -144,9 +144,14 @@ class RankRows:
         for rows in self.rows:
             np.matmul(rows.p.T, rows.error, out=rows.part)
 
-    def update(self, step: int) -> None:
-        """Make the gradient, the error and the update of this rank's elements."""
-        start, lr = perf_counter(), self._rate(step)
+    def update(self, step: int, factor: float = 1.0) -> None:
+        """Make the gradient, the error and the update of this rank's elements.
+
+        Args:
+            step: Number of the update.
+            factor: Of the learning rate.
+        """
+        start, lr = perf_counter(), self._rate(step) * factor
         for rows in self.rows:
             for block, flat in rows.blocks():
                 grad, error = self._grad[: flat.stop - flat.start], rows.error[block]

@@ -20,7 +20,7 @@ from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps.steps import Times
-from mpips.rounds.base import Report, Round
+from mpips.rounds.base import Report, Round, of_signal, signal_of
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.rounds.evaluation import RoundEvaluation
 from mpips.rounds.worker import RoundWorker
@@ -96,8 +96,8 @@ class RoundLoop:
         found = 0.0, 0
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)
-        report = self._report(*found)
         n = batch[2] - batch[1]
+        report = self._report(*found, n)
         if n not in self._weights:
             parts = split(batch, len(self._cluster.roles.workers))
             self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
@@ -117,7 +117,7 @@ class RoundLoop:
             yield None
         return self._end_of_round(agreed)
 
-    def _report(self, loss: float, samples: int) -> Report:
+    def _report(self, loss: float, samples: int, n: int) -> Report:
         """Put together what this rank brings into the round beside its gradient."""
         refused, due = self._checkpoints.wanted(self._step + 1)
         flags = {
@@ -126,9 +126,10 @@ class RoundLoop:
             "target": self._evaluation.target_reached,
             "stopped": self._job.stopping,
         }
-        if name := signals.received():
-            flags[name.lower()] = True
-        return Report(loss * samples, **flags)
+        name = signals.received()
+        told = of_signal(name) if name else 0.0
+        rate = (self._job.rate_factor - 1) * samples / n
+        return Report(loss * samples, **flags, signals=told, rate=rate)
 
     def _end_of_round(self, agreed: Report) -> str:
         if self._log.due():
@@ -141,9 +142,8 @@ class RoundLoop:
             self._checkpoints.save(self._step, self._samples, self._handout)
         self._checkpoints.attend()
         self._evaluation.run_when_due(self._step, self._handout.epochs_done)
-        for name in ("sigusr1", "sigterm", "sigint"):
-            if getattr(agreed, name):
-                return name.upper()
+        if agreed.signals:
+            return signal_of(agreed.signals)
         if agreed.stopped:
             return STOPPED
         return "target" if agreed.target else ""

@@ -95,7 +95,7 @@ class PowerSgdRound(NodeRound):
         if self._sums is not None:
             self._sums.add_q(step)
         self._barrier.wait()
-        self._rows.update(step)
+        self._rows.update(step, self._barrier.factor)
         return self._barrier.leave()
 
     def compare(self, step: int) -> None:

@@ -80,7 +80,13 @@ class SharedRound(NodeRound):
         """Do what the nodes' gradients and reports go through between the two barriers."""
         agent, far_nodes = self._agent, self._far_nodes
         requests = agent.send_sums(step, near) + agent.receive_results()
-        requests += self._begin_report_sum()
+        reports = self._begin_report_sum()
+        if self._sets_rate:  # every owner needs the sum before its update
+            self.transfers.wait(reports)
+            self._publish_report_sum()
+            self._barrier.wait()
+        else:
+            requests += reports
         if far_nodes is not None and self._update is not None:
             far_nodes.receive_sums()
             weights = np.concatenate([near, np.ones(len(far_nodes.sums))])
@@ -88,16 +94,18 @@ class SharedRound(NodeRound):
             requests += far_nodes.send_results(step)
         self.transfers.wait(requests)
         agent.unpack_results()
-        self._publish_report_sum()
+        if not self._sets_rate:
+            self._publish_report_sum()
 
     def _update_shard(self, update: ShardUpdate, step: int, weights: np.ndarray) -> None:
         """Sum the rows of the shard and apply the rule."""
+        factor = self._barrier.factor if self._sets_rate else 1.0
         if self._max_norm:
             sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
             self._clip(self._sum)
-            update.apply(step)
+            update.apply(step, factor)
         else:
-            update.apply(step, (self._rows, weights))
+            update.apply(step, factor, (self._rows, weights))
 
     def free(self) -> None:
         """See `Round.free`."""

@@ -43,10 +43,22 @@ class ShardUpdate:
             of_block = tuple(slot[block] for slot in slots)
             self._blocks.append((shard.begin + begin, params[block], part, of_block))
 
-    def apply(self, step: int, sources: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Make update `step`; with `sources`, of the sum of those rows with those weights."""
+    def apply(
+        self,
+        step: int,
+        factor: float = 1.0,
+        sources: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        """Make update `step`.
+
+        Args:
+            step: Its number.
+            factor: Of the learning rate.
+            sources: Addresses and weights of the rows whose sum is the gradient; None where it is
+                in its place.
+        """
         start = perf_counter()
-        apply, lr, far = self._rule.apply, self._rate(step), self._cluster.nodes > 1
+        apply, lr, far = self._rule.apply, self._rate(step) * factor, self._cluster.nodes > 1
         for begin, params, grad, slots in self._blocks:
             if sources:
                 sum_rows(*sources, begin, grad)

@@ -30,7 +30,7 @@ class Replica:
 
     def __init__(self, job: "Job", params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
         self.params, self.slots = params, slots
-        self._rule, self._max_norm = job.rule, job.config.clip
+        self._job, self._rule, self._max_norm = job, job.rule, job.config.clip
         self._views = job.layout.views(params, writable=False)
         self._grad = np.zeros_like(params)
         self._out = job.layout.views(self._grad)
@@ -46,7 +46,7 @@ class Replica:
             batches: The step's batches.
             samples: Samples in all of them.
             number: Number of the step, from 1, as the rule takes it.
-            lr: Learning rate.
+            lr: Learning rate, but for the factor that the program has set.
 
         Returns:
             The mean loss before the step; where it is not finite, nothing was changed.
@@ -61,6 +61,7 @@ class Replica:
         if math.isfinite(loss):
             if self._max_norm:
                 scale(self._grad, clip_factor(sum_squares(self._grad), self._max_norm))
+            lr *= self._job.rate_factor
             self._rule.apply(self.params, self._grad, self.slots, number, lr)
         self.busy_s += time.perf_counter() - start + self._accumulator.compute_s - before
         return loss

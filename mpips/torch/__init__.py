@@ -25,7 +25,8 @@ except ImportError as problem:
     got, expected = f"no PyTorch ({problem})", "torch >= 2.4"
     raise UserError(got, expected, "pip install 'mpips[torch]'") from problem
 
+from mpips.torch.optimizer import Optimizer
 from mpips.torch.run import Result, run
-from mpips.torch.worker import Optimizer, Worker
+from mpips.torch.worker import Worker
 
 __all__ = ["Optimizer", "Result", "Worker", "run"]

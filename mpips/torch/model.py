@@ -70,12 +70,16 @@ class Bound:
 
     Args:
         model: The module; its trained parameters are those that require a gradient now.
+
+    Attributes:
+        parameters: The trained ones, by name.
+        unmoved: Whether they are still in the memory that the module was made with.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.names = list(trained_parameters(model))
-        self._parameters = list(trained_parameters(model).values())
+        self.parameters, self.unmoved = trained_parameters(model), True
+        self._parameters = list(self.parameters.values())
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._grads: list[torch.Tensor] = []
@@ -89,6 +93,7 @@ class Bound:
         """Have the parameters read from these arrays from now on."""
         for parameter, tensor in zip(self._parameters, self._tensors(params), strict=True):
             parameter.data = tensor
+        self.unmoved = False
 
     def collect_into(self, out: Arrays) -> None:
         """Have the gradients of the next backward passes go into these arrays."""

@@ -94,7 +94,9 @@ def run(
         buffers.extend(of_rank for of_rank in found if of_rank is not None)
 
     tried = metrics if evaluate is not None else None
-    program = library.Program(train, make_worker, finish, tried, held_out, TorchSamples, callbacks)
+    program = library.Program(
+        train, make_worker, finish, tried, held_out, TorchSamples, callbacks, sets_rate=True
+    )
     with noting_losses(losses):
         result = library.run_program(program, arrays_of(module), optimizer, comm, options)
     _set_buffers(module, buffers)

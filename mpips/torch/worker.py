@@ -11,8 +11,10 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
+from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.torch.model import Bound, evaluating
+from mpips.torch.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from mpips.library.start import Start
@@ -60,13 +62,18 @@ class Worker(Loop):
         model: The module. Its parameters are views of this worker's replica from the first batch
             on: read them, and let the optimizer's `step` change them.
         optimizer: Pushes gradients, where one of torch would apply them.
+        steps: Calls of the optimizer's `step` that count as made by this worker, from the first
+            batch on: its own, and in a resumed run its share of those before.
     """
 
     def __init__(self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor]) -> None:
         super().__init__(start)
         self.model = model
         self._bound, self._losses = Bound(model), losses
-        self.optimizer = Optimizer(self)
+        parameters = list(self._bound.parameters.values())
+        groups = [{"params": parameters, "lr": start.config.learning_rate}]
+        self.optimizer = Optimizer(groups, self.push_gradients)
+        self.steps = 0
 
     def loader(
         self,
@@ -95,8 +102,11 @@ class Worker(Loop):
         for batch in self._batches(make, batch_size, epochs):
             yield batch.x
 
-    def push_gradients(self) -> None:
+    def push_gradients(self, factor: float = 1.0) -> None:
         """Push what the backward passes since the batch was taken have left.
+
+        Args:
+            factor: Of the run's learning rate, for this step.
 
         Raises:
             UserError: If there was none, or no batch is in work.
@@ -106,6 +116,8 @@ class Worker(Loop):
             raise UserError("step without a gradient", "loss.backward() before it")
         loss = sum(float(value) for value in self._losses) / len(self._losses)
         self._bound.complete()
+        self._start.job.rate_factor = factor
+        self.steps += 1
         self._push(loss)
 
     def evaluate(
@@ -134,7 +146,11 @@ class Worker(Loop):
         return self._evaluate(of_batch, TorchSamples(data))
 
     def _take(self) -> Task | None:
+        begins = self._bound.unmoved
         task = super()._take()
+        if begins:
+            self.steps = batches_before(self._start.job)
+            self.optimizer.begin(self.steps)
         self._losses.clear()
         if task is not None:
             self._bound.move_to(task.params)
@@ -147,34 +163,3 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
-
-
-class Optimizer:
-    """Stands where an optimizer of torch stands in a loop; the servers have the update rule.
-
-    Its rate and its schedule are those of the run (`mpips.torch.run`).
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave the gradients: each step begins without any."""
-
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Push the gradients; the parameters are new when the next batch is taken.
-
-        Args:
-            closure: Computes the gradients, and returns the loss, as with torch's optimizers.
-
-        Returns:
-            What `closure` does.
-
-        Raises:
-            UserError: If there is no gradient, or it is of no batch.
-
-        Blocks: as `mpips.Worker.push`.
-        """
-        loss = closure() if closure is not None else None
-        self._worker.push_gradients()
-        return loss

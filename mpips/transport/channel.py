@@ -102,7 +102,13 @@ class Sender:
         return True
 
     def push(
-        self, batch: Range, samples: int, loss: float, versions: np.ndarray, number: int = 0
+        self,
+        batch: Range,
+        samples: int,
+        loss: float,
+        versions: np.ndarray,
+        number: int = 0,
+        factor: float = 1.0,
     ) -> int:
         """Announce the gradient in ``buffer(seq + 1)``. Blocks: no.
 
@@ -112,13 +118,14 @@ class Sender:
             loss: Mean loss over the batch.
             versions: Version read of each shard, shape (shards,), dtype int64.
             number: Of the batch, in the order in which batches are handed out.
+            factor: Of the learning rate.
 
         Returns:
             The push's number.
         """
         self.seq += 1
         header, read, _ = self._slots[self.seq % BUFFERS]
-        pack(header, self._worker, self.seq, batch, samples, loss, number)
+        pack(header, self._worker, self.seq, batch, samples, loss, number, factor)
         read[:] = versions
         publish(self._me.words, PUSHED, self.seq)
         if self.outbox is not None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from mpips.datasets.ledger import Range
 
-# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch.
-_HEADER = struct.Struct("@6qd2q")
+# Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
+_HEADER = struct.Struct("@6qd2qd")
 HEADER_WORDS = _HEADER.size // 8
 
 
@@ -26,6 +26,7 @@ class Push:
         version: Version of this shard that the worker had read.
         grad: Gradient of the shard, shape (shard.size,); with `others`, the mean of all.
         number: Of the batch, in the order in which batches are handed out.
+        factor: Of the learning rate, as the worker's program has set it.
         origin: Parameters that it was computed from, shape (shard.size,), where a server needs
             them.
         others: The further pushes whose gradients are in `grad`, each of another worker.
@@ -40,6 +41,7 @@ class Push:
     grad: np.ndarray
     origin: np.ndarray | None = None
     number: int = 0
+    factor: float = 1.0
     others: "tuple[Push, ...]" = ()
 
     @classmethod
@@ -48,9 +50,9 @@ class Push:
     ) -> "Push":
         """Build a push from its header, shape (HEADER_WORDS,), dtype int64."""
         found = _HEADER.unpack_from(words.data)
-        worker, seq, epoch, begin, end, samples, loss, version, number = found
+        worker, seq, epoch, begin, end, samples, loss, version, number, factor = found
         batch = epoch, begin, end
-        return cls(worker, seq, batch, samples, loss, version, grad, origin, number)
+        return cls(worker, seq, batch, samples, loss, version, grad, origin, number, factor)
 
     @classmethod
     def unpack_all(
@@ -65,13 +67,27 @@ class Push:
         """Number of workers' pushes in it."""
         return 1 + len(self.others)
 
+    @property
+    def factors(self) -> float:
+        """The sum of the rate factors of the pushes in it: their number, where none is set."""
+        if not self.others:
+            return self.factor
+        return sum(part.factor for part in self)
+
     def __iter__(self) -> Iterator["Push"]:
         """Return each worker's push in it, one after another."""
         return iter((self, *self.others))
 
 
 def pack(
-    words: np.ndarray, worker: int, seq: int, batch: Range, samples: int, loss: float, number: int
+    words: np.ndarray,
+    worker: int,
+    seq: int,
+    batch: Range,
+    samples: int,
+    loss: float,
+    number: int,
+    factor: float = 1.0,
 ) -> None:
     """Write a push's header, shape (HEADER_WORDS,), dtype int64, with version 0."""
-    _HEADER.pack_into(words.data, 0, worker, seq, *batch, samples, loss, 0, number)
+    _HEADER.pack_into(words.data, 0, worker, seq, *batch, samples, loss, 0, number, factor)

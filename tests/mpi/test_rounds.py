@@ -115,11 +115,11 @@ def in_rounds(job: Job) -> tuple[np.ndarray, list[object]]:
             if not weights[worker]:
                 rounds.grad[:] = np.nan
         mine = Report(
-            cluster.rank + step, checkpoint=2.0 * cluster.rank, sigterm=float(cluster.rank == 0)
+            cluster.rank + step, checkpoint=2.0 * cluster.rank, signals=float(cluster.rank == 0)
         )
         agreed = rounds.exchange(step, weights, mine)
         ranks = cluster.world * (cluster.world - 1) / 2
-        expected = Report(ranks + step * cluster.world, checkpoint=2 * ranks, sigterm=1.0)
+        expected = Report(ranks + step * cluster.world, checkpoint=2 * ranks, signals=1.0)
         if agreed != expected:
             wrong.append((step, agreed, expected))
     end = rounds.replica.copy() if worker is not None else np.zeros(0, job.dtype)

@@ -40,7 +40,53 @@ def test_sync_equals_ddp(tmp_path: Path) -> None:
     assert found.output.count(": equal") == 2
 
 
+@pytest.mark.launch
+def test_schedulers_set_the_rate_in_every_mode(tmp_path: Path) -> None:
+    args = [str(PROGRAMS / "schedules.py"), str(tmp_path)]
+    found = run(3, args, tmp_path, 200).check()
+    assert found.output.count("11 equal, 5 stayed") == 3
+    assert "UserWarning" not in found.output
+
+
 # Without ranks -------------------------------------------------------------------------------
+
+
+def optimizer(pushed: list[float], *rates: float) -> Any:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rate} for rate in rates]
+    return mt.Optimizer(groups, pushed.append)
+
+
+def test_a_push_carries_what_the_rates_were_multiplied_by() -> None:
+    pushed = list[float]()
+    opt = optimizer(pushed, 0.5, 0.25, 0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.1)
+    for _ in range(3):
+        opt.step()
+        scheduler.step()
+    assert pushed == pytest.approx([1, 0.1, 0.01])
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5)
+    for loss in (1.0, 2.0):
+        plateau.step(loss)
+    opt.step()
+    assert pushed[-1] == pytest.approx(0.0005)
+
+
+def test_what_no_push_can_carry_is_refused() -> None:
+    pushed = list[float]()
+    opt = optimizer(pushed, 0.5, 0.25)
+    opt.param_groups[1]["lr"] = 0.5
+    with pytest.raises(UserError, match=r"went different ways, by \[1\.0, 2\.0\], expected one"):
+        opt.step()
+    opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises(UserError, match=r"rates \[-1\.0, 0\.5\] of the parameter groups"):
+        opt.step()
+    with pytest.raises(UserError, match="a parameter group that is added in a run"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UserError, match=r"load_state_dict\(\) of a run's optimizer"):
+        opt.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match="cycle_momentum"):  # torch's own words
+        torch.optim.lr_scheduler.OneCycleLR(optimizer(pushed, 0.5), 0.1, total_steps=10)
+    assert not pushed
 
 
 class Two(torch.nn.Module):  # type: ignore[name-defined, misc]

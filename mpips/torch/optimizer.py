@@ -1,0 +1,81 @@
+"""What stands where an optimizer of torch stands in a loop: it pushes, and carries a rate."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mpips.errors import UserError
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Pushes gradients; the servers, or in rounds the owners, have the update rule.
+
+    A scheduler of `torch.optim.lr_scheduler` works on it: what it makes of the rates goes with the
+    next push as a factor, by which the run's rate is multiplied there, beside its `schedule`.
+
+    Args:
+        groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.
+        push: Pushes the gradients, given the factor.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], push: Callable[[float], None]) -> None:
+        super().__init__(groups, {})
+        self._rates = [float(group["lr"]) for group in groups]
+        self._push = push
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave the gradients: each step begins without any."""
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Push the gradients; the parameters are new when the next batch is taken.
+
+        Args:
+            closure: Computes the gradients, and returns the loss, as with torch's optimizers.
+
+        Returns:
+            What `closure` does.
+
+        Raises:
+            UserError: If there is no gradient, or it is of no batch; if rates cannot be.
+
+        Blocks: as `mpips.Worker.push`.
+        """
+        loss = closure() if closure is not None else None
+        self._push(self.factor())
+        return loss
+
+    def begin(self, steps: int) -> None:
+        """Have a scheduler step as often as a run has that is resumed, and not be warned of it."""
+        self._opt_called = steps > 0
+
+    def factor(self) -> float:
+        """Return what the rates are multiplied by, compared with those of the run.
+
+        Raises:
+            UserError: If it is not the same for all groups, or not a finite number >= 0.
+        """
+        pairs = zip(self.param_groups, self._rates, strict=True)
+        factors = [float(group["lr"]) / rate for group, rate in pairs if rate]
+        least, most = min(factors, default=1.0), max(factors, default=1.0)
+        if not 0 <= least <= most < math.inf:
+            got = f"rates {[group['lr'] for group in self.param_groups]} of the parameter groups"
+            raise UserError(got, "finite numbers >= 0")
+        if most - least > 1e-9 * most:
+            got = f"rates of the parameter groups that went different ways, by {factors}"
+            remedy = "use a scheduler that multiplies all rates by the same"
+            raise UserError(got, "one factor: a push carries one", remedy)
+        return most
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while this is made; later there is an error."""
+        if hasattr(self, "_push"):
+            got, remedy = "a parameter group that is added in a run", "name them in run(groups=)"
+            raise UserError(got, "the groups that it began with", remedy)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse: the servers have the state, and a resumed run restores it."""
+        remedy = 'go on with a run by resume="auto"'
+        raise UserError("load_state_dict() of a run's optimizer", "its own state", remedy)
