@@ -10,6 +10,7 @@ Importing this package starts nothing; MPI is started when a name of it is used 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpips.config.groups import Group
     from mpips.errors import UserError
     from mpips.library.callbacks import Callback
     from mpips.library.optimizers import (
@@ -32,6 +33,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Callback",
+    "Group",
     "Momentum",
     "Nesterov",
     "RMSprop",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 _MODULES = {
     "Callback": "library.callbacks",
+    "Group": "config.groups",
     "Result": "library.run",
     "Store": "library.store",
     "UserError": "errors",

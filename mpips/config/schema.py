@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 
 from mpips.config.delay import DELAYS, FORM, parse_delays
+from mpips.config.groups import FORM as GROUPS_FORM
+from mpips.config.groups import GROUPS
 from mpips.config.modes import ROUND_MODES, SERVED
 from mpips.config.option import Option, setting
 
@@ -215,6 +217,10 @@ class Config:
     weight_decay: float = setting(
         "optimisation", 0.0, "L2 term of the gradient; decoupled in adamw", ">= 0"
     )
+    groups: str = setting(
+        "optimisation", "", "arrays with a rate or weight decay of their own, by patterns of names",
+        pattern=GROUPS, form=GROUPS_FORM, metavar="PATTERN:lr=X,..;..", unset="none",
+    )  # fmt: skip
     clip: float = setting("optimisation", 0.0, "largest norm of a gradient; 0: no limit", ">= 0")
     schedule: str = setting(
         "optimisation", "constant", "course of the learning rate", legal=SCHEDULES

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpips.config import LAYOUT_FIELDS, OPTIONS, SESSION_FIELDS, Config
 from mpips.config.delay import parse_delays
+from mpips.config.groups import parse_groups
 from mpips.config.modes import ROUND_MODES
 from mpips.config.option import shown
 from mpips.errors import UserError
@@ -79,6 +80,7 @@ def validate(config: Config) -> None:
     _check_length(config)
     _check_schedule(config)
     parse_delays(config.inject_delay)
+    parse_groups(config.groups)
     _check_codecs(config)
     if not config.dataset:
         raise UserError("dataset ''", "a name or the path of a file", "set --dataset")

@@ -11,6 +11,7 @@ from mpips.cluster.start import Comm, Request, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine
+from mpips.config.groups import text_of
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, nearest
@@ -54,6 +55,8 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
             raise UserError(f"option {name!r}", expected, nearest(name, legal))
         if isinstance(value, Path):
             value = str(value)
+        if name == "groups" and isinstance(value, (list, tuple)):
+            value = text_of(value)
         if name == "resume" and isinstance(value, bool):
             value = "yes" if value else ""
         found[name] = OPTIONS[name].check(value)

@@ -1,16 +1,19 @@
 """Update rules, schedules and clipping; what servers do about stale gradients."""
 
 from mpips.optim.clipping import clip_factor
+from mpips.optim.groups import grouped
 from mpips.optim.loops import warm
-from mpips.optim.rules import RULES, Rule, Sgd, Slots, make_rule
+from mpips.optim.rules import RULES, Part, Rule, Sgd, Slots, make_rule
 from mpips.optim.schedules import schedule
 
 __all__ = [
     "RULES",
+    "Part",
     "Rule",
     "Sgd",
     "Slots",
     "clip_factor",
+    "grouped",
     "make_rule",
     "schedule",
     "warm",

@@ -9,9 +9,9 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,21 @@ from mpips.errors import UserError, unknown
 from mpips.kernels import update_rules
 
 Slots = tuple[np.ndarray, ...]
+
+
+class Part(NamedTuple):
+    """A range of the flat vector, and what is applied to it.
+
+    Attributes:
+        begin: Its first element; `end` is the one behind its last.
+        rule: The rule with the settings of the range.
+        scale: Factor of the learning rate.
+    """
+
+    begin: int
+    end: int
+    rule: "Rule"
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,8 @@ class Rule(ABC):
         kernel: Name of the rule's loop in `mpips.kernels.update_rules`, which takes parameters,
             gradient, slots, and then `scalars`.
         weight_decay: Factor of w that is added to the gradient.
+        ranges: Where settings differ, the whole vector cut by them (`mpips.optim.groups`); then
+            `apply` is for those of `parts` alone.
     """
 
     name: ClassVar[str]
@@ -38,6 +55,14 @@ class Rule(ABC):
     kernel: ClassVar[str]
 
     weight_decay: float = 0.0
+    ranges: tuple[Part, ...] = field(default=(), kw_only=True)
+
+    def parts(self, begin: int, end: int) -> list[Part]:
+        """Return ``[begin, end)`` of the flat vector in parts of one setting each."""
+        if not self.ranges:
+            return [Part(begin, end, self, 1.0)]
+        cut = (p._replace(begin=max(begin, p.begin), end=min(end, p.end)) for p in self.ranges)
+        return [part for part in cut if part.begin < part.end]
 
     def init(self, params: np.ndarray, slots: Slots) -> None:
         """Fill the slots of a fresh run, in place.
@@ -256,10 +281,12 @@ def make_rule(
         raise unknown("optimizer", name, RULES)
     shares = {"momentum": momentum, "beta1": beta1, "beta2": beta2, "decay": decay}
     options = {**shares, "eps": eps, "weight_decay": weight_decay}
-    used = {field.name: float(options[field.name]) for field in fields(RULES[name])}
+    names = [found.name for found in fields(RULES[name]) if found.name != "ranges"]
+    used = {name: float(options[name]) for name in names}
     for key, value in used.items():
         if key in shares and not 0 <= value < 1:
             raise UserError(f"{key}={value}", f"0 <= {key} < 1", f"it is a share kept by {name}")
         if not 0 <= value < math.inf:
             raise UserError(f"{key}={value}", f"a finite {key} >= 0")
-    return RULES[name](**used)
+    make: Callable[..., Rule] = RULES[name]
+    return make(**used)

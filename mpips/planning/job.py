@@ -15,6 +15,7 @@ from mpips.checkpoint.place import Place
 from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
 from mpips.config import Config
+from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
@@ -22,7 +23,7 @@ from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard, cut
-from mpips.optim import Rule, make_rule, schedule
+from mpips.optim import Rule, grouped, make_rule, schedule
 from mpips.optim.staleness import Staleness
 from mpips.problems import Problem
 
@@ -31,7 +32,7 @@ OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
-    *("clip", "schedule", "warmup_steps", "step_every", "step_factor"),
+    *("groups", "clip", "schedule", "warmup_steps", "step_every", "step_factor"),
     *("backup_workers", "codec", "pull_codec", "topk_ratio", "topk_momentum", "topk_warmup"),
     "powersgd_rank",
 )
@@ -82,10 +83,11 @@ class Job:
         self.layout: Layout = self.problem.layout
         self.dtype = np.dtype(c.dtype)
         self.shards = cut(self.layout.size, len(self.cluster.roles.owners), self.dtype.itemsize)
-        self.rule: Rule = make_rule(
+        rule = make_rule(
             c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
+        self.rule: Rule = grouped(rule, self.layout, parse_groups(c.groups), c.learning_rate)
         self.staleness = Staleness.of(c)
         outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
         keep = c.mode == "local_sgd" and c.local_slots == "keep"

@@ -82,10 +82,10 @@ class QuorumServer(Server):
         version = self.version + 1
         publish(self.header, BEGUN, version)
         lr, mean = self.rate(version) * (self._factors / self._samples), 1 / self._samples
-        for part, params, slots in self.blocks():
+        for part, params, slots, rule, rate_scale in self.blocks():
             grad = self._sum[part]
             scale(grad, mean)
-            self.rule.apply(params, grad, slots, version, lr)
+            rule.apply(params, grad, slots, version, lr * rate_scale)
             grad.fill(0)
         self._samples, self._factors = 0, 0.0
         self._in.clear()

@@ -75,11 +75,14 @@ class Block(NamedTuple):
         range: Where it lies in the shard.
         params: Its parameters.
         slots: The same part of each slot.
+        rule: The rule with the block's settings; `scale` is its factor of the learning rate.
     """
 
     range: slice
     params: np.ndarray
     slots: tuple[np.ndarray, ...]
+    rule: Rule
+    scale: float
 
 
 class Grants:
@@ -157,15 +160,21 @@ class Server:
         ranks = cluster.roles.workers
         self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
         self._blocks = self._cut(BLOCK_BYTES // self.params.itemsize)
-        scratch = self._blocks[0].params.size if stale.origins and self._blocks else 0
+        largest = max((block.params.size for block in self._blocks), default=0)
+        scratch = largest if stale.origins else 0
         self._scratch = np.zeros(scratch, self.params.dtype)
         self.version = 0
         self.tally = Tally()
 
     def _cut(self, step: int) -> list[Block]:
-        """Cut the shard into blocks of that many elements; views are made once."""
-        parts = [slice(begin, begin + step) for begin in range(0, self.shard.size, step)]
-        return [Block(p, self.params[p], tuple(slot[p] for slot in self.slots)) for p in parts]
+        """Cut the shard into blocks of at most so many elements; views are made once."""
+        found, first = [], self.shard.begin
+        for begin, end, rule, scale in self.rule.parts(first, self.shard.end):
+            for at in range(begin, end, step):
+                p = slice(at - first, min(at + step, end) - first)
+                slots = tuple(slot[p] for slot in self.slots)
+                found.append(Block(p, self.params[p], slots, rule, scale))
+        return found
 
     def start_from(self, version: int) -> None:
         """Set the version of a shard whose parameters and slots were just filled."""
@@ -244,13 +253,13 @@ class Server:
 
     def _update(self, push: Push, version: int, lr: float) -> None:
         own = len(self.rule.slots)
-        for part, params, slots in self.blocks():
+        for part, params, slots, rule, scale in self.blocks():
             grad = push.grad[part]
             if push.origin is not None:
                 out = self._scratch[: grad.size]
                 self._stale.compensate(out, grad, params, push.origin[part], slots[own:])
                 grad = out
-            self.rule.apply(params, grad, slots[:own], version, lr)
+            rule.apply(params, grad, slots[:own], version, lr * scale)
 
     def blocks(self) -> Iterator[Block]:
         """Yield the parts of the shard that are updated at a time; enter MPI between them."""

@@ -165,8 +165,10 @@ class RankRows:
     def _apply(self, flat: slice, grad: np.ndarray, step: int, lr: float) -> None:
         if self._max_norm:
             grad *= grad.dtype.type(self._node.scale[0])
-        slots: Slots = tuple(slot[flat] for slot in self._slots)
-        self._rule.apply(self._replica[flat], grad, slots, step, lr)
+        for begin, end, rule, scale in self._rule.parts(flat.start, flat.stop):
+            at, part = slice(begin, end), grad[begin - flat.start : end - flat.start]
+            slots: Slots = tuple(slot[at] for slot in self._slots)
+            rule.apply(self._replica[at], part, slots, step, lr * scale)
 
 
 def _rows_of(node: NodeFactors, part: np.ndarray, k: int, count: int) -> Iterator[Rows]:

@@ -1,11 +1,12 @@
 """An owner's update of its shard, block by block."""
 
+from collections.abc import Iterable, Iterator
 from time import perf_counter
 
 import numpy as np
 
 from mpips.kernels.vectors import sum_rows
-from mpips.optim import Rule, Slots
+from mpips.optim import Part, Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import Transfers
 
@@ -33,15 +34,15 @@ class ShardUpdate:
         grad: np.ndarray,
         transfers: Transfers,
     ) -> None:
-        self._cluster, self._rule, self._rate = job.cluster, rule, job.rate()
+        self._cluster, self._rate = job.cluster, job.rate()
         self._transfers = transfers
-        self._blocks: list[tuple[int, np.ndarray, np.ndarray, Slots]] = []
-        size, shard, whole = BLOCK_BYTES // grad.itemsize, job.shard, grad.size == params.size
-        for begin in range(0, shard.size, size):
-            block = slice(begin, min(begin + size, shard.size))
-            part = grad[block] if whole else grad[: block.stop - begin]
-            of_block = tuple(slot[block] for slot in slots)
-            self._blocks.append((shard.begin + begin, params[block], part, of_block))
+        self._blocks: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
+        shard, whole = job.shard, grad.size == params.size
+        for part in _cut(rule.parts(shard.begin, shard.end), BLOCK_BYTES // grad.itemsize):
+            block = slice(part.begin - shard.begin, part.end - shard.begin)
+            of_block = grad[block] if whole else grad[: part.end - part.begin]
+            views = tuple(slot[block] for slot in slots)
+            self._blocks.append((part, params[block], of_block, views))
 
     def apply(
         self,
@@ -58,11 +59,18 @@ class ShardUpdate:
                 in its place.
         """
         start = perf_counter()
-        apply, lr, far = self._rule.apply, self._rate(step) * factor, self._cluster.nodes > 1
-        for begin, params, grad, slots in self._blocks:
+        lr, far = self._rate(step) * factor, self._cluster.nodes > 1
+        for (begin, _, rule, scale), params, grad, slots in self._blocks:
             if sources:
                 sum_rows(*sources, begin, grad)
-            apply(params, grad, slots, step, lr)
+            rule.apply(params, grad, slots, step, lr * scale)
             if far:
                 self._cluster.progress()
         self._transfers.busy_s += perf_counter() - start
+
+
+def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
+    """Cut parts into blocks of at most so many elements."""
+    for part in parts:
+        for begin in range(part.begin, part.end, size):
+            yield part._replace(begin=begin, end=min(begin + size, part.end))

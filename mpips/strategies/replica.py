@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels.vectors import scale, sum_squares
-from mpips.optim import clip_factor
+from mpips.optim import Part, Slots, clip_factor
 from mpips.problems.accumulate import Accumulator, Tasks
 
 if TYPE_CHECKING:
@@ -30,9 +30,14 @@ class Replica:
 
     def __init__(self, job: "Job", params: np.ndarray, slots: tuple[np.ndarray, ...]) -> None:
         self.params, self.slots = params, slots
-        self._job, self._rule, self._max_norm = job, job.rule, job.config.clip
+        self._job, self._max_norm = job, job.config.clip
         self._views = job.layout.views(params, writable=False)
         self._grad = np.zeros_like(params)
+        self._parts: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
+        for part in job.rule.parts(0, params.size):
+            at = slice(part.begin, part.end)
+            of_part = tuple(slot[at] for slot in slots)
+            self._parts.append((part, params[at], self._grad[at], of_part))
         self._out = job.layout.views(self._grad)
         self._accumulator = Accumulator(job)
         self.busy_s = 0.0
@@ -62,6 +67,7 @@ class Replica:
             if self._max_norm:
                 scale(self._grad, clip_factor(sum_squares(self._grad), self._max_norm))
             lr *= self._job.rate_factor
-            self._rule.apply(self.params, self._grad, self.slots, number, lr)
+            for part, params, grad, slots in self._parts:
+                part.rule.apply(params, grad, slots, number, lr * part.scale)
         self.busy_s += time.perf_counter() - start + self._accumulator.compute_s - before
         return loss

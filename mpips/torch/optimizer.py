@@ -1,11 +1,13 @@
 """What stands where an optimizer of torch stands in a loop: it pushes, and carries a rate."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mpips.config import Config
+from mpips.config.groups import members, parse_groups
 from mpips.errors import UserError
 
 
@@ -79,3 +81,24 @@ class Optimizer(torch.optim.Optimizer):
         """Refuse: the servers have the state, and a resumed run restores it."""
         remedy = 'go on with a run by resume="auto"'
         raise UserError("load_state_dict() of a run's optimizer", "its own state", remedy)
+
+
+def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer, with the rate and weight decay of each.
+
+    First comes what is of no group of the run, if anything is; then each of these.
+
+    Args:
+        parameters: The trained ones, by name.
+        config: Of the run.
+    """
+    groups, found = parse_groups(config.groups), list[dict[str, Any]]()
+    for group, names in zip((None, *groups), members(list(parameters), groups), strict=True):
+        lr, decay = config.learning_rate, config.weight_decay
+        if group is not None:
+            lr = lr if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
+        if names:
+            params = [parameters[name] for name in names]
+            found.append({"params": params, "lr": lr, "weight_decay": decay})
+    return found

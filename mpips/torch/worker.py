@@ -14,7 +14,7 @@ from mpips.library.loop import Loop
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.torch.model import Bound, evaluating
-from mpips.torch.optimizer import Optimizer
+from mpips.torch.optimizer import Optimizer, param_groups
 
 if TYPE_CHECKING:
     from mpips.library.start import Start
@@ -70,8 +70,7 @@ class Worker(Loop):
         super().__init__(start)
         self.model = model
         self._bound, self._losses = Bound(model), losses
-        parameters = list(self._bound.parameters.values())
-        groups = [{"params": parameters, "lr": start.config.learning_rate}]
+        groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
         self.steps = 0
 

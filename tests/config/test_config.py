@@ -24,6 +24,7 @@ from mpips.config.command_line import (
     parse_command_line,
     requested_text,
 )
+from mpips.config.groups import Group, text_of
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.config.option import BOUNDS, Option, shown
 from mpips.config.validation import BESIDE, check_resume, has_effect, validate
@@ -239,6 +240,8 @@ def test_an_option_at_the_end_without_a_value(name: str) -> None:
         (["--checkpoint-every", "9" * 400], ["checkpoint_every"]),
         (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
         (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
+        (["--groups", "*.bias"], ["groups '*.bias', expected PATTERN: lr=X, weight_decay=X;"]),
+        (["--groups", "b: momentum=1"], ["groups 'b: momentum=1', expected PATTERN: lr=X"]),
         (["--inject-delay", "0:5,"], ["inject_delay '0:5,', expected WORKER:FACTOR"]),
         (["--link", "1gbit"], ["--link without --explain, expected --explain with it"]),
         (["--explain", "--link", "fast"], ["link 'fast', expected a rate such as 100mbit or 25gb"]),
@@ -627,6 +630,8 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--target-accuracy .9 --eval-every 0", "target_accuracy 0.9 with eval_every 0"),
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
         ("--inject-delay 1:2,01:3", "inject_delay '1:2,01:3', expected distinct workers; name"),
+        ("--groups a*:lr=1,lr=2", "lr twice in groups, 'a*:lr=1,lr=2', expected once"),
+        ("--groups a*:lr=1e999", "group 'a*' with lr inf, expected a number >= 0"),
         ("--dataset=", "dataset '', expected a name or the path of a file"),
     ],
 )
@@ -900,6 +905,11 @@ def values_of(option: Option) -> st.SearchStrategy[Any]:
     letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
     if option.name in ("checkpoint_every", "inject_delay"):
         return st.from_regex(option.pattern or "", fullmatch=True)
+    if option.name == "groups":
+        numbers = st.floats(0, sys.float_info.max)
+        names = st.from_regex(r"[A-Za-z.*?_/]{1,9}", fullmatch=True)
+        groups = st.builds(Group, names, numbers, st.none() | numbers)
+        return st.lists(groups, max_size=3).map(text_of)
     if option.name == "problem":
         stems = st.text(st.characters(categories=["L", "N", "S", "Z"]), min_size=1)
         return st.sampled_from(option.legal) | stems.map(lambda stem: f"lib/{stem}.py:Net")

@@ -41,10 +41,10 @@ def test_sync_equals_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_schedulers_set_the_rate_in_every_mode(tmp_path: Path) -> None:
+def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> None:
     args = [str(PROGRAMS / "schedules.py"), str(tmp_path)]
     found = run(3, args, tmp_path, 200).check()
-    assert found.output.count("11 equal, 5 stayed") == 3
+    assert found.output.count("11 equal, 6 still") == 3
     assert "UserWarning" not in found.output
 
 

@@ -1,0 +1,100 @@
+"""Arrays with a learning rate or weight decay of their own, by their names.
+
+On the command line and in job files they are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mpips.errors import UserError
+
+NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+SETTING = rf"\s*(lr|weight_decay)\s*=\s*{NUMBER}\s*"
+GROUP = rf"\s*[^:;\s][^:;]*:{SETTING}(,{SETTING})?"
+GROUPS = re.compile(rf"({GROUP}(;{GROUP})*)?")
+FORM = "PATTERN: lr=X, weight_decay=X; PATTERN: ... (such as *.bias: weight_decay=0)"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arrays whose names match a pattern, and what holds for them in place of the run's.
+
+    An array is of the first group that matches.
+
+    Attributes:
+        pattern: As of file names: ``*``, ``?`` and ``[...]``; without ``:`` and ``;``.
+        lr: Learning rate; schedules go on from it as from the run's.
+        weight_decay: Weight decay.
+
+    Raises:
+        UserError: If it says nothing, or a number or the pattern cannot be.
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        given = self.settings()
+        if not given:
+            raise UserError(f"group {self.pattern!r} without lr and weight_decay", "one of them")
+        for name, value in given.items():
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise UserError(f"group {self.pattern!r} with {name} {value!r}", "a number >= 0")
+        if not re.fullmatch(r"[^:;\s][^:;]*", self.pattern):
+            got = f"group with the pattern {self.pattern!r}"
+            raise UserError(got, "names with *, without : and ;", "? stands for any character")
+
+    def settings(self) -> dict[str, float]:
+        """Return what is given, by the option's name."""
+        both = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {name: value for name, value in both.items() if value is not None}
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={float(x)!r}" for name, x in self.settings().items())
+        return f"{self.pattern}: {told}"
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """Return the groups of a text that fits `GROUPS`.
+
+    Raises:
+        UserError: If a number is too large, or one is given twice.
+    """
+    return tuple(_parse(item) for item in text.split(";") if item.strip())
+
+
+def _parse(item: str) -> Group:
+    pattern, _, settings = item.rpartition(":")
+    found: dict[str, float] = {}
+    for setting in settings.split(","):
+        name, _, number = (part.strip() for part in setting.partition("="))
+        if name in found:
+            raise UserError(f"{name} twice in groups, {item.strip()!r}", "once")
+        found[name] = float(number)
+    return Group(pattern.strip(), found.get("lr"), found.get("weight_decay"))
+
+
+def text_of(groups: Iterable[Group]) -> str:
+    """Return the text of groups, the inverse of `parse_groups`.
+
+    Raises:
+        UserError: If one is something else.
+    """
+    found = list(groups)
+    for group in found:
+        if not isinstance(group, Group):
+            raise UserError(f"groups with {group!r}", 'such as mpips.Group("*.bias", lr=0.1)')
+    return "; ".join(map(str, found))
+
+
+def members(names: Sequence[str], groups: Sequence[Group]) -> list[list[str]]:
+    """Return the names that are of no group, and then those of each, in their order."""
+    found: list[list[str]] = [[] for _ in range(1 + len(groups))]
+    for name in names:
+        fits = (k for k, group in enumerate(groups, 1) if fnmatchcase(name, group.pattern))
+        found[next(fits, 0)].append(name)
+    return found
