@@ -27,6 +27,7 @@ except ImportError as problem:
 
 from mpips.torch.optimizer import Optimizer
 from mpips.torch.run import Result, run
+from mpips.torch.state import optimizer_state
 from mpips.torch.worker import Worker
 
-__all__ = ["Optimizer", "Result", "Worker", "run"]
+__all__ = ["Optimizer", "Result", "Worker", "optimizer_state", "run"]

@@ -15,7 +15,9 @@ class Optimizer(torch.optim.Optimizer):
     """Pushes gradients; the servers, or in rounds the owners, have the update rule.
 
     A scheduler of `torch.optim.lr_scheduler` works on it: what it makes of the rates goes with the
-    next push as a factor, by which the run's rate is multiplied there, beside its `schedule`.
+    next push as a factor, by which the run's rate is multiplied there, beside its `schedule`. Its
+    `state_dict` has rates alone: what the rule keeps is with its owners, and
+    `mpips.torch.optimizer_state` reads it from a checkpoint.
 
     Args:
         groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.

@@ -14,8 +14,12 @@ from launch import ROOT, environment, run
 torch = pytest.importorskip("torch")
 
 import mpips.torch as mt  # noqa: E402
+from mpips.config import Config  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
+from mpips.layout import Layout  # noqa: E402
+from mpips.optim import make_rule  # noqa: E402
 from mpips.torch.model import Bound, arrays_of, make_model, noting_losses  # noqa: E402
+from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "torch" / "programs"
@@ -49,6 +53,38 @@ def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> No
 
 
 # Without ranks -------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.7),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.7, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1, eps=1e-3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, alpha=0.8, eps=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, 0.1, betas=(0.8, 0.9), eps=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
+    numbers = {"momentum": 0.7, "decay": 0.8, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
+    config, layout = Config(optimizer=name, lr=0.1, **numbers), Layout.of({"a": (2, 3), "b": (4,)})
+    rule, rng = make_rule(name, **numbers), np.random.default_rng(0)
+    params, *slots = np.zeros((1 + len(rule.slots), layout.size))
+    theirs = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in layout.shapes]
+    opt = OPTIMIZERS[name](theirs)
+    for step in range(1, 4):
+        grad = rng.standard_normal(layout.size)
+        rule.apply(params, grad, tuple(slots), step, 0.1)
+        for p, view in zip(theirs, layout.views(grad).values(), strict=True):
+            p.grad = torch.tensor(view)
+        opt.step()
+    found, expected = torch_optimizer(config, layout, slots, 3).state_dict(), opt.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found["state"], expected["state"])
+    opt.load_state_dict(found)
+    opt.step()
 
 
 def optimizer(pushed: list[float], *rates: float) -> Any:

@@ -133,8 +133,8 @@ def ours(case: Case, out: Path) -> tuple[mt.Result, list[Any]]:
     return result, mine
 
 
-def plain(case: Case, batches: list[list[Any]]) -> nn.Module:
-    """Return the model that plain torch ends with after the same batches, of all workers."""
+def plain(case: Case, batches: list[list[Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer of plain torch after the same batches, of all workers."""
     torch.manual_seed(0)
     model = net()
     weight, bias, *last = model.parameters()
@@ -154,7 +154,7 @@ def plain(case: Case, batches: list[list[Any]]) -> nn.Module:
                 group["lr"] = group["initial_lr"] * mean
         opt.step()
         scheduler.step()
-    return model
+    return model, opt
 
 
 def vector(model: nn.Module) -> torch.Tensor:
@@ -169,14 +169,29 @@ def distance(state: dict[str, torch.Tensor], model: nn.Module) -> float:
     return float((vector(end) - vector(model)).norm() / vector(model).norm())
 
 
+def assert_same_state(found: dict[str, Any], opt: torch.optim.Optimizer) -> None:
+    """Assert that a state dict is that of an optimizer, but for what a scheduler has changed."""
+    expected = opt.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for k, of_parameter in expected["state"].items():
+        assert found["state"][k].keys() == of_parameter.keys()
+        for key, tensor in of_parameter.items():
+            torch.testing.assert_close(found["state"][k][key], tensor, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(found["param_groups"], expected["param_groups"], strict=True):
+        assert mine == {key: theirs["initial_lr" if key == "lr" else key] for key in mine}
+    opt.load_state_dict(found)
+
+
 def main(out: Path) -> None:
     """Run and compare each."""
     for k, (name, case) in enumerate(EQUAL.items()):
         result, mine = ours(case, out / f"equal-{k}")
         batches = [of_rank for of_rank in WORLD.allgather(mine) if of_rank]
         assert {len(of_rank) for of_rank in batches} == {STEPS}, name
-        found = distance(result.state_dict, plain(case, batches))
+        model, opt = plain(case, batches)
+        found = distance(result.state_dict, model)
         assert found < 1e-12, (name, found)
+        assert_same_state(mt.optimizer_state(result.out), opt)
     for k, (name, options) in enumerate(STILL.items()):
         small = {**options, "groups": [mpips.Group("0.*", lr=0)]}
         result, _ = ours(Case("sgd", tiny, small), out / f"still-{k}")
