@@ -42,7 +42,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 def _shares(exchange: Exchange, before: float, watched: float, repeats: int) -> list[float]:
     """Wait, and return the processor's seconds for each second of it, `repeats` times."""
     cluster = exchange.cluster
-    backoff = Backoff(cluster.crowding)
+    backoff = Backoff(cluster.ranks_per_core)
     start = time.perf_counter()
     ends = [start + before + k * watched for k in range(repeats + 1)]
     marks: list[tuple[float, float]] = []

@@ -21,7 +21,7 @@ class Agreed(UserError):
 
 def together(comm: Comm, error: Exception | None) -> None:
     """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
-    here, backoff = begin_barrier(comm), Backoff(crowding=2)
+    here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     while not here.Test():  # somebody may be reading a large file
         backoff.pause()
     found = [e for e in gather_all(comm, error and str(error)) if e]

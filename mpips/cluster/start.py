@@ -25,14 +25,14 @@ def local_ranks() -> int:
     return 1
 
 
-def _yield_when_crowded() -> None:
+def _yield_when_oversubscribed() -> None:
     if local_ranks() > cores():
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
 
 
-_yield_when_crowded()
+_yield_when_oversubscribed()
 segments.clean()
 segments.require_room()
 
@@ -54,13 +54,13 @@ def whole_world() -> Comm:
     return MPI.COMM_WORLD
 
 
-def share_cores(crowded: bool) -> None:
+def share_cores(oversubscribed: bool) -> None:
     """Have this process waked and interrupted as suits its host.
 
     Args:
-        crowded: Whether ranks outnumber cores there.
+        oversubscribed: Whether ranks outnumber cores there.
     """
-    if crowded:
+    if oversubscribed:
         _take_turns()
     else:  # where ranks outnumber cores, MPICH's heavy yield lives on the slack
         _sharpen_timers()

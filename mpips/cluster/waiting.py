@@ -23,14 +23,14 @@ class Backoff:
     the more of them take turns: each look costs those that work 10 to 20 us.
 
     Args:
-        crowding: Ranks for each core.
+        ranks_per_core: Ranks of the host, over its cores.
     """
 
-    def __init__(self, crowding: float) -> None:
-        crowded = crowding > 1
-        self._spin_s = 0.0 if crowded else SPIN_S
-        self._yield_s = SPIN_S if crowded else YIELD_S
-        self._sleep_s = min(SLEEP_MAX_S, SLEEP_S * max(1.0, 2 * (crowding - 1)))
+    def __init__(self, ranks_per_core: float) -> None:
+        oversubscribed = ranks_per_core > 1
+        self._spin_s = 0.0 if oversubscribed else SPIN_S
+        self._yield_s = SPIN_S if oversubscribed else YIELD_S
+        self._sleep_s = min(SLEEP_MAX_S, SLEEP_S * max(1.0, 2 * (ranks_per_core - 1)))
         self._since: float | None = None
 
     def reset(self) -> None:

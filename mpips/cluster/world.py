@@ -32,8 +32,8 @@ class Cluster:
         hosts: Host name of each rank.
         node_of: Node number of each rank.
         cores_a_rank: Cores of this host, over its ranks.
-        crowding: Its ranks, over its cores.
-        crowded: Whether ranks outnumber cores there.
+        ranks_per_core: Ranks of this host, over its cores.
+        oversubscribed: Whether ranks outnumber cores here.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
@@ -54,9 +54,9 @@ class Cluster:
         masks = comm.allgather(os.sched_getaffinity(0))
         here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
         self.cores_a_rank = len(set().union(*here)) / len(here)
-        self.crowding = 1 / self.cores_a_rank
-        self.crowded = self.crowding > 1
-        share_cores(self.crowded)
+        self.ranks_per_core = 1 / self.cores_a_rank
+        self.oversubscribed = self.ranks_per_core > 1
+        share_cores(self.oversubscribed)
         self.threads = 0
         self.roles = Roles((), tuple(range(self.world)))
 
@@ -101,7 +101,7 @@ class Cluster:
         if ready():
             return 0.0
         start = time.perf_counter()
-        backoff = Backoff(self.crowding)
+        backoff = Backoff(self.ranks_per_core)
         while not ready():
             self.progress()
             backoff.pause()

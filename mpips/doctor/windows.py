@@ -135,7 +135,7 @@ def _own(cluster: Cluster, background: Background) -> None:
         "busy": _compute,
         "helped": lambda: _compute_with(background),
     }
-    backoff = Backoff(cluster.crowding)
+    backoff = Backoff(cluster.ranks_per_core)
     while True:
         for source, kind, _ in cluster.poll():
             if kind == "end":

@@ -24,9 +24,9 @@ T = TypeVar("T")
 _serving: list["Serving"] = []  # of this process, in the order in which they were opened
 
 
-def _serve_all(done: Callable[[], bool], crowding: float) -> None:
+def _serve_all(done: Callable[[], bool], ranks_per_core: float) -> None:
     """Serve every store of this process until `done()`."""
-    backoff = Backoff(crowding)
+    backoff = Backoff(ranks_per_core)
     while not done():
         busy = [serving.turn() for serving in _serving]
         if any(busy):
@@ -54,11 +54,11 @@ class Serving:
         half.open(self._wait)
 
     def _wait(self, request: Request) -> None:
-        _serve_all(request.Test, self._cluster.crowding)
+        _serve_all(request.Test, self._cluster.ranks_per_core)
 
     def serve_to_the_end(self) -> None:
         """Serve until every worker has come to its end. Collective: yes."""
-        _serve_all(lambda: self._all_applied(self._final), self._cluster.crowding)
+        _serve_all(lambda: self._all_applied(self._final), self._cluster.ranks_per_core)
         here = begin_barrier(self._cluster.comm)
         self._wait(here)
         _serving.remove(self)

@@ -64,7 +64,7 @@ class AsyncServer:
 
     def serve_until(self, done: Callable[[], bool]) -> None:
         """Serve until `done()`; what it asks for has to come from elsewhere, or from a turn."""
-        backoff = Backoff(self._cluster.crowding)
+        backoff = Backoff(self._cluster.ranks_per_core)
         while not done():
             if self.turn():
                 backoff.reset()

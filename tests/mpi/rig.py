@@ -93,7 +93,7 @@ class Rig:
     ) -> None:
         """Take pushes until each worker has said how many it sent, and all of them are applied."""
         final: dict[int, int] = {}
-        backoff = Backoff(self.cluster.crowding)
+        backoff = Backoff(self.cluster.ranks_per_core)
         while not self._served(final):
             push = self.receiver.take()
             if push is not None:

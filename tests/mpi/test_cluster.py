@@ -49,8 +49,8 @@ def test_messages_of_tests_and_job_do_not_meet(cluster: Cluster) -> None:
 
 def test_ranks_that_share_cores_do_not_interrupt_each_other(cluster: Cluster) -> None:
     policy = os.sched_getscheduler(0)
-    wanted = os.SCHED_BATCH if cluster.crowded else os.SCHED_OTHER
-    check(cluster.comm, policy == wanted, (policy, cluster.crowding))
+    wanted = os.SCHED_BATCH if cluster.oversubscribed else os.SCHED_OTHER
+    check(cluster.comm, policy == wanted, (policy, cluster.ranks_per_core))
 
 
 def test_a_policy_that_was_chosen_stays(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,22 +219,22 @@ def test_a_lonely_rank_under_another_mpirun_is_refused(
 
 @pytest.mark.world(max_size=1)
 @pytest.mark.parametrize(
-    ("crowding", "first_us"), [(0.5, 20), (1.0, 20), (1.5, 20), (4.0, 120), (256.0, 1000)]
+    ("ranks_per_core", "first_us"), [(0.5, 20), (1.0, 20), (1.5, 20), (4.0, 120), (256.0, 1000)]
 )
 def test_backoff_spins_then_yields_then_sleeps(
-    cluster: Cluster, crowding: float, first_us: int, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, ranks_per_core: float, first_us: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowded = crowding > 1
+    oversubscribed = ranks_per_core > 1
     clock = [0.0]
     did: list[str | float] = []
     monkeypatch.setattr(waiting.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(waiting.time, "sleep", did.append)
     monkeypatch.setattr(waiting.os, "sched_yield", lambda: did.append("yield"))
-    backoff = Backoff(crowding)
+    backoff = Backoff(ranks_per_core)
     for now in (0.0, 10e-6, 100e-6, 300e-6, 0.5, 1.0, 60.0):
         clock[0] = now
         backoff.pause()
-    if crowded:  # where ranks outnumber cores, nobody spins
+    if oversubscribed:  # where ranks outnumber cores, nobody spins
         assert did[:2] == ["yield", "yield"]
     else:
         assert did[:1] == ["yield"]
@@ -245,4 +245,4 @@ def test_backoff_spins_then_yields_then_sleeps(
     backoff.reset()
     did.clear()
     backoff.pause()
-    assert did == (["yield"] if crowded else [])
+    assert did == (["yield"] if oversubscribed else [])

@@ -34,7 +34,7 @@ class Handing:
         """Serve until every worker has ended; returns what each said that it took, in order."""
         cluster = self.cluster
         granter = Granter(cluster, self.window, handout, self.ahead)
-        backoff, ended = Backoff(cluster.crowding), 0
+        backoff, ended = Backoff(cluster.ranks_per_core), 0
         taken: list[tuple[int, Range]] = []
         while ended < self.workers:
             granter.serve()
