@@ -86,6 +86,10 @@ class Plan:
         """Return what each job of a run has printed."""
         return [text for k, text in zip(self._names, self._outputs, strict=True) if k == name]
 
+    def errors(self) -> list[str]:
+        """Return what any job has printed as ours, lines; those on stderr may come a job late."""
+        return [k for text in self._outputs for k in text.splitlines() if k.startswith("mpips: ")]
+
     def add(
         self, name: str, ranks: int, options: Sequence[str], code: int = 0, quiet: bool = True
     ) -> None:
