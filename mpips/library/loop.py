@@ -63,14 +63,24 @@ class Loop:
         if between and self.ended is None:
             self.notes.send(self._start.ranks)
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "") -> None:
         """Ask for the end of the run: the loop of every worker ends soon, and the run is saved.
 
         Go on to the end of the loop; in modes without rounds it may be left at once. In modes with
-        rounds the request travels with the round of the next push. Blocks: no.
+        rounds the request travels with the round of the next push.
+
+        Args:
+            reason: A short text for ``metrics.jsonl``, as `log` writes it under ``stop``.
+
+        Raises:
+            UserError: Before the loop over the batches.
+
+        Blocks: no.
         """
         if self._tasks is None:
             raise UserError("stop() before the loop over the batches", "a call in it")
+        if reason:
+            self.log(stop=reason)
         self._start.job.stopping = True
 
     def leave(self) -> None:

@@ -155,7 +155,7 @@ def stops(mode: str, out: Path) -> None:
     def train(worker: mpips.Worker) -> None:
         for batch in worker.batches(N, batch_size=7, epochs=1000):
             if worker.id == 0 and len(taken) == 5:
-                worker.stop()
+                worker.stop("enough")
             taken.append(len(batch))
             worker.step(count, batch)
             if worker.id == 0 and len(taken) > 5 and mode in ("async", "ssp"):
@@ -166,6 +166,8 @@ def stops(mode: str, out: Path) -> None:
     )
     assert (result.reason, result.code) == ("stopped", 0)
     assert (out / "DONE").read_text() == "stopped\n"
+    if MPI.COMM_WORLD.rank == 0:
+        assert '"stop": "enough"' in (out / "metrics.jsonl").read_text()
     if mode in ("async", "ssp"):
         counts = result.params["counts"]
         assert counts.sum() == result.summary["samples"]
