@@ -120,7 +120,7 @@ def learns(mode: str, out: Path) -> None:
         assert N / 3 < found["samples"] < N, "weighted by the samples of each batch"
     assert heard.losses == losses
     assert heard.epochs == sorted(set(heard.epochs)), "each once"
-    assert bool(losses) == (29 in heard.epochs)
+    assert bool(losses) == bool(heard.epochs)
     chief = MPI.COMM_WORLD.rank == 0  # the first server, where there is one
     assert bool(heard.evaluations) == chief, heard.evaluations
     assert not chief or heard.checkpoints[-1] == result.summary["global_step"]
