@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
+from mpips.cluster import ending
 
 N, EPOCHS = 230, 3
 MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
@@ -204,4 +205,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException as error:  # the other ranks would wait for this one
+        ending.abort(ending.raised(error), 1)

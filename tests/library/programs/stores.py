@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from mpips.cluster import ending
 
 WORLD = MPI.COMM_WORLD
 N, PUSHES = 1000, 40
@@ -110,4 +111,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException as error:  # the other ranks would wait for this one
+        ending.abort(ending.raised(error), 1)
