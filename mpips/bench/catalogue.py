@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ class Measure:
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
         named: Whether it is taken only where it is named: it says nothing about speed, and is long.
+        package: What has to be installed for it, as an extra of that name does.
     """
 
     name: str
@@ -29,11 +31,17 @@ class Measure:
     least: int = 1
     nodes: int = 1
     named: bool = False
+    package: str = ""
 
     @property
     def has_jobs(self) -> bool:
         """Whether it starts jobs of its own, and so is called by the driver."""
         return not self.worlds and self.nodes == 1
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it needs is installed; nothing of it is imported."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
     @property
     def run(self) -> Callable[..., list[Row]]:
@@ -66,6 +74,7 @@ MEASURES = {
         Measure("convergence", named=True),
         Measure("start"),
         Measure("memory"),
+        Measure("torch", package="torch"),
     )
 }
 RENAMED = {"crowd": "oversubscription"}  # names that scripts may still have

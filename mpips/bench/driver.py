@@ -32,7 +32,7 @@ def run(names: Sequence[str], options: Options, path: Path | None) -> int:
     Raises:
         UserError: If a name is not known, or needs several nodes, or if no world can be started.
     """
-    chosen = choose_for_driver(names)
+    chosen = [m for m in choose_for_driver(names) if names or _is_installed(m)]
     report: dict[str, Any] = {"machine": machine()}
     report |= {"repeats": options.repeats, "quick": options.quick, "missing": [], "failed": []}
     if options.peers:
@@ -67,6 +67,14 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
             from mpips.bench import peer_comparison
 
             yield from peer_comparison.parts(measure.name, options)
+
+
+def _is_installed(measure: Measure) -> bool:
+    """Return whether what a measure needs is there, and say so where it is not."""
+    if not measure.installed:
+        extra = measure.package
+        _say(f"{measure.name} is left out: no {extra}; pip install 'mpips[{extra}]'")
+    return measure.installed
 
 
 def _missing(venv: Path) -> list[str]:

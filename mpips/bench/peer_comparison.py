@@ -1,10 +1,12 @@
 """mpips beside its peers: the same work, in turns, each in processes of its own."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from mpips.bench import jobs, peers
+from mpips.bench import jobs, peers, torch
 from mpips.bench.catalogue import MEASURES
 from mpips.bench.measure import Options, Row, bytes_text
 
@@ -26,7 +28,7 @@ class Case:
         steps: Steps of a peer's worker in one repeat.
         reach: The least ratio that is aimed at.
         size: Bytes of the parameters.
-        options: Of `mpips.train`, where that is run.
+        options: Of `mpips.train`, or the mode, where training is measured.
     """
 
     measure: str
@@ -50,6 +52,10 @@ def _train(peer: str, ranks: str, world: int, reach: float, *options: str) -> Ca
     return Case("mlp", peer, "mlp", ranks, world, 2, 200, reach, options=options)
 
 
+def _train_torch(peer: str, ranks: str, world: int, mode: str) -> Case:
+    return Case("torch", peer, "mlp", f"{mode}, {ranks}", world, 2, 200, 1.5, options=(mode,))
+
+
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
     _push_pull("tensorflow-ps", 1 << 20, 200, 10),
@@ -58,8 +64,12 @@ CASES = (
     Case("rounds", "torch-ddp", "round", "16.8 MB, 2 ranks", 2, 2, 30, 4, 16 << 20),
     _train("tensorflow-ps", "async, 1 server, 2 workers", 3, 2, "--servers", "1"),
     _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
+    _train_torch("torch-ddp", "2 ranks", 2, "sync"),
+    _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
+    Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 4, 2, 400_000_000),
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
+QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
 
 def parts(measure: str, options: Options) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
@@ -82,28 +92,44 @@ def _compare(case: Case, options: Options) -> list[Row]:
         Failed: If a run of mpips fails.
         UserError: If one of the peer does.
     """
-    assert options.peers is not None, "no virtual environment is named"
-    steps = QUICK_STEPS if options.quick else case.steps
+    steps, repeats = QUICK_STEPS if options.quick else case.steps, options.repeats
+    if case.work == "memory":
+        repeats = 1  # it is the same each time
+        if options.quick:
+            case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
 
     def theirs() -> float:
-        assert options.peers is not None
+        assert options.peers is not None, "no virtual environment is named"
         return peers.measure(
             options.peers, case.peer, case.work, size=case.size, workers=case.workers,
             steps=steps, repeats=1, timeout_s=LIMIT_S,
         ).rate  # fmt: skip
 
     with jobs.temporary_folder() as folder:
-        text = case.case
-        ours: Callable[[], float] = partial(_world, case)
-        if case.work == "mlp":
-            job = jobs.Perceptron(folder, options.quick)
-            text, ours = f"{job.case}, {text}", partial(job.rate, case.ranks, *case.options)
-        found = jobs.take_turns({"mpips": ours, "peer": theirs}, options.repeats)
+        text, ours = _ours(case, options, folder)
+        found = jobs.take_turns({"mpips": ours, "peer": theirs}, repeats)
     mine, other, ratio = jobs.compare_rates(found["mpips"], found["peer"])
     unit = peers.UNITS[case.work]
     if case.work == "round":  # shown as times, as the other rounds are
         mine, other, unit = 1e3 / mine, 1e3 / other, "ms"
-    return [Row(NAMES[case.work], text, mine, unit, case.peer, other, ratio, case.reach)]
+    if case.work == "memory":  # less of it is better
+        ratio = 1 / ratio
+    name = "torch" if case.measure == "torch" else NAMES[case.work]
+    return [Row(name, text, mine, unit, case.peer, other, ratio, case.reach)]
+
+
+def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[], float]]:
+    """Return what is shown of a case, and what measures mpips at it."""
+    if case.work == "memory":
+        text = f"{case.size / 4e6:.0f} M parameters, {case.case}"
+        return text, partial(torch.memory_mb, case.ranks, case.size // 4)
+    if case.measure == "torch":
+        text = f"MLP {torch.shape(options)}, batch 64, {case.case}"
+        return text, partial(torch.rate, case.options[0], case.ranks, options)
+    if case.work == "mlp":
+        job = jobs.Perceptron(folder, options.quick)
+        return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
+    return case.case, partial(_world, case)
 
 
 def _world(case: Case) -> float:

@@ -172,6 +172,7 @@ def test_what_the_driver_takes() -> None:
     found = [m.name for m in catalogue.choose_for_driver([])]
     left_out = ("link", "wire", "convergence")
     assert found == [name for name in catalogue.MEASURES if name not in left_out]
+    assert found[-1] == "torch"
     assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]
     assert [m.name for m in catalogue.choose_for_driver(["mlp", "rules"])] == ["rules", "mlp"]
     assert [m.name for m in catalogue.choose_for_driver(["crowd"])] == ["oversubscription"]
@@ -307,14 +308,14 @@ def test_a_world_refuses_once(ranks: int, measure: str, message: str, tmp_path: 
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
-    names = ["memory", "rules", "pushpull"]
+    names = ["memory", "rules", "pushpull", *["torch"] * catalogue.MEASURES["torch"].installed]
     args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = driver(*args, cwd=tmp_path, timeout_s=180)
     assert done.returncode == 0, done.stderr
-    shown = {"push+pull", "update rule", "memory"}
+    shown = {"push+pull", "update rule", *names} - {"pushpull", "rules"}
     rows = check_rows(tmp_path / "rows.json", shown)
     told = [re.split("[,:]", line)[1].strip() for line in done.stderr.splitlines()]
-    assert told == ["pushpull", "rules", "memory"], done.stderr
+    assert told == ["pushpull", "rules", *names[:1], *names[3:]], done.stderr
     assert all(any(line.startswith(name) for line in done.stdout.splitlines()) for name in shown)
     assert len(done.stdout.splitlines()) == 3 + 1 + len(rows), done.stdout
 
@@ -363,6 +364,20 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = check_rows(tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "start"})
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+def test_without_pytorch_its_measure_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = dict.fromkeys(("cpu", "cores", "mpi", "python", "numpy", "numba", "mpips", "date"), "?")
+    monkeypatch.setattr("mpips.bench.driver.machine", lambda: facts)
+    monkeypatch.setattr("mpips.bench.driver._parts", lambda chosen, options: iter(()))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run_driver([], Options(quick=True), None) == 0
+    said = "mpips.bench: torch is left out: no torch; pip install 'mpips[torch]'"
+    assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"no PyTorch, expected torch.*'mpips\[torch\]'"):
+        catalogue.MEASURES["torch"].run(Options(quick=True))
 
 
 def test_a_measure_that_fails_does_not_stop_the_others(

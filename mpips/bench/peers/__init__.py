@@ -25,7 +25,7 @@ from mpips.errors import UserError, unknown
 
 __all__ = ["PEERS", "UNITS", "Peer", "Result", "measure", "missing"]
 
-UNITS = {"push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s"}
+UNITS = {"push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB"}
 LOOK_S = 60.0  # for an interpreter to start on a slow file system
 POLL_S = 0.02
 TAIL_LINES = 15
@@ -63,7 +63,8 @@ class Result:
         case: Sizes and workers.
         seconds: Median time of one step: each worker makes one in it, or all one round.
         repeats: The time of one step in each repeat, in seconds.
-        rate: At the median, of all workers: bytes pushed and pulled, rounds, or samples.
+        rate: At the median, of all workers: bytes pushed and pulled, rounds, or samples; for
+            memory what all of them take.
         unit: Of `rate`.
     """
 
@@ -82,7 +83,7 @@ _HERE = Path(__file__).parent
 PEERS = {
     "tensorflow-ps": Peer(_HERE / "tensorflow_ps.py", "tensorflow", ("push+pull", "mlp")),
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
-    "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp")),
+    "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
 }
 
 
@@ -252,11 +253,12 @@ def _result(line: dict[str, Any], what: str) -> Result:
             shape = f"784-{line['hidden']}-{line['hidden']}-10, batch {line['batch']}"
         else:
             shape = _size_text(line["size"])
+        ranks = "workers" if measure in ("push+pull", "mlp") else "ranks"
         return Result(
             peer=line["peer"],
             version=line["version"],
             measure=measure,
-            case=f"{shape}, {line['workers']} {'ranks' if measure == 'round' else 'workers'}",
+            case=f"{shape}, {line['workers']} {ranks}",
             seconds=statistics.median(repeats),
             repeats=repeats,
             rate=line[RATES[measure]],

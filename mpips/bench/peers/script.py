@@ -15,8 +15,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-STEPS = {"push+pull": 40, "round": 40, "mlp": 200}  # of each worker in one repeat, by default
-RATES = {"push+pull": "gb_per_s", "round": "rounds_per_s", "mlp": "samples_per_s"}
+# Of each worker in one repeat, by default.
+STEPS = {"push+pull": 40, "round": 40, "mlp": 200, "memory": 4}
+RATES = {
+    "push+pull": "gb_per_s",
+    "round": "rounds_per_s",
+    "mlp": "samples_per_s",
+    "memory": "megabytes",
+}
 
 Send = Callable[[object], None]
 Span = tuple[float, float]
@@ -185,7 +191,12 @@ def seconds_of(spans: Sequence[Sequence[Span]]) -> list[float]:
 
 
 def report(
-    peer: str, version: str, given: argparse.Namespace, size: int, seconds: Sequence[float]
+    peer: str,
+    version: str,
+    given: argparse.Namespace,
+    size: int,
+    seconds: Sequence[float],
+    used_mb: float = 0.0,
 ) -> None:
     """Print a measurement as one line of JSON.
 
@@ -195,6 +206,7 @@ def report(
         given: The options.
         size: Bytes of all parameters.
         seconds: Time of each repeat.
+        used_mb: What all processes take, where that is the measure.
 
     The rates are those of all workers at the median; ``steps_per_s`` counts a round once.
     """
@@ -213,7 +225,7 @@ def report(
     }
     if measure == "mlp":
         line |= {"hidden": given.hidden, "batch": given.batch}
-    line[RATES[measure]] = steps_per_s * _amount(given, size)
+    line[RATES[measure]] = used_mb or steps_per_s * _amount(given, size)
     print(json.dumps(line), flush=True)
 
 
@@ -222,6 +234,22 @@ def _amount(given: argparse.Namespace, size: int) -> float:
     if given.measure == "push+pull":
         return 2 * size / 1e9
     return given.batch if given.measure == "mlp" else 1
+
+
+# Memory ----------------------------------------------------------------------------------------
+
+
+def layers_of(size: int) -> tuple[int, int]:
+    """Return width and number of the layers that have about `size` parameters together."""
+    number = 4
+    return round((size / number) ** 0.5), number
+
+
+def pss_mb() -> float:
+    """Return the proportional set size of this process, in MB: of shared memory its share."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        kilobytes = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    return kilobytes * 1024 / 1e6
 
 
 def mlp_bytes(hidden: int) -> int:

@@ -1,4 +1,7 @@
-"""Synchronous torch over gloo: all_reduce and SGD on a vector, or DistributedDataParallel."""
+"""Synchronous torch over gloo: all_reduce and SGD on a vector, or DistributedDataParallel.
+
+The measure `memory` is what all ranks take behind a step of Adam, by proportional set size.
+"""
 
 import argparse
 import os
@@ -12,15 +15,18 @@ from script import (  # type: ignore[import-not-found]
     Send,
     add_mlp,
     add_size,
+    layers_of,
     make_parser,
     mlp_bytes,
     parse,
+    pss_mb,
     report,
     seconds_of,
     time_repeats,
 )
 
 SAMPLES = 8192
+SMALL_BATCH = 4
 
 
 def make_round(given: argparse.Namespace) -> Callable[[], None]:
@@ -59,11 +65,30 @@ def make_mlp(given: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-MAKE = {"round": make_round, "mlp": make_mlp}
+def make_large(given: argparse.Namespace) -> Callable[[], None]:
+    """Return a training step of a model of about `size` parameters, by Adam."""
+    import torch
+    from torch import nn
+
+    width, depth = layers_of(given.size)
+    hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(width, 10)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
+    x, y = torch.rand(SMALL_BATCH, width), torch.randint(0, 10, (SMALL_BATCH,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+MAKE = {"round": make_round, "mlp": make_mlp, "memory": make_large}
 
 
 def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, barrier: Any) -> None:
-    """Make the steps of one rank; send the version, and begin and end of each repeat."""
+    """Make the steps of one rank; send version, memory, and begin and end of each repeat."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     from torch import distributed
@@ -78,8 +103,10 @@ def work(send: Send, rank: int, given: argparse.Namespace, rendezvous: Path, bar
             step()
 
     spans = time_repeats(given.repeats, barrier, steps)
+    used_mb = pss_mb()
+    barrier.wait()  # what has ended shares nothing any more
     distributed.destroy_process_group()
-    send((torch.__version__, spans))
+    send((torch.__version__, used_mb, spans))
 
 
 def main() -> None:
@@ -93,9 +120,10 @@ def main() -> None:
         barrier = children.barrier(given.workers)
         for rank in range(given.workers):
             children.start(work, rank, given, rendezvous, barrier)
-        versions, spans = zip(*children.results(), strict=True)
-    size = 4 * given.size if given.measure == "round" else mlp_bytes(given.hidden)
-    report("torch-ddp", versions[0], given, size, seconds_of(spans))
+        versions, used_mb, spans = zip(*children.results(), strict=True)
+    size = mlp_bytes(given.hidden) if given.measure == "mlp" else 4 * given.size
+    found = seconds_of(spans), sum(used_mb) if given.measure == "memory" else 0.0
+    report("torch-ddp", versions[0], given, size, *found)
 
 
 if __name__ == "__main__":

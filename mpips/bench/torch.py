@@ -1,0 +1,105 @@
+"""Steps of PyTorch models through ``mpips.torch``, beside the models' own forward and backward.
+
+Two ranks of one thread each, mode sync, batches of 64. A step lasts from when a batch is taken to
+when the next one is: it holds the loader, forward, backward, the copies of gradients, and the round
+with its waiting. Beside it stand forward and backward of a second module of the same kind, which
+belongs to no run, on the same batches: in the same processes, some steps and some passes in turn.
+
+With peers, also rates beside theirs, and the memory of four ranks.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from mpips.bench.catalogue import MEASURES
+from mpips.bench.jobs import run as run_job
+from mpips.bench.jobs import steady_rate, temporary_folder
+from mpips.bench.measure import Options, Row
+from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.errors import UserError
+
+PROGRAM = ("-m", "mpips.bench.torch_program")
+NETS = {
+    "mlp": ("MLP {}, batch 64, a step, sync, 2 ranks", 0.9),
+    "conv": ("convolutional net, batch 64, a step, sync, 2 ranks", 0.95),
+}
+TURNS, QUICK_TURNS = 4, 1  # of each repeat
+HIDDEN, QUICK_HIDDEN = 1024, 256
+EPOCHS, QUICK_EPOCHS = 4, 2
+
+
+def run(options: Options) -> list[Row]:
+    """Compare steps of two nets with their own passes.
+
+    Raises:
+        UserError: If there is no PyTorch.
+        Failed: If the job fails.
+    """
+    if not MEASURES["torch"].installed:
+        raise UserError("no PyTorch", "torch >= 2.4", "pip install 'mpips[torch]'")
+    turns = QUICK_TURNS if options.quick else TURNS * options.repeats
+    given = {"hidden": hidden(options), "nets": [*NETS], "turns": turns}
+    with temporary_folder() as folder:
+        found = _start(2, "shares", folder, **given)
+    return [_share(net, [of_rank[net] for of_rank in found], options) for net in NETS]
+
+
+def _share(net: str, found: list[list[tuple[float, float]]], options: Options) -> Row:
+    """Return the row of a net, from the times of its steps and passes in each turn by rank."""
+    turns = [turn for of_rank in found for turn in of_rank]
+    step, own = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
+    ratio = statistics.median(own / step for step, own in turns)
+    case, reach = NETS[net]
+    beside = "its forward and backward alone"
+    return Row("torch", case.format(shape(options)), step, "ms", beside, own, ratio, reach)
+
+
+def hidden(options: Options) -> int:
+    """Return the width of the MLP."""
+    return QUICK_HIDDEN if options.quick else HIDDEN
+
+
+def shape(options: Options) -> str:
+    """Return its layers as text."""
+    width = hidden(options)
+    return f"784-{width}-{width}-10"
+
+
+def rate(mode: str, ranks: int, options: Options) -> float:
+    """Train the MLP through ``mpips.torch.run``, in async with one server.
+
+    Returns:
+        Samples per second, start-up and end left out.
+
+    Raises:
+        Failed: If the run fails, or is too short.
+    """
+    epochs = QUICK_EPOCHS if options.quick else EPOCHS
+    with temporary_folder() as folder:
+        given = {"mode": mode, "hidden": hidden(options), "epochs": epochs}
+        _start(ranks, "train", folder, **given)
+        out = folder / "run"
+        if options.quick:  # too short for more than a line or two
+            return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
+        return steady_rate(out / METRICS)
+
+
+def memory_mb(ranks: int, size: int) -> float:
+    """Train a model of about `size` float32 parameters by Adam, in sync.
+
+    Returns:
+        The proportional set size of all ranks, in MB, behind a step.
+
+    Raises:
+        Failed: If the run fails.
+    """
+    with temporary_folder() as folder:
+        return float(sum(_start(ranks, "memory", folder, size=size)))
+
+
+def _start(ranks: int, program: str, folder: Path, **given: Any) -> list[Any]:
+    """Run a program of `mpips.bench.torch_program`; returns what each worker has found."""
+    run_job(ranks, [*PROGRAM, program, json.dumps(given)], folder)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
