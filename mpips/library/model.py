@@ -17,7 +17,7 @@ Evaluate: TypeAlias = Callable[[Arrays, Any], dict[str, float]]
 
 
 class Parameters:
-    """Initial parameters by name, in the order of the mapping.
+    """Initial parameters by name, in the order of the mapping, which is read when they are used.
 
     Args:
         given: Names and arrays of real numbers.
@@ -30,18 +30,21 @@ class Parameters:
         if not isinstance(given, Mapping) or not given:
             got = f"params of type {type(given).__name__}" if given else "no params"
             raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
-        self.arrays = {str(name): np.asarray(array) for name, array in given.items()}
-        for name, array in self.arrays.items():
+        self._given = given
+        arrays = self.arrays
+        for name, array in arrays.items():
             if array.dtype.kind not in "fiub" or not array.size:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
-        self.layout = Layout.of({name: array.shape for name, array in self.arrays.items()})
+        self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
+        # Of a job that is given none.
+        doubles = all(array.dtype == np.float64 for array in arrays.values())
+        self.dtype = "float64" if doubles else "float32"
 
     @property
-    def dtype(self) -> str:
-        """The dtype of a job that is given none: float64 where all arrays are of it."""
-        doubles = all(array.dtype == np.float64 for array in self.arrays.values())
-        return "float64" if doubles else "float32"
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The parameters; not kept here, since a run goes on in other memory."""
+        return {str(name): np.asarray(array) for name, array in self._given.items()}
 
 
 class Model(Problem):

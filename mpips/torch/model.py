@@ -1,5 +1,6 @@
 """A module bound to flat memory: parameters that are views of a replica, gradients of a buffer."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch
 
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
+from mpips.torch import linear
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -55,6 +57,25 @@ def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: p.detach().contiguous().numpy() for name, p in trained_parameters(model).items()}
 
 
+class Initial(Mapping[str, np.ndarray]):
+    """The trained parameters of a model as `arrays_of` has them, without holding their memory.
+
+    When the parameters move into a replica, the memory that they had at first is given back.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._names = model, list(trained_parameters(model))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return arrays_of(self._model)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
     """Return tensors that share the memory of arrays, in their order.
 
@@ -82,18 +103,23 @@ class Bound:
         self._parameters = list(self.parameters.values())
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
+        self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
         self._written = [False] * len(self._parameters)
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._make_hook(k))
             for k, p in enumerate(self._parameters)
         ]
+        for k, parameter in enumerate(self._parameters):
+            linear.register(parameter, functools.partial(self._write, k))
 
     def move_to(self, params: Arrays) -> None:
         """Have the parameters read from these arrays from now on."""
+        if params is self._params:
+            return
         for parameter, tensor in zip(self._parameters, self._tensors(params), strict=True):
             parameter.data = tensor
-        self.unmoved = False
+        self._params, self.unmoved = params, False
 
     def collect_into(self, out: Arrays) -> None:
         """Have the gradients of the next backward passes go into these arrays."""
@@ -121,15 +147,29 @@ class Bound:
     def forget(self) -> None:
         """Forget all memory, and leave the gradients as they come."""
         self._known.clear()
-        self._grads = []
+        self._params, self._grads = {}, []
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters:
+            linear.unregister(parameter)
 
     def _tensors(self, arrays: Arrays) -> list[torch.Tensor]:
         known = self._known.get(id(arrays))
         if known is None:
             known = self._known[id(arrays)] = arrays, tensors_of(arrays)
         return known[1]
+
+    def _write(self, k: int, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Write the first gradient of a step, a product; False if it has to be made elsewhere."""
+        parameter = self._parameters[k]
+        hooks = len(parameter._post_accumulate_grad_hooks or ()), parameter._backward_hooks
+        if not self._grads or parameter.grad is not None or hooks != (1, None):
+            return False
+        if self._grads[k].data_ptr() % linear.ALIGNED_BYTES:
+            return False
+        torch.mm(left, right, out=self._grads[k])
+        parameter.grad, self._written[k] = self._grads[k], True
+        return True
 
     def _make_hook(self, k: int) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:

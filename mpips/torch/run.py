@@ -14,9 +14,10 @@ from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
 from mpips.library.start import Start
+from mpips.torch.linear import direct_gradients
 from mpips.torch.model import (
     DTYPES,
-    arrays_of,
+    Initial,
     evaluating,
     make_model,
     noting_losses,
@@ -97,8 +98,8 @@ def run(
     program = library.Program(
         train, make_worker, finish, tried, held_out, TorchSamples, callbacks, sets_rate=True
     )
-    with noting_losses(losses):
-        result = library.run_program(program, arrays_of(module), optimizer, comm, options)
+    with noting_losses(losses), direct_gradients():
+        result = library.run_program(program, Initial(module), optimizer, comm, options)
     _set_buffers(module, buffers)
     return Result(**vars(result), state_dict=state_of(module, result.params))
 

@@ -48,7 +48,7 @@ class TorchSamples(Samples):
         """Return the batch of the samples `ids`, shape (n,), int64, and nothing beside it."""
         if self._whole:
             numbers = torch.from_numpy(ids)
-            return tuple(tensor[numbers] for tensor in self._dataset.tensors), None
+            return tuple(t.index_select(0, numbers) for t in self._dataset.tensors), None
         return (self._collate or default_collate)([self._dataset[k] for k in ids.tolist()]), None
 
 

@@ -18,7 +18,8 @@ from mpips.config import Config  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 from mpips.layout import Layout  # noqa: E402
 from mpips.optim import make_rule  # noqa: E402
-from mpips.torch.model import Bound, arrays_of, make_model, noting_losses  # noqa: E402
+from mpips.torch import linear  # noqa: E402
+from mpips.torch.model import Bound, Initial, arrays_of, make_model, noting_losses  # noqa: E402
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples  # noqa: E402
 
@@ -175,6 +176,82 @@ def test_what_is_unfrozen_in_a_run_is_told() -> None:
     model(torch.ones(3)).backward()
     with pytest.raises(UserError, match=r"a gradient of 'frozen\.weight', which did not require"):
         bound.complete()
+
+
+def test_initial_parameters_are_not_held() -> None:
+    model = make_model(Two, 0)
+    initial, first = Initial(model), model.used.weight.data_ptr()
+    assert {k: v.tolist() for k, v in initial.items()} == {
+        k: v.tolist() for k, v in arrays_of(model).items()
+    }
+    moved = memory(model)
+    Bound(model).move_to(moved)
+    assert model.used.weight.data_ptr() != first
+    assert np.shares_memory(initial["used.weight"], moved["used.weight"])
+
+
+class Large(torch.nn.Module):  # type: ignore[name-defined, misc]
+    """A large linear layer that is used twice, one that is used once, and one in a hook's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.hooked = (torch.nn.Linear(512, 512) for _ in range(3))
+        self.hooked.weight.register_hook(lambda grad: 2 * grad)
+
+    def forward(self, x: Any) -> Any:
+        x = self.twice(torch.relu(self.twice(torch.relu(self.first(x)))))
+        return self.hooked(x).square().mean()
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_large_gradients_are_those_of_autograd(shift: int) -> None:
+    """Bit for bit, of weights that are used once, and wherever a gradient is not written itself."""
+    x = torch.randn(5, 7, 512, generator=torch.Generator().manual_seed(0))
+    model, plain = make_model(Large, 0), make_model(Large, 0)
+    (plain(x) + plain(2 * x)).backward()
+    expected = {name: p.grad.numpy() for name, p in plain.named_parameters()}
+    with linear.direct_gradients():
+        bound = Bound(model)
+        size = sum(array.size for array in expected.values())
+        flat, out, begin = torch.full((size + 16,), torch.nan), dict[str, np.ndarray](), shift
+        for name, array in expected.items():
+            out[name] = flat[begin : begin + array.size].view(array.shape).numpy()
+            begin += array.size
+        assert (out["first.weight"].ctypes.data % linear.ALIGNED_BYTES == 0) == (shift == 0)
+        bound.collect_into(out)
+        asked = torch.autograd.grad(model(x), model.first.weight, create_graph=True)[0]
+        assert asked.requires_grad, "it can be differentiated"
+        assert model.first.weight.grad is None
+        (model(x) + model(2 * x)).backward()
+        bound.complete()
+        bound.forget()
+    for name, array in expected.items():
+        np.testing.assert_allclose(out[name], array, rtol=1e-5, atol=1e-9, err_msg=name)
+    assert torch.nn.functional.linear is linear._linear
+    assert not linear._writes
+
+
+def test_a_large_gradient_is_written_where_it_is_pushed_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And is the same bit for bit."""
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    model = make_model(lambda: torch.nn.Linear(512, 512), 0)
+    expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+    multiply, written = torch.mm, list[int]()
+
+    def noted(left: Any, right: Any, out: Any) -> Any:
+        written.append(out.data_ptr())
+        return multiply(left, right, out=out)
+
+    with linear.direct_gradients():
+        bound = Bound(model)
+        out = {name: torch.full(a.shape, torch.nan).numpy() for name, a in memory(model).items()}
+        bound.collect_into(out)
+        monkeypatch.setattr(torch, "mm", noted)
+        model(x).square().mean().backward()
+    np.testing.assert_array_equal(out["weight"], expected.numpy())
+    assert written == [out["weight"].ctypes.data]
 
 
 def test_losses_are_noted() -> None:
