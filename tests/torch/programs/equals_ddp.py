@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpips
 import mpips.torch as mt
+from mpips.torch import linear
 
 SIZE = 8
 RULES = {
@@ -49,8 +50,17 @@ def double() -> nn.Module:
     return nets.Net().double()
 
 
+def wide() -> nn.Module:
+    """Return a net whose weights are mostly one linear layer's, large enough to be written."""
+    hidden = linear.LEAST // 64
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU())
+    net.add_module("out", nn.Linear(hidden, 10))
+    return net
+
+
 CASES = (
     Case("sgd"),
+    Case("momentum", wide, steps=20),
     Case("momentum"),
     Case("adamw", steps=20),
     Case("adamw", double, tolerance=1e-12),
