@@ -2,20 +2,16 @@
 
 import argparse
 import sys
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from mpips.checkpoint import (
-    Checkpoint,
+    exchange,
     list_checkpoints,
     newest_whole,
     open_checkpoint,
     verify,
 )
-from mpips.checkpoint.files import folder_step, write_durably
+from mpips.checkpoint.files import folder_step
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
 
@@ -28,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
         (list_all, "one line a checkpoint: step, size, whole or what is wrong"),
         (inspect, "layout, shards, slots and state of one checkpoint"),
         (verify_all, "check every byte; exit code 0 if all are whole, 1 if not"),
-        (export, "write the arrays of one checkpoint to an npz file"),
+        (export, "write the parameters of one checkpoint to a file that other programs read"),
     ):
         name = function.__name__.removesuffix("_all")
         command = commands.add_parser(name, help=text, description=text)
@@ -39,8 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
         if function is export:
             command.add_argument(
-                "-o", "--output", required=True, metavar="FILE.npz", help="file to write"
-            )
+                "-o", "--output", required=True, metavar="FILE",
+                help="file to write: .npz (with the slots), .safetensors, or .pt for torch.load",
+            )  # fmt: skip
     return parser
 
 
@@ -113,12 +110,10 @@ def verify_all(args: argparse.Namespace) -> int:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the newest whole checkpoint, or that of --step, to an npz file."""
+    """Write the newest whole checkpoint, or that of --step, to a file."""
     output = Path(args.output)
     if output.exists():
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
-    if output.suffix != ".npz":
-        raise UserError(f"{output}", "a name that ends in .npz", "it is read by numpy.load")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
     if args.step is None:
@@ -130,35 +125,9 @@ def export(args: argparse.Namespace) -> int:
         print(f"not whole: {complaint}", file=sys.stderr)
     if checkpoint is None:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
-    write_npz(checkpoint, output)
+    exchange.export(checkpoint, output)
     print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
     return 0
-
-
-def write_npz(checkpoint: Checkpoint, output: Path) -> None:
-    """Write all arrays to an npz file; one of them is in memory at a time.
-
-    Raises:
-        UserError: If the checkpoint cannot be read or the file not written.
-    """
-
-    def write(temporary: Path) -> None:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-            for name, array in named_arrays(checkpoint):
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, array, allow_pickle=False)
-
-    write_durably(output, write)
-
-
-def named_arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another."""
-    shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
-    for name, (begin, end) in checkpoint.layout.slices().items():
-        yield f"params/{name}", checkpoint.read_params(begin, end).reshape(shapes[name])
-        for slot in checkpoint.slot_names:
-            array = checkpoint.read_slot(slot, begin, end)
-            yield f"slots/{slot}/{name}", array.reshape(shapes[name])
 
 
 def readable(count: int) -> str:

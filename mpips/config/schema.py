@@ -67,8 +67,8 @@ class Config:
     quiet: bool = setting("run", False, "print errors only")
     eval_only: bool = setting("run", False, "evaluate what --resume or --init-from reads")
     init_from: str = setting(
-        "run", "", "start a run from this checkpoint's parameters alone; unused on --resume",
-        metavar="CHECKPOINT", unset="a random start",
+        "run", "", "start a run from the parameters alone of this checkpoint, .npz or .safetensors "
+        "file; unused on --resume", metavar="CHECKPOINT", unset="a random start",
     )  # fmt: skip
     threads: int = setting("run", 0, "BLAS threads a rank; 0: cores over ranks of a node", ">= 0")
 

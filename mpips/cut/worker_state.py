@@ -63,7 +63,7 @@ def names(job: Job) -> tuple[str, ...]:
 
 def _saved(job: Job) -> list[dict[str, int]]:
     """Return the numbers saved with each worker's own state; empty where there are none."""
-    if job.checkpoint is None or not job.resumed:
+    if job.checkpoint is None:
         return []
     return list(job.checkpoint.state.get("own", []))
 
@@ -130,7 +130,7 @@ def packed_before(job: Job) -> int:
 
 def resume_notes(job: Job) -> Iterator[str]:
     """Yield lines that say, in a resumed run, what becomes of the workers' own state."""
-    if job.checkpoint is None or not job.resumed or not job.base_step:
+    if job.checkpoint is None or not job.base_step:
         return
     mine, saved = names(job), _saved(job)
     own, shared = _read(job, shared=False), _read(job, shared=True)

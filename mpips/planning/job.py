@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
+from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.place import Place
 from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
@@ -50,8 +51,8 @@ class Job:
         problem: The model.
         out: The run's folder.
         block: Samples that are read at once; 0 for data in memory.
-        checkpoint: The checkpoint that the run continues or takes its parameters from, or None.
-        resumed: Whether it continues it.
+        checkpoint: The checkpoint that the run continues, or None.
+        initial: Where the parameters are read from; None where the problem makes them.
         started: `time.perf_counter` when the process started.
         place: The run's folder, held by the chief while it trains; None elsewhere.
         begun: Whether training has begun, as far as this rank has seen: it has computed a
@@ -70,7 +71,7 @@ class Job:
     out: Path
     block: int
     checkpoint: Checkpoint | None = None
-    resumed: bool = False
+    initial: Checkpoint | ParameterFile | None = None
     started: float = field(default_factory=time.perf_counter)
     place: Place | None = None
     begun: bool = False
@@ -95,7 +96,7 @@ class Job:
         # Owned with a shard.
         self.slots: tuple[str, ...] = shared + outer + self.staleness.slots
         self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
-        saved = self.checkpoint.state if self.checkpoint and self.resumed else {}
+        saved = self.checkpoint.state if self.checkpoint else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
         self.base_position = self._position(saved.get("schedule"))
@@ -181,7 +182,7 @@ class Job:
             quota=c.steps or None,
             chunk=1 if sync else max(1, self.block // size),
         )
-        if self.checkpoint is not None and self.resumed:
+        if self.checkpoint is not None:
             state = dict(self.checkpoint.state["handout"])
             if sync:  # rounds are steps of each worker
                 state["clocks"] = [max(state["clocks"])]
@@ -233,19 +234,19 @@ class Job:
         return [f"{k}: {saved.get(k)} -> {now[k]}" for k in names if saved.get(k) != now[k]]
 
     def fill(self, params: np.ndarray, slots: tuple[np.ndarray, ...], shard: Shard) -> None:
-        """Fill the parameters and slots of a shard: from the checkpoint, or anew.
+        """Fill the parameters and slots of a shard: from what was saved, or anew.
 
         Raises:
-            UserError: If the checkpoint cannot be read.
+            UserError: If a file cannot be read.
         """
-        if self.checkpoint is None:
+        if self.initial is None:
             np.copyto(
                 params, initial_vector(self.problem, self.config.seed, self.dtype)[shard.range]
             )
         else:
-            self.checkpoint.read_params(shard.begin, shard.end, out=params)
+            self.initial.read_params(shard.begin, shard.end, out=params)
         self.rule.init(params, slots)
-        if self.checkpoint is not None and self.resumed:
+        if self.checkpoint is not None:
             for name, slot in zip(self.slots, slots, strict=True):
                 if name in self.checkpoint.slot_names:  # else the saved run's mode had none
                     self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
@@ -264,7 +265,7 @@ class Job:
         worker, workers = self.worker_id, len(self.cluster.roles.workers)
         for name, slot in zip(self.own_slots, slots, strict=True):
             slot.fill(0)
-            if self.checkpoint is None or not self.resumed or worker is None:
+            if self.checkpoint is None or worker is None:
                 continue
             if name in self.checkpoint.worker_names:
                 if len(self.checkpoint.contents.workers) == workers:

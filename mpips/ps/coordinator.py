@@ -49,7 +49,7 @@ class Chief:
         self._stop: str | None = None
         self._ended = False
         self._tries = 0  # to write the last checkpoint
-        committer.saved_step = job.base_step if job.resumed else None
+        committer.saved_step = job.base_step if job.checkpoint else None
         self.samples = self._saved_samples = self._cut_samples = job.base_samples
         self.diverged: str | None = None
         self.unsaved = ""

@@ -48,7 +48,7 @@ class AsyncServer:
 
     def start(self) -> None:
         """Save the state before the first step, in a run that is not resumed."""
-        if self._job.resumed:
+        if self._job.checkpoint:
             return
         self._saver.snapshot(0)
         self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE

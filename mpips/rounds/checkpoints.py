@@ -50,7 +50,7 @@ class RoundCheckpoints:
             ranks = tuple(range(self._cluster.world)) if kept else None
             plan = CheckpointPlan.of(job, kept, ranks)
             self._committer = Committer(self._cluster, job.place, plan, log)
-            self._committer.saved_step = job.base_step if job.resumed else None
+            self._committer.saved_step = job.base_step if job.checkpoint else None
         self._period = job.config.checkpoint_period
         self._last = time.perf_counter(), job.base_step
 

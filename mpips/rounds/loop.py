@@ -63,7 +63,7 @@ class RoundLoop:
 
     def run(self) -> Tasks[Outcome]:
         """Go through the rounds, until there is no data or a flag says stop."""
-        if not self._job.resumed:
+        if not self._job.checkpoint:
             self._checkpoints.save(self._step, self._samples, self._handout)
         self._log.start_at(self._samples)
         reason = ""

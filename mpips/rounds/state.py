@@ -38,7 +38,7 @@ def _senders(job: Job, owner: int) -> int:
 def resume_notes(job: Job) -> Iterator[str]:
     """Yield lines that say, in a resumed run, what becomes of what was kept."""
     mine = names(job)
-    if job.checkpoint is None or not (job.resumed and job.base_step):
+    if job.checkpoint is None or not job.base_step:
         return
     found = read_names(job)
     if found and _same_places(job):
@@ -102,7 +102,7 @@ def _checkpoint(job: Job) -> Checkpoint:
 
 def read_names(job: Job) -> tuple[str, ...]:
     """Names of what was saved for this codec, and is read."""
-    if job.checkpoint is None or not job.resumed:
+    if job.checkpoint is None:
         return ()
     saved, now = saved_config(job), job.config
     if not saved.in_rounds or saved.codec != now.codec:

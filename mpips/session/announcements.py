@@ -36,12 +36,12 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
         log.say(
             f"each update takes a whole epoch: {asked:,} samples are asked for, it has {held:,}"
         )
-    if job.resumed:
+    if job.checkpoint:
         _say_resumed(job, log)
     if c.delays:
         log.say(f"slowed: {delays_text(c.delays)}")
     log.event(
-        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=job.resumed,
+        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=bool(job.checkpoint),
         inject_delay=c.delays, data=job.info.notes,
     )  # fmt: skip
     for note in notes:
@@ -69,7 +69,7 @@ def say_left_out(job: Job, log: Log) -> None:
         job: The run, with codecs that are settled.
         log: Of the run.
     """
-    if job.checkpoint is None or not job.resumed:
+    if job.checkpoint is None:
         return
     state = round_state if job.config.in_rounds else worker_state
     read = {*state.read_names(job), *state.names(job), *job.own_slots, *job.slots}

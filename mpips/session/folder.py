@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.checkpoint.exchange import is_parameter_file
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.index import read_index
 from mpips.checkpoint.place import CHECKPOINTS, CONFIG, LOCK, METRICS, claim, unwritable
@@ -40,7 +41,7 @@ class Run:
     Attributes:
         config: The resolved configuration.
         out: The run's folder.
-        checkpoint: Path of the checkpoint to start from, or None.
+        checkpoint: Path of the checkpoint to start from, or of a file of parameters, or None.
         resumed: Whether the run continues that checkpoint's run.
         notes: What to tell the user about it.
     """
@@ -313,10 +314,13 @@ def _edited(out: Path, found: Checkpoint, given: Collection[str]) -> list[str]:
 def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
     if not config.init_from:
         return None, []
+    file = Path(config.init_from)
+    if is_parameter_file(file):
+        return file, []
     found, complaints = newest_whole(config.init_from)
     if found is None:
         what = "; ".join(complaints) or "there is none"
-        remedy = "give a run's folder or a step-... folder in its checkpoints"
+        remedy = "give a run's folder, a step-... folder in its checkpoints, or a file"
         raise UserError(f"--init-from {config.init_from}: {what}", "a whole checkpoint", remedy)
     return found.path, _notes(complaints)
 

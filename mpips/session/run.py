@@ -68,11 +68,11 @@ def _run(found: Run, comm: Comm, started: float) -> int:
 
 
 def _evaluate_only(job: Job, found: Run) -> int:
-    """Evaluate the checkpoint that was named, and print the result. Collective: yes."""
-    assert job.checkpoint is not None, "config checks that one is named"
+    """Evaluate the parameters that were named, and print the result. Collective: yes."""
+    assert job.initial is not None, "config checks that one is named"
     parts = None
     if job.worker_id is not None and job.info.n_test:
-        params = job.layout.views(job.checkpoint.read_params(), writable=False)
+        params = job.layout.views(job.initial.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part)
     gathered = gather_to_first(job.cluster.comm, parts)
@@ -81,5 +81,5 @@ def _evaluate_only(job: Job, found: Run) -> int:
         for note in found.notes:
             print(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
-        print(f"{job.checkpoint.path} on {job.info.n_test} held-out samples: {text}", flush=True)
+        print(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}", flush=True)
     return 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
+from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster.agreement import Agreed, everywhere, on_root
 from mpips.cluster.collectives import broadcast
@@ -14,6 +15,7 @@ from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.errors import UserError
+from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
@@ -127,17 +129,18 @@ def make_job(
     def build() -> Job:
         problem = make_problem(config.problem, info, config)
         check_memory(problem.layout, config, near, ranks.nodes)
-        saved: Checkpoint | None = open_checkpoint(found.checkpoint) if found.checkpoint else None
+        initial = _initial(found, problem.layout)
+        if isinstance(initial, ParameterFile):
+            found.notes.extend(initial.notes)
+        saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
         if saved is not None:
-            check_checkpoint(saved, problem.layout, config.dtype)
-            if found.resumed:
-                check_samples(saved, info.n_train)
-        kept = int(saved.state["block"]) if saved is not None and found.resumed else block
-        job = Job(
-            config, ranks, info, dataset, problem, found.out, kept, saved, found.resumed, started
-        )
-        if found.resumed:
+            check_samples(saved, info.n_train)
+        kept = int(saved.state["block"]) if saved is not None else block
+        job = Job(config, ranks, info, dataset, problem, found.out, kept, saved, initial, started)
+        if saved is not None:
             check_length(job.handout().epochs_done, config)
+        if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
+            initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
         if config.backup_workers and not all(shard.size for shard in job.shards):
             got = f"servers {len(job.shards)} for {problem.layout.size} parameters"
@@ -145,3 +148,19 @@ def make_job(
         return job
 
     return everywhere(comm, build)
+
+
+def _initial(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
+    """Return where a run's parameters are read from; None where the problem makes them.
+
+    Raises:
+        UserError: If it cannot be read, or has other arrays than the model.
+    """
+    path, dtype = found.checkpoint, found.config.dtype
+    if path is None:
+        return None
+    if not found.resumed and is_parameter_file(path):
+        return ParameterFile(path, layout, dtype)
+    saved = open_checkpoint(path)
+    check_checkpoint(saved, layout, dtype)
+    return saved

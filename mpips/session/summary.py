@@ -57,7 +57,7 @@ def summarise(
         "inject_delay": c.delays,
         "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
-        "resumed_from": str(job.checkpoint.path) if job.checkpoint and job.resumed else None,
+        "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
 

@@ -659,7 +659,7 @@ def test_export(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["export", str(run_directory), "-o", str(output), "--step", "10"]) == 2
     assert "exists, expected a new file" in capsys.readouterr().err
     assert output.read_bytes() == before
-    wrong = {"o.npz": ["--step", "30"], "no/o.npz": [], "o.pt": []}
+    wrong = {"o.npz": ["--step", "30"], "no/o.npz": [], "o.txt": []}
     for name, more in wrong.items():
         assert main(["export", str(run_directory), "-o", str(tmp_path / name), *more]) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.npz", "run"]

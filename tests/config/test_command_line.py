@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.one_mpi]
 
 LIMIT_S = 60.0
 SHORT = ("--problem", "softmax", "--epochs", "2")
+MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
 
 
 def files(folder: Path) -> dict[Path, float]:
@@ -109,6 +110,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         last = str(plan.out(f"first {mode}"))
         other = ("--mode", mode, "--optimizer", "momentum", "--epochs", "1", "--init-from", last)
         plan.add(f"from {mode}", 3, other)
+    rng = np.random.default_rng(0)
+    given = {"b": np.full(10, 0.5, "f4"), "w": rng.normal(size=(64, 10)), "other": np.zeros(3)}
+    np.savez(folder / "given.npz", **given)
+    short = ("--problem", "softmax", "--init-from", str(folder / "given.npz"))
+    for mode in MODES:
+        plan.add(f"file {mode}", 3, (*short, "--mode", mode, "--steps", "3"))
+    plan.add("file evaluated", 3, (*short, "--eval-only"), quiet=False)
     plan.add("again sync", 3, (str(plan.out("first sync") / "config.toml"),))
     plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
     plan.add("auto", 2, (*SHORT, "--mode", "sync", "--resume", "auto"))
@@ -163,6 +171,28 @@ def test_init_from_takes_the_parameters_alone(mode: str, plan: Plan) -> None:
     assert found["global_step"] == newest(plan.out(f"from {mode}")).step
     saved = from_toml((plan.out(f"from {mode}") / "config.toml").read_text())
     assert saved.init_from == str(plan.out(f"first {mode}"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_init_from_a_file(mode: str, plan: Plan) -> None:
+    with np.load(plan.folder / "given.npz") as file:
+        given = {name: file[name].astype("f4") for name in file.files}
+    out = plan.out(f"file {mode}")
+    begun = newest(list_checkpoints(out)[0])
+    assert begun.step == 0
+    found = begun.layout.views(begun.read_params())
+    assert found.keys() == {"w", "b"}
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, given[name])
+    (warning,) = (row["text"] for row in rows(out) if row["kind"] == "warning")
+    assert warning.startswith("not in the model, left out of ")
+    assert warning.endswith("given.npz: other")
+    assert summary(out)["resumed_from"] is None
+
+
+def test_a_file_is_evaluated(plan: Plan) -> None:
+    (told,) = plan.outputs("file evaluated")
+    assert re.search(r"given\.npz on 359 held-out samples: accuracy 0\.\d+, loss \d", told)
 
 
 def test_resume_auto_starts_and_goes_on(plan: Plan) -> None:

@@ -42,6 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "infinite-targets.npz", x=x, y=np.where(y == 1, np.inf, 0.0))
     np.savez(folder / "times-10.npz", x=x, y=10 * y)
     np.savez(folder / "only-x.npz", x=x)
+    np.savez(folder / "nan-bias.npz", w=np.zeros((64, 10)), b=np.full(10, np.nan))
     np.savez(folder / "unequal.npz", x=x, y=y[:-1])
     for name, inputs, labels in (
         ("good.h5", x, y),
@@ -208,6 +209,12 @@ REFUSALS = {
     "--resume": "--resume finds no run in runs/mlp-async-",
     "--init-from {data}/used": "--init-from .*used: there is none, expected a whole checkpoint",
     "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
+    "--init-from {data}/good.npz": "good.npz without 'w1', expected an array for each parameter",
+    "--init-from {data}/good.npz --mode sync": "good.npz without 'w1', expected an array",
+    "--init-from {data}/absent.npz": "no file .*/absent.npz, expected a file of parameters, or",
+    "--init-from {data}/absent.pt": "absent.pt, expected a file that ends in .npz or .safetensors",
+    "--init-from {data}/nan-bias.npz {quick}": "nan-bias.npz: NaN or infinity in 'b', expected",
+    "--init-from {data}/nan-bias.npz {quick} --mode sync": "nan-bias.npz: NaN or infinity in 'b'",
     "--eval-only --resume auto --out {data}/new": "--eval-only finds no run in .*/new, expected",
     "--hidden {wide}": "/dev/shm on .* has .*B free, expected at least .*B for the windows",
     "--hidden {wide} --mode sync": "/dev/shm on .* has .*B free, expected at least",
@@ -222,7 +229,8 @@ REFUSALS = {
 
 def test_refusals(data: Path, finished: Path, tmp_path: Path) -> None:
     """One world refuses all of them, and still works then."""
-    places = {**places_of(data), "finished": finished, "long": 300 * "n"}
+    quick = " ".join(QUICK)
+    places = {**places_of(data), "finished": finished, "long": 300 * "n", "quick": quick}
     lines = [line.format(**places).split() for line in REFUSALS]
     (tmp_path / "jobs.json").write_text(json.dumps([*lines, [*QUICK, "--quiet", "--out", "ok"]]))
     with unchanged(data), unchanged(finished):

@@ -1,0 +1,265 @@
+"""Parameters in files that other programs read and write: ``.npz``, ``.safetensors``, ``.pt``.
+
+A checkpoint is written to any of them. A run begins with those of the first two: to read a ``.pt``
+means to unpickle it, which some versions of PyTorch let a file turn against its reader.
+"""
+
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint.files import write_durably
+from mpips.checkpoint.reader import Checkpoint
+from mpips.errors import UserError, nearest
+from mpips.layout import Layout
+
+NPZ, SAFETENSORS, PT = ".npz", ".safetensors", ".pt"
+READ = (NPZ, SAFETENSORS)
+PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
+UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
+SHOWN = 5  # names in a note
+
+
+def export(checkpoint: Checkpoint, output: Path) -> None:
+    """Write a checkpoint's parameters to a file, whole or not at all.
+
+    An ``.npz`` has the optimizer's slots as well, and one array is in memory at a time; the others
+    have the parameters under their names, all of which are in memory.
+
+    Args:
+        checkpoint: What is written.
+        output: The file; its suffix says how.
+
+    Raises:
+        UserError: If the suffix is none of them, the package for it is missing, the checkpoint
+            cannot be read, or the file cannot be written.
+    """
+    write = {NPZ: _write_npz, SAFETENSORS: _safetensors_writer, PT: _pt_writer}.get(output.suffix)
+    if write is None:
+        remedy = "numpy.load, safetensors and torch.load read them"
+        raise UserError(f"{output}", f"a name that ends in {NPZ}, {SAFETENSORS} or {PT}", remedy)
+    write_durably(output, write(checkpoint))
+
+
+def named_arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another."""
+    shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
+    for name, (begin, end) in checkpoint.layout.slices().items():
+        yield f"{PARAMS}{name}", checkpoint.read_params(begin, end).reshape(shapes[name])
+        for slot in checkpoint.slot_names:
+            array = checkpoint.read_slot(slot, begin, end)
+            yield f"{SLOTS}{slot}/{name}", array.reshape(shapes[name])
+
+
+def _write_npz(checkpoint: Checkpoint) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, array in named_arrays(checkpoint):
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
+
+    return write
+
+
+def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
+    module = _safetensors()
+
+    def write(path: Path) -> None:
+        try:
+            module.numpy.save_file(checkpoint.layout.views(checkpoint.read_params()), path)
+        except module.SafetensorError as error:  # such as a full disk
+            raise OSError(str(error)) from None
+
+    return write
+
+
+def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
+    try:
+        import torch
+    except ImportError as problem:
+        remedy = "pip install 'mpips[torch]'"
+        raise UserError(f"no PyTorch ({problem})", f"torch for {PT}", remedy) from None
+
+    def write(path: Path) -> None:
+        arrays = checkpoint.layout.views(checkpoint.read_params())
+        # Each a storage of its own: a view of the vector would be saved with all of it.
+        torch.save({name: torch.tensor(array) for name, array in arrays.items()}, path)
+
+    return write
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as problem:
+        remedy = "pip install 'mpips[torch]' has it"
+        raise UserError(f"no safetensors ({problem})", "that package", remedy) from None
+    return safetensors
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An array in a file.
+
+    Attributes:
+        shape: Its shape.
+        dtype: What the file calls its type.
+        floats: Whether it is one that NumPy has, of floating-point numbers.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    floats: bool
+
+
+class ParameterFile:
+    """A file of named arrays, as parameters of a model. It is opened for each reading.
+
+    Args:
+        path: The file; its suffix says how it is read.
+        layout: Names and shapes of the model's parameters; the file has each under its name, or
+            as ``params/<name>``.
+        dtype: Of the run; the file's may be another one.
+
+    Attributes:
+        path: The file.
+        unused: Names in the file that the model has no parameter for.
+
+    Raises:
+        UserError: If the file cannot be read, or a parameter is missing in it, has another shape
+            or is of no floating-point type.
+    """
+
+    def __init__(self, path: Path, layout: Layout, dtype: np.dtype | str) -> None:
+        self.path, self._layout, self._dtype = path, layout, np.dtype(dtype)
+        with _opened(path) as (entries, _):
+            found = dict(entries)
+        self._names = {name: self._entry_of(name, found) for name in layout.names}
+        used = set(self._names.values())
+        self.unused = [k for k in found if k not in used and not k.startswith(SLOTS)]
+        for name, shape in zip(layout.names, layout.shapes, strict=True):
+            entry = found[self._names[name]]
+            if entry.shape != shape:
+                got = f"{path}: {name!r} of shape {entry.shape}"
+                raise UserError(got, f"{shape}, as in the model")
+            if not entry.floats:
+                got = f"{path}: {name!r} of type {entry.dtype}"
+                raise UserError(got, "float16, float32 or float64", "convert it there")
+
+    @property
+    def notes(self) -> list[str]:
+        """What to tell of it."""
+        if not self.unused:
+            return []
+        left = ", ".join(self.unused[:SHOWN])
+        if len(self.unused) > SHOWN:
+            left += f" and {len(self.unused) - SHOWN} more"
+        return [f"not in the model, left out of {self.path}: {left}"]
+
+    def read_params(
+        self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read parameters ``[begin, end)`` of the flat vector, as `Checkpoint.read_params` does.
+
+        One array of the file is in memory at a time.
+
+        Raises:
+            UserError: If the file cannot be read, or an element is not finite.
+        """
+        end = self._layout.size if end is None else end
+        if out is None:
+            out = np.empty(end - begin, self._dtype)
+        with _opened(self.path) as (_, read):
+            for name, (first, last) in self._layout.slices().items():
+                low, high = max(begin, first), min(end, last)
+                if low < high:
+                    part = out[low - begin : high - begin]
+                    part[:] = read(self._names[name]).reshape(-1)[low - first : high - first]
+                    if not np.isfinite(part).all():
+                        got = f"{self.path}: NaN or infinity in {name!r}"
+                        raise UserError(got, "finite parameters")
+        return out
+
+    def _entry_of(self, name: str, found: dict[str, Entry]) -> str:
+        for key in (name, f"{PARAMS}{name}"):
+            if key in found:
+                return key
+        expected = "an array for each parameter of the model"
+        raise UserError(f"{self.path} without {name!r}", expected, nearest(name, found))
+
+
+def is_parameter_file(path: Path) -> bool:
+    """Return whether a run's start is named as a file of parameters, and not as a checkpoint.
+
+    Raises:
+        UserError: If it is not there, or could only be read by unpickling it.
+    """
+    if path.is_dir() or path.suffix not in READ + UNPICKLED:
+        return False
+    if path.suffix in UNPICKLED:
+        remedy = "save it by safetensors.torch.save_file: unpickling could run what is in a file"
+        raise UserError(f"parameters in {path}", f"a file that ends in {' or '.join(READ)}", remedy)
+    if not path.is_file():
+        raise UserError(f"no file {path}", "a file of parameters, or a run's folder")
+    return True
+
+
+Opened = tuple[dict[str, Entry], Callable[[str], np.ndarray]]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Opened]:
+    """Open a file; yields what is in it, and what reads an array of it.
+
+    Raises:
+        UserError: Whatever goes wrong in the block, as with a file that is cut off.
+    """
+    module = _safetensors() if path.suffix == SAFETENSORS else None
+    try:
+        if module is None:
+            with zipfile.ZipFile(path) as archive:
+                yield _npz(archive)
+        else:
+            with module.safe_open(path, framework="numpy") as file:
+                yield _tensors(file)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"cannot read {path}: {reason}", f"a whole {path.suffix} file") from None
+
+
+def _npz(archive: zipfile.ZipFile) -> Opened:
+    entries = {}
+    for name in archive.namelist():
+        with archive.open(name) as file:
+            version = np.lib.format.read_magic(file)
+            header = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, _, dtype = header(file)
+        entries[name.removesuffix(".npy")] = Entry(shape, str(dtype), dtype.kind == "f")
+
+    def read(name: str) -> np.ndarray:
+        with archive.open(f"{name}.npy") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    return entries, read
+
+
+def _tensors(file: Any) -> Opened:
+    entries = {}
+    for name in file.keys():  # noqa: SIM118  (the file is no mapping)
+        part = file.get_slice(name)
+        dtype = part.get_dtype()
+        entries[name] = Entry(tuple(part.get_shape()), dtype, dtype in ("F16", "F32", "F64"))
+    return entries, file.get_tensor

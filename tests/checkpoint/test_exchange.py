@@ -1,0 +1,159 @@
+"""Parameters in files of other programs: written from a checkpoint, and read as a start."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_checkpoint import LAYOUT, save, vector
+
+from mpips.checkpoint.__main__ import main
+from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
+from mpips.errors import UserError
+from mpips.layout import Layout
+
+SMALL = Layout.of({"a.weight": (3, 2), "scale": (), "b": (4,)})
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return LAYOUT.views(vector(LAYOUT.size, 100))  # as save writes at step 10
+
+
+def small() -> dict[str, np.ndarray]:
+    return {
+        "a.weight": np.arange(6, dtype="f8").reshape(3, 2),
+        "scale": np.array(7, "f4"),
+        "b": np.arange(4, dtype="f2"),
+    }
+
+
+def write(path: Path, given: dict[str, Any]) -> Path:
+    if path.suffix == ".npz":
+        np.savez(path, **given)
+    else:
+        pytest.importorskip("safetensors.numpy").save_file(given, path)
+    return path
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    save(tmp_path / "run" / "checkpoints", 10)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_what_is_exported_is_read(run_directory: Path, tmp_path: Path, suffix: str) -> None:
+    output = tmp_path / f"out{suffix}"
+    assert main(["export", str(run_directory), "-o", str(output)]) == 0
+    assert is_parameter_file(output)
+    file = ParameterFile(output, LAYOUT, "f4")
+    assert file.notes == []
+    assert file.read_params().tobytes() == vector(LAYOUT.size, 100).tobytes()
+    part = np.zeros(LAYOUT.size - 20, "f4")
+    file.read_params(7, LAYOUT.size - 13, out=part)
+    assert part.tobytes() == vector(LAYOUT.size, 100)[7:-13].tobytes()
+
+
+def test_torch_reads_what_is_exported(run_directory: Path, tmp_path: Path) -> None:
+    """Names and shapes as they are, and nothing else in the file."""
+    torch = pytest.importorskip("torch")
+    of_file = pytest.importorskip("safetensors.torch")
+    for suffix in (".safetensors", ".pt"):
+        output = tmp_path / f"out{suffix}"
+        assert main(["export", str(run_directory), "-o", str(output)]) == 0
+        assert output.stat().st_size < 4 * LAYOUT.size + 4096
+        load = of_file.load_file if suffix == ".safetensors" else torch.load
+        found = {name: tensor.numpy() for name, tensor in load(output).items()}
+        assert found.keys() == arrays().keys()
+        for name, array in arrays().items():
+            np.testing.assert_array_equal(found[name], array)
+            assert found[name].shape == array.shape
+
+
+@pytest.mark.parametrize("module", ["safetensors", "torch"])
+def test_a_missing_package_names_the_extra(
+    module: str, run_directory: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    output = tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt"}[module]
+    assert main(["export", str(run_directory), "-o", str(output)]) == 2
+    assert "pip install 'mpips[torch]'" in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_files_of_other_programs(tmp_path: Path, suffix: str) -> None:
+    """In another order and other types, with arrays that the model has not."""
+    names = [f"bn{k}.running_mean" for k in range(7)]
+    more = {**dict.fromkeys(names, np.zeros(2, "f4")), "steps": np.array(3)}
+    path = write(tmp_path / f"in{suffix}", {**more, **small()})
+    file = ParameterFile(path, SMALL, "f4")
+    np.testing.assert_array_equal(file.read_params(), [*range(6), 7, *range(4)])
+    assert set(file.unused) == more.keys()
+    assert file.notes[0].endswith(" and 3 more")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": None}, "without 'b', expected an array for each parameter of the model"),
+        ({"a.weight": np.zeros((2, 3))}, r"'a.weight' of shape \(2, 3\), expected \(3, 2\), as in"),
+        ({"scale": np.array(3)}, r"'scale' of type (int64|I64), expected float16, float32 or"),
+        ({"b": np.array([0, np.nan, 0, 0])}, "NaN or infinity in 'b', expected finite"),
+    ],
+)
+def test_what_does_not_fit(
+    suffix: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = {name: array for name, array in {**small(), **change}.items() if array is not None}
+    path = write(tmp_path / f"in{suffix}", given)
+    with pytest.raises(UserError, match=message):
+        ParameterFile(path, SMALL, "f4").read_params()
+
+
+def test_a_name_that_is_nearly_right(tmp_path: Path) -> None:
+    given = small()
+    given["a.weights"] = given.pop("a.weight")
+    path = write(tmp_path / "in.npz", given)
+    with pytest.raises(UserError, match=r"without 'a.weight', .*; did you mean 'a.weights'\?"):
+        ParameterFile(path, SMALL, "f4")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_damaged_files(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"in{suffix}", small())
+    whole = path.read_bytes()
+    for content in (b"", b"nonsense", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"cannot read .*, expected a whole {suffix} file"):
+            ParameterFile(path, SMALL, "f4")
+
+
+class Runs:
+    """Leaves a file where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("was-run"),)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = np.empty(4, object)
+    objects[:] = Runs()
+    path = write(tmp_path / "in.npz", {**small(), "b": objects, "c": objects})
+    with pytest.raises(UserError, match=r"'b' of type object"):
+        ParameterFile(path, SMALL, "f4")
+    for name in ("in.pt", "in.pth", "in.bin"):
+        with pytest.raises(UserError, match=r"ends in \.npz or \.safetensors; save it by"):
+            is_parameter_file(tmp_path / name)
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_what_is_no_file_of_parameters(tmp_path: Path) -> None:
+    (tmp_path / "run.npz").mkdir()
+    assert not is_parameter_file(tmp_path / "run.npz")
+    assert not is_parameter_file(tmp_path / "run")
+    with pytest.raises(UserError, match=r"no file .*absent\.npz, expected a file of parameters"):
+        is_parameter_file(tmp_path / "absent.npz")
