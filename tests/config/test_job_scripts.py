@@ -1,0 +1,86 @@
+"""Every script in jobs/ learns in each mode what one process alone learns of as many samples."""
+
+import math
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment, run
+
+pytestmark = pytest.mark.launch
+
+SCRIPTS = ("chars_torch", "conv_torch", "mlp_jax")
+MODES = ("async", "ssp", "sync", "local_sgd")
+CHARACTERS = 80_000
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def test_no_script_is_left_out() -> None:
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")} == set(SCRIPTS)
+
+
+def alone(script: str, *options: str, timeout_s: float = 120) -> float:
+    """Return what a script prints of one process, without mpirun."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "jobs" / f"{script}.py"), "--alone", *options],
+        env={**environment(), **ONE_THREAD}, timeout=timeout_s, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = re.findall(r"^alone: .*?([\d.]+)", done.stdout, re.M)
+    return float(found)
+
+
+def together(script: str, *options: str, folder: Path, timeout_s: float = 200) -> dict[str, float]:
+    """Run a script in every mode, in one world; returns what each has reached."""
+    path = str(ROOT / "jobs" / f"{script}.py")
+    args = [str(ROOT / "tests" / "jobs" / "scripts.py"), str(folder), path, *options]
+    output = run(4, args, folder, timeout_s, ONE_THREAD).check().output
+    found = dict(re.findall(r"^(\w+) ended with ([\d.]+)$", output, re.M))
+    assert set(found) == set(MODES)
+    return {mode: float(value) for mode, value in found.items()}
+
+
+def check_digits(script: str, epochs: int, folder: Path) -> None:
+    """Check that every mode learns the digits, as far as few epochs go."""
+    options = ("--epochs", str(epochs))
+    reference = alone(script, *options)
+    assert reference > 0.92, reference
+    found = together(script, *options, folder=folder)
+    assert min(found.values()) > reference - 0.15, (found, reference)
+
+
+def test_digits_in_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    check_digits("conv_torch", 4, tmp_path)
+
+
+@pytest.mark.long
+def test_digits_in_jax(tmp_path: Path) -> None:
+    """It is compiled for each mode on each rank, which is most of the time that this takes."""
+    pytest.importorskip("jax")
+    check_digits("mlp_jax", 6, tmp_path)
+
+
+def entropy(characters: list[int]) -> float:
+    """Return the bits a character that are left if one knows how frequent each is."""
+    shares = [n / len(characters) for n in Counter(characters).values()]
+    return -sum(share * math.log2(share) for share in shares)
+
+
+@pytest.mark.long
+def test_characters(tmp_path: Path) -> None:
+    """A transformer learns far more of them than how frequent each is."""
+    pytest.importorskip("torch")
+    job = runpy.run_path(str(ROOT / "jobs" / "chars_torch.py"))
+    known = entropy(job["documentation"](CHARACTERS)[0].text.tolist())
+    assert sum(p.numel() for p in job["Transformer"]().parameters()) > 1_000_000
+    text = ("--text", str(CHARACTERS))
+    reference = alone("chars_torch", *text, timeout_s=400)
+    assert reference < known - 1, (reference, known)
+    found = together("chars_torch", *text, folder=tmp_path, timeout_s=900)
+    for mode, bits in found.items():
+        assert bits < min(reference + 0.8, known - 0.6), (mode, bits, reference, known)
