@@ -1,6 +1,6 @@
 """A program's parameters as the problem of a job: named arrays, and what evaluates them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,12 +21,13 @@ class Parameters:
 
     Args:
         given: Names and arrays of real numbers.
+        statistics: Those that are no parameters, the last ones; see `Problem`.
 
     Raises:
         UserError: If there is none, or one is not an array of real numbers.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], statistics: Sequence[str] = ()) -> None:
         if not isinstance(given, Mapping) or not given:
             got = f"params of type {type(given).__name__}" if given else "no params"
             raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
@@ -36,6 +37,7 @@ class Parameters:
             if array.dtype.kind not in "fiub" or not array.size:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
+        self.statistics = tuple(statistics)
         self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
         # Of a job that is given none.
         doubles = all(array.dtype == np.float64 for array in arrays.values())
@@ -63,6 +65,7 @@ class Model(Problem):
     ) -> None:
         super().__init__(data, config)
         self.layout, self._params, self._evaluate = params.layout, params, evaluate
+        self.statistics = params.statistics
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that were given."""

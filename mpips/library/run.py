@@ -107,6 +107,7 @@ class Program:
         samples: Makes held-out samples of what is given.
         callbacks: See `run`.
         sets_rate: Whether its workers may set a factor of the learning rate.
+        statistics: Names of parameters that are none; see `Problem`.
     """
 
     train: Callable[[Any], object]
@@ -117,6 +118,7 @@ class Program:
     samples: Callable[[Any], Samples] = Samples
     callbacks: Sequence[Callback] = ()
     sets_rate: bool = False
+    statistics: Sequence[str] = ()
 
 
 def run_program(
@@ -131,7 +133,7 @@ def run_program(
     world = whole_world() if comm is None else comm
     given, told = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
-        arguments = checked(options, optimizer), Parameters(params)
+        arguments = checked(options, optimizer), Parameters(params, program.statistics)
         start = Start(
             world, _name(program.train), *arguments, program.evaluate, given, started, told
         )

@@ -3,11 +3,12 @@
 from mpips.optim.clipping import clip_factor
 from mpips.optim.groups import grouped
 from mpips.optim.loops import warm
-from mpips.optim.rules import RULES, Part, Rule, Sgd, Slots, make_rule
+from mpips.optim.rules import RULES, Change, Part, Rule, Sgd, Slots, make_rule
 from mpips.optim.schedules import schedule
 
 __all__ = [
     "RULES",
+    "Change",
     "Part",
     "Rule",
     "Sgd",

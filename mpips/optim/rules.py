@@ -257,6 +257,24 @@ class AdamW(Adam):
         return *self._corrected(step, lr), 0.0, lr * self.weight_decay
 
 
+@dataclass(frozen=True)
+class Change(Rule):
+    """What is no parameter, but travels with them: ``w -= g``, whatever the rate."""
+
+    name = "change"
+    kernel = ""
+
+    def apply(
+        self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
+    ) -> None:
+        """Subtract `grad`; the slots stay as they are."""
+        params -= grad
+
+    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
+        """Return nothing: there is no kernel."""
+        return ()
+
+
 RULES: dict[str, type[Rule]] = {
     rule.name: rule for rule in (Sgd, Momentum, Nesterov, Adagrad, RMSProp, Adam, AdamW)
 }

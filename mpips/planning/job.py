@@ -88,7 +88,11 @@ class Job:
             c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
-        self.rule: Rule = grouped(rule, self.layout, parse_groups(c.groups), c.learning_rate)
+        kept, groups = statistics(self.problem), parse_groups(c.groups)
+        self.rule: Rule = grouped(rule, self.layout, groups, c.learning_rate, kept)
+        ranges = self.layout.slices()
+        # Of the vector, what has a gradient; statistics lie behind it.
+        self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
         outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
         keep = c.mode == "local_sgd" and c.local_slots == "keep"
@@ -202,6 +206,7 @@ class Job:
             "block": self.block,
             "n_train": self.info.n_train,
             "mode": self.config.mode,
+            "statistics": list(statistics(self.problem)),
             "world": self.world(),
         }
 
@@ -274,6 +279,11 @@ class Job:
                     self.checkpoint.read_workers_mean(name, 0, slot)
             elif name in self.checkpoint.slot_names:
                 self.checkpoint.read_slot(name, out=slot)
+
+
+def statistics(problem: Problem) -> tuple[str, ...]:
+    """Return `Problem.statistics`; a user's class need not be a `Problem`."""
+    return getattr(problem, "statistics", ())
 
 
 def batches_before(job: Job) -> int:

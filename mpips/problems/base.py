@@ -24,6 +24,9 @@ class Problem(ABC):
 
     Attributes:
         layout: Names and shapes of the parameters; set by the subclass's ``__init__``.
+        statistics: Names of arrays that are no parameters, the last of `layout`, such as running
+            means: what stands for their gradient is what a batch lessens them by, whatever the
+            update rule and its rate.
 
     Args:
         data: What the dataset looks like.
@@ -34,6 +37,7 @@ class Problem(ABC):
     """
 
     layout: Layout
+    statistics: tuple[str, ...] = ()
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         self.data = data

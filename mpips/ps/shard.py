@@ -17,7 +17,7 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
-from mpips.optim import Rule
+from mpips.optim import Change, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
@@ -255,7 +255,7 @@ class Server:
         own = len(self.rule.slots)
         for part, params, slots, rule, scale in self.blocks():
             grad = push.grad[part]
-            if push.origin is not None:
+            if push.origin is not None and not isinstance(rule, Change):
                 out = self._scratch[: grad.size]
                 self._stale.compensate(out, grad, params, push.origin[part], slots[own:])
                 grad = out

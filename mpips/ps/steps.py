@@ -180,7 +180,8 @@ class GradientSteps(Steps):
         else:
             loss = yield from self._accumulator.gradient(*args)
         if self.job.config.clip:
-            scale(grad, clip_factor(sum_squares(grad), self.job.config.clip))
+            trained = grad[: self.job.trained]
+            scale(trained, clip_factor(sum_squares(trained), self.job.config.clip))
         compute_s = time.perf_counter() - pulled
         self._long = compute_s > LONG_S
         times.compute_s += compute_s

@@ -3,11 +3,11 @@
 Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpips.optim import Rule, Slots
+from mpips.optim import Part, Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import Report, Round, Weights
 from mpips.rounds.factory import make_round
@@ -59,6 +59,14 @@ class SlowMomentum(Rule):
         return (self.momentum,)
 
 
+def _slow(job: Job, momentum: float) -> Rule:
+    """Return what is done with the mean of the replicas; statistics are the mean itself."""
+    rule, n, size = SlowMomentum(momentum=momentum), job.trained, job.layout.size
+    if n == size:
+        return rule
+    return replace(rule, ranges=(Part(0, n, rule, 1.0), Part(n, size, Average(), 1.0)))
+
+
 class AveragingRound(Round):
     """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
 
@@ -75,7 +83,7 @@ class AveragingRound(Round):
         beta, transfers = job.config.outer_momentum, self.transfers
         moved = () if job.own_slots else job.rule.slots
         self._of_slots = [make_round(job, Average(), transfers) for _ in moved]
-        rule = SlowMomentum(momentum=beta) if beta else Average()
+        rule = _slow(job, beta) if beta else Average()
         self._of_replica = make_round(job, rule, transfers)
         self._all = [*self._of_slots, self._of_replica]
         self.replica = self._of_replica.replica

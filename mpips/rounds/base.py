@@ -165,6 +165,7 @@ class Round(ABC):
 
     def _clip(self, grad: np.ndarray) -> None:
         """Scale an owner's slice of the mean gradient by the norm of the whole."""
+        grad = grad[: max(0, self._job.trained - self._job.shard.begin)]
         total = np.array([sum_squares(grad)])
         self.transfers.wait([begin_sum(self._owners, total)])
         grad *= grad.dtype.type(clip_factor(float(total[0]), self._max_norm))

@@ -116,6 +116,7 @@ class RankRows:
         self._cluster, self._node, self._addresses = job.cluster, node, addresses
         self._replica, self._slots, self._transfers = replica, slots, transfers
         self._rule, self._rate, self._max_norm = job.rule, job.rate(), job.config.clip
+        self._trained = job.trained
         k, count = self._cluster.my_node.index(self._cluster.rank), len(self._cluster.my_node)
         self.rows = list(_rows_of(node, part, k, count))
         begin, end = cut_rows(node.shapes.raw_size, [k], count)[0]
@@ -164,7 +165,8 @@ class RankRows:
 
     def _apply(self, flat: slice, grad: np.ndarray, step: int, lr: float) -> None:
         if self._max_norm:
-            grad *= grad.dtype.type(self._node.scale[0])
+            trained = grad[: max(0, self._trained - flat.start)]
+            trained *= grad.dtype.type(self._node.scale[0])
         for begin, end, rule, scale in self._rule.parts(flat.start, flat.stop):
             at, part = slice(begin, end), grad[begin - flat.start : end - flat.start]
             slots: Slots = tuple(slot[at] for slot in self._slots)
@@ -204,6 +206,7 @@ class FactorSums:
     ) -> None:
         self._node, self._leaders, self._transfers = node, leaders, transfers
         self._seed, self._max_norm = job.config.seed, job.config.clip
+        self._raw = node.raw[: node.raw.size - (job.layout.size - job.trained)]
         self._parts, self._once = addresses_of(parts), np.ones(len(parts))
         self._lost: list[np.ndarray] = []  # columns of each P that are no longer independent
 
@@ -226,7 +229,7 @@ class FactorSums:
         np.copyto(node.q, node.own)
         sums = self._begin(node.q)
         # One node tells the others, which might round another way.
-        squares = np.array([sum_squares(node.raw) if self._leaders.rank == 0 else 0.0])
+        squares = np.array([sum_squares(self._raw) if self._leaders.rank == 0 else 0.0])
         if self._max_norm:
             sums.append(begin_sum(self._leaders, squares))
         self._transfers.wait(sums)

@@ -65,7 +65,8 @@ class Replica:
         start = time.perf_counter()
         if math.isfinite(loss):
             if self._max_norm:
-                scale(self._grad, clip_factor(sum_squares(self._grad), self._max_norm))
+                trained = self._grad[: self._job.trained]
+                scale(trained, clip_factor(sum_squares(trained), self._max_norm))
             lr *= self._job.rate_factor
             for part, params, grad, slots in self._parts:
                 part.rule.apply(params, grad, slots, number, lr * part.scale)

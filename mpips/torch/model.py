@@ -13,6 +13,7 @@ from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch import linear
 
+NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -60,20 +61,38 @@ def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 class Initial(Mapping[str, np.ndarray]):
     """The trained parameters of a model as `arrays_of` has them, without holding their memory.
 
+    Behind them are its running means.
+
     When the parameters move into a replica, the memory that they had at first is given back.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._names = model, list(trained_parameters(model))
+        self._running = statistics_of(model)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return arrays_of(self._model)[name]
+        return self._running[name] if name in self._running else arrays_of(self._model)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter((*self._names, *self._running))
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + len(self._running)
+
+
+def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the running means and variances of normalization, as copies."""
+    return {name: buffer.numpy().copy() for name, buffer in _running(model).items()}
+
+
+def _running(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that normalization keeps of the batches, by name, shared ones once."""
+    found = {}
+    for name, buffer in model.named_buffers():
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, NORMS) and buffer.is_floating_point():
+            found[name] = buffer
+    return found
 
 
 def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
@@ -89,16 +108,22 @@ def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
 class Bound:
     """A model whose parameters are moved from one memory to another, without a copy.
 
+    Running means (`statistics_of`) are copied, where the memory has any: the forward pass changes
+    them, and what it takes off them, times `share`, stands where their gradient would.
+
     Args:
         model: The module; its trained parameters are those that require a gradient now.
+        share: Of the change of its running means that counts.
 
     Attributes:
         parameters: The trained ones, by name.
         unmoved: Whether they are still in the memory that the module was made with.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, share: float = 1.0) -> None:
+        self.model, self._share = model, share
+        self._running = _running(model)
+        self._out: Arrays = {}  # where the gradients go
         self.parameters, self.unmoved = trained_parameters(model), True
         self._parameters = list(self.parameters.values())
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -115,15 +140,16 @@ class Bound:
 
     def move_to(self, params: Arrays) -> None:
         """Have the parameters read from these arrays from now on."""
+        _copy_into(self._running, params)
         if params is self._params:
             return
-        for parameter, tensor in zip(self._parameters, self._tensors(params), strict=True):
+        for parameter, tensor in zip(self._parameters, self._tensors(params), strict=False):
             parameter.data = tensor
         self._params, self.unmoved = params, False
 
     def collect_into(self, out: Arrays) -> None:
         """Have the gradients of the next backward passes go into these arrays."""
-        self._grads = self._tensors(out)
+        self._grads, self._out = self._tensors(out), out
         self._written = [False] * len(self._parameters)
 
     def complete(self) -> None:
@@ -143,11 +169,15 @@ class Bound:
                 self._grads[k].zero_()
         for parameter in self._parameters:
             parameter.grad = None
+        for name, buffer in self._running.items():
+            if name in self._out:
+                np.subtract(self._params[name], buffer.numpy(), out=self._out[name])
+                self._out[name][...] *= self._share
 
     def forget(self) -> None:
         """Forget all memory, and leave the gradients as they come."""
         self._known.clear()
-        self._params, self._grads = {}, []
+        self._params, self._grads, self._out = {}, [], {}
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
@@ -185,9 +215,11 @@ class Bound:
 def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
     """Have a model evaluate, with these parameters, within the block."""
     parameters, was = trained_parameters(model).values(), model.training
+    running, means = _running(model), statistics_of(model)
     before = [p.data for p in parameters]
-    for parameter, tensor in zip(parameters, tensors_of(params), strict=True):
+    for parameter, tensor in zip(parameters, tensors_of(params), strict=False):
         parameter.data = tensor
+    _copy_into(running, params)
     model.eval()
     try:
         with torch.no_grad():
@@ -196,6 +228,13 @@ def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
         model.train(was)
         for parameter, data in zip(parameters, before, strict=True):
             parameter.data = data
+        _copy_into(running, means)
+
+
+def _copy_into(running: Mapping[str, torch.Tensor], arrays: Arrays) -> None:
+    for name, buffer in running.items():
+        if name in arrays:
+            np.copyto(buffer.numpy(), arrays[name])
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from mpips.torch.model import (
     make_model,
     noting_losses,
     state_of,
+    statistics_of,
     trained_parameters,
 )
 from mpips.torch.worker import TorchSamples, Worker
@@ -32,8 +33,8 @@ class Result(library.Result):
     """What a run leaves, on every rank; see `mpips.Result`.
 
     Attributes:
-        state_dict: The model's, with the parameters at the end; buffers, such as BatchNorm's
-            running means, are the means over the workers.
+        state_dict: The model's, with the parameters at the end, and BatchNorm's running means,
+            which `params` has behind them; other buffers are the means over the workers.
     """
 
     state_dict: Mapping[str, torch.Tensor]
@@ -74,8 +75,7 @@ def run(
     Collective: yes. Blocks: until the run is over.
     """
     module = make_model(model, options.get("seed", OPTIONS["seed"].default))
-    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module).values()}
-    options.setdefault("dtype", "float32" if dtypes == {"float32"} else "float64")
+    options.setdefault("dtype", _dtype(module))
     losses: list[torch.Tensor] = []
     buffers: list[dict[str, np.ndarray]] = []
 
@@ -90,18 +90,30 @@ def run(
 
     def finish(start: Start) -> None:
         """Share the workers' buffers with all."""
-        own = _floating_buffers(module) if start.works else None
-        found = gather_polled(start.ranks.comm, own, start.wait)
-        buffers.extend(of_rank for of_rank in found if of_rank is not None)
+        buffers.extend(_brought(start, module))
 
+    running = statistics_of(module)
     tried = metrics if evaluate is not None else None
     program = library.Program(
-        train, make_worker, finish, tried, held_out, TorchSamples, callbacks, sets_rate=True
+        train, make_worker, finish, tried, held_out, TorchSamples, callbacks, True, tuple(running)
     )
     with noting_losses(losses), direct_gradients():
         result = library.run_program(program, Initial(module), optimizer, comm, options)
     _set_buffers(module, buffers)
     return Result(**vars(result), state_dict=state_of(module, result.params))
+
+
+def _dtype(module: torch.nn.Module) -> str:
+    """Return the dtype of a job that is given none: float32 where all parameters are of it."""
+    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module).values()}
+    return "float32" if dtypes == {"float32"} else "float64"
+
+
+def _brought(start: Start, module: torch.nn.Module) -> list[dict[str, np.ndarray]]:
+    """Return the buffers of each worker. Collective: yes."""
+    own = _floating_buffers(module) if start.works else None
+    found = gather_polled(start.ranks.comm, own, start.wait)
+    return [of_rank for of_rank in found if of_rank is not None]
 
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -72,8 +72,11 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
         raise UserError(got, "a mode with one for all")
     if config.mode == "local_sgd":
         steps *= config.local_steps
-    vectors = [_slot(found, name) for name in RULES[config.optimizer].slots]
-    return torch_optimizer(config, found.layout, vectors, steps).state_dict()
+    kept = found.state.get("statistics", ())  # which lie behind the parameters
+    shapes = zip(found.layout.names, found.layout.shapes, strict=True)
+    layout = Layout.of({name: shape for name, shape in shapes if name not in kept})
+    vectors = [_slot(found, name)[: layout.size] for name in RULES[config.optimizer].slots]
+    return torch_optimizer(config, layout, vectors, steps).state_dict()
 
 
 def torch_optimizer(

@@ -69,7 +69,10 @@ class Worker(Loop):
     def __init__(self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor]) -> None:
         super().__init__(start)
         self.model = model
-        self._bound, self._losses = Bound(model), losses
+        # Where pushes are applied one by one, each worker's is one of as many of the same batches.
+        alone = start.config.mode in ("async", "ssp")
+        self._bound = Bound(model, 1 / self.workers if alone else 1.0)
+        self._losses = losses
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
         self.steps = 0

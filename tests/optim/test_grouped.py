@@ -1,5 +1,6 @@
 """Update rules with settings of their own for some arrays."""
 
+import numpy as np
 import pytest
 
 from mpips.config.groups import Group
@@ -25,6 +26,14 @@ def test_without_groups_the_rule_is_as_it_was() -> None:
     rule = AdamW(weight_decay=0.1)
     assert grouped(rule, LAYOUT, [], 2.0) is rule
     assert rule.parts(3, 8) == [(3, 8, rule, 1.0)]
+
+
+def test_statistics_change_by_what_is_pushed_whatever_the_rate() -> None:
+    found = grouped(AdamW(weight_decay=0.1), LAYOUT, [Group("*", lr=1)], 2.0, ["b.weight"])
+    assert [part[:2] for part in found.parts(8, 13)] == [(8, 9), (9, 13)]
+    w, g = np.array([3.0, 4.0]), np.array([1.0, 0.5])
+    found.parts(9, 13)[0].rule.apply(w, g, (g, g), 1, 0.0)
+    assert w.tolist() == [2, 3.5]
 
 
 @pytest.mark.parametrize("pattern", ["*.bais", "a.bias"])

@@ -19,7 +19,15 @@ from mpips.errors import UserError  # noqa: E402
 from mpips.layout import Layout  # noqa: E402
 from mpips.optim import make_rule  # noqa: E402
 from mpips.torch import linear  # noqa: E402
-from mpips.torch.model import Bound, Initial, arrays_of, make_model, noting_losses  # noqa: E402
+from mpips.torch.model import (  # noqa: E402
+    Bound,
+    Initial,
+    arrays_of,
+    evaluating,
+    make_model,
+    noting_losses,
+    statistics_of,
+)
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples  # noqa: E402
 
@@ -51,6 +59,12 @@ def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> No
     found = run(3, args, tmp_path, 200).check()
     assert found.output.count("11 equal, 6 still") == 3
     assert "UserWarning" not in found.output
+
+
+@pytest.mark.launch
+def test_running_means_travel_with_the_parameters(tmp_path: Path) -> None:
+    args = [str(PROGRAMS / "running_means.py"), str(tmp_path)]
+    assert run(3, args, tmp_path, 200).check().output.count("8 modes") == 3
 
 
 # Without ranks -------------------------------------------------------------------------------
@@ -166,6 +180,22 @@ def test_parameters_and_gradients_are_views() -> None:
     model(x).backward()
     np.testing.assert_array_equal(other["used.weight"], expected.numpy())
     np.testing.assert_array_equal(out["used.weight"], 2 * expected.numpy())
+
+
+def test_what_a_forward_pass_takes_off_running_means_is_pushed() -> None:
+    model = make_model(lambda: torch.nn.BatchNorm1d(2), 0)
+    bound, params, out = Bound(model, 0.5), arrays_of(model) | statistics_of(model), memory(model)
+    params["running_mean"][:] = 1, 2
+    out |= {name: np.full_like(a, np.nan) for name, a in statistics_of(model).items()}
+    bound.move_to(params)
+    bound.collect_into(out)
+    model(torch.tensor([[2.0, 2.0], [4.0, 2.0]])).sum().backward()
+    bound.complete()
+    np.testing.assert_allclose(out["running_mean"], [-0.5 * 0.1 * 2, 0], atol=1e-6)
+    np.testing.assert_array_equal(params["running_mean"], [1, 2])
+    with evaluating(model, {**params, "running_mean": np.array([7, 7], "f4")}):
+        assert model.running_mean.tolist() == [7, 7]
+    assert model.running_mean.tolist() == pytest.approx([1.2, 2])
 
 
 def test_what_is_unfrozen_in_a_run_is_told() -> None:
