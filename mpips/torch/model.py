@@ -14,7 +14,12 @@ from mpips.problems.base import Arrays
 from mpips.torch import linear
 
 NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
-DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+# What parameters are kept and pushed as; a model in 16 bits has copies of them.
+DTYPES = {
+    torch.float32: "float32", torch.float64: "float64",
+    torch.bfloat16: "float32", torch.float16: "float32",
+}  # fmt: skip
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
@@ -43,8 +48,7 @@ def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
             raise UserError(got, "parameters in the memory of the host", "leave out .to(device)")
         if parameter.dtype not in DTYPES:
             got = f"parameter {name!r} of {parameter.dtype}"
-            remedy = "torch.autocast computes in less, with parameters as they are"
-            raise UserError(got, "float32 or float64", remedy)
+            raise UserError(got, f"one of {', '.join(map(str, DTYPES))}")
     return model
 
 
@@ -54,8 +58,14 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Return the trained parameters as arrays that share their memory."""
-    return {name: p.detach().contiguous().numpy() for name, p in trained_parameters(model).items()}
+    """Return the trained parameters as arrays that share their memory, but for those in 16 bits."""
+    found = trained_parameters(model).items()
+    return {name: widened(p).contiguous().numpy() for name, p in found}
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in 16 bits as a copy that NumPy can take, another as it is."""
+    return tensor.detach().float() if tensor.dtype in HALVES else tensor.detach()
 
 
 class Initial(Mapping[str, np.ndarray]):
@@ -82,7 +92,7 @@ class Initial(Mapping[str, np.ndarray]):
 
 def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Return the running means and variances of normalization, as copies."""
-    return {name: buffer.numpy().copy() for name, buffer in _running(model).items()}
+    return {name: widened(b).numpy().copy() for name, b in _running(model).items()}
 
 
 def _running(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -126,25 +136,30 @@ class Bound:
         self._out: Arrays = {}  # where the gradients go
         self.parameters, self.unmoved = trained_parameters(model), True
         self._parameters = list(self.parameters.values())
+        self._halves = [p.dtype in HALVES for p in self._parameters]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
         self._written = [False] * len(self._parameters)
+        whole = [k for k, half in enumerate(self._halves) if not half]
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._make_hook(k))
-            for k, p in enumerate(self._parameters)
+            self._parameters[k].register_post_accumulate_grad_hook(self._make_hook(k))
+            for k in whole
         ]
-        for k, parameter in enumerate(self._parameters):
-            linear.register(parameter, functools.partial(self._write, k))
+        for k in whole:
+            linear.register(self._parameters[k], functools.partial(self._write, k))
 
     def move_to(self, params: Arrays) -> None:
-        """Have the parameters read from these arrays from now on."""
+        """Have the parameters read from these arrays from now on; those in 16 bits are copied."""
         _copy_into(self._running, params)
-        if params is self._params:
-            return
-        for parameter, tensor in zip(self._parameters, self._tensors(params), strict=False):
-            parameter.data = tensor
+        known = params is self._params
+        tensors = self._tensors(params)
+        for parameter, tensor, half in zip(self._parameters, tensors, self._halves, strict=False):
+            if half:
+                parameter.data.copy_(tensor)
+            elif not known:
+                parameter.data = tensor
         self._params, self.unmoved = params, False
 
     def collect_into(self, out: Arrays) -> None:
@@ -155,6 +170,8 @@ class Bound:
     def complete(self) -> None:
         """Make the gradients whole: of a parameter that no loss depended on it is zero.
 
+        Those in 16 bits are copied here, since they are added up in 16 bits.
+
         Raises:
             UserError: If a parameter has one that was frozen when the run began.
         """
@@ -164,14 +181,17 @@ class Bound:
                 got = f"a gradient of {name!r}, which did not require one when the run began"
                 remedy = "freeze it in the loop instead, or begin a new run"
                 raise UserError(got, "the same trained parameters in a whole run", remedy)
-        for k, written in enumerate(self._written):
-            if not written:
-                self._grads[k].zero_()
-        for parameter in self._parameters:
+        for parameter, out, written in zip(
+            self._parameters, self._grads, self._written, strict=False
+        ):
+            if not written and parameter.grad is not None:
+                out.copy_(parameter.grad)
+            elif not written:
+                out.zero_()
             parameter.grad = None
         for name, buffer in self._running.items():
             if name in self._out:
-                np.subtract(self._params[name], buffer.numpy(), out=self._out[name])
+                np.subtract(self._params[name], widened(buffer).numpy(), out=self._out[name])
                 self._out[name][...] *= self._share
 
     def forget(self) -> None:
@@ -218,7 +238,7 @@ def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
     running, means = _running(model), statistics_of(model)
     before = [p.data for p in parameters]
     for parameter, tensor in zip(parameters, tensors_of(params), strict=False):
-        parameter.data = tensor
+        parameter.data = tensor.to(parameter.dtype)
     _copy_into(running, params)
     model.eval()
     try:
@@ -234,7 +254,7 @@ def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
 def _copy_into(running: Mapping[str, torch.Tensor], arrays: Arrays) -> None:
     for name, buffer in running.items():
         if name in arrays:
-            np.copyto(buffer.numpy(), arrays[name])
+            buffer.copy_(torch.tensor(arrays[name]))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from mpips.torch.model import (
     state_of,
     statistics_of,
     trained_parameters,
+    widened,
 )
 from mpips.torch.worker import TorchSamples, Worker
 
@@ -118,7 +119,7 @@ def _brought(start: Start, module: torch.nn.Module) -> list[dict[str, np.ndarray
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {
-        name: buffer.detach().numpy().copy()
+        name: widened(buffer).numpy().copy()
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
     }

@@ -295,8 +295,63 @@ def test_losses_are_noted() -> None:
     assert len(losses) == 2
 
 
-def half() -> Any:
-    return torch.nn.Linear(2, 2).half()
+def test_a_model_in_16_bits_has_copies_of_what_is_kept_in_32() -> None:
+    model = make_model(lambda: torch.nn.Linear(2, 1, dtype=torch.bfloat16), 0)
+    kept = {"weight": np.array([[1, 2]], "f4"), "bias": np.array([3 + 2**-12], "f4")}
+    out = {name: np.full_like(array, np.nan) for name, array in kept.items()}
+    assert {array.dtype for array in arrays_of(model).values()} == {np.dtype("f4")}
+    bound = Bound(model)
+    bound.move_to(kept)
+    bound.collect_into(out)
+    for _ in range(2):
+        model(torch.tensor([[5.0, 7.0]], dtype=torch.bfloat16)).backward()
+    bound.complete()
+    assert model.weight.dtype == torch.bfloat16
+    assert float(model.bias.detach()) == 3, "rounded"
+    np.testing.assert_array_equal(out["weight"], [[10, 14]])
+    np.testing.assert_array_equal(out["bias"], [2])
+    kept["weight"][0, 0] = 4
+    bound.move_to(kept)
+    assert model.weight.tolist() == [[4, 2]], "the same memory holds others now"
+    assert model.weight.grad is None
+
+
+HALF = """
+import torch, mpips
+import mpips.torch as mt
+
+x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+def net():
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).bfloat16()
+
+def train(worker):
+    for a, b in worker.loader(data, batch_size=32, epochs=40):
+        worker.optimizer.zero_grad()
+        torch.nn.functional.mse_loss(worker.model(a), b).backward()
+        worker.optimizer.step()
+
+def loss(model, batch):
+    return {"loss": float(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))}
+
+found = mt.run(train, net, mpips.Adam(0.02), mode="sync", out="half", quiet=True,
+               evaluate=loss, held_out=data)
+print({name: t.dtype for name, t in found.state_dict.items() if t.is_floating_point()})
+assert found.summary["eval_loss"] < 0.1, found.summary
+assert found.params["1.weight"].dtype == "float32"
+"""
+
+
+@pytest.mark.launch
+def test_a_run_of_a_model_in_16_bits(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(HALF)
+    found = run(1, ["half.py"], tmp_path).check()
+    assert found.output.count("torch.bfloat16") == 6
+
+
+def complex_one() -> Any:
+    return torch.nn.Linear(2, 2).to(torch.complex64)
 
 
 def meta() -> Any:
@@ -307,7 +362,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "a module": (torch.nn.Linear(2, 2), "model of type Linear, expected a class or function"),
     "no module": (dict, "a model of type dict, expected a torch.nn.Module"),
     "no parameter": (torch.nn.ReLU, "a model without a parameter that requires a gradient"),
-    "half": (half, "parameter 'weight' of torch.float16, expected float32 or float64"),
+    "complex": (complex_one, "parameter 'weight' of torch.complex64, expected one of .*bfloat16"),
     "elsewhere": (meta, "parameter 'weight' on meta, expected .* the memory of the host"),
 }
 
