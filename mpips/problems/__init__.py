@@ -2,13 +2,15 @@
 
 A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
 `mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
-``path/to/file.py:Class``.
+``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
 PROBLEMS: dict[str, type[Problem]] = {"linear": Linear, "mlp": MLP, "softmax": Softmax}
+
+# Classes that are no problems themselves, and what makes one of class, data and configuration. They
+# go by their names: PyTorch is imported by whoever uses it.
+ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
 
@@ -61,14 +67,19 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
     path = path.resolve()
     cls = _find_class(_run_file(path), class_name, path)
     where = f"{path}:{class_name}"
+    adapter = _adapter(cls)
+    expected = "a class made by CLASS(data, config)"
+    if adapter is None:
+        _check_methods(cls, where)
+    else:
+        shape = ", ".join(map(str, ("n", *data.x_shape)))
+        expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
     try:
-        problem = cls(data, config)
+        problem: Problem = cls(data, config) if adapter is None else adapter(cls, data, config)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _raised(
-            f"problem {where}", error, path, "a class made by CLASS(data, config)"
-        ) from error
+        raise _raised(f"problem {where}", error, path, expected) from error
     layout = getattr(problem, "layout", None)
     if not isinstance(layout, Layout) or layout.size == 0:
         got = f"no parameters in {layout}" if isinstance(layout, Layout) else f"layout={layout!r}"
@@ -103,18 +114,37 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _find_class(module: ModuleType, class_name: str, path: Path) -> type[Any]:
-    """Return the class of that name in a user's module, with all its methods there."""
+    """Return the class of that name in a user's module."""
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         made_there = (v for v in vars(module).values() if isinstance(v, type))
         classes = sorted(v.__name__ for v in made_there if v.__module__ == module.__name__)
         legal = f"one of {', '.join(classes)}" if classes else "a class"
         raise UserError(f"no class {class_name!r} in {path}", legal, nearest(class_name, classes))
-    missing = [k for k in _METHODS if not _defines(found, k)]
-    if missing:
-        got = f"problem {path}:{class_name} without {', '.join(missing)}"
-        raise UserError(got, f"the methods {', '.join(_METHODS)}", "see mpips/problems/base.py")
     return found
+
+
+def _adapter(cls: type[Any]) -> Callable[..., Problem] | None:
+    """Return what makes a problem of a class; None for one that is to have the methods itself."""
+    if not _missing(cls):
+        return None
+    for base in cls.__mro__:
+        module, name = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}", ("", ""))
+        if module:
+            found: Callable[..., Problem] = getattr(importlib.import_module(module), name)
+            return found
+    return None
+
+
+def _check_methods(cls: type[Any], where: str) -> None:
+    missing = _missing(cls)
+    if missing:
+        got = f"problem {where} without {', '.join(missing)}"
+        raise UserError(got, f"the methods {', '.join(_METHODS)}", "see mpips/problems/base.py")
+
+
+def _missing(cls: type[Any]) -> list[str]:
+    return [method for method in _METHODS if not _defines(cls, method)]
 
 
 def _defines(cls: type, method: str) -> bool:

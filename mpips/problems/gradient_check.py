@@ -90,6 +90,7 @@ class Checker:
         self._layout = problem.layout
         self._flat, self._grad = np.zeros((2, self._layout.size))
         self._params = self._layout.views(self._flat, writable=False)
+        self._out = self._layout.views(self._grad)
         self._start = np.zeros(self._layout.size)
         for name, view in self._layout.views(self._start).items():
             view[...] = problem.init(np.random.default_rng(seed))[name]
@@ -130,9 +131,8 @@ class Checker:
 
     def _loss(self) -> float:
         self._grad[:] = np.nan
-        out = self._layout.views(self._grad)
         with np.errstate(all="ignore"):
-            return checked_loss(self._problem.loss_and_grad(self._params, self._batch, out))
+            return checked_loss(self._problem.loss_and_grad(self._params, self._batch, self._out))
 
     def check(self, name: str) -> list[Probe]:
         """Return what was found in an array; wrong is only what is wrong from two places."""
@@ -215,8 +215,15 @@ def check_gradient(config: Config) -> tuple[str, UserError | None]:
     Raises:
         UserError: If nothing can be checked.
     """
+    from threadpoolctl import threadpool_limits
+
     config = dataclasses.replace(config, dtype="float64")
     problem, batch = first_batch(config)
+    with threadpool_limits(config.threads or 1):  # many gradients, each of one batch
+        return _check(config, problem, batch)
+
+
+def _check(config: Config, problem: Problem, batch: Batch) -> tuple[str, UserError | None]:
     checker = Checker(problem, batch, config.seed)
     lines = [
         f"gradient of {config.problem} on the first {len(batch)} samples, in float64",

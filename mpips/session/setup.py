@@ -147,7 +147,9 @@ def make_job(
             raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
         return job
 
-    return everywhere(comm, build)
+    job = everywhere(comm, build)
+    ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
+    return job
 
 
 def _initial(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:

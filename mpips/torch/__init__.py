@@ -17,6 +17,8 @@
 The model's parameters are views of the worker's replica, its gradients views of what is pushed.
 """
 
+from typing import TYPE_CHECKING
+
 from mpips.errors import UserError
 
 try:
@@ -25,9 +27,32 @@ except ImportError as problem:
     got, expected = f"no PyTorch ({problem})", "torch >= 2.4"
     raise UserError(got, expected, "pip install 'mpips[torch]'") from problem
 
-from mpips.torch.optimizer import Optimizer
-from mpips.torch.run import Result, run
-from mpips.torch.state import optimizer_state
-from mpips.torch.worker import Worker
+if TYPE_CHECKING:
+    from mpips.torch.optimizer import Optimizer
+    from mpips.torch.run import Result, run
+    from mpips.torch.state import optimizer_state
+    from mpips.torch.worker import Worker
 
 __all__ = ["Optimizer", "Result", "Worker", "optimizer_state", "run"]
+_MODULES = {
+    "Optimizer": "optimizer",
+    "Result": "run",
+    "Worker": "worker",
+    "optimizer_state": "state",
+    "run": "run",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is used: `mpips.torch.problem` is for places without MPI too."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mpips.torch' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = {n: getattr(import_module(f"mpips.torch.{m}"), n) for n, m in _MODULES.items()}
+    globals().update(found)  # `run` is the function, where its import has left the module
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

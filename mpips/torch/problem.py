@@ -1,0 +1,135 @@
+"""A `torch.nn.Module` as the problem of a job: ``python -m mpips.train --problem net.py:Net``."""
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.problems.base import Arrays, Problem
+from mpips.torch.model import (
+    Bound,
+    arrays_of,
+    evaluating,
+    make_model,
+    tensors_of,
+    trained_parameters,
+)
+
+if TYPE_CHECKING:
+    from mpips.config import Config
+    from mpips.datasets.base import Batch, DataInfo
+
+TRIED = 2  # samples that a module is tried on
+
+
+class ModuleProblem(Problem):
+    """A module and its loss: a method ``loss(x, y)``, or by default one that suits the targets.
+
+    That is the cross entropy of ``module(x)`` for classes, and the mean squared error for real
+    targets. `x` is a tensor of shape (n, *x_shape), `y` class numbers, shape (n,), or targets,
+    shape (n, *y_shape). The module is kept in the job's dtype; its buffers are this rank's alone.
+
+    Args:
+        cls: Its class, made by ``cls()`` or, if it needs an argument, by ``cls(data)``.
+        data: What the dataset looks like.
+        config: The run's configuration.
+
+    Raises:
+        UserError: If it cannot be trained, or not on this data; what its code raises, as it is.
+    """
+
+    def __init__(self, cls: type[torch.nn.Module], data: "DataInfo", config: "Config") -> None:
+        super().__init__(data, config)
+        self._make = functools.partial(_make, cls, data, getattr(torch, config.dtype))
+        self.model = make_model(self._make, config.seed)
+        self.layout = Layout.of({name: a.shape for name, a in arrays_of(self.model).items()})
+        self._name, self._own_loss = cls.__name__, callable(getattr(cls, "loss", None))
+        if not self._own_loss and hasattr(self.model, "loss"):
+            got = f"{self._name}.loss of type {type(self.model.loss).__name__}"
+            raise UserError(got, "a method loss(self, x, y)", "give the attribute another name")
+        self._judged = self._try()
+        for parameter in trained_parameters(self.model).values():
+            parameter.data = parameter.data.new_empty(0)  # a server computes nothing
+        self._bound = Bound(self.model)
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return the parameters of a fresh module, seeded by `rng`."""
+        return arrays_of(make_model(self._make, int(rng.integers(2**31))))
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, and write its gradient; see `Problem`."""
+        self._bound.move_to(params)
+        self._bound.collect_into(out)
+        self.model.train()
+        loss = self._loss(*tensors_of({"x": batch.x, "y": batch.y}))
+        loss.backward()
+        self._bound.complete()
+        return float(loss.detach())
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Return the mean loss, and the accuracy where ``module(x)`` has an output a class."""
+        x, y = tensors_of({"x": batch.x, "y": batch.y})
+        with evaluating(self.model, params):
+            out: Any = self.model(x) if self._judged or not self._own_loss else None
+            found = {"loss": float(self._loss(x, y, out))}
+        if self._judged:
+            found["accuracy"] = float((out.argmax(1) == y).double().mean())
+        return found
+
+    def _loss(
+        self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the mean loss; `out` is ``module(x)`` where that is known."""
+        if self._own_loss:
+            return self.model.loss(x, y)
+        out = self.model(x) if out is None else out
+        if self.data.classes is not None:
+            return F.cross_entropy(out, y)
+        return F.mse_loss(out.reshape(y.shape), y)  # (n, 1) and (n,) are the same outputs
+
+    def _try(self) -> bool:
+        """Try the module on inputs of zeros, so that what is wrong is said on every rank, at once.
+
+        Returns:
+            Whether it has an output a class.
+        """
+        data, dtype = self.data, np.dtype(self.config.dtype)
+        of_targets = dtype if data.classes is None else np.int64
+        zeros = (
+            np.zeros((TRIED, *data.x_shape), dtype),
+            np.zeros((TRIED, *data.y_shape), of_targets),
+        )
+        x, y = map(torch.from_numpy, zeros)
+        self.model.eval()
+        try:
+            shape = tuple(getattr(self.model(x), "shape", ()))
+        except NotImplementedError:  # without a forward, which its own loss may not need
+            if not self._own_loss:
+                raise
+            shape = ()
+        judged = data.classes is not None and shape == (TRIED, data.classes)
+        alike = data.classes is None and shape[:1] == (TRIED,) and np.prod(shape) == y.numel()
+        if not (judged or alike or self._own_loss):
+            expected = tuple(y.shape) if data.classes is None else (TRIED, data.classes)
+            got = f"{self._name} that makes {shape} of inputs of shape {tuple(x.shape)}"
+            raise UserError(got, f"{expected}", "or give it a method loss(self, x, y)")
+        loss = self._loss(x, y)
+        if not isinstance(loss, torch.Tensor) or loss.shape or not loss.requires_grad:
+            kind = f"tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
+            got = f"loss of {self._name} that returned a {kind}"
+            raise UserError(got, "a scalar tensor that depends on the parameters")
+        return judged
+
+
+def _make(cls: type[torch.nn.Module], data: "DataInfo", dtype: torch.dtype) -> torch.nn.Module:
+    """Make the module, its floating-point parameters and buffers of one dtype."""
+    try:
+        inspect.signature(cls).bind()
+    except TypeError:
+        return cls(data).to(dtype)
+    return cls().to(dtype)

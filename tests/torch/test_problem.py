@@ -1,0 +1,241 @@
+"""Modules of PyTorch from the command line: their losses and gradients, and jobs on all data."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+from runs import HERE, Plan, final, newest, summary
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402
+
+import mpips.torch as mt  # noqa: E402
+from mpips.checkpoint import list_checkpoints  # noqa: E402
+from mpips.datasets import Batch, DataInfo  # noqa: E402
+from mpips.errors import UserError  # noqa: E402
+from mpips.problems import load_problem  # noqa: E402
+
+MODULES = str(HERE / "problems" / "modules.py")
+
+
+def make(name: str, dtype: str = "float32", **fields: Any) -> Any:
+    """Return a module as a problem of made data: 5 inputs, 4 classes."""
+    base = {"name": "made", "n_train": 64, "n_test": 16, "x_shape": (5,), "y_shape": ()}
+    data = DataInfo(**{**base, "classes": 4, "source": "made.npz", **fields})
+    config = SimpleNamespace(problem=name, dtype=dtype, seed=3)
+    return load_problem(f"{MODULES}:{name}", data, config)  # type: ignore[arg-type]
+
+
+def start(problem: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return views of initial parameters that can only be read, and of a gradient of NaN."""
+    dtype = problem.config.dtype
+    vector, grad = np.zeros(problem.layout.size, dtype), np.full(problem.layout.size, np.nan, dtype)
+    for name, view in problem.layout.views(vector).items():
+        view[...] = problem.init(np.random.default_rng(1))[name]
+    return problem.layout.views(vector, writable=False), problem.layout.views(grad)
+
+
+def batch_of(problem: Any, n: int = 12) -> Batch:
+    rng, data, dtype = np.random.default_rng(2), problem.data, problem.config.dtype
+    x = rng.normal(size=(n, *data.x_shape)).astype(dtype)
+    x.flags.writeable = False
+    if data.classes:
+        return Batch(x, rng.integers(0, data.classes, n), np.arange(n))
+    return Batch(x, rng.normal(size=(n, *data.y_shape)).astype(dtype), np.arange(n))
+
+
+CASES = {  # module, data, what its loss is
+    "classes": ("Affine", {}, lambda out, y: F.cross_entropy(out, y)),
+    "images": ("Affine", {"x_shape": (3, 2)}, lambda out, y: F.cross_entropy(out, y)),
+    "real": ("Affine", {"classes": None}, lambda out, y: ((out[:, 0] - y) ** 2).mean()),
+    "matrix": (
+        "Affine", {"classes": None, "y_shape": (2, 3)},
+        lambda out, y: ((out - y.flatten(1)) ** 2).mean(),
+    ),
+    "own": ("Absolute", {"classes": None}, lambda out, y: (out[:, 0] - y).abs().mean()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.filterwarnings("error")
+def test_loss_and_gradient_are_those_of_torch(case: str, dtype: str) -> None:
+    name, fields, expected_loss = CASES[case]
+    problem = make(name, dtype, **fields)
+    (params, out), batch = start(problem), batch_of(problem)
+    assert all(array.dtype == dtype for array in params.values())
+    weights = {k: torch.tensor(v, requires_grad=True) for k, v in params.items()}
+    x = torch.tensor(batch.x).flatten(1)
+    expected = expected_loss(
+        x @ weights["out.weight"].T + weights["out.bias"], torch.tensor(batch.y)
+    )
+    expected.backward()
+    value = float(expected.detach())
+    for _ in range(2):  # nothing is left of the first time
+        loss = problem.loss_and_grad(params, batch, out)
+        assert abs(loss - value) < 1e-6
+        for key in ("out.weight", "out.bias"):
+            np.testing.assert_allclose(out[key], weights[key].grad.numpy(), atol=1e-6)
+    if name == "Absolute":
+        assert params.keys() == {"out.weight", "out.bias", "unused"}
+        np.testing.assert_array_equal(out["unused"], 0)
+    found = problem.evaluate(params, batch)
+    assert abs(found["loss"] - value) < 1e-6
+    assert ("accuracy" in found) == (fields.get("classes", 4) == 4)
+    if "accuracy" in found:
+        logits = x @ weights["out.weight"].T + weights["out.bias"]
+        right = logits.argmax(1).numpy() == batch.y
+        assert found["accuracy"] == pytest.approx(right.mean())
+
+
+def test_parameters_are_not_copied() -> None:
+    problem = make("Affine")
+    (params, out), batch = start(problem), batch_of(problem)
+    assert problem.model.out.weight.numel() == 0, "a server needs none"
+    problem.loss_and_grad(params, batch, out)
+    address = problem.model.out.weight.data_ptr()
+    assert address == params["out.weight"].__array_interface__["data"][0]
+    problem.evaluate({k: v.copy() for k, v in params.items()}, batch)
+    assert problem.model.out.weight.data_ptr() == address
+    assert problem.model.training
+
+
+def test_every_rank_makes_the_same_start() -> None:
+    one, two = make("Affine"), make("Affine")
+    torch.rand(7)
+    for seed in (0, 1):
+        a, b = (p.init(np.random.default_rng(seed)) for p in (one, two))
+        assert all(np.array_equal(a[name], b[name]) for name in one.layout.names)
+    assert not np.array_equal(a["out.weight"], one.init(np.random.default_rng(0))["out.weight"])
+
+
+def test_a_loss_without_a_forward() -> None:
+    problem = make("Headless")
+    (params, out), batch = start(problem), batch_of(problem)
+    assert problem.loss_and_grad(params, batch, out) > 0
+    assert list(problem.evaluate(params, batch)) == ["loss"]
+
+
+REFUSED = {
+    "TwoArguments": r"TwoArguments raised TypeError: .*, expected a class made by CLASS\(\) or CL",
+    "OtherInputs": r"raised RuntimeError: mat1 and mat2 .*, and a forward of inputs \(n, 5\); se",
+    "OtherOutputs": r"OtherOutputs that makes \(2, 3\) of inputs of shape \(2, 5\), expected \(2",
+    "LossModule": r"LossModule\.loss of type CrossEntropyLoss, expected a method loss\(self, x, y",
+    "LossEach": r"returned a tensor of shape \(2,\), expected a scalar tensor that depends on the",
+    "LossNumber": r"loss of LossNumber that returned a \d.*, expected a scalar tensor",
+    "Nothing": "a model without a parameter that requires a gradient, expected at least one",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be(name: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[name]):
+        make(name)
+
+
+def test_a_login_node_starts_no_mpi() -> None:
+    """What asks for a job in advance makes the problem too."""
+    code = (
+        "import sys; from mpips.__main__ import main; "
+        f"code = main(['train', '--problem', '{MODULES}:Affine', *sys.argv[1:]]); "
+        "assert 'mpi4py' not in sys.modules; import mpips.torch as mt; mt.Worker; mt.run.__call__; "
+        "sys.exit(code)"
+    )
+    for words in (["--explain", "--ranks", "4"], ["--check-gradient"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--dataset", "spirals", *words],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the gradient is right\n")
+
+
+def test_names_come_when_they_are_used() -> None:
+    assert {"Optimizer", "Result", "Worker", "run"} <= set(dir(mt))
+    assert callable(mt.run)
+    with pytest.raises(AttributeError, match="no attribute 'ran'"):
+        mt.ran  # noqa: B018
+
+
+# On ranks ------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Write small data for each reader; returns what ``--dataset`` calls it."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(90, 6)).astype("f4"), rng.integers(0, 3, 90)
+    np.savez(folder / "classes.npz", x=x, y=y)
+    np.savez(folder / "real.npz", x=x, y=x @ np.ones((6, 2), "f4"))
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", y)
+    with h5py.File(folder / "images.h5", "w") as file:
+        file["x"], file["y"] = x.reshape(90, 2, 3), y
+    return {
+        "npz": f"{folder}/classes.npz",
+        "real": f"{folder}/real.npz",
+        "npy": f"{folder}/x.npy,{folder}/y.npy",
+        "hdf5": f"{folder}/images.h5",
+        "libsvm": f"{ROOT}/jobs/digits-300.svm",
+        "spirals": "spirals",
+    }
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("modules")
+    plan = Plan(folder)
+    data, modes = files(folder), ("async", "sync", "ssp", "local_sgd", "easgd", "async")
+    for (kind, name), mode in zip(data.items(), modes, strict=True):
+        options = ("--problem", f"{MODULES}:Affine", "--dataset", name, "--mode", mode)
+        plan.add(kind, 3, (*options, "--epochs", "2", "--batch-size", "8", "--threads", "1"))
+    conv = ("--problem", f"{MODULES}:Threads", "--batch-size", "16", "--threads", "1")
+    for mode in ("async", "sync"):
+        plan.add(f"conv {mode}", 3, (*conv, "--mode", mode, "--epochs", "4"))
+    plan.add("conv sync", 2, ("--resume", "--epochs", "5"))
+    last = str(plan.out("conv sync"))
+    plan.add("evaluated", 3, ("--eval-only", *conv, "--init-from", last), quiet=False)
+    wrong = ("--problem", f"{MODULES}:OtherInputs")
+    plan.add("wrong", 3, wrong, code=2)
+    plan.run(200)
+    return plan
+
+
+@pytest.mark.launch
+def test_every_reader_and_mode(plan: Plan) -> None:
+    for kind in ("npz", "real", "npy", "hdf5", "libsvm", "spirals"):
+        found = summary(plan.out(kind))
+        assert found["epochs"] == 2
+        assert np.isfinite(found["eval_loss"])
+        assert (found["accuracy"] is None) == (kind == "real")
+        begun = newest(list_checkpoints(plan.out(kind))[0]).read_params()
+        assert not np.array_equal(begun, final(plan.out(kind)).read_params())
+
+
+@pytest.mark.launch
+def test_a_module_learns(plan: Plan) -> None:
+    """Asynchronously, and in rounds that are gone on with on other ranks."""
+    for mode in ("async", "sync"):
+        assert summary(plan.out(f"conv {mode}"))["accuracy"] > 0.8
+    found = summary(plan.out("conv sync"))
+    assert (found["epochs"], found["samples"]) == (5, 5 * 1438)
+    assert final(plan.out("conv sync")).layout.names[0] == "conv.weight"
+    (told,) = plan.outputs("evaluated")
+    assert f"accuracy {found['accuracy']:.6f}, " in told
+    (told,) = plan.outputs("wrong")
+    assert len(re.findall("mpips: problem .*OtherInputs raised RuntimeError: mat1", told)) == 3
+
+
+@pytest.mark.launch
+def test_a_run_begins_with_what_another_exported(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch")
+    program = str(ROOT / "tests" / "torch" / "programs" / "begins.py")
+    found = run(2, [program, str(tmp_path)], tmp_path, 120).check()
+    assert found.output.count("begins where the other ended") == 1
