@@ -66,7 +66,7 @@ CASES = (
     _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
     _train_torch("torch-ddp", "2 ranks", 2, "sync"),
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
-    Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 4, 2, 400_000_000),
+    Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken

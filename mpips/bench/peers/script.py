@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Of each worker in one repeat, by default.
-STEPS = {"push+pull": 40, "round": 40, "mlp": 200, "memory": 4}
+STEPS = {"push+pull": 40, "round": 40, "mlp": 200, "memory": 2}
 RATES = {
     "push+pull": "gb_per_s",
     "round": "rounds_per_s",
