@@ -260,7 +260,14 @@ def check_fields(folder: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "bash", "python")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.one_mpi if name == "pytorch" else ())
+        for name in PAGES
+        if blocks(name, "bash", "python")
+    ],
+)
 def test_page(name: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
     for language, code in blocks(name, "bash", "python", "console"):

@@ -53,12 +53,14 @@ def check_digits(script: str, epochs: int, folder: Path) -> None:
     assert min(found.values()) > reference - 0.15, (found, reference)
 
 
+@pytest.mark.long
 def test_digits_in_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check_digits("conv_torch", 4, tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_digits_in_jax(tmp_path: Path) -> None:
     """It is compiled for each mode on each rank, which is most of the time that this takes."""
     pytest.importorskip("jax")
@@ -72,6 +74,7 @@ def entropy(characters: list[int]) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_characters(tmp_path: Path) -> None:
     """A transformer learns far more of them than how frequent each is."""
     pytest.importorskip("torch")

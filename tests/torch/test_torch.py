@@ -46,6 +46,7 @@ def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_sync_equals_ddp(tmp_path: Path) -> None:
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     args = [str(PROGRAMS / "equals_ddp.py"), str(tmp_path)]
@@ -62,6 +63,7 @@ def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_running_means_travel_with_the_parameters(tmp_path: Path) -> None:
     args = [str(PROGRAMS / "running_means.py"), str(tmp_path)]
     assert run(3, args, tmp_path, 200).check().output.count("8 modes") == 3
