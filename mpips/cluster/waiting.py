@@ -52,6 +52,22 @@ class Backoff:
             time.sleep(self._sleep_s + more * min(1.0, idle_s / IDLE_S))
 
 
+def take_turns(turn: Callable[[], bool], done: Callable[[], bool], ranks_per_core: float) -> None:
+    """Call `turn` until `done()`, and wait after each in which there was nothing to do.
+
+    Args:
+        turn: Does what there is to do; returns whether there was anything.
+        done: Asked before each turn.
+        ranks_per_core: See `Backoff`.
+    """
+    backoff = Backoff(ranks_per_core)
+    while not done():
+        if turn():
+            backoff.reset()
+        else:
+            backoff.pause()
+
+
 class Background:
     """Calls `advance` from a thread of its own, now and then, within a ``with`` block.
 

@@ -12,11 +12,11 @@ from mpips.checkpoint.fits import check_checkpoint
 from mpips.checkpoint.place import CHECKPOINTS
 from mpips.cluster.collectives import begin_barrier, gather_polled
 from mpips.cluster.start import Request
-from mpips.cluster.waiting import Backoff
+from mpips.cluster.waiting import take_turns
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
-from mpips.planning.job import Job
+from mpips.planning.job import Job, read_slots
 from mpips.ps.assemble import ServerHalf
 
 T = TypeVar("T")
@@ -24,15 +24,10 @@ T = TypeVar("T")
 _serving: list["Serving"] = []  # of this process, in the order in which they were opened
 
 
-def _serve_all(done: Callable[[], bool], ranks_per_core: float) -> None:
-    """Serve every store of this process until `done()`."""
-    backoff = Backoff(ranks_per_core)
-    while not done():
-        busy = [serving.turn() for serving in _serving]
-        if any(busy):
-            backoff.reset()
-        else:
-            backoff.pause()
+def _turn_of_all() -> bool:
+    """Take a turn of every store of this process; returns whether any had something to do."""
+    busy = [serving.turn() for serving in _serving]
+    return any(busy)
 
 
 class Serving:
@@ -54,11 +49,12 @@ class Serving:
         half.open(self._wait)
 
     def _wait(self, request: Request) -> None:
-        _serve_all(request.Test, self._cluster.ranks_per_core)
+        take_turns(_turn_of_all, request.Test, self._cluster.ranks_per_core)
 
     def serve_to_the_end(self) -> None:
         """Serve until every worker has come to its end. Collective: yes."""
-        _serve_all(lambda: self._all_applied(self._final), self._cluster.ranks_per_core)
+        done = lambda: self._all_applied(self._final)  # noqa: E731
+        take_turns(_turn_of_all, done, self._cluster.ranks_per_core)
         here = begin_barrier(self._cluster.comm)
         self._wait(here)
         _serving.remove(self)
@@ -139,25 +135,24 @@ class Serving:
         """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
         find = partial(_newest, path, self._job)
         folder = self._agree(find if self._cluster.is_chief else None)[0]
-        server, shard, saved = self.server, self._job.shard, checkpoint.open_checkpoint(folder)
+        server, shard = self.server, self._job.shard
+        live = (server.params, *server.slots)
+        arrays = tuple(map(np.zeros_like, live))
 
-        def read() -> list[np.ndarray]:
-            arrays = [np.zeros_like(a) for a in (server.params, *server.slots)]
+        def read() -> int:
+            saved = checkpoint.open_checkpoint(folder)
             saved.read_params(shard.begin, shard.end, out=arrays[0])
-            self._job.rule.init(arrays[0], tuple(arrays[1:]))
-            for name, slot in zip(self._job.slots, arrays[1:], strict=True):
-                if name in saved.slot_names:
-                    saved.read_slot(name, shard.begin, shard.end, out=slot)
-            return arrays
+            self._job.rule.init(arrays[0], arrays[1:])
+            read_slots(saved, self._job.slots, arrays[1:], shard)
+            return saved.step
 
-        arrays: list[np.ndarray] = []
-        self._agree(lambda: arrays.extend(read()))
-        for live, array in zip((server.params, *server.slots), arrays, strict=True):
-            np.copyto(live, array)
-        self._base = saved.step - pushed
-        server.start_from(saved.step)
+        step = self._agree(read)[0]
+        for old, new in zip(live, arrays, strict=True):
+            np.copyto(old, new)
+        self._base = step - pushed
+        server.start_from(step)
         self._agree(lambda: None)  # whoever is answered finds all shards
-        return saved.step
+        return step
 
     def _agree(self, make: Callable[[], T] | None) -> list[T]:
         """Return what each server makes, by its number.

@@ -252,11 +252,7 @@ class Job:
             self.initial.read_params(shard.begin, shard.end, out=params)
         self.rule.init(params, slots)
         if self.checkpoint is not None:
-            for name, slot in zip(self.slots, slots, strict=True):
-                if name in self.checkpoint.slot_names:  # else the saved run's mode had none
-                    self.checkpoint.read_slot(name, shard.begin, shard.end, out=slot)
-                elif name in self.checkpoint.worker_names:
-                    self.checkpoint.read_workers_mean(name, shard.begin, out=slot)
+            read_slots(self.checkpoint, self.slots, slots, shard)
 
     def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
         """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
@@ -284,6 +280,21 @@ class Job:
 def statistics(problem: Problem) -> tuple[str, ...]:
     """Return `Problem.statistics`; a user's class need not be a `Problem`."""
     return getattr(problem, "statistics", ())
+
+
+def read_slots(
+    saved: Checkpoint, names: tuple[str, ...], slots: tuple[np.ndarray, ...], shard: Shard
+) -> None:
+    """Read the slots of a shard; those that the checkpoint lacks stay as they are.
+
+    Raises:
+        UserError: If a file cannot be read.
+    """
+    for name, slot in zip(names, slots, strict=True):
+        if name in saved.slot_names:  # else the saved run's mode had none
+            saved.read_slot(name, shard.begin, shard.end, out=slot)
+        elif name in saved.worker_names:
+            saved.read_workers_mean(name, shard.begin, out=slot)
 
 
 def batches_before(job: Job) -> int:

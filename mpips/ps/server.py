@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpips.cluster import signals
-from mpips.cluster.waiting import Backoff
+from mpips.cluster.waiting import take_turns
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
@@ -64,12 +64,7 @@ class AsyncServer:
 
     def serve_until(self, done: Callable[[], bool]) -> None:
         """Serve until `done()`; what it asks for has to come from elsewhere, or from a turn."""
-        backoff = Backoff(self._cluster.ranks_per_core)
-        while not done():
-            if self.turn():
-                backoff.reset()
-            else:
-                backoff.pause()
+        take_turns(self.turn, done, self._cluster.ranks_per_core)
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers."""
