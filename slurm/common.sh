@@ -125,7 +125,7 @@ request() {
 # attempt COMMAND...: run it, and hand requests on; sets rc. A shell runs its traps only between
 # commands, so that the command is in the background and `wait` is what a signal ends.
 attempt() {
-    local byte first
+    local byte first watch
     rc=0
     if [ -n "$asked" ]; then
         rc=$EXIT_SAVED    # nothing was begun that could be lost
@@ -134,6 +134,8 @@ attempt() {
     byte=$(log_size) first=$(begun)
     "$@" &
     pid=$!
+    end_lost_start "$pid" "$byte" "$first" &
+    watch=$!
     if [ -n "$asked" ]; then kill -USR1 "$pid" 2>/dev/null || true; fi    # just now
     while :; do
         wait "$pid" || true
@@ -141,11 +143,26 @@ attempt() {
     done
     wait "$pid" || rc=$?
     pid=''
+    kill "$watch" 2>/dev/null || true
     say "the launcher ended with $rc"
     case $rc in
         0 | 1 | 2 | 3 | "$EXIT_SAVED") ;;
         *) rc=$(told_code "$byte" "$first") ;;
     esac
+}
+
+# end_lost_start PID BYTE BEGUN: end the launcher if SLURM's pmi2 plugin says in the log, after so many
+# bytes, that it could not read what a rank has told it, and no run has begun: ranks may wait for its
+# answer for ever (see `never_began`).
+end_lost_start() {
+    case $2,${launcher[*]} in [0-9]*,*--mpi=pmi2*) ;; *) return ;; esac
+    until tail -c "+$(($2 + 1))" /dev/stderr | grep -qaF 'mpi/pmi2: invalid client request'; do
+        if [ "$(begun)" != "$3" ]; then return; fi
+        pause 2
+    done
+    pause 5    # for ranks that die of it by themselves
+    say "SLURM's pmi2 plugin could not read the address of a rank: ending this start"
+    kill -TERM "$1" 2>/dev/null || true
 }
 
 log_size() { if [ -f /dev/stderr ]; then stat -Lc %s /dev/stderr; fi; }
@@ -171,8 +188,8 @@ begun() { grep -c '"kind": "start"' "$out/metrics.jsonl" 2>/dev/null || true; }
 # never_began COUNT: whether the launcher has ended with none of mpips' exit codes before a run
 # began, `begun` being COUNT before it. SLURM's pmi2 plugin reads 1,024 bytes of a command, and what
 # MPICH puts into one depends on what is in memory behind its address: now and then it is longer, and
-# the ranks die in MPI_Init. So the next start is by mpirun, which needs no plugin; but it sees one
-# component of a heterogeneous job alone.
+# the ranks die or wait in MPI_Init. So the next start is by mpirun, which needs no plugin; but it
+# sees one component of a heterogeneous job alone.
 never_began() {
     case $rc in
         0 | 1 | 2 | 3 | "$EXIT_SAVED") return 1 ;;
@@ -198,6 +215,7 @@ find_out() {
     done
     if [ -n "$explain" ]; then
         start "$@"
+        if never_began ''; then start "$@"; fi
         exit "$rc"
     fi
     config=$(python -m mpips.train "$@" --print-config) || exit "$EXIT_REFUSED"

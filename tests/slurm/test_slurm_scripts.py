@@ -230,6 +230,35 @@ def test_ranks_that_die_at_the_start_are_started_once_more(
     assert json.loads(told.read_text())["world"].startswith("4 ranks on")
 
 
+WAITS_ONCE = """
+import os
+import time
+
+if "PMI_FD" in os.environ and os.environ["PMI_RANK"] == "0" and not os.path.exists("sent"):
+    open("sent", "w").close()
+    slurm = int(os.environ["PMI_FD"])
+    os.write(slurm, b"cmd=init pmi_version=1 pmi_subversion=1\\n")
+    os.read(slurm, 1024)
+    os.write(slurm, b"cmd=put kvsname=1.0 key=mine value=" + b"3E" * 512 + b"\\n")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.one_mpi
+def test_ranks_that_wait_at_the_start_are_started_once_more(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """A rank whose address the plugin has cut may wait for an answer, and all others for it."""
+    (tmp_path / "sitecustomize.py").write_text(WAITS_ONCE)
+    path = f"PYTHONPATH={tmp_path}:{slurm.env.get('PYTHONPATH', '')}"
+    script = (f"--export=ALL,LAUNCHER=srun,{path}", str(SCRIPTS / "train.sbatch"))
+    words = ("--job-name=mpips", *TWO_BY_TWO, *script, "--problem", "softmax", "--epochs", "1")
+    job = Submitted(slurm, tmp_path, *words)
+    assert job.wait()["Restarts"] == "0"
+    assert "ending this start" in job.log()
+    assert job.log().count("starting once more, by mpirun\n") == 1
+
+
 @pytest.mark.one_mpi
 def test_site_settings(slurm: SlurmCluster, tmp_path: Path) -> None:
     """What slurm/site.sh sets holds, also without sbatch's environment; its path has a space."""
