@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -56,10 +57,16 @@ SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and
 
 
 def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Return parameters of a test: what is not in `quick` is among the long tests."""
+    """Return parameters of a test: what is not in `quick` is among the long tests, of one MPI."""
     found = list(names)
     assert set(quick) <= set(found), set(quick) - set(found)
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in found]
+    return [pytest.param(name, marks=() if name in quick else _long(name)) for name in found]
+
+
+def _long(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a variation that is a long test; whose it is depends on its name."""
+    of_one = pytest.mark.other_mpi if crc32(name.encode()) % 2 else pytest.mark.one_mpi
+    return [pytest.mark.long, of_one]
 
 
 def names_asked(request: pytest.FixtureRequest) -> set[str]:

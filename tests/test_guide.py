@@ -32,6 +32,7 @@ from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
+LONG = {"pytorch": [pytest.mark.long, pytest.mark.one_mpi], "library": [pytest.mark.long]}
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
@@ -263,7 +264,7 @@ def check_fields(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.one_mpi if name == "pytorch" else ())
+        pytest.param(name, marks=LONG.get(name, ()))
         for name in PAGES
         if blocks(name, "bash", "python")
     ],

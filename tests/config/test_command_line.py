@@ -348,6 +348,7 @@ def test_a_stop_is_told_in_the_metrics(mode: str, plan: Plan) -> None:
 # One run from its default folder on, through the launcher.
 
 
+@pytest.mark.long
 def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('problem = "softmax"\nepochs = 5\nseed = 9\n')
     begun = train(2, "job.toml", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check()

@@ -54,6 +54,7 @@ def check_digits(script: str, epochs: int, folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_digits_in_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check_digits("conv_torch", 4, tmp_path)

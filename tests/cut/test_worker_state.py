@@ -85,9 +85,9 @@ FAULTY, FAILING, RANKS = HERE / "problems" / "faulty.py", 2, 6  # RANKS: of the 
 WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
 MOVES = 0.3  # how often a run that is stopped goes on elsewhere
 STOPPED, STOPS = ("topk", "ssp", "ahead", "carried"), 2
-QUICK = ("topk", "easgd", "onebit")
+QUICK = ("topk", "easgd")
 ALL_COUNTED = [*COUNTED, *(f"stopped {name}" for name in STOPPED)]
-COUNTED_QUICK = ("topk", "ahead", "consistent", "carried, bounded", "stopped carried")
+COUNTED_QUICK = ("topk", "ahead", "consistent", "stopped carried")
 ELASTIC = {
     "near": (5, "--servers 2 --tau 2"),
     "far": (5, "--servers 2 --tau 3 --node-size 2"),

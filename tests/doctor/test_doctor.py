@@ -641,7 +641,10 @@ ALWAYS = {
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("size", "node_size", "links"), [(1, 0, 0), (4, 2, 1), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("size", "node_size", "links"),
+    [(1, 0, 0), (3, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.long)],
+)
 def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Path) -> None:
     options = ["--parameters", "1000", "--node-size", str(node_size)]
     found = examine(size, *options, cwd=tmp_path)

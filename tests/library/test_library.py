@@ -75,6 +75,7 @@ LINES = {
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_twenty_runs_in_all_modes_leave_nothing(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "many.py"), str(tmp_path)], tmp_path, 150).check()
     assert found.output.count("is done: 20 runs") == 3, found.output

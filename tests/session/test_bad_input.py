@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from launch import Finished, environment, file_in_shared_memory, run, train
-from runs import Plan
+from runs import Plan, thinned
 
 from mpips import train as program
 from mpips.checkpoint import list_checkpoints, newest_whole
@@ -359,10 +359,12 @@ def test_more_ranks_than_held_out_samples(tmp_path: Path) -> None:
     assert (last["eval_loss"], last["accuracy"]) == (found[-1]["loss"], found[-1]["accuracy"])
 
 
-@pytest.mark.parametrize("mode", ["async", "sync", "local_sgd", "easgd"])
-def test_parameters_cannot_be_written(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", thinned(["async", "sync", "local_sgd", "easgd"], ["async", "sync"])
+)
+def test_parameters_cannot_be_written(name: str, tmp_path: Path) -> None:
     """It would train another model than the one that is saved."""
-    words = ("--problem", f"{FAULTY}:WritesParameters", "--mode", mode, "--out", "run")
+    words = ("--problem", f"{FAULTY}:WritesParameters", "--mode", name, "--out", "run")
     message = message_of(train(3, *words, cwd=tmp_path, timeout_s=LIMIT_S), 1)
     assert re.search("raised ValueError: .* is read-only, expected no exception", message), message
 

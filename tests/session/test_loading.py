@@ -13,6 +13,7 @@ OPTIONS = ("--mode", "sync", "--steps", "1", "--out", "run")
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_a_first_start_says_that_it_compiles_and_ends_when_told_to(tmp_path: Path) -> None:
     """Whichever rank is told: the one that compiles, or one that waits for it."""
     cold = {"XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, train
-from runs import summary
+from runs import summary, thinned
 
 from mpips import sbatch
 from mpips.config import Config
@@ -232,13 +232,10 @@ def test_measure_counts_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mode", "codec"),
-    [("async", "none"), ("sync", "none"), ("sync", "onebit"), ("sync", "powersgd")],
-)
-def test_memory_is_enough_and_not_much_more(mode: str, codec: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", thinned(["async", "sync", "sync onebit", "sync powersgd"], ()))
+def test_memory_is_enough_and_not_much_more(name: str, tmp_path: Path) -> None:
     """Against the largest size that ranks of a job of 16 million parameters came to."""
+    mode, codec = [*name.split(), "none"][:2]
     config = Config(mode=mode, codec=codec, hidden=(4000, 4000), steps=4, checkpoint_every="2steps")
     options = [
         "--mode",

@@ -234,6 +234,7 @@ def test_a_module_learns(plan: Plan) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_run_begins_with_what_another_exported(tmp_path: Path) -> None:
     pytest.importorskip("safetensors.torch")
     program = str(ROOT / "tests" / "torch" / "programs" / "begins.py")

@@ -37,7 +37,7 @@ PROGRAMS = ROOT / "tests" / "torch" / "programs"
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "modes",
-    [("async", "sync"), pytest.param(("ssp", "local_sgd", "easgd"), marks=pytest.mark.long)],
+    [("sync",), pytest.param(("async", "ssp", "local_sgd", "easgd"), marks=pytest.mark.long)],
 )
 def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
     """Beside plain torch on as many samples; what it ends with is the model evaluated."""
@@ -46,6 +46,7 @@ def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.one_mpi
 def test_sync_equals_ddp(tmp_path: Path) -> None:
     env = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -55,6 +56,7 @@ def test_sync_equals_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> None:
     args = [str(PROGRAMS / "schedules.py"), str(tmp_path)]
     found = run(3, args, tmp_path, 200).check()

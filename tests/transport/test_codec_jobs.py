@@ -119,7 +119,7 @@ def test_the_summary_has_the_codecs_that_were_chosen(name: str, plan: Plan) -> N
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
 
 
-@pytest.mark.long
-def test_a_warm_up_sends_more_at_first(plan: Plan) -> None:
-    dgc, plain = (summary(plan.out(name)) for name in ("dgc", "topk"))
+@pytest.mark.parametrize("name", thin("dgc"))
+def test_a_warm_up_sends_more_at_first(name: str, plan: Plan) -> None:
+    dgc, plain = (summary(plan.out(n)) for n in (name, "topk"))
     assert 1.5 * plain["bytes_sent"] < dgc["bytes_sent"] < dgc["bytes_pushed"] / 10
