@@ -46,6 +46,20 @@ def noted() -> Iterator[None]:
         _received.clear()
 
 
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Block the signals within the block: what is started there is never interrupted by them.
+
+    They are for ranks, but a launcher may send them to all processes of a job. What comes to this
+    process meanwhile is noted behind the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def divert() -> None:
     """Take what `install` notes in a thread of its own: no call of this thread is interrupted.
 

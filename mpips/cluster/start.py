@@ -10,6 +10,7 @@ import os
 from typing import TypeAlias
 
 from mpips.cluster import segments, signals
+from mpips.errors import UserError
 
 
 def cores() -> int:
@@ -50,7 +51,15 @@ Status: TypeAlias = MPI.Status
 
 
 def whole_world() -> Comm:
-    """Return the communicator of all ranks that were started."""
+    """Return the communicator of all ranks that were started.
+
+    Raises:
+        UserError: In a process that is no rank, such as one that reads data for one.
+    """
+    if not MPI.Is_initialized():
+        got = "a run that begins in a process that a rank has started, which imports its program"
+        remedy = 'put the call behind if __name__ == "__main__":'
+        raise UserError(got, "one that begins in ranks alone", remedy)
     return MPI.COMM_WORLD
 
 

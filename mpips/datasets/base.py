@@ -73,9 +73,15 @@ class Source:
         rows: The table's rows that belong to this source, in the order of their numbers.
         scale: Factor of the inputs, on top of the table's own.
 
+    Attributes:
+        ahead: Batches beside the one in work that it wants to be asked for (`ask`) before they are
+            read; 0 where `read` alone will do.
+
     Inputs and targets as stored come from `read` and `read_block`; `convert` gives them their
     meaning; `load` does both and checks what it read.
     """
+
+    ahead = 0
 
     def __init__(
         self, table: Table, info: DataInfo, rows: range | np.ndarray, scale: float = 1.0
@@ -86,6 +92,9 @@ class Source:
         self.in_memory = table.in_memory
         self._rows = rows
         self._scale = table.scale * scale
+
+    def ask(self, ids: np.ndarray, epoch: int) -> None:
+        """Begin to read a batch, where `ahead` is not 0: each is read later, in this order."""
 
     def read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored (x, y) of the samples `ids`, shape (n,), int64: quick only in memory."""

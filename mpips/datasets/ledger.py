@@ -114,7 +114,8 @@ class HandOut:
         """Epochs applied so far, whole and part."""
         epoch, position = self.cursor
         open_samples = sum(end - begin for _, begin, end in self.unfinished())
-        return epoch + (position - open_samples) / self.samples
+        # Whole numbers first: ranks that have handed out differently far ahead get the same.
+        return (epoch * self.samples + position - open_samples) / self.samples
 
 
 def share_clocks(clocks: list[int], workers: int) -> list[int]:

@@ -131,6 +131,8 @@ class Loader:
             self._asked.append((epoch, begin, end))
             self._pending += 1
             self._changed.notify_all()
+        if self._source.ahead:
+            self._source.ask(self._order.sample_ids(epoch, begin, end), epoch)
 
     def take(self) -> Batch:
         """Return the next batch, in the order of submission; waits for the file if it must.

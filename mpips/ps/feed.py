@@ -2,8 +2,10 @@
 
 On the chief's node a worker publishes how many batches it has taken and the chief publishes
 grants in a ring of shared memory, two ahead; every word has one writer. From another node a
-worker asks by message, two ahead as well, and the chief answers each request by a message. Each
-batch comes with its number in the order in which they are handed out, from 0 in each job.
+worker asks by message, two ahead as well, and the chief answers each request by a message. A worker
+whose batches take long to read has more of them ahead: it asks for more at first, or, on the
+chief's node, counts some as taken on which no work has begun. Each batch comes with its number in
+the order in which they are handed out, from 0 in each job.
 """
 
 from collections import deque
@@ -20,7 +22,7 @@ AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again
 Grant = tuple[int, int, int, int]  # a batch and its number
 COUNT = 0  # word of a worker's ring: grants given
-TAKEN = 0  # word of a worker's segment: grants taken
+TAKEN = 0  # word of a worker's segment: grants taken, or read and to be replaced
 CLOSED = np.iinfo(np.int64).min
 
 
@@ -104,13 +106,18 @@ class Feed:
         self._ring = window.view(self._chief, "grants")[worker_id] if near else None
         self._come: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
-        self._seen = self._used = 0
+        self._seen = self._used = self._more = 0
         self.exhausted = False
 
-    def open(self) -> None:
-        """Ask for the first batches. On the chief's node they come unasked."""
+    def open(self, ahead: int = 0) -> None:
+        """Ask for the first batches. On the chief's node they come unasked.
+
+        Args:
+            ahead: Batches that this worker wants beside those taken, if that is more.
+        """
+        self._more = max(0, ahead - self._ahead)
         if self._ring is None:
-            for _ in range(self._ahead):
+            for _ in range(self._ahead + self._more):
                 self._cluster.send(self._chief, "more")
 
     def granted(self, grant: Grant) -> None:
@@ -126,6 +133,8 @@ class Feed:
                 epoch, begin, end, number = self._ring[at : at + 4].tolist()
                 self._come.append((epoch, begin, end, number))
             self._seen = given
+            if self._more:
+                self._show_taken()
         grants = [grant for grant in self._come if grant[:3] != EXHAUSTED]
         self.exhausted |= len(grants) < len(self._come)
         self._come.clear()
@@ -140,7 +149,11 @@ class Feed:
         """
         self._used += 1
         if self._ring is not None:
-            publish(self._taken, TAKEN, self._used)
+            self._show_taken()
         elif not self.exhausted:
             self._cluster.send(self._chief, "more")
         return self.numbers.popleft()
+
+    def _show_taken(self) -> None:
+        """Let the chief grant more; entries of the ring that are not read yet have to stay."""
+        publish(self._taken, TAKEN, min(self._used + self._more, self._seen))

@@ -52,8 +52,8 @@ class AsyncWorker:
         Raises:
             UserError: If a batch cannot be read.
         """
-        self._feed.open()
         bounded = self._half.puller.controller is not None
+        self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
         with contextlib.ExitStack() as over:
             loader = over.enter_context(make_loader(self._job))
             if self._steps.background is not None:
@@ -198,6 +198,12 @@ class _Evaluation:
         means = {name: value / info.n_test for name, value in sums.items()}
         payload = {"step": int(self._steps.versions[0]), "epoch": round(epoch, 4), **means}
         job.cluster.send(job.cluster.roles.chief, "eval", payload)
+
+
+def units_ahead(job: Job) -> int:
+    """Return how many units of the hand-out a worker's reader wants beside the one in work."""
+    assert job.dataset is not None, "servers read no data"
+    return -(-job.dataset.train.ahead * job.config.batch_size // job.config.unit_size)
 
 
 def make_loader(job: Job) -> Loader:

@@ -28,7 +28,7 @@ from mpips.rounds.worker import RoundWorker
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
-AHEAD = 2  # batches that a worker reads before their round
+AHEAD = 2  # batches that a worker reads before their round, unless its reader wants more
 
 
 class RoundLoop:
@@ -54,6 +54,7 @@ class RoundLoop:
         self._worker, self._times = worker, worker.times if worker is not None else Times()
         self._handout = job.handout()
         self._ahead: deque[Range] = deque()
+        self._depth = max(AHEAD, 1 + worker.ahead) if worker is not None else AHEAD
         self._weights: dict[int, np.ndarray] = {}  # by the samples of a round's batch
         epochs = self._handout.epochs_done
         self._evaluation = RoundEvaluation(job, rounds.replica, epochs)
@@ -85,7 +86,7 @@ class RoundLoop:
         return self._outcome(reason)
 
     def _next_batch(self) -> Range | None:
-        while len(self._ahead) < AHEAD and (batch := self._handout.next(0)) is not None:
+        while len(self._ahead) < self._depth and (batch := self._handout.next(0)) is not None:
             self._ahead.append(batch)
             if self._worker is not None:
                 self._worker.read_ahead(batch)

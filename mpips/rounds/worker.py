@@ -6,7 +6,7 @@ from mpips.datasets.ledger import Range, part
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks, submit, taken
 from mpips.ps.steps import Times
-from mpips.ps.worker import make_loader
+from mpips.ps.worker import make_loader, units_ahead
 from mpips.rounds.base import Round
 
 
@@ -16,6 +16,7 @@ class RoundWorker(ABC):
     Attributes:
         times: Where its time went.
         pushes: Rounds that it brought something into.
+        ahead: Rounds after the one in work whose samples its reader wants to know.
         vectors: Vectors of the parameters' size that a round moves.
     """
 
@@ -25,7 +26,7 @@ class RoundWorker(ABC):
         assert job.worker_id is not None, "servers have no part of a batch"
         self._job, self._worker_id = job, job.worker_id
         self._loader = make_loader(job)
-        self.times, self.pushes = Times(), 0
+        self.times, self.pushes, self.ahead = Times(), 0, units_ahead(job)
 
     def part(self, batch: Range) -> Range:
         """Return this worker's part of a round's batch."""

@@ -1,5 +1,6 @@
 """`mpips.torch.run`: one run of a training loop of a PyTorch model."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +88,11 @@ def run(
 
     def make_worker(start: Start) -> Worker:
         torch.set_num_threads(start.ranks.threads)
-        return Worker(start, module, losses)
+        worker = Worker(start, module, losses)
+        over.callback(worker.close)
+        return worker
 
     def finish(start: Start) -> None:
-        """Share the workers' buffers with all."""
         buffers.extend(_brought(start, module))
 
     running = statistics_of(module)
@@ -98,7 +100,7 @@ def run(
     program = library.Program(
         train, make_worker, finish, tried, held_out, TorchSamples, callbacks, True, tuple(running)
     )
-    with noting_losses(losses), direct_gradients():
+    with contextlib.ExitStack() as over, noting_losses(losses), direct_gradients():
         result = library.run_program(program, Initial(module), optimizer, comm, options)
     _set_buffers(module, buffers)
     return Result(**vars(result), state_dict=state_of(module, result.params))

@@ -1,6 +1,5 @@
 """What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.torch.model import Bound, evaluating
 from mpips.torch.optimizer import Optimizer, param_groups
+from mpips.torch.processes import METHOD, Processes
 
 if TYPE_CHECKING:
     from mpips.library.start import Start
@@ -29,12 +29,15 @@ class TorchSamples(Samples):
         dataset: Anything with ``len`` and ``dataset[k]``; of a `TensorDataset` batches are cut at
             once.
         collate: Makes a batch of a list of samples; by default as torch's DataLoader does.
+        processes: What reads them in processes of its own; None where the rank itself does.
 
     Raises:
         UserError: If it has no length.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
+    def __init__(
+        self, dataset: Any, collate: Collate | None = None, processes: Processes | None = None
+    ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             got = f"dataset of type {type(dataset).__name__}"
             raise UserError(got, "one with a length and samples by number (map-style)")
@@ -43,9 +46,18 @@ class TorchSamples(Samples):
             raise UserError("dataset without a sample", "at least one")
         self._dataset, self._collate = dataset, collate
         self._whole = isinstance(dataset, TensorDataset) and collate is None
+        self._processes = processes
+        self.ahead = processes.ahead if processes is not None else 0
+
+    def ask(self, ids: np.ndarray, epoch: int) -> None:
+        """Have processes read the batch of the samples `ids`, shape (n,), int64."""
+        assert self._processes is not None, "nothing is read ahead"
+        self._processes.ask([(epoch, k) for k in ids.tolist()])
 
     def read(self, ids: np.ndarray) -> tuple[Any, Any]:
         """Return the batch of the samples `ids`, shape (n,), int64, and nothing beside it."""
+        if self._processes is not None:
+            return self._processes.read(), None
         if self._whole:
             numbers = torch.from_numpy(ids)
             return tuple(t.index_select(0, numbers) for t in self._dataset.tensors), None
@@ -76,6 +88,7 @@ class Worker(Loop):
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
         self.steps = 0
+        self._processes: Processes | None = None
 
     def loader(
         self,
@@ -83,6 +96,8 @@ class Worker(Loop):
         batch_size: int | None = None,
         epochs: int | None = None,
         collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        multiprocessing_context: str = METHOD,
     ) -> Iterator[Any]:
         """Yield this worker's batches: each sample once an epoch on one of the workers.
 
@@ -91,16 +106,27 @@ class Worker(Loop):
             batch_size: Samples in a batch; by default the option of that name.
             epochs: Passes over the data, of resumed runs together; likewise.
             collate_fn: Makes a batch of a list of samples; by default torch's.
+            num_workers: Processes that read this worker's batches while it computes, as those of
+                torch's DataLoader do; 0 for none. What is random in a sample is that of the run's
+                seed, the epoch and the sample there.
+            multiprocessing_context: How they start, as Python's ``multiprocessing`` calls it:
+                ``fork`` leaves the dataset unpickled, and is not safe beside MPI on all networks.
 
         Yields:
             Batches, as torch's DataLoader does.
 
         Raises:
-            UserError: As `mpips.Worker.batches`.
+            UserError: As `mpips.Worker.batches`; if the processes cannot start, or one has died.
 
         Collective: over the workers, the first step of it.
         """
-        make = functools.partial(TorchSamples, dataset, collate_fn)
+
+        def make() -> TorchSamples:
+            if num_workers != 0:
+                args = num_workers, self._start.config.seed, multiprocessing_context
+                self._processes = Processes(dataset, collate_fn, *args)
+            return TorchSamples(dataset, collate_fn, self._processes)
+
         for batch in self._batches(make, batch_size, epochs):
             yield batch.x
 
@@ -146,6 +172,11 @@ class Worker(Loop):
                 return metrics(self.model, batch.x)
 
         return self._evaluate(of_batch, TorchSamples(data))
+
+    def close(self) -> None:
+        """End the processes that read for this worker."""
+        if self._processes is not None:
+            self._processes.end()
 
     def _take(self) -> Task | None:
         begins = self._bound.unmoved

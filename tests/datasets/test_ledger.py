@@ -208,6 +208,17 @@ def test_epochs_done_counts_what_is_applied() -> None:
     assert handout.epochs_done == 1.5
 
 
+def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
+    """Ranks of a round compare it with when something is due, each by itself."""
+    near, far = HandOut(10, 3, 1, epochs=3), HandOut(10, 3, 1, epochs=3)
+    ahead = [far.next(0) for _ in range(6)]
+    for _ in range(12):
+        far.applied(0, ahead.pop(0))
+        ahead.append(far.next(0))
+        near.applied(0, near.next(0))
+        assert near.epochs_done == far.epochs_done
+
+
 @given(clocks=st.lists(st.integers(0, 50), min_size=1, max_size=9), workers=st.integers(1, 9))
 def test_clocks_are_shared_out(clocks: list[int], workers: int) -> None:
     shared = share_clocks(clocks, workers)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.mpi(min_size=2)
 class Handing:
     """A chief that gives batches, and workers that take them; nothing is computed."""
 
-    def __init__(self, cluster: Cluster, ahead: int = AHEAD) -> None:
-        self.ahead = ahead
+    def __init__(self, cluster: Cluster, ahead: int = AHEAD, wanted: int = 1) -> None:
+        self.ahead, self.wanted = ahead, wanted
         self.numbers: list[int] = []
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         self.cluster, self.roles = cluster, cluster.roles
@@ -60,7 +60,7 @@ class Handing:
         cluster, mine = self.cluster, []
         me = self.roles.workers.index(cluster.rank)
         source = Feed(cluster, self.window, me, self.ahead)
-        source.open()
+        source.open(self.wanted)
         queue: list[Range] = []
         numbers: list[int] = []
 
@@ -68,8 +68,8 @@ class Handing:
             for _, _, grant in cluster.poll():
                 source.granted(grant)
             queue.extend(source.news())
-            assert len(queue) == len(source.numbers) <= self.ahead, queue
-            return bool(queue) or source.exhausted
+            assert len(queue) == len(source.numbers) <= max(self.ahead, self.wanted), queue
+            return len(queue) >= self.wanted or source.exhausted
 
         while cluster.wait(ready) >= 0 and queue:
             batch = queue.pop(0)
@@ -115,9 +115,14 @@ def everything(samples: int, batch_size: int, epochs: int) -> list[Range]:
     return [(epoch, *edge) for epoch in range(epochs) for edge in edges]
 
 
-@pytest.mark.parametrize(("chunk", "ahead"), [(1, AHEAD), (3, AHEAD), (1, 1)])
-def test_every_batch_is_granted_exactly_once(cluster: Cluster, chunk: int, ahead: int) -> None:
-    handing = Handing(cluster, ahead)
+@pytest.mark.parametrize(
+    ("chunk", "ahead", "wanted"),
+    [(1, AHEAD, 1), (3, AHEAD, 1), (1, 1, 1), (1, 1, 3), (1, AHEAD, 7)],
+)
+def test_every_batch_is_granted_exactly_once(
+    cluster: Cluster, chunk: int, ahead: int, wanted: int
+) -> None:
+    handing = Handing(cluster, ahead, wanted)
     handout = HandOut(103, 10, handing.workers, epochs=3, chunk=chunk)
     taken, wrong = handing.run(handout)
     check(cluster.comm, sorted(taken) == everything(103, 10, 3) and not wrong, (taken, wrong))

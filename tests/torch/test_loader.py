@@ -1,0 +1,110 @@
+"""Processes that read for `worker.loader`: what they read, and what goes wrong in them."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, environment, run
+
+torch = pytest.importorskip("torch")
+
+from mpips.torch.processes import Seeded  # noqa: E402
+
+PROGRAMS = ROOT / "tests" / "torch" / "programs"
+UNGUARDED = """
+import mpips, mpips.torch as mt, torch
+
+def train(worker):
+    for x in worker.loader([1.0] * 40, num_workers=2, batch_size=2, epochs=1):
+        worker.model.weight.sum().backward()
+        worker.optimizer.step()
+
+model = lambda: torch.nn.Linear(1, 1)
+mt.run(train, model=model, optimizer=mpips.SGD(1e-3), mode="sync", quiet=True)
+"""
+KILLED = """
+import multiprocessing, os, mpips, mpips.torch as mt, torch
+
+def train(worker):
+    for k, x in enumerate(worker.loader([1.0] * 4000, num_workers=2, batch_size=2, epochs=1)):
+        worker.model.weight.sum().backward()
+        worker.optimizer.step()
+        if k == 5 and worker.id == 1:
+            os.kill(multiprocessing.active_children()[0].pid, 9)
+
+if __name__ == "__main__":
+    model = lambda: torch.nn.Linear(1, 1)
+    mt.run(train, model=model, optimizer=mpips.SGD(1e-3), mode="async", quiet=True)
+"""
+
+
+@pytest.mark.launch
+def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
+    """In each mode, over a stop by a signal that the processes had too, and with fewer workers."""
+    found = run(3, [str(PROGRAMS / "reads.py"), str(tmp_path)], tmp_path, 200).check()
+    assert "each sample once an epoch" in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("kind", ["refused", pytest.param("lost", marks=pytest.mark.long)])
+def test_what_goes_wrong_is_told(kind: str, tmp_path: Path) -> None:
+    """On one rank, without mpirun."""
+    args = [sys.executable, str(PROGRAMS / "reads_fail.py"), kind, str(tmp_path / "runs")]
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(args, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("told\n")
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(UNGUARDED)
+    found = run(2, ["own.py"], tmp_path, 200)
+    assert found.code == 1
+    assert "a run that begins in a process that a rank has started" in found.output
+    assert "did not start: " in found.output
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_process_that_is_killed_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(KILLED)
+    found = run(3, ["own.py"], tmp_path, 200).check(1)
+    assert "of a loader that died" in found.output
+    assert found.output.count("mpips: ") == 1, "told once"
+
+
+class Random:
+    """Samples of which each has random numbers of three kinds."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, k: int) -> tuple[Any, ...]:
+        return k, random.random(), np.random.rand(), torch.rand(2).tolist()
+
+
+class Together(Random):
+    """The same, several at once."""
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[k] for k in numbers]
+
+
+def test_what_is_random_in_a_sample_is_the_samples() -> None:
+    one, two, other = Seeded(Random(), 3), Seeded(Random(), 3), Seeded(Random(), 4)
+    samples = [(0, 5), (0, 7), (1, 5)]
+    found = one.__getitems__(samples)
+    assert found == [two[sample] for sample in reversed(samples)][::-1]
+    assert [sample[0] for sample in found] == [5, 7, 5]
+    drawn = {tuple(sample[3]) for sample in [*found, *other.__getitems__(samples)]}
+    assert len(drawn) == 6
+    assert Seeded(Together(), 3).__getitems__(samples)[0] == found[0]
+    assert Seeded(Together(), 3).__getitems__([]) == []
