@@ -5,15 +5,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.optim import RuleState
 from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:
-    from mpips.config import Config
     from mpips.datasets import Batch, DataInfo
 
 Evaluate: TypeAlias = Callable[[Arrays, Any], dict[str, float]]
+MakeState: TypeAlias = Callable[[Config, Layout], RuleState]
 
 
 class Parameters:
@@ -22,12 +24,18 @@ class Parameters:
     Args:
         given: Names and arrays of real numbers.
         statistics: Those that are no parameters, the last ones; see `Problem`.
+        make_state: Makes what the update rule begins with; None for nothing.
 
     Raises:
         UserError: If there is none, or one is not an array of real numbers.
     """
 
-    def __init__(self, given: Mapping[str, Any], statistics: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        statistics: Sequence[str] = (),
+        make_state: MakeState | None = None,
+    ) -> None:
         if not isinstance(given, Mapping) or not given:
             got = f"params of type {type(given).__name__}" if given else "no params"
             raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
@@ -37,7 +45,7 @@ class Parameters:
             if array.dtype.kind not in "fiub" or not array.size:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
-        self.statistics = tuple(statistics)
+        self.statistics, self.make_state = tuple(statistics), make_state
         self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
         # Of a job that is given none.
         doubles = all(array.dtype == np.float64 for array in arrays.values())
@@ -58,14 +66,19 @@ class Model(Problem):
         params: Its initial parameters.
         evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,
             ``loss`` among them; None where nothing is held out.
+
+    Raises:
+        UserError: If what the update rule is to begin with does not fit it.
     """
 
     def __init__(
-        self, data: "DataInfo", config: "Config", params: Parameters, evaluate: Evaluate | None
+        self, data: "DataInfo", config: Config, params: Parameters, evaluate: Evaluate | None
     ) -> None:
         super().__init__(data, config)
         self.layout, self._params, self._evaluate = params.layout, params, evaluate
         self.statistics = params.statistics
+        if params.make_state is not None:
+            self.rule_state = params.make_state(config, params.layout)
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that were given."""

@@ -18,7 +18,7 @@ from mpips.errors import UserError
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
-from mpips.library.model import Evaluate, Parameters
+from mpips.library.model import Evaluate, MakeState, Parameters
 from mpips.library.notes import Note, write_late
 from mpips.library.optimizers import Optimizer
 from mpips.library.start import Start, checked
@@ -108,6 +108,7 @@ class Program:
         callbacks: See `run`.
         sets_rate: Whether its workers may set a factor of the learning rate.
         statistics: Names of parameters that are none; see `Problem`.
+        make_state: See `Parameters`.
     """
 
     train: Callable[[Any], object]
@@ -119,6 +120,7 @@ class Program:
     callbacks: Sequence[Callback] = ()
     sets_rate: bool = False
     statistics: Sequence[str] = ()
+    make_state: MakeState | None = None
 
 
 def run_program(
@@ -133,7 +135,8 @@ def run_program(
     world = whole_world() if comm is None else comm
     given, told = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
-        arguments = checked(options, optimizer), Parameters(params, program.statistics)
+        initial = Parameters(params, program.statistics, program.make_state)
+        arguments = checked(options, optimizer), initial
         start = Start(
             world, _name(program.train), *arguments, program.evaluate, given, started, told
         )

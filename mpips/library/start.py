@@ -105,7 +105,9 @@ class Start:
         self._started = started
         self.config: Config = on_root(self.comm, self._first_look)
         layouts = gather_all(self.comm, params.layout)
+        states = gather_all(self.comm, params.make_state is not None)
         everywhere(self.comm, lambda: check_layouts(layouts))
+        everywhere(self.comm, lambda: _check_states(states))
         self.ranks: Cluster = assign_roles(self.comm, self.config)
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
@@ -204,6 +206,12 @@ def check_layouts(layouts: list[Any]) -> None:
         if layout != layouts[0]:
             got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"
             raise UserError(got, "names and shapes as on rank 0", "make them alike on every rank")
+
+
+def _check_states(given: list[bool]) -> None:
+    if any(given) and not all(given):
+        got = f"an optimizer_state on rank {given.index(True)}, none on rank {given.index(False)}"
+        raise UserError(got, "the same on every rank", "load it on all of them")
 
 
 def _check_data(config: Config, info: DataInfo, infos: list[DataInfo | None]) -> None:

@@ -3,7 +3,7 @@
 from mpips.optim.clipping import clip_factor
 from mpips.optim.groups import grouped
 from mpips.optim.loops import warm
-from mpips.optim.rules import RULES, Change, Part, Rule, Sgd, Slots, make_rule
+from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, make_rule
 from mpips.optim.schedules import schedule
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Change",
     "Part",
     "Rule",
+    "RuleState",
     "Sgd",
     "Slots",
     "clip_factor",

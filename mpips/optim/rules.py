@@ -9,9 +9,9 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,23 @@ from mpips.errors import UserError, unknown
 from mpips.kernels import update_rules
 
 Slots = tuple[np.ndarray, ...]
+
+
+class RuleState(Protocol):
+    """What an update rule has kept elsewhere, which a new run begins with.
+
+    Attributes:
+        steps: Updates that it has made.
+        slot_names: Those slots of the rule that it has.
+    """
+
+    steps: int
+    slot_names: tuple[str, ...]
+
+    def read_slot(
+        self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read ``[begin, end)`` of a slot, as `mpips.checkpoint.Checkpoint.read_slot` does."""
 
 
 class Part(NamedTuple):
@@ -46,6 +63,7 @@ class Rule(ABC):
         kernel: Name of the rule's loop in `mpips.kernels.update_rules`, which takes parameters,
             gradient, slots, and then `scalars`.
         weight_decay: Factor of w that is added to the gradient.
+        before: Updates that the slots held when the run began: see `RuleState`.
         ranges: Where settings differ, the whole vector cut by them (`mpips.optim.groups`); then
             `apply` is for those of `parts` alone.
     """
@@ -55,6 +73,7 @@ class Rule(ABC):
     kernel: ClassVar[str]
 
     weight_decay: float = 0.0
+    before: int = field(default=0, kw_only=True)
     ranges: tuple[Part, ...] = field(default=(), kw_only=True)
 
     def parts(self, begin: int, end: int) -> list[Part]:
@@ -63,6 +82,10 @@ class Rule(ABC):
             return [Part(begin, end, self, 1.0)]
         cut = (p._replace(begin=max(begin, p.begin), end=min(end, p.end)) for p in self.ranges)
         return [part for part in cut if part.begin < part.end]
+
+    def continued(self, before: int) -> "Rule":
+        """Return the rule for slots that so many updates were made of when the run began."""
+        return replace(self, before=before)
 
     def init(self, params: np.ndarray, slots: Slots) -> None:
         """Fill the slots of a fresh run, in place.
@@ -228,7 +251,7 @@ class Adam(Rule):
 
     def _corrected(self, step: int, lr: float) -> tuple[float, ...]:
         """Return the scalars before the two weight decays, with step t's bias corrections."""
-        beta1, beta2 = self.beta1, self.beta2
+        beta1, beta2, step = self.beta1, self.beta2, self.before + step
         rate = lr / (1 - beta1**step)
         root = 1 / math.sqrt(1 - beta2**step)
         return beta1, beta2, 1 - beta1, 1 - beta2, rate, root, self.eps
@@ -275,6 +298,7 @@ class Change(Rule):
         return ()
 
 
+FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters
 RULES: dict[str, type[Rule]] = {
     rule.name: rule for rule in (Sgd, Momentum, Nesterov, Adagrad, RMSProp, Adam, AdamW)
 }
@@ -299,7 +323,7 @@ def make_rule(
         raise unknown("optimizer", name, RULES)
     shares = {"momentum": momentum, "beta1": beta1, "beta2": beta2, "decay": decay}
     options = {**shares, "eps": eps, "weight_decay": weight_decay}
-    names = [found.name for found in fields(RULES[name]) if found.name != "ranges"]
+    names = [found.name for found in fields(RULES[name]) if found.name not in FIELDS]
     used = {name: float(options[name]) for name in names}
     for key, value in used.items():
         if key in shares and not 0 <= value < 1:

@@ -24,7 +24,7 @@ from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard, cut
-from mpips.optim import Rule, grouped, make_rule, schedule
+from mpips.optim import Rule, RuleState, grouped, make_rule, schedule
 from mpips.optim.staleness import Staleness
 from mpips.problems import Problem
 
@@ -89,6 +89,14 @@ class Job:
             weight_decay=c.weight_decay, decay=c.decay,
         )  # fmt: skip
         kept, groups = statistics(self.problem), parse_groups(c.groups)
+        saved = self.checkpoint.state if self.checkpoint else {}
+        # Where slots are read from; a user's class need not be a `Problem`.
+        self.begins_with: Checkpoint | RuleState | None = self.checkpoint
+        before = int(saved.get("steps_before", 0))
+        if self.checkpoint is None:
+            self.begins_with = state = getattr(self.problem, "rule_state", None)
+            before = state.steps if state is not None else 0
+        rule = rule.continued(before)
         self.rule: Rule = grouped(rule, self.layout, groups, c.learning_rate, kept)
         ranges = self.layout.slices()
         # Of the vector, what has a gradient; statistics lie behind it.
@@ -100,7 +108,6 @@ class Job:
         # Owned with a shard.
         self.slots: tuple[str, ...] = shared + outer + self.staleness.slots
         self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
-        saved = self.checkpoint.state if self.checkpoint else {}
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
         self.base_position = self._position(saved.get("schedule"))
@@ -197,6 +204,7 @@ class Job:
         """Return what goes into a checkpoint beside the arrays."""
         return {
             "step": step,
+            "steps_before": self.rule.before,
             "samples": samples,
             "schedule": {
                 "position": self.base_position + step - self.base_step,
@@ -251,8 +259,8 @@ class Job:
         else:
             self.initial.read_params(shard.begin, shard.end, out=params)
         self.rule.init(params, slots)
-        if self.checkpoint is not None:
-            read_slots(self.checkpoint, self.slots, slots, shard)
+        if self.begins_with is not None:
+            read_slots(self.begins_with, self.slots, slots, shard)
 
     def fill_own(self, slots: tuple[np.ndarray, ...]) -> None:
         """Fill what is this worker's alone, each of shape (n_params,), as `fill` does.
@@ -266,15 +274,15 @@ class Job:
         worker, workers = self.worker_id, len(self.cluster.roles.workers)
         for name, slot in zip(self.own_slots, slots, strict=True):
             slot.fill(0)
-            if self.checkpoint is None or worker is None:
+            if self.begins_with is None or worker is None:
                 continue
-            if name in self.checkpoint.worker_names:
+            if self.checkpoint is not None and name in self.checkpoint.worker_names:
                 if len(self.checkpoint.contents.workers) == workers:
                     self.checkpoint.read_worker(name, worker, slot)
                 else:
                     self.checkpoint.read_workers_mean(name, 0, slot)
-            elif name in self.checkpoint.slot_names:
-                self.checkpoint.read_slot(name, out=slot)
+            elif name in self.begins_with.slot_names:
+                self.begins_with.read_slot(name, out=slot)
 
 
 def statistics(problem: Problem) -> tuple[str, ...]:
@@ -283,9 +291,12 @@ def statistics(problem: Problem) -> tuple[str, ...]:
 
 
 def read_slots(
-    saved: Checkpoint, names: tuple[str, ...], slots: tuple[np.ndarray, ...], shard: Shard
+    saved: Checkpoint | RuleState,
+    names: tuple[str, ...],
+    slots: tuple[np.ndarray, ...],
+    shard: Shard,
 ) -> None:
-    """Read the slots of a shard; those that the checkpoint lacks stay as they are.
+    """Read the slots of a shard; those that are not saved stay as they are.
 
     Raises:
         UserError: If a file cannot be read.
@@ -293,7 +304,7 @@ def read_slots(
     for name, slot in zip(names, slots, strict=True):
         if name in saved.slot_names:  # else the saved run's mode had none
             saved.read_slot(name, shard.begin, shard.end, out=slot)
-        elif name in saved.worker_names:
+        elif isinstance(saved, Checkpoint) and name in saved.worker_names:
             saved.read_workers_mean(name, shard.begin, out=slot)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.layout import Layout
+from mpips.optim.rules import RuleState
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -27,6 +28,7 @@ class Problem(ABC):
         statistics: Names of arrays that are no parameters, the last of `layout`, such as running
             means: what stands for their gradient is what a batch lessens them by, whatever the
             update rule and its rate.
+        rule_state: What the update rule of a new run begins with; None for nothing.
 
     Args:
         data: What the dataset looks like.
@@ -38,6 +40,7 @@ class Problem(ABC):
 
     layout: Layout
     statistics: tuple[str, ...] = ()
+    rule_state: RuleState | None = None
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
         self.data = data

@@ -17,7 +17,8 @@ class Optimizer(torch.optim.Optimizer):
     A scheduler of `torch.optim.lr_scheduler` works on it: what it makes of the rates goes with the
     next push as a factor, by which the run's rate is multiplied there, beside its `schedule`. Its
     `state_dict` has rates alone: what the rule keeps is with its owners, and
-    `mpips.torch.optimizer_state` reads it from a checkpoint.
+    `mpips.torch.optimizer_state` reads it from a checkpoint, and ``run(optimizer_state=)`` begins
+    with such a state.
 
     Args:
         groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.
@@ -81,8 +82,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse: the servers have the state, and a resumed run restores it."""
-        remedy = 'go on with a run by resume="auto"'
-        raise UserError("load_state_dict() of a run's optimizer", "its own state", remedy)
+        got, expected = "load_state_dict() in a run", "a state that the run begins with"
+        remedy = 'give it to mpips.torch.run(..., optimizer_state=state); resume="auto" has its own'
+        raise UserError(got, expected, remedy)
 
 
 def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from mpips.torch.model import (
     trained_parameters,
     widened,
 )
+from mpips.torch.state import state_maker
 from mpips.torch.worker import TorchSamples, Worker
 
 
@@ -51,6 +52,7 @@ def run(
     evaluate: Callable[[torch.nn.Module, Any], dict[str, float]] | None = None,
     held_out: Any = None,
     callbacks: Sequence[Callback] = (),
+    optimizer_state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Result:
     """Train a PyTorch model: `train` runs on every worker, servers serve until all are done.
@@ -66,13 +68,18 @@ def run(
         held_out: A map-style dataset that is evaluated as the option `eval_every` says, and at
             the end; or a function that returns one, which is called on workers alone.
         callbacks: As in `mpips.run`.
+        optimizer_state: What the update rule of a new run begins with, the same on every rank: the
+            state dict of torch's optimizer of the same rule and numbers, over the trained
+            parameters in the order of `mpips.torch.optimizer_state`. Rates are the run's.
+            A resumed run goes on with its own.
         **options: Likewise.
 
     Returns:
         The result, on every rank.
 
     Raises:
-        UserError: As `mpips.run`; if the model has parameters that cannot be trained here.
+        UserError: As `mpips.run`; if the model has parameters that cannot be trained here, or the
+            optimizer's state is of another rule or of other parameters.
 
     Collective: yes. Blocks: until the run is over.
     """
@@ -92,14 +99,12 @@ def run(
         over.callback(worker.close)
         return worker
 
-    def finish(start: Start) -> None:
-        buffers.extend(_brought(start, module))
-
-    running = statistics_of(module)
-    tried = metrics if evaluate is not None else None
     program = library.Program(
-        train, make_worker, finish, tried, held_out, TorchSamples, callbacks, True, tuple(running)
-    )
+        train, make_worker, lambda start: buffers.extend(_brought(start, module)),
+        metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
+        sets_rate=True, statistics=tuple(statistics_of(module)),
+        make_state=state_maker(optimizer_state, module),
+    )  # fmt: skip
     with contextlib.ExitStack() as over, noting_losses(losses), direct_gradients():
         result = library.run_program(program, Initial(module), optimizer, comm, options)
     _set_buffers(module, buffers)

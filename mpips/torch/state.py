@@ -1,6 +1,6 @@
-"""What a run's update rule has kept, as the state of the optimizer of torch that does the same."""
+"""What an update rule has kept, as the optimizer of torch keeps it that is the same; and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpips.config.jobfile import from_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.optim import RULES
+from mpips.torch.model import statistics_of
 from mpips.torch.optimizer import param_groups
 
 # Of each rule: what makes torch's, and what its slots are called there.
@@ -42,6 +43,10 @@ KINDS: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
 }
 COUNTING = ("adagrad", "rmsprop", "adam", "adamw")  # torch's keep the number of steps
+# Of a group: what a run need not have alike, and what older versions of torch do not have.
+HOW = ("foreach", "fused", "capturable", "differentiable")
+FREE = ("params", "lr", "initial_accumulator_value", *HOW)
+NEWER = ("decoupled_weight_decay", "maximize")
 
 
 def optimizer_state(run: PathLike) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
         raise UserError(got, "a mode with one for all")
     if config.mode == "local_sgd":
         steps *= config.local_steps
+    steps += int(found.state.get("steps_before", 0))
     kept = found.state.get("statistics", ())  # which lie behind the parameters
     shapes = zip(found.layout.names, found.layout.shapes, strict=True)
     layout = Layout.of({name: shape for name, shape in shapes if name not in kept})
@@ -115,3 +121,120 @@ def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 def _tensors(layout: Layout, vector: np.ndarray) -> Mapping[str, torch.Tensor]:
     return {name: torch.tensor(view) for name, view in layout.views(vector).items()}
+
+
+def state_maker(
+    state: Mapping[str, Any] | None, module: torch.nn.Module
+) -> Callable[[Config, Layout], "TorchState"] | None:
+    """Return what makes a run's `TorchState` of a state dict; None of none."""
+    if state is None:
+        return None
+    statistics = tuple(statistics_of(module))
+    return lambda config, layout: TorchState(state, config, layout, statistics)
+
+
+class TorchState:
+    """What an optimizer of torch has kept, as the update rule that is the same keeps it.
+
+    Args:
+        state: Its state dict.
+        config: Of the run.
+        layout: Of the run's vector.
+        statistics: Names of arrays in it that are no parameters.
+
+    Attributes:
+        steps: Updates that it has made; 0 where the rule does not count them.
+        slot_names: Of the rule.
+
+    Raises:
+        UserError: If it is of another rule, of other numbers of it, or of other parameters.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], config: Config, layout: Layout, statistics: Sequence[str]
+    ) -> None:
+        if config.mode == "easgd":
+            got = "optimizer_state in mode easgd, whose workers each have an optimizer of their own"
+            raise UserError(got, "a mode with one for all")
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+            got = f"optimizer_state of type {type(state).__name__}"
+            raise UserError(got, "what the state_dict() of an optimizer of torch returns")
+        self._layout, self.slot_names = layout, RULES[config.optimizer].slots
+        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        trained = Layout.of({n: shape for n, shape in shapes.items() if n not in statistics})
+        expected = torch_optimizer(config, trained, [], 0)
+        _check_groups(state["param_groups"], expected, config.optimizer)
+        names = _names_in_order(trained, config)
+        numbers = [k for group in state["param_groups"] for k in group["params"]]
+        self._of = {name: state["state"].get(k, {}) for name, k in zip(names, numbers, strict=True)}
+        self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][1], strict=True))
+        for name, found in self._of.items():
+            self._check(name, found, shapes[name])
+        counts = {float(found.get("step", 0)) for found in self._of.values()}
+        if config.optimizer in COUNTING and len(counts) > 1:
+            got = f"an optimizer_state with {' and '.join(map(str, sorted(counts)))} steps"
+            raise UserError(got, "one number of steps, of all parameters", "a run counts one")
+        self.steps = int(max(counts)) if config.optimizer in COUNTING else 0
+
+    def _check(self, name: str, found: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+        for key in self._keys.values():
+            tensor = found.get(key)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                got = f"optimizer_state with {key} of shape {tuple(tensor.shape)} for {name!r}"
+                raise UserError(got, f"{shape}, as in the model")
+
+    def read_slot(
+        self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Read ``[begin, end)`` of a slot; see `mpips.optim.RuleState`.
+
+        What the state lacks, of a parameter that never had a gradient, is zero.
+        """
+        end = self._layout.size if end is None else end
+        out = np.empty(end - begin) if out is None else out
+        out.fill(0)
+        for parameter, (first, last) in self._layout.slices().items():
+            low, high = max(begin, first), min(end, last)
+            tensor = self._of.get(parameter, {}).get(self._keys[name])
+            if low < high and tensor is not None:
+                flat = tensor.detach().cpu().reshape(-1)[low - first : high - first]
+                out[low - begin : high - begin] = flat.double().numpy()
+        return out
+
+
+def _names_in_order(layout: Layout, config: Config) -> list[str]:
+    """Return the names of the parameters as the groups of an optimizer have them."""
+    groups = param_groups({name: name for name in layout.names}, config)
+    return [name for group in groups for name in group["params"]]
+
+
+def _check_groups(
+    given: Sequence[Mapping[str, Any]], expected: torch.optim.Optimizer, rule: str
+) -> None:
+    """Check that the groups of a state are those of the run, but for their rates.
+
+    Raises:
+        UserError: If not.
+    """
+    groups, kind = expected.param_groups, type(expected).__name__
+    sizes = [len(group["params"]) for group in given], [len(group["params"]) for group in groups]
+    if sizes[0] != sizes[1]:
+        got = f"an optimizer_state with groups of {sizes[0]} parameters"
+        remedy = "the first group is what is of no group of the run, then each of groups="
+        raise UserError(got, f"{sizes[1]}, as in the run", remedy)
+    for theirs, ours in zip(given, groups, strict=True):
+        for key in [key for key in ours if key not in FREE]:
+            if key not in theirs and key in NEWER:
+                continue
+            if key not in theirs:
+                got = f"an optimizer_state without {key}"
+                raise UserError(got, f"one of torch.optim.{kind}, for optimizer {rule}")
+            if not _alike(theirs[key], ours[key]):
+                got = f"an optimizer_state with {key} {theirs[key]}"
+                remedy = f"the run is one of torch.optim.{kind}, with the numbers that it is given"
+                raise UserError(got, f"{ours[key]}, as in the run", remedy)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, (int, float)), isinstance(other, (int, float))
+    return bool(np.isclose(one, other, 1e-12, 0)) if all(numbers) else one == other
