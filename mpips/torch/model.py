@@ -1,4 +1,7 @@
-"""A module bound to flat memory: parameters that are views of a replica, gradients of a buffer."""
+"""A module bound to flat memory: parameters that are views of a replica, gradients of a buffer.
+
+Those in 16 bits, and those on another device, are copies of what is there.
+"""
 
 import functools
 import warnings
@@ -14,7 +17,7 @@ from mpips.problems.base import Arrays
 from mpips.torch import linear
 
 NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
-# What parameters are kept and pushed as; a model in 16 bits has copies of them.
+# What parameters are kept and pushed as.
 DTYPES = {
     torch.float32: "float32", torch.float64: "float64",
     torch.bfloat16: "float32", torch.float16: "float32",
@@ -45,7 +48,8 @@ def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
     for name, parameter in trained.items():
         if parameter.device.type != "cpu":
             got = f"parameter {name!r} on {parameter.device}"
-            raise UserError(got, "parameters in the memory of the host", "leave out .to(device)")
+            remedy = "leave out .to(device): a worker moves it, by worker.to(device)"
+            raise UserError(got, "parameters in the memory of the host", remedy)
         if parameter.dtype not in DTYPES:
             got = f"parameter {name!r} of {parameter.dtype}"
             raise UserError(got, f"one of {', '.join(map(str, DTYPES))}")
@@ -58,14 +62,20 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Return the trained parameters as arrays that share their memory, but for those in 16 bits."""
+    """Return the trained parameters as arrays, which share their memory unless it `is_apart`."""
     found = trained_parameters(model).items()
-    return {name: widened(p).contiguous().numpy() for name, p in found}
+    return {name: for_numpy(p).contiguous().numpy() for name, p in found}
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in 16 bits as a copy that NumPy can take, another as it is."""
-    return tensor.detach().float() if tensor.dtype in HALVES else tensor.detach()
+def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that `is_apart` as a copy that NumPy can take, another as it is."""
+    found = tensor.detach().cpu()
+    return found.float() if found.dtype in HALVES else found
+
+
+def is_apart(tensor: torch.Tensor) -> bool:
+    """Whether it cannot be a view of arrays here: one in 16 bits, or on another device."""
+    return tensor.dtype in HALVES or tensor.device.type != "cpu"
 
 
 class Initial(Mapping[str, np.ndarray]):
@@ -92,7 +102,7 @@ class Initial(Mapping[str, np.ndarray]):
 
 def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Return the running means and variances of normalization, as copies."""
-    return {name: widened(b).numpy().copy() for name, b in _running(model).items()}
+    return {name: for_numpy(b).numpy().copy() for name, b in _running(model).items()}
 
 
 def _running(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -118,6 +128,8 @@ def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
 class Bound:
     """A model whose parameters are moved from one memory to another, without a copy.
 
+    Those that are apart (`is_apart`) are copied, and their gradients as well.
+
     Running means (`statistics_of`) are copied, where the memory has any: the forward pass changes
     them, and what it takes off them, times `share`, stands where their gradient would.
 
@@ -136,27 +148,29 @@ class Bound:
         self._out: Arrays = {}  # where the gradients go
         self.parameters, self.unmoved = trained_parameters(model), True
         self._parameters = list(self.parameters.values())
-        self._halves = [p.dtype in HALVES for p in self._parameters]
+        self._apart = [is_apart(p) for p in self._parameters]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
         self._written = [False] * len(self._parameters)
-        whole = [k for k, half in enumerate(self._halves) if not half]
+        views = [k for k, apart in enumerate(self._apart) if not apart]
         self._hooks = [
             self._parameters[k].register_post_accumulate_grad_hook(self._make_hook(k))
-            for k in whole
+            for k in views
         ]
-        for k in whole:
+        for k in views:
             linear.register(self._parameters[k], functools.partial(self._write, k))
 
     def move_to(self, params: Arrays) -> None:
-        """Have the parameters read from these arrays from now on; those in 16 bits are copied."""
+        """Have the parameters read from these arrays from now on; those apart are copied."""
+        if self.unmoved:
+            self._check_places()
         _copy_into(self._running, params)
         known = params is self._params
         tensors = self._tensors(params)
-        for parameter, tensor, half in zip(self._parameters, tensors, self._halves, strict=False):
-            if half:
+        for parameter, tensor, apart in zip(self._parameters, tensors, self._apart, strict=False):
+            if apart:
                 parameter.data.copy_(tensor)
             elif not known:
                 parameter.data = tensor
@@ -170,7 +184,7 @@ class Bound:
     def complete(self) -> None:
         """Make the gradients whole: of a parameter that no loss depended on it is zero.
 
-        Those in 16 bits are copied here, since they are added up in 16 bits.
+        Those of parameters apart are copied here, since they are added up there.
 
         Raises:
             UserError: If a parameter has one that was frozen when the run began.
@@ -191,7 +205,7 @@ class Bound:
             parameter.grad = None
         for name, buffer in self._running.items():
             if name in self._out:
-                np.subtract(self._params[name], widened(buffer).numpy(), out=self._out[name])
+                np.subtract(self._params[name], for_numpy(buffer).numpy(), out=self._out[name])
                 self._out[name][...] *= self._share
 
     def forget(self) -> None:
@@ -202,6 +216,13 @@ class Bound:
             hook.remove()
         for parameter in self._parameters:
             linear.unregister(parameter)
+
+    def _check_places(self) -> None:
+        for (name, parameter), apart in zip(self.parameters.items(), self._apart, strict=True):
+            if is_apart(parameter) != apart:
+                got = f"parameter {name!r} of {parameter.dtype} on {parameter.device}"
+                expected = "a model that is as it was made"
+                raise UserError(got, expected, "move it by worker.to(device)")
 
     def _tensors(self, arrays: Arrays) -> list[torch.Tensor]:
         known = self._known.get(id(arrays))
@@ -238,7 +259,7 @@ def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
     running, means = _running(model), statistics_of(model)
     before = [p.data for p in parameters]
     for parameter, tensor in zip(parameters, tensors_of(params), strict=False):
-        parameter.data = tensor.to(parameter.dtype)
+        parameter.data = tensor.to(parameter.device, parameter.dtype)
     _copy_into(running, params)
     model.eval()
     try:
@@ -275,6 +296,7 @@ def noting_losses(losses: list[torch.Tensor]) -> Iterator[None]:
 
 
 def state_of(model: torch.nn.Module, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Return the model's state dict with these parameters, as copies."""
+    """Return the model's state dict with these parameters, as copies in the host's memory."""
     with evaluating(model, params):
-        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        found = model.state_dict().items()
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found}

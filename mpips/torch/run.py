@@ -20,12 +20,12 @@ from mpips.torch.model import (
     DTYPES,
     Initial,
     evaluating,
+    for_numpy,
     make_model,
     noting_losses,
     state_of,
     statistics_of,
     trained_parameters,
-    widened,
 )
 from mpips.torch.state import state_maker
 from mpips.torch.worker import TorchSamples, Worker
@@ -126,7 +126,7 @@ def _brought(start: Start, module: torch.nn.Module) -> list[dict[str, np.ndarray
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {
-        name: widened(buffer).numpy().copy()
+        name: for_numpy(buffer).numpy().copy()
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
     }

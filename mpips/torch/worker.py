@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
@@ -83,7 +84,8 @@ class Worker(Loop):
         self.model = model
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         alone = start.config.mode in ("async", "ssp")
-        self._bound = Bound(model, 1 / self.workers if alone else 1.0)
+        self._share = 1 / self.workers if alone else 1.0
+        self._bound = Bound(model, self._share)
         self._losses = losses
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
@@ -129,6 +131,26 @@ class Worker(Loop):
 
         for batch in self._batches(make, batch_size, epochs):
             yield batch.x
+
+    def to(self, device: "torch.device | str") -> torch.device:
+        """Move the model to a device, before the loop; returns which one.
+
+        Its parameters are copied there from the replica before each step, and their gradients back
+        behind the backward pass. Batches are moved by the loop: ``x.to(device)``.
+
+        Args:
+            device: Such as ``cuda:1``; of ``cuda`` the workers of a node take one each, in turn.
+
+        Raises:
+            UserError: If this process has none, or the loop has begun.
+        """
+        if not self._bound.unmoved:
+            raise UserError("to() in the loop over the batches", "a call before it")
+        found = device_of(device, self._start.ranks)
+        self._bound.forget()
+        self.model.to(found)
+        self._bound = Bound(self.model, self._share)
+        return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
         """Push what the backward passes since the batch was taken have left.
@@ -196,3 +218,25 @@ class Worker(Loop):
             self._bound.move_to(self._start.final_params(self.ended))
             self._bound.forget()
         return task
+
+
+def device_of(device: "torch.device | str", ranks: Cluster) -> torch.device:
+    """Return the device of a worker: of those without a number the next of its node's.
+
+    Raises:
+        UserError: If there is no such device.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as problem:
+        got = f"device {device!r} ({str(problem).splitlines()[0]})"
+        raise UserError(got, "one of PyTorch's, such as cuda") from None
+    if found.type == "cpu":
+        return found
+    count = getattr(getattr(torch, found.type, None), "device_count", lambda: 0)()
+    workers = [rank for rank in ranks.my_node if rank in ranks.roles.workers]
+    index = workers.index(ranks.rank) % max(1, count) if found.index is None else found.index
+    if index >= count:
+        got = f"device {str(device)!r} in a process that has {count} of {found.type}"
+        raise UserError(got, "one that is there", "see torch.cuda.is_available()")
+    return torch.device(found.type, index)

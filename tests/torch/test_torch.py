@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from mpips.torch.model import (  # noqa: E402
     statistics_of,
 )
 from mpips.torch.state import torch_optimizer  # noqa: E402
-from mpips.torch.worker import TorchSamples  # noqa: E402
+from mpips.torch.worker import TorchSamples, device_of  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "torch" / "programs"
 
@@ -352,6 +353,35 @@ def test_a_run_of_a_model_in_16_bits(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(HALF)
     found = run(1, ["half.py"], tmp_path).check()
     assert found.output.count("torch.bfloat16") == 6
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+def test_a_model_apart_from_the_replica_is_trained_alike(device: str, tmp_path: Path) -> None:
+    args = [str(PROGRAMS / "device.py"), str(tmp_path), device]
+    assert run(2, args, tmp_path, 200).check().output.count("is done") == 4
+
+
+def test_a_model_that_its_owner_moved_is_told() -> None:
+    model = torch.nn.Linear(2, 1)
+    kept, bound = arrays_of(model), Bound(model)
+    model.bfloat16()
+    with pytest.raises(UserError, match=r"torch.bfloat16 on cpu, .* worker\.to\(device\)"):
+        bound.move_to(kept)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("gpu", "one of PyTorch's, such as cuda"), ("cuda:9", "a process that has . of cuda")],
+)
+def test_devices_that_are_not_there(device: str, message: str) -> None:
+    ranks: Any = SimpleNamespace(rank=0, my_node=[0], roles=SimpleNamespace(workers=(0,)))
+    with pytest.raises(UserError, match=message):
+        device_of(device, ranks)
 
 
 def complex_one() -> Any:
