@@ -12,6 +12,7 @@ from types import FrameType
 
 EXIT_SAVED = 85
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+INTERRUPT = signal.SIGINT
 
 _received: list[int] = []
 
@@ -79,3 +80,8 @@ def _take() -> None:
 def received() -> str | None:
     """Return the name of the first signal that came, or None."""
     return signal.Signals(_received[0]).name if _received else None
+
+
+def count(number: int) -> int:
+    """Return how often a signal came."""
+    return _received.count(number)

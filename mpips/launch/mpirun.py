@@ -1,5 +1,6 @@
 """Worlds of one's own: the command line of ``mpirun``, and jobs that leave nothing behind."""
 
+import ctypes
 import functools
 import os
 import shutil
@@ -9,7 +10,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", 
 RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
 GONE_S = 10.0  # on which a later one that is given the same process id fails to start
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @functools.cache
@@ -62,14 +64,21 @@ def environment() -> dict[str, str]:
     return kept | ours  # this tree, wherever it runs
 
 
-def command(ranks: int, args: Sequence[str]) -> list[str]:
+def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
     """Return the command line of ``python *args`` on that many ranks, more than cores if need be.
+
+    Args:
+        ranks: How many.
+        args: What follows ``python``.
+        launcher: The launcher with its options; by default `mpirun` with those it needs here.
 
     Raises:
         UserError: If there is no mpirun.
     """
-    extra = ["--oversubscribe", "--mca", "osc", "^ucx"] if is_open_mpi() else []
-    return [mpirun(), *extra, "-n", str(ranks), sys.executable, *args]
+    if not launcher:
+        extra = ["--oversubscribe", "--mca", "osc", "^ucx"] if is_open_mpi() else []
+        launcher = [mpirun(), *extra]
+    return [*launcher, "-n", str(ranks), sys.executable, *args]
 
 
 def family(leader: int) -> list[int]:
@@ -115,7 +124,13 @@ def _stat(entry: Path) -> list[str]:
     return (entry / "stat").read_text().rpartition(")")[2].split()[:4]
 
 
-def _rank(pid: int) -> int | None:
+def _asked_when_orphaned() -> Callable[[], object]:
+    """Return what has a new process asked, by SIGUSR1, to save and end if its parent dies."""
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+    return lambda: prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1), 0, 0, 0)
+
+
+def rank_of(pid: int) -> int | None:
     """Return the rank of a process in its world, as its launcher told it, or None."""
     try:
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -150,6 +165,9 @@ class Running:
         cwd: The folder that it runs in.
         env: Variables over those of `environment`.
         wrapper: A command line that runs mpirun's, such as ``nice``.
+        launcher: See `command`.
+        shown: Whether the ranks print where this process does, and are asked to save and end if
+            it is killed.
 
     Raises:
         UserError: If there is no mpirun.
@@ -162,20 +180,24 @@ class Running:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
+        launcher: Sequence[str] = (),
+        shown: bool = False,
     ) -> None:
-        started = [*wrapper, *command(ranks, args)]
+        started = [*wrapper, *command(ranks, args, launcher)]
         self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "output.txt"
         self._before = segments.present()
+        self._mapped: set[segments.Segment] = set()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 started,
                 cwd=cwd,
                 env={**environment(), SESSION_VARIABLE: self._folder.name, **(env or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=None if shown else log,
+                stderr=None if shown else subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_asked_when_orphaned() if shown else None,
             )
 
     def __enter__(self) -> "Running":
@@ -191,7 +213,7 @@ class Running:
         self._folder.cleanup()
 
     def output(self) -> str:
-        """Return what the job has printed so far."""
+        """Return what the job has printed so far, unless that was shown."""
         return self._log.read_text(errors="replace")
 
     def _family(self) -> list[int]:
@@ -202,13 +224,21 @@ class Running:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, by rank."""
-        found = {_rank(pid): pid for pid in reversed(self._family())}
+        found = {rank_of(pid): pid for pid in reversed(self._family())}
         return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
-    def kill(self) -> None:
-        """SIGKILL mpirun and every rank; returns when they are gone, their segments too."""
-        members = self._family()
-        mapped = {segment for pid in members for segment in segments.mapped(pid)}
+    def note_segments(self, pids: Iterable[int]) -> None:
+        """Remember what ranks have mapped: if one is killed, the others are gone at once."""
+        self._mapped.update(*map(segments.mapped, pids))
+
+    def kill(self, others: Iterable[int] = ()) -> None:
+        """SIGKILL mpirun and every rank; returns when they are gone, their segments too.
+
+        Args:
+            others: Processes of the job that mpirun's death may have hidden.
+        """
+        members = sorted({*self._family(), *others})
+        self.note_segments(members)
         for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -218,7 +248,7 @@ class Running:
         deadline = time.monotonic() + GONE_S
         while running(members) and time.monotonic() < deadline:
             time.sleep(GONE_S / 1000)
-        segments.remove(mapped - self._before)
+        segments.remove(self._mapped - self._before)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end; a job that outlasts the limit is killed.

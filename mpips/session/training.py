@@ -14,6 +14,7 @@ from mpips.cluster import signals
 from mpips.cluster.collectives import begin_broadcast, begin_sum, gather_polled
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
+from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -71,6 +72,7 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
     done = job.out / place.DONE
     finished = chief and done.exists()
     if chief:
+        signs.tell_run(job.out, job.config.resume, job.config.log_every)
         folder.save_config(job.out, job.config)
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)

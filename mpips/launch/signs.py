@@ -1,0 +1,97 @@
+"""What a rank tells its supervisor: who it is, which run it has begun, how it has come to its end.
+
+Each rank has two files in a folder of the supervisor: lines that it tells, and the stacks of its
+threads, which it writes when it gets `DUMP`. `mpips.launch.watch` reads them. Loads nothing heavy:
+a rank begins with it, before it can note signals.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from mpips.errors import UserError
+
+DUMP = signal.SIGUSR2  # which both mpiruns hand on to all ranks, and which mpips does not use
+TOLD, STACKS = ".jsonl", ".stacks"
+
+_files: list[
+    IO[bytes]
+] = []  # what this rank tells, and its stacks; for the whole of its life; empty without one
+
+
+def begin(folder: Path, name: str) -> None:
+    """Tell the supervisor of this process, and write the stacks of its threads at each `DUMP`.
+
+    The handler is C: it works while the rank is stuck in MPI.
+
+    Args:
+        folder: The supervisor's.
+        name: The rank, as the launcher calls it.
+
+    Raises:
+        UserError: If this host does not have the folder, or no space.
+    """
+    with _explained(folder):
+        for end in (TOLD, STACKS):
+            _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
+    faulthandler.register(DUMP, _files[1])
+    pid = os.getpid()
+    with _explained(folder):
+        _tell(host=platform.node(), pid=pid, started=state_of(pid)[1])
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        got = f"{folder} on {platform.node()}: {problem.strerror}"
+        remedy = "start mpips.launch in a folder that all nodes share, with some space"
+        raise UserError(got, "a folder that ranks can write", remedy) from None
+
+
+def tell_run(out: Path, resume: str, log_every_s: float) -> None:
+    """Tell the supervisor, if there is one, that this rank is the chief of a run that begins.
+
+    Args:
+        out: The run's folder.
+        resume: The option.
+        log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
+
+    Raises:
+        UserError: If it cannot be told.
+    """
+    if _files:
+        from mpips.checkpoint.place import METRICS
+
+        metrics = out / METRICS
+        size = metrics.stat().st_size if metrics.exists() else 0
+        with _explained(Path(_files[0].name).parent):
+            _tell(run=str(out.absolute()), resume=resume, log_every_s=log_every_s, size=size)
+
+
+def tell_end(code: int) -> None:
+    """Tell the supervisor that this rank has come to its end, with an exit code."""
+    with contextlib.suppress(OSError):  # mpirun's code will do
+        _tell(code=code)
+
+
+def _tell(**values: Any) -> None:
+    _files[0].write(json.dumps({**values, "time": time.time()}).encode() + b"\n")
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """Return the state of a process, such as ``T``, and when it started, in ticks since the boot.
+
+    Raises:
+        OSError: If there is none.
+    """
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return words[0], int(words[19])

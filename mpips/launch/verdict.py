@@ -1,0 +1,114 @@
+"""What comes after an attempt at a job: another one, or the end with an exit code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpips.cluster.signals import EXIT_SAVED
+
+FAILED, REFUSED = 1, 2  # exit codes of mpips
+TRIES = 2  # that may get no further, one after the other
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one start of a job has come to.
+
+    Attributes:
+        code: Exit code of the ranks, else of mpirun, negative if a signal ended that. It may tell
+            what is to be done next, but never that a run is complete.
+        seconds: How long it took.
+        trouble: Why it was ended from outside; empty if it ended by itself.
+        runs: How many runs began, one after the other; what follows is of the last.
+        done: Whether it is complete, by its marker.
+        reason: Why it ended, if it came to its end.
+        step: Of its newest checkpoint; -1 where there is none.
+        told_step: The last step that it told of.
+        resumes: Whether the next attempt would go on with it.
+    """
+
+    code: int
+    seconds: float = 0.0
+    trouble: str = ""
+    runs: int = 0
+    done: bool = False
+    reason: str = ""
+    step: int = -1
+    told_step: int = -1
+    resumes: bool = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run began."""
+        return self.runs > 0
+
+    @property
+    def refusal(self) -> int:
+        """The exit code by which mpips itself has failed; 0 if it was something else."""
+        return self.code if self.code in (FAILED, REFUSED) and not self.trouble else 0
+
+    def __str__(self) -> str:
+        how = self.trouble or f"ended with code {self.code}"
+        if not self.trouble and self.code < 0:
+            how = f"mpirun was killed by signal {-self.code}"
+        if not self.begun:
+            return f"{self.seconds:.1f} s, {how}, no run began"
+        saved = f"step {self.step} is saved" if self.step >= 0 else "nothing is saved"
+        return f"{self.seconds:.1f} s, {how}; step {max(self.told_step, self.step)}, {saved}"
+
+
+class Verdict(NamedTuple):
+    """The end of a job.
+
+    Attributes:
+        code: Exit code.
+        why: What to say about it; may be empty.
+    """
+
+    code: int
+    why: str
+
+
+def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verdict | None:
+    """Return how a job ends with the last of its attempts, or None to start it again.
+
+    Args:
+        attempts: So far, at least one.
+        restarts: How often it may be started again.
+        asked: What it was asked to end by; empty if it was not.
+    """
+    last = attempts[-1]
+    if last.done:
+        return Verdict(0, "")
+    if last.reason.startswith("SIG") or (last.code == EXIT_SAVED and not last.trouble):
+        return Verdict(EXIT_SAVED, "saved and not finished: run it again")
+    if asked:
+        return _asked(last, asked)
+    if last.reason == "diverged":
+        return Verdict(FAILED, "the loss is not finite, and would not be again")
+    if last.refusal == REFUSED and not any(a.begun for a in attempts):
+        return Verdict(REFUSED, "")
+    if not last.begun and last.code == 0 and not last.trouble:
+        return Verdict(FAILED, "it ended without a run of mpips: there is nothing to watch over")
+    code = last.refusal or FAILED
+    if last.begun and not last.resumes:
+        return Verdict(code, 'the program does not say resume="auto": it would begin anew')
+    same = bool(last.refusal) and [a.refusal for a in attempts[-2:-1]] == [last.refusal]
+    if _no_further(attempts, 1 if same else TRIES):
+        where = f"no further than step {last.step}" if last.step >= 0 else "nothing is saved"
+        return Verdict(code, f"{where} in {2 if same else TRIES + 1} attempts: giving up")
+    if len(attempts) > restarts:
+        return Verdict(code, f"started again {restarts} times: giving up")
+    return None
+
+
+def _asked(last: Attempt, asked: str) -> Verdict:
+    if not last.begun:
+        return Verdict(EXIT_SAVED, f"{asked} before a run began: run it again")
+    return Verdict(FAILED, f"{asked}, and it has not saved; step {last.step} was saved before")
+
+
+def _no_further(attempts: Sequence[Attempt], tries: int) -> bool:
+    """Whether the last attempts, so many, have saved nothing that is newer than what was there."""
+    got = [(attempt.runs, attempt.step) for attempt in attempts]
+    return len(got) > tries and max(got[-tries:]) <= got[-tries - 1]

@@ -1,0 +1,239 @@
+"""A job seen from outside: its processes, how the folders of its runs grow, what hangs."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
+from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
+from mpips.launch.signs import DUMP, STACKS, TOLD, state_of
+
+ADDRESS = re.compile(r" ?0x[0-9a-f]+")
+STOPPED, GONE = "is stopped", "is gone"
+PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
+
+
+class Rank(NamedTuple):
+    """A process that has told of itself.
+
+    Attributes:
+        name: The rank, as its launcher calls it.
+        host: Where it is.
+        pid: Its process id there.
+        started: When it started, which tells it from another process of that id.
+    """
+
+    name: str
+    host: str
+    pid: int
+    started: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this host, so that it can be looked at."""
+        return self.host == platform.node()
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can come of it now, as far as that is seen from here; else empty."""
+        if not self.is_here:
+            return ""
+        try:
+            state, started = state_of(self.pid)
+        except OSError:
+            return GONE
+        if started != self.started or state in "ZX":
+            return GONE
+        return STOPPED if state == "T" else ""
+
+    def __str__(self) -> str:
+        return f"rank {self.name} (process {self.pid} on {self.host})"
+
+
+class Run:
+    """A run that a job has begun, seen from outside.
+
+    Args:
+        told: What its chief has told.
+
+    Attributes:
+        resumes: Whether a program that is started again would go on with it.
+        log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._out, self._size = Path(told["run"]), int(told["size"])
+        self.resumes = told["resume"] == "auto"
+        self.log_every_s = float(told["log_every_s"])
+        self._place: Place | None = None
+        with contextlib.suppress(OSError):
+            self._place = Place(self._out)
+
+    @property
+    def out(self) -> Path:
+        """Its folder, wherever that was moved to."""
+        return (self._place and self._place.where()) or self._out
+
+    def close(self) -> None:
+        """Let the folder go."""
+        if self._place is not None:
+            self._place.close()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete and saved."""
+        return (self.out / DONE).is_file()
+
+    def size(self) -> list[tuple[str, int]]:
+        """Return its files that grow while it gets on, with their sizes."""
+        found, out = [], self.out
+        for path in (out / METRICS, *sorted((out / CHECKPOINTS).glob("*/*"))):
+            with contextlib.suppress(OSError):
+                found.append((str(path), path.stat().st_size))
+        return found
+
+    @property
+    def saved_step(self) -> int:
+        """The step of its newest checkpoint; -1 where there is none."""
+        whole = [p for p in list_checkpoints(self.out) if (p / INDEX).exists()]
+        return max((folder_step(p) or 0 for p in whole), default=-1)
+
+    def last(self) -> tuple[int, str]:
+        """Return the last step that this start of it has told of, and why it ended, if it has."""
+        step, reason = -1, ""
+        with contextlib.suppress(OSError), open(self.out / METRICS, "rb") as file:
+            file.seek(self._size)
+            for line in file.read().splitlines():
+                with contextlib.suppress(ValueError):  # half a line
+                    row = json.loads(line)
+                    step = row["step"] if row.get("step") is not None else step
+                    reason = row["reason"] if row.get("kind") == "end" else reason
+        return step, reason
+
+
+class Signs:
+    """What the ranks of a job have told, in the folder that they write to.
+
+    Args:
+        folder: Made here.
+
+    Attributes:
+        ranks: Those who have told of themselves.
+        runs: Those that have begun, in that order.
+        codes: Exit codes of the ranks that have come to their end, by name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.ranks: list[Rank] = []
+        self.runs: list[Run] = []
+        self.codes: dict[str, int] = {}
+        self._read: dict[Path, int] = {}
+
+    def read(self) -> None:
+        """Read what was told since the last time."""
+        begun = []
+        for path in sorted(self.folder.glob(f"*{TOLD}")):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                lines = [line for line in file.readlines() if line.endswith(b"\n")]
+            self._read[path] = self._read.get(path, 0) + sum(map(len, lines))
+            for told in map(json.loads, lines):
+                if "run" in told:
+                    begun.append(told)
+                elif "code" in told:
+                    self.codes[path.stem] = told["code"]
+                else:
+                    rank = Rank(path.stem, told["host"], told["pid"], told["started"])
+                    self.ranks.append(rank)
+        self.runs += [Run(told) for told in sorted(begun, key=lambda told: float(told["time"]))]
+        self.ranks.sort(key=lambda rank: (len(rank.name), rank.name))
+
+    def alive(self) -> list[int]:
+        """Return the process ids of the ranks that are here and are not gone."""
+        return [r.pid for r in self.ranks if r.is_here and r.trouble != GONE]
+
+    def close(self) -> None:
+        """Let the folders of runs go."""
+        for run in self.runs:
+            run.close()
+
+    def ask_for_stacks(self, launcher: int, wait_s: float) -> str:
+        """Have each rank write the stacks of its threads; returns them, those that are alike once.
+
+        Args:
+            launcher: Process id of mpirun, which reaches other hosts.
+            wait_s: How long to wait for them.
+        """
+        here = [rank for rank in self.ranks if rank.is_here and not rank.trouble]
+        afar = [rank for rank in self.ranks if not rank.is_here]
+        for pid in [launcher] if afar else [rank.pid for rank in here]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, DUMP)
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not all(map(self._stacks, here + afar)):
+            time.sleep(0.05)
+        time.sleep(0.1)  # the last of them may not be whole
+        texts: dict[str, list[Rank]] = {}
+        for rank in self.ranks:
+            told = f"  {rank.trouble}\n" if rank.trouble else "  does not answer\n"
+            texts.setdefault(self._stacks(rank) or told, []).append(rank)
+        return "".join(f"{_names(ranks)}:\n{text}" for text, ranks in texts.items())
+
+    def _stacks(self, rank: Rank) -> str:
+        text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
+        return ADDRESS.sub("", text)
+
+
+def _names(ranks: Iterable[Rank]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+class Watch:
+    """Finds what hangs: a job that does not get on, or one of its ranks here that cannot.
+
+    A job gets on while its ranks start, and while the files of its run grow. Nobody knows what a
+    program does when a run of its is over: then only its ranks are looked at.
+
+    Args:
+        signs: Of the job.
+        timeout_s: How long nothing may happen.
+        program: Whether it is a program of the user's.
+        now: Seconds on a clock that the looks go by.
+    """
+
+    def __init__(self, signs: Signs, timeout_s: float, program: bool, now: float) -> None:
+        self._signs, self._timeout_s, self._program = signs, timeout_s, program
+        self._looked = self._since = now
+        self._state: object = None
+        self._lost: dict[Rank, float] = {}
+
+    def look(self, now: float) -> str:
+        """Look at the job; returns what hangs, empty if nothing does."""
+        signs = self._signs
+        signs.read()
+        if now - self._looked > PAUSED_S:
+            self._since, self._lost = now, {}
+        self._looked = now
+        run = signs.runs[-1] if signs.runs else None
+        state = (len(signs.ranks), len(signs.runs), run and run.size())
+        if state != self._state:
+            self._state, self._since = state, now
+        ended = run is not None and bool(run.last()[1])
+        found = {rank: rank.trouble for rank in signs.ranks if rank.name not in signs.codes}
+        self._lost = {rank: self._lost.get(rank, now) for rank, what in found.items() if what}
+        for rank, since in self._lost.items():
+            if now - since >= self._timeout_s:
+                return f"{rank} {found[rank]} for {now - since:.0f} s"
+        limit_s = max(self._timeout_s, 2 * run.log_every_s if run else 0.0)
+        if now - self._since < limit_s or (ended and self._program):
+            return ""
+        where = f"in {run.out}" if run else "before a run began"
+        return f"nothing has happened {where} for {now - self._since:.0f} s"

@@ -1,0 +1,81 @@
+"""What comes after an attempt at a job, decided without one."""
+
+import pytest
+
+from mpips.launch.verdict import Attempt, verdict
+
+KILLED = Attempt(9, 1.0, runs=1, step=0)
+
+
+def killed(*steps: int) -> list[Attempt]:
+    """Return attempts that were killed, with what each has saved; -1: no run began."""
+    return [Attempt(137, 1.0, runs=int(step >= 0), step=step) for step in steps]
+
+
+def failed(*steps: int, code: int = 1) -> list[Attempt]:
+    return [Attempt(code, 1.0, runs=int(step >= 0), step=step) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "code"),
+    [
+        ([Attempt(0, runs=1, done=True)], 0),
+        ([Attempt(139, runs=1, done=True)], 0),  # whatever the launcher says
+        ([Attempt(-9, trouble="nothing has happened", runs=1, done=True)], 0),
+        ([Attempt(85, runs=1, reason="SIGUSR1")], 85),
+        ([Attempt(9, runs=1, reason="SIGTERM")], 85),
+        ([Attempt(85)], 85),  # asked before training began
+        ([Attempt(2)], 2),
+        ([Attempt(2, runs=1)], None),  # a restart might do: the folder was in use
+        ([KILLED, Attempt(2)], None),
+        ([KILLED, Attempt(2), Attempt(2)], 2),
+        ([Attempt(1, runs=1, reason="diverged")], 1),
+        ([Attempt(0)], 1),  # no run of mpips
+        ([Attempt(0, runs=1)], None),  # a lost host, and a launcher that calls it an end
+        ([Attempt(-9, trouble="rank 3 is stopped")], None),
+        ([Attempt(9, runs=1, resumes=False)], 1),
+        (failed(-1), None),
+        (failed(-1, -1), 1),
+        (failed(40), None),
+        (failed(40, 40), 1),  # the same step again
+        (failed(40, 90), None),
+        ([*killed(40), *failed(40)], None),  # an exception that came once
+        (killed(-1, -1), None),
+        (killed(-1, -1, -1), 1),
+        (killed(40, 40), None),
+        (killed(40, 40, 40), 1),
+        (killed(40, 40, -1), 1),
+        (killed(40, 40, 41), None),
+        (killed(10, 20, 20, 30, 30), None),
+        (killed(10, 20, 30, 40, 50, 60), 1),  # started again five times
+    ],
+)
+def test_the_verdict(attempts: list[Attempt], code: int | None) -> None:
+    found = verdict(attempts, 5)
+    assert (found and found.code) == code
+
+
+def test_a_run_after_another_begins_at_step_0() -> None:
+    """A program may have several; the first of them is over."""
+    attempts = [Attempt(9, runs=1, step=50), *(Attempt(9, runs=2, step=0) for _ in range(2))]
+    assert verdict(attempts, 5) is None
+    assert verdict([*attempts, attempts[-1]], 5) is not None
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_job_that_was_asked_to_end(runs: int) -> None:
+    """It is not started again; it was saved if it says so, or if there was nothing to save."""
+    last = Attempt(137, runs=runs, step=7)
+    found = verdict([*killed(5), last], 5, "SIGINT")
+    assert found is not None
+    assert found.code == (1 if runs else 85)
+    assert found.why.startswith("SIGINT")
+    assert verdict([Attempt(85, runs=runs)], 5, "SIGINT") == verdict([Attempt(85, runs=runs)], 5)
+
+
+def test_an_attempt_is_told_in_a_line() -> None:
+    assert str(Attempt(9, 2.34)) == "2.3 s, ended with code 9, no run began"
+    told = str(Attempt(-9, 2.0, runs=1, step=40, told_step=44))
+    assert told == "2.0 s, mpirun was killed by signal 9; step 44, step 40 is saved"
+    told = str(Attempt(-9, 2.0, "rank 3 is stopped", runs=1, told_step=3))
+    assert told == "2.0 s, rank 3 is stopped; step 3, nothing is saved"

@@ -1,0 +1,172 @@
+"""What a supervisor sees of a job: files that its ranks write, and the state of processes."""
+
+import faulthandler
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch import environment
+
+from mpips.launch import signs
+from mpips.launch.watch import GONE, STOPPED, Rank, Signs, Watch
+
+TIMEOUT_S = 60.0
+WAITS = """
+import sys, time
+from pathlib import Path
+from mpips.launch import signs
+def waits_for_ever():
+    time.sleep(600)
+signs.begin(Path(sys.argv[1]), sys.argv[2])
+waits_for_ever()
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Signs:
+    return Signs(tmp_path / "1")
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Path]:
+    """This process as a rank, and the folder of the run that it is to begin."""
+    yield tmp_path / "run"
+    faulthandler.unregister(signs.DUMP)
+    while signs._files:
+        signs._files.pop().close()
+
+
+def begin(job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25) -> None:
+    signs.begin(job.folder, "0")
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text('{"kind": "end", "step": 3, "reason": "SIGUSR1"}\n')
+    signs.tell_run(out, resume, log_every_s)
+
+
+def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
+    signs.tell_run(tmp_path / "nowhere", "", 1.0)
+
+
+def test_a_rank_without_the_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"/none on .*: No such file .*; start mpips.launch in a"):
+        signs.begin(tmp_path / "none", "0")
+
+
+def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
+    begin(job, rank, resume="auto")
+    job.read()
+    assert [(r.name, r.host, r.pid) for r in job.ranks] == [("0", platform.node(), os.getpid())]
+    assert job.ranks[0].trouble == ""
+    assert job.alive() == [os.getpid()]
+    (run,) = job.runs
+    assert (run.out, run.resumes, run.is_done, run.saved_step) == (rank, True, False, -1)
+    assert run.last() == (-1, ""), "what is there of an earlier start is not this one's"
+    with (rank / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 7}\n{"kind": "warning", "step": null}\n')
+        file.write('{"kind": "end", "step": 9, "reason": "epochs"}\n{"kind": "eva')
+    assert run.last() == (9, "epochs")
+    for step, whole in ((4, True), (8, False)):
+        folder = rank / "checkpoints" / f"step-{step:012d}"
+        folder.mkdir()
+        (folder / ("index.h5" if whole else "shard-0000.h5.tmp")).touch()
+    assert run.saved_step == 4
+    signs.tell_end(85)
+    job.read()
+    job.read()
+    assert (job.codes, len(job.ranks), len(job.runs)) == ({"0": 85}, 1, 1)
+    moved = rank.rename(rank.with_name("moved"))
+    (moved / "DONE").touch()
+    assert (run.out, run.is_done) == (moved, True)
+    job.close()
+
+
+def test_a_job_gets_on_while_its_files_grow(job: Signs, rank: Path) -> None:
+    watch = Watch(job, TIMEOUT_S, program=False, now=0)
+    seen = [watch.look(now) for now in range(0, 60, 5)]
+    begin(job, rank)  # which is a sign of life
+    seen += [watch.look(now) for now in range(60, 115, 5)]
+    shard = rank / "checkpoints" / "step-000000000004" / "shard-0000.h5.tmp"
+    shard.parent.mkdir()
+    shard.write_text("half")
+    seen += [watch.look(now) for now in range(115, 170, 5)]
+    assert not any(seen)
+    assert watch.look(175) == f"nothing has happened in {rank} for 60 s"
+    job.close()
+
+
+def test_a_job_that_never_begins(job: Signs) -> None:
+    watch = Watch(job, TIMEOUT_S, program=True, now=0)
+    assert next(now for now in range(0, 100, 5) if watch.look(now)) == 60
+    assert watch.look(100) == "nothing has happened before a run began for 100 s"
+
+
+def test_a_supervisor_that_was_stopped_itself_judges_nothing(job: Signs) -> None:
+    watch = Watch(job, TIMEOUT_S, program=False, now=0)
+    assert watch.look(5) == watch.look(3600) == watch.look(3605) == ""
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_after_the_end_of_a_run(program: bool, job: Signs, rank: Path) -> None:
+    """Nobody knows what a program does then; mpips.train is to end."""
+    begin(job, rank)
+    with (rank / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "end", "step": 9, "reason": "epochs"}\n')
+    watch = Watch(job, TIMEOUT_S, program, now=0)
+    assert any(watch.look(now) for now in range(0, 100, 5)) is not program
+    job.close()
+
+
+def test_lines_that_come_rarely_are_waited_for(job: Signs, rank: Path) -> None:
+    begin(job, rank, log_every_s=100)
+    watch = Watch(job, TIMEOUT_S, program=False, now=0)
+    assert next(now for now in range(0, 300, 5) if watch.look(now)) == 200
+    job.close()
+
+
+def test_processes_that_are_stopped_or_gone(job: Signs) -> None:
+    """They are found though the job gets on; their stacks are shown, alike ones once."""
+    command = [sys.executable, "-c", WAITS, str(job.folder)]
+    children = [subprocess.Popen([*command, f"{k}"], env=environment()) for k in range(4)]
+    try:
+        while len(job.ranks) < 4:
+            assert not any(child.poll() for child in children)
+            job.read()
+        assert [rank.trouble for rank in job.ranks] == [""] * 4
+        os.kill(children[2].pid, signal.SIGSTOP)
+        os.waitpid(children[2].pid, os.WUNTRACED)
+        children[3].kill()
+        while job.ranks[3].trouble != GONE:  # a zombie
+            assert len(job.alive()) >= 3
+        assert [rank.trouble for rank in job.ranks] == ["", "", STOPPED, GONE]
+        other = Rank("9", platform.node(), children[0].pid, job.ranks[0].started - 1)
+        assert other.trouble == GONE, "another process of that number"
+        watch = Watch(job, TIMEOUT_S, program=False, now=0)
+        for now in range(0, 60, 5):
+            (job.folder / "9.jsonl").write_text("")
+            assert watch.look(now) == ""
+        assert watch.look(60) == f"{job.ranks[2]} is stopped for 60 s"
+        told = job.ask_for_stacks(0, 10)
+        assert told.startswith(f"{job.ranks[0]}, {job.ranks[1]}:\n")
+        assert told.count("in waits_for_ever") == 1
+        assert told.count("Current thread") == 1
+        assert told.endswith(f"{job.ranks[2]}:\n  is stopped\n{job.ranks[3]}:\n  is gone\n")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait(10)
+
+
+def test_half_a_line_is_read_later(job: Signs) -> None:
+    told = json.dumps({"host": "h", "pid": 1, "started": 2}) + "\n"
+    for text, ranks in ((told[:9], 0), (told, 1)):
+        (job.folder / "5.jsonl").write_text(text)
+        job.read()
+        assert len(job.ranks) == ranks
+    assert job.ranks == [Rank("5", "h", 1, 2)]
+    assert (job.ranks[0].trouble, job.alive()) == ("", []), "of another host nothing is known"
