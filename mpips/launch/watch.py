@@ -14,7 +14,8 @@ from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
 from mpips.launch.signs import DUMP, STACKS, TOLD, state_of
 
-ADDRESS = re.compile(r" ?0x[0-9a-f]+")
+# Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
+LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
 STOPPED, GONE = "is stopped", "is gone"
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
@@ -189,7 +190,7 @@ class Signs:
 
     def _stacks(self, rank: Rank) -> str:
         text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
-        return ADDRESS.sub("", text)
+        return LEFT_OUT.sub("", text)
 
 
 def _names(ranks: Iterable[Rank]) -> str:

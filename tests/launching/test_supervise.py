@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from launch import environment
-from runs import counting, final, is_whole, samples_file, starts_of
+from runs import (
+    ENDLESS,
+    SAVED,
+    assert_counts,
+    counting,
+    final,
+    is_whole,
+    newest,
+    samples_file,
+    starts_of,
+    summary,
+)
 
 from mpips.checkpoint import list_checkpoints
 from mpips.cluster import segments
@@ -20,15 +32,13 @@ from mpips.launch import mpirun
 
 N = 230
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
-COUNTS = Path(__file__).parent.parent / "library" / "programs" / "counts.py"
-EVERY = ("--checkpoint-every", "5steps")
 
 
 class Supervised:
     """A supervisor with its job, in a process of its own."""
 
     def __init__(self, folder: Path, ranks: int, words: Sequence[str], *options: str) -> None:
-        self._log = folder / "output.txt"
+        self.folder, self._log = folder, folder / "output.txt"
         words = ["-m", "mpips.launch", "-n", str(ranks), *options, "--", *words]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -126,28 +136,106 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
 
 # With ranks.
 
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpips
+N, EPOCHS = 230, 3
+server = MPI.COMM_WORLD.bcast(os.getpid(), 0)
+def train(worker):
+    batches = worker.batches(N, batch_size=7, epochs=EPOCHS)
+    for pushed, batch in enumerate(batches, 1):
+        worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=N)
+        time.sleep(0.005)
+        worker.push(0.0)
+        if pushed == 30 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(server, signal.SIGKILL)
+result = mpips.run(
+    train, {"counts": np.zeros(N)}, mpips.SGD(1.0), out=sys.argv[1], resume=sys.argv[2],
+    checkpoint_every="5steps", quiet=True,
+)
+np.testing.assert_array_equal(result.params["counts"], EPOCHS)
+print("the program has seen the end", flush=True)
+if len(sys.argv) > 3:
+    raise KeyError("a mistake of mine")
+sys.exit(result.code)
+"""
 
-MODES = {  # samples, epochs, problem, options
-    "async": (N, 12, ("SlowCounting", "--servers 2 --batch-size 4")),
-    "sync": (128, 60, ("MeanCounting", "--servers 1 --batch-size 8 --lr 32")),
-}
+
+def counting_words(folder: Path, epochs: int, *options: str) -> list[str]:
+    """Return the words of a job that counts samples and saves often, into ``out``."""
+    words = counting(samples_file(folder, N), kind="SlowCounting")
+    words += ["--checkpoint-every", "5steps", "--servers", "1", "--batch-size", "4"]
+    return [*words, "--epochs", f"{epochs}", "--out", str(folder / "out"), *options]
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervised, int]]:
+    """A job whose server is stopped, and the process: while it hangs, there are other tests."""
+    folder = tmp_path_factory.mktemp("hanging")
+    words = counting_words(folder, 12)
+    with supervised(folder, 3, words, "--timeout", "15") as job:
+        server = job.wait_for_training(folder / "out", 1)[0]
+        os.kill(server, signal.SIGSTOP)
+        yield job, server
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
-def test_ranks_that_die_and_hang(mode: str, tmp_path: Path) -> None:
-    """A worker is killed, a server is stopped; the run is complete and every batch counted once."""
-    out, n, epochs, options = tmp_path / "out", *MODES[mode]
-    words = [*counting(samples_file(tmp_path, n), kind=options[0]), *options[1].split(), *EVERY]
-    words += ["--mode", mode, "--epochs", str(epochs), "--out", str(out)]
-    with supervised(tmp_path, 4 + (mode == "sync"), words, "--timeout", "4") as job:
-        os.kill(job.wait_for_training(out, 1)[-1], signal.SIGKILL)
-        stopped = job.wait_for_training(out, 2)[0]
-        os.kill(stopped, signal.SIGSTOP)
+@pytest.mark.usefixtures("hanging")
+def test_a_program_whose_server_is_killed(tmp_path: Path) -> None:
+    """It goes on where it was, and nothing is lost or done twice; see the program."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with supervised(tmp_path, 3, ["program.py", "out", "auto"]) as job:
         told = job.wait(0)
-    assert f"rank 0 (process {stopped} on " in told
+    assert told.count("the program has seen the end") == 3
+    assert told.count("starting again from step ") == 1
+    assert starts_of(tmp_path / "out") == 2
+
+
+@pytest.mark.launch
+@pytest.mark.usefixtures("hanging")
+def test_an_exception_that_comes_again(tmp_path: Path) -> None:
+    """One more attempt is made, and no other."""
+    words = ["--problem", f"{FAULTY}:Raises", "--epochs", "2", "--out", "out"]
+    with supervised(tmp_path, 3, words) as job:
+        told = job.wait(1)
+    assert told.count("a mistake of mine") >= 2
+    assert "no further than step 0 in 2 attempts: giving up" in told
+    assert told.count("ended with code 1; step ") == 3, "said when it comes, and in the report"
+
+
+@pytest.mark.launch
+@pytest.mark.usefixtures("hanging")
+def test_a_job_is_asked_to_end_and_refused(tmp_path: Path) -> None:
+    """By Ctrl-C: it is saved. It does not go on with another batch size."""
+    out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS)
+    with supervised(tmp_path, 3, words) as job:
+        job.wait_for_training(out, 1)
+        job.process.send_signal(signal.SIGINT)
+        told = job.wait(SAVED)
+    assert "mpips.launch: SIGINT: asking the ranks to save" in told
+    assert "run it again" in told
+    assert_counts(newest(out), N)
+    assert summary(out)["stop_reason"] == "SIGUSR1"
+    with supervised(tmp_path, 3, [*words, "--resume", "--batch-size", "5"]) as job:
+        told = job.wait(2)
+    assert "batch_size 5" in told
+    assert "mpips.launch" not in told, "all is said"
+
+
+@pytest.mark.launch
+def test_a_server_that_is_stopped(hanging: tuple[Supervised, int]) -> None:
+    """It is found, and where the others wait for it; the run is complete and exact in the end."""
+    job, server = hanging
+    told = job.wait(0)
+    assert f"rank 0 (process {server} on " in told
+    assert re.search(r" is stopped for \d+ s: ending the job; where its ranks are:\n", told)
+    assert re.search(r"rank 1 .*, rank 2 .*:\nmpips.launch: (Current t|T)hread", told)
+    assert "in wait" in told
     assert told.count("  is stopped\n") == 1
-    assert "attempt 2: " in told
-    assert starts_of(out) == 3
-    counts = final(out).layout.views(final(out).read_params())["counts"]
-    assert counts.tolist() == [epochs] * n
+    out = job.folder / "out"
+    assert starts_of(out) == 2
+    assert_counts(final(out), N, 12)
