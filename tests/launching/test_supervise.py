@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from runs import (
     final,
     is_whole,
     newest,
+    open_folders,
     samples_file,
     starts_of,
     summary,
@@ -55,7 +57,7 @@ class Supervised:
 
     def family(self) -> list[int]:
         """Return the processes of the job, mpirun's first."""
-        found = mpirun.family(self.process.pid)[1:]
+        found = [pid for pid in mpirun.family(self.process.pid) if pid != self.process.pid]
         self.seen.update(found)
         return found
 
@@ -177,7 +179,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervis
     """A job whose server is stopped, and the process: while it hangs, there are other tests."""
     folder = tmp_path_factory.mktemp("hanging")
     words = counting_words(folder, 12)
-    with supervised(folder, 3, words, "--timeout", "15") as job:
+    with supervised(folder, 3, words, "--timeout", "20") as job:
         server = job.wait_for_training(folder / "out", 1)[0]
         os.kill(server, signal.SIGSTOP)
         yield job, server
@@ -233,9 +235,72 @@ def test_a_server_that_is_stopped(hanging: tuple[Supervised, int]) -> None:
     told = job.wait(0)
     assert f"rank 0 (process {server} on " in told
     assert re.search(r" is stopped for \d+ s: ending the job; where its ranks are:\n", told)
-    assert re.search(r"rank 1 .*, rank 2 .*:\nmpips.launch: (Current t|T)hread", told)
-    assert "in wait" in told
+    for rank in (1, 2):
+        assert re.search(
+            rf"rank {rank} \(process \d+ on .*:\nmpips.launch: (Current t|T)hread", told
+        )
+    assert re.search(r"waiting.py\", line \d+ in pause\n.*world.py\", line \d+ in wait", told)
     assert told.count("  is stopped\n") == 1
     out = job.folder / "out"
     assert starts_of(out) == 2
     assert_counts(final(out), N, 12)
+
+
+@pytest.mark.launch
+def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """Its job is asked to save, and ends."""
+    out = tmp_path / "out"
+    with supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
+        job.wait_for_training(out, 1)
+        job.process.kill()
+        job.process.wait(10)
+        job.assert_nothing_left(within_s=30)
+    assert summary(out)["stop_reason"] == "SIGUSR1"
+    assert_counts(newest(out), N)
+
+
+VICTIMS = ("a worker", "a server", "mpirun", "all ranks", "everything but the supervisor")
+MOMENTS = ("training", "training", "write", "start")
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_killed(seed: int, tmp_path: Path) -> None:
+    """At random moments: the run goes on each time, and each batch counts once."""
+    chance, out, starts = random.Random(seed), tmp_path / "out", 0
+    words = counting_words(tmp_path, ENDLESS, "--hidden", "100000")
+    with supervised(tmp_path, 4, words, "--restarts", "50", "--timeout", "60") as job:
+        for victim in chance.sample(VICTIMS, len(VICTIMS)):
+            attempt = job.output.count("starting again")
+            job.wait_for_training(out, starts + 1)
+            moment = chance.choice(MOMENTS)
+            if moment == "write":
+                job.wait_for(lambda: bool(open_folders(out)))
+            time.sleep(chance.uniform(0, 0.03 if moment == "write" else 0.5))
+            kill(job, victim, chance)
+            job.wait_for(lambda n=attempt: job.output.count("starting again") > n)
+            starts = starts_of(out)
+            if moment == "start":
+                time.sleep(chance.uniform(0, 4))
+                kill(job, "all ranks", chance)
+                starts = starts_of(out)
+        job.wait_for_training(out, starts + 1)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait(SAVED)
+    assert_counts(newest(out), N)
+
+
+def kill(job: Supervised, victim: str, chance: random.Random) -> None:
+    """Kill a part of a job by SIGKILL."""
+    ranks, family = job.ranks(), job.family()
+    chosen = {
+        "a worker": ranks[-1:],
+        "a server": ranks[:1],
+        "mpirun": family[:1],
+        "all ranks": ranks,
+        "everything but the supervisor": chance.sample(family, len(family)),
+    }[victim]
+    for pid in chosen:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
