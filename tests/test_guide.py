@@ -30,6 +30,7 @@ from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.guide import completion, figures
 from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
+from mpips.launch.__main__ import make_parser as launch_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = {"pytorch": [pytest.mark.long, pytest.mark.one_mpi], "library": [pytest.mark.long]}
@@ -322,6 +323,11 @@ def check_unrun(line: str) -> None:
     match words:
         case ["mpirun", "-n", _, "python", "-m", "mpips.train", *rest]:
             check_train(rest)
+        case ["python", "-m", "mpips.launch", *rest]:
+            at = rest.index("--")
+            launch_parser().parse_args(rest[:at])
+            if not rest[at + 1].endswith(".py"):
+                check_train(rest[at + 1 :])
         case ["python", "-m", "mpips.sbatch", *rest]:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])
         case ["python", "-m", "mpips.bench", *rest]:

@@ -47,12 +47,14 @@ errors layout layout.roles config config.validation config.jobfile config.jobs o
 kernels.atomics kernels.barrier kernels.vectors kernels.update_rules kernels.compensation
 problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
-planning.memory launch.mpirun session.metrics train __main__ results sbatch bench.__main__
+planning.memory launch.mpirun launch.supervise session.metrics train __main__ results sbatch
+bench.__main__
 bench.driver doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
 doctor.software guide.completion guide.__main__
 """
 LIGHT = """
-errors layout layout.roles config config.jobs optim launch.mpirun __main__ bench.__main__
+errors layout layout.roles config config.jobs optim launch.mpirun launch.__main__ launch.rank
+__main__ bench.__main__
 doctor.__main__ guide.__main__
 """
 

@@ -19,6 +19,7 @@ from mpips.config.option import metavar
 from mpips.doctor.__main__ import make_parser as doctor_parser
 from mpips.errors import UserError, unknown
 from mpips.guide.pages import TOPICS
+from mpips.launch.__main__ import make_parser as launch_parser
 
 USAGE = """usage: mpips completion SHELL
 
@@ -37,9 +38,10 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, action="store_true", help=text)
     commands = parser.add_subparsers(metavar="COMMAND")
     parsers = {
-        "train": _train(), "guide": _guide(), "jobs": jobs_parser(), "results": _results(),
-        "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
-        "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
+        "train": _train(), "launch": launch_parser(), "guide": _guide(),
+        "jobs": jobs_parser(), "results": _results(), "checkpoint": checkpoint_parser(),
+        "sbatch": sbatch.make_parser(), "doctor": doctor_parser(), "bench": bench_parser(),
+        "completion": _completion(),
     }  # fmt: skip
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text)

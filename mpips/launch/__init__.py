@@ -1,1 +1,1 @@
-"""Ranks of one's own, and the terminal where a person looks at them."""
+"""Ranks of one's own, their supervisor, and the terminal where a person looks at them."""
