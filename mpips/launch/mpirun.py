@@ -187,7 +187,6 @@ class Running:
         self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "output.txt"
         self._before = segments.present()
-        self._mapped: set[segments.Segment] = set()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 started,
@@ -227,10 +226,6 @@ class Running:
         found = {rank_of(pid): pid for pid in reversed(self._family())}
         return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
-    def note_segments(self, pids: Iterable[int]) -> None:
-        """Remember what ranks have mapped: if one is killed, the others are gone at once."""
-        self._mapped.update(*map(segments.mapped, pids))
-
     def kill(self, others: Iterable[int] = ()) -> None:
         """SIGKILL mpirun and every rank; returns when they are gone, their segments too.
 
@@ -238,7 +233,7 @@ class Running:
             others: Processes of the job that mpirun's death may have hidden.
         """
         members = sorted({*self._family(), *others})
-        self.note_segments(members)
+        mapped = {segment for pid in members for segment in segments.mapped(pid)}
         for pid in members:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -248,7 +243,7 @@ class Running:
         deadline = time.monotonic() + GONE_S
         while running(members) and time.monotonic() < deadline:
             time.sleep(GONE_S / 1000)
-        segments.remove(self._mapped - self._before)
+        segments.remove(mapped - self._before)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end; a job that outlasts the limit is killed.

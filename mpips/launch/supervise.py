@@ -124,7 +124,7 @@ class Supervisor:
                     _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
                 signs.read()
                 job.kill(signs.alive())
-            segments.clean()
+            segments.clean()  # if one rank is killed, the others may be gone at once
             return self._came_to(job.process.returncode, trouble, time.monotonic() - begin, signs)
 
     def _words(self) -> list[str]:
@@ -151,7 +151,6 @@ class Supervisor:
                 trouble = watch.look(time.monotonic())
                 if trouble:
                     return trouble
-                job.note_segments(signs.alive())
                 due = time.monotonic() + every_s
         return ""
 

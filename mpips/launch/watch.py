@@ -20,6 +20,15 @@ STOPPED, GONE = "is stopped", "is gone"
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
 
+def _new_lines(path: Path, begin: int) -> tuple[list[bytes], int]:
+    """Return the whole lines of a file from a byte on, if it is there, and where they end."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(begin)
+        lines = [line for line in file.readlines() if line.endswith(b"\n")]
+        return lines, begin + sum(map(len, lines))
+    return [], begin
+
+
 class Rank(NamedTuple):
     """A process that has told of itself.
 
@@ -69,7 +78,8 @@ class Run:
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
-        self._out, self._size = Path(told["run"]), int(told["size"])
+        self._out, self._at = Path(told["run"]), int(told["size"])
+        self._last = -1, ""
         self.resumes = told["resume"] == "auto"
         self.log_every_s = float(told["log_every_s"])
         self._place: Place | None = None
@@ -107,15 +117,15 @@ class Run:
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""
-        step, reason = -1, ""
-        with contextlib.suppress(OSError), open(self.out / METRICS, "rb") as file:
-            file.seek(self._size)
-            for line in file.read().splitlines():
-                with contextlib.suppress(ValueError):  # half a line
-                    row = json.loads(line)
-                    step = row["step"] if row.get("step") is not None else step
-                    reason = row["reason"] if row.get("kind") == "end" else reason
-        return step, reason
+        lines, self._at = _new_lines(self.out / METRICS, self._at)
+        step, reason = self._last
+        for line in lines:
+            with contextlib.suppress(ValueError):  # as of a disk that was full
+                row = json.loads(line)
+                step = row["step"] if row.get("step") is not None else step
+                reason = row["reason"] if row.get("kind") == "end" else reason
+        self._last = step, reason
+        return self._last
 
 
 class Signs:
@@ -142,10 +152,7 @@ class Signs:
         """Read what was told since the last time."""
         begun = []
         for path in sorted(self.folder.glob(f"*{TOLD}")):
-            with open(path, "rb") as file:
-                file.seek(self._read.get(path, 0))
-                lines = [line for line in file.readlines() if line.endswith(b"\n")]
-            self._read[path] = self._read.get(path, 0) + sum(map(len, lines))
+            lines, self._read[path] = _new_lines(path, self._read.get(path, 0))
             for told in map(json.loads, lines):
                 if "run" in told:
                     begun.append(told)

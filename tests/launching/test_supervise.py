@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -202,8 +203,10 @@ def test_a_program_whose_server_is_killed(tmp_path: Path) -> None:
 def test_an_exception_that_comes_again(tmp_path: Path) -> None:
     """One more attempt is made, and no other."""
     words = ["--problem", f"{FAULTY}:Raises", "--epochs", "2", "--out", "out"]
-    with supervised(tmp_path, 3, words) as job:
+    launcher = shlex.join(mpirun.command(3, [])[:-3])  # as a user may say it
+    with supervised(tmp_path, 3, words, "--mpirun", launcher) as job:
         told = job.wait(1)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["output.txt"]
     assert told.count("a mistake of mine") >= 2
     assert "no further than step 0 in 2 attempts: giving up" in told
     assert told.count("ended with code 1; step ") == 3, "said when it comes, and in the report"
