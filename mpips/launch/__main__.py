@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpips.config.arguments import Parser
 from mpips.config.command_line import parse_command_line
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
         _check(order.ranks, order.restarts, order.timeout_s, launcher)
         if not order.is_program:
             _check_job(words)
+        elif words[0] != "-m" and not Path(words[0]).is_file():
+            raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
         return supervise(order)
     except UserError as error:
         print(f"mpips: {error}", file=sys.stderr)

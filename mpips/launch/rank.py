@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import NoReturn
 from mpips.errors import UserError
 from mpips.launch import signs
 from mpips.launch.mpirun import rank_of
+
+RUNPY = runpy.run_path.__code__.co_filename
+TURN_S, TURNS_S = 0.3, 3.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,17 +39,30 @@ def main(argv: Sequence[str]) -> int:
         signs.tell_end(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     except UserError as error:
-        _leave(f"mpips: {error}", error.code)
-    except Exception:
-        _leave(traceback.format_exc().rstrip(), 1)
+        _leave(f"mpips: {error}", error.code, rank or 0)
+    except Exception as error:
+        _leave(_told(error), 1, rank or 0)
     signs.tell_end(0)
     return 0
 
 
-def _leave(message: str, code: int) -> NoReturn:
-    """Print a message, and end this process and with it the job."""
+def _told(error: Exception) -> str:
+    """Return an exception with its traceback, from the program's first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, RUNPY):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(trace))).rstrip()
+
+
+def _leave(message: str, code: int, rank: int) -> NoReturn:
+    """Print a message, and end this process and with it the job.
+
+    Where all ranks raise the same, rank 0 has said it before the others do, and they are gone.
+    """
+    time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
+    signs.tell_end(code)
     os._exit(code)
 
 

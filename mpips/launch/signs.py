@@ -1,4 +1,4 @@
-"""What a rank tells its supervisor: who it is, which run it has begun, how it has come to its end.
+"""What a rank tells its supervisor: who it is, which run it begins, that it gets on, how it ends.
 
 Each rank has two files in a folder of the supervisor: lines that it tells, and the stacks of its
 threads, which it writes when it gets `DUMP`. `mpips.launch.watch` reads them. Loads nothing heavy:
@@ -75,6 +75,13 @@ def tell_run(out: Path, resume: str, log_every_s: float) -> None:
         size = metrics.stat().st_size if metrics.exists() else 0
         with _explained(Path(_files[0].name).parent):
             _tell(run=str(out.absolute()), resume=resume, log_every_s=log_every_s, size=size)
+
+
+def beat() -> None:
+    """Tell the supervisor, if there is one, that this rank has got on. Needs no space on a disk."""
+    if _files:
+        with contextlib.suppress(OSError):
+            os.utime(_files[0].fileno())
 
 
 def tell_end(code: int) -> None:

@@ -1,4 +1,4 @@
-"""A job seen from outside: its processes, how the folders of its runs grow, what hangs."""
+"""A job seen from outside: its processes, what they tell, what its runs save, what hangs."""
 
 import contextlib
 import json
@@ -101,10 +101,10 @@ class Run:
         """Whether it is complete and saved."""
         return (self.out / DONE).is_file()
 
-    def size(self) -> list[tuple[str, int]]:
-        """Return its files that grow while it gets on, with their sizes."""
-        found, out = [], self.out
-        for path in (out / METRICS, *sorted((out / CHECKPOINTS).glob("*/*"))):
+    def saving(self) -> list[tuple[str, int]]:
+        """Return the files of its checkpoints with their sizes."""
+        found = []
+        for path in sorted((self.out / CHECKPOINTS).glob("*/*")):
             with contextlib.suppress(OSError):
                 found.append((str(path), path.stat().st_size))
         return found
@@ -138,6 +138,7 @@ class Signs:
         ranks: Those who have told of themselves.
         runs: Those that have begun, in that order.
         codes: Exit codes of the ranks that have come to their end, by name.
+        beats: When each has told of anything last, by their own clocks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,12 +147,14 @@ class Signs:
         self.ranks: list[Rank] = []
         self.runs: list[Run] = []
         self.codes: dict[str, int] = {}
+        self.beats: dict[Path, int] = {}
         self._read: dict[Path, int] = {}
 
     def read(self) -> None:
         """Read what was told since the last time."""
         begun = []
         for path in sorted(self.folder.glob(f"*{TOLD}")):
+            self.beats[path] = path.stat().st_mtime_ns
             lines, self._read[path] = _new_lines(path, self._read.get(path, 0))
             for told in map(json.loads, lines):
                 if "run" in told:
@@ -207,7 +210,7 @@ def _names(ranks: Iterable[Rank]) -> str:
 class Watch:
     """Finds what hangs: a job that does not get on, or one of its ranks here that cannot.
 
-    A job gets on while its ranks start, and while the files of its run grow. Nobody knows what a
+    A job gets on while its ranks tell of something and its checkpoints grow. Nobody knows what a
     program does when a run of its is over: then only its ranks are looked at.
 
     Args:
@@ -220,7 +223,7 @@ class Watch:
     def __init__(self, signs: Signs, timeout_s: float, program: bool, now: float) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
         self._looked = self._since = now
-        self._state: object = None
+        self._state: object = ()
         self._lost: dict[Rank, float] = {}
 
     def look(self, now: float) -> str:
@@ -231,7 +234,7 @@ class Watch:
             self._since, self._lost = now, {}
         self._looked = now
         run = signs.runs[-1] if signs.runs else None
-        state = (len(signs.ranks), len(signs.runs), run and run.size())
+        state = (dict(signs.beats), run and run.saving())
         if state != self._state:
             self._state, self._since = state, now
         ended = run is not None and bool(run.last()[1])

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpips.errors import human_bytes
+from mpips.launch import signs
 from mpips.session.metrics_file import MetricsFile, finite
 from mpips.session.progress import Progress
 
@@ -110,6 +111,7 @@ class Log:
                 "step": step,
             }
             self._step = self._step if step is None else step
+            signs.beat()
             if problem := self._file.append({**row, **fields}):
                 self.warn(problem)
             if self._listener is not None:

@@ -43,9 +43,10 @@ class Supervised:
     def __init__(self, folder: Path, ranks: int, words: Sequence[str], *options: str) -> None:
         self.folder, self._log = folder, folder / "output.txt"
         words = ["-m", "mpips.launch", "-n", str(ranks), *options, "--", *words]
+        env = {**environment(), "TMPDIR": str(folder)}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=environment(), stdout=log,
+                [sys.executable, *words], cwd=folder, env=env, stdout=log,
                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.seen: set[int] = set()
@@ -126,6 +127,7 @@ def supervised(*args: object, **options: object) -> Iterator[Supervised]:
         ("-n 3 --timeout nan --", "--timeout nan, expected seconds >= 1"),
         ("-n 3 --mpirun mpirum --", "--mpirun 'mpirum', expected a program on PATH"),
         ("-n 3 -- --epoch 3", "unknown option --epoch, expected one of those that --help lists"),
+        ("-n 3 -- none.py", "no program none.py, expected a file"),
         ("-n 3 -- --explain", "--explain starts no run, expected options of a run"),
         ("-n 3 -- --eval-only", "--eval-only starts no run, expected options of a run"),
     ],
@@ -168,11 +170,18 @@ sys.exit(result.code)
 """
 
 
-def counting_words(folder: Path, epochs: int, *options: str) -> list[str]:
+COUNTED = {  # samples, problem, options; in rounds for four workers
+    "async": (N, "SlowCounting", "--servers 1 --batch-size 4"),
+    "sync": (128, "MeanCounting", "--batch-size 8 --lr 32"),
+}
+
+
+def counting_words(folder: Path, epochs: int, *options: str, mode: str = "async") -> list[str]:
     """Return the words of a job that counts samples and saves often, into ``out``."""
-    words = counting(samples_file(folder, N), kind="SlowCounting")
-    words += ["--checkpoint-every", "5steps", "--servers", "1", "--batch-size", "4"]
-    return [*words, "--epochs", f"{epochs}", "--out", str(folder / "out"), *options]
+    n, kind, how = COUNTED[mode]
+    words = [*counting(samples_file(folder, n), kind=kind), "--mode", mode, *how.split()]
+    words += ["--checkpoint-every", "5steps", "--epochs", f"{epochs}", "--out", str(folder / "out")]
+    return [*words, *options]
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +215,27 @@ def test_an_exception_that_comes_again(tmp_path: Path) -> None:
     launcher = shlex.join(mpirun.command(3, [])[:-3])  # as a user may say it
     with supervised(tmp_path, 3, words, "--mpirun", launcher) as job:
         told = job.wait(1)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["output.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "output.txt"}
     assert told.count("a mistake of mine") >= 2
     assert "no further than step 0 in 2 attempts: giving up" in told
     assert told.count("ended with code 1; step ") == 3, "said when it comes, and in the report"
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "what", ["KeyError('a mistake of mine')", "mpips.UserError('this', 'that')"]
+)
+@pytest.mark.parametrize("who", ["MPI.COMM_WORLD.rank == 1", "True"])
+def test_what_a_program_raises_outside_a_run(what: str, who: str, tmp_path: Path) -> None:
+    """On one rank, for which the others wait, or on all: the job ends, and it is said."""
+    lines = ["from mpi4py import MPI", "import mpips", f"if {who}:", f"    raise {what}"]
+    (tmp_path / "program.py").write_text("\n".join([*lines, "MPI.COMM_WORLD.Barrier()"]))
+    with supervised(tmp_path, 3, ["program.py"]) as job:
+        told = job.wait(1 if "KeyError" in what else 2)
+    assert told.count("mpips: this, expected that") == ("UserError" in what)
+    assert told.count("Traceback") == told.count("a mistake of mine") / 2 == 2 * ("Key" in what)
+    assert "runpy" not in told
 
 
 @pytest.mark.launch
@@ -268,11 +294,12 @@ MOMENTS = ("training", "training", "write", "start")
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_killed(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", COUNTED)
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_killed(seed: int, mode: str, tmp_path: Path) -> None:
     """At random moments: the run goes on each time, and each batch counts once."""
     chance, out, starts = random.Random(seed), tmp_path / "out", 0
-    words = counting_words(tmp_path, ENDLESS, "--hidden", "100000")
+    words = counting_words(tmp_path, ENDLESS, "--hidden", "100000", mode=mode)
     with supervised(tmp_path, 4, words, "--restarts", "50", "--timeout", "60") as job:
         for victim in chance.sample(VICTIMS, len(VICTIMS)):
             attempt = job.output.count("starting again")
@@ -291,7 +318,7 @@ def test_whatever_is_killed(seed: int, tmp_path: Path) -> None:
         job.wait_for_training(out, starts + 1)
         job.process.send_signal(signal.SIGTERM)
         job.wait(SAVED)
-    assert_counts(newest(out), N)
+    assert_counts(newest(out), COUNTED[mode][0])
 
 
 def kill(job: Supervised, victim: str, chance: random.Random) -> None:

@@ -15,6 +15,7 @@ from launch import environment
 
 from mpips.launch import signs
 from mpips.launch.watch import GONE, STOPPED, Rank, Signs, Watch
+from mpips.session.metrics import Log
 
 TIMEOUT_S = 60.0
 WAITS = """
@@ -68,7 +69,7 @@ def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
     assert (run.out, run.resumes, run.is_done, run.saved_step) == (rank, True, False, -1)
     assert run.last() == (-1, ""), "what is there of an earlier start is not this one's"
     with (rank / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 7}\n{"kind": "warning", "step": null}\n')
+        file.write('{"kind": "train", "step": 7}\n\0\n{"kind": "warning", "step": null}\n')
         file.write('{"kind": "end", "step": 9, "reason": "epochs"}\n{"kind": "eva')
     assert run.last() == (9, "epochs")
     for step, whole in ((4, True), (8, False)):
@@ -91,12 +92,16 @@ def test_a_job_gets_on_while_its_files_grow(job: Signs, rank: Path) -> None:
     seen = [watch.look(now) for now in range(0, 60, 5)]
     begin(job, rank)  # which is a sign of life
     seen += [watch.look(now) for now in range(60, 115, 5)]
+    with Log(rank / "metrics.jsonl", 0.0) as log:
+        log.event("train", 1)  # as is this, though the disk be full
+        log.event("train", 2)
+    seen += [watch.look(now) for now in range(115, 170, 5)]
     shard = rank / "checkpoints" / "step-000000000004" / "shard-0000.h5.tmp"
     shard.parent.mkdir()
     shard.write_text("half")
-    seen += [watch.look(now) for now in range(115, 170, 5)]
+    seen += [watch.look(now) for now in range(170, 225, 5)]
     assert not any(seen)
-    assert watch.look(175) == f"nothing has happened in {rank} for 60 s"
+    assert watch.look(230) == f"nothing has happened in {rank} for 60 s"
     job.close()
 
 
