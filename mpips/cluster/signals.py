@@ -12,7 +12,6 @@ from types import FrameType
 
 EXIT_SAVED = 85
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-INTERRUPT = signal.SIGINT
 
 _received: list[int] = []
 

@@ -1,7 +1,7 @@
 """What a rank tells its supervisor: who it is, which run it begins, that it gets on, how it ends.
 
 Each rank has two files in a folder of the supervisor: lines that it tells, and the stacks of its
-threads, which it writes when it gets `DUMP`. `mpips.launch.watch` reads them. Loads nothing heavy:
+threads, which it writes at a signal. `mpips.launch.watch` reads them. Loads nothing heavy:
 a rank begins with it, before it can note signals.
 """
 
@@ -18,7 +18,8 @@ from typing import IO, Any
 
 from mpips.errors import UserError
 
-DUMP = signal.SIGUSR2  # which both mpiruns hand on to all ranks, and which mpips does not use
+DUMP = signal.SIGUSR2  # which mpips does not use
+DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 TOLD, STACKS = ".jsonl", ".stacks"
 
 _files: list[
@@ -27,7 +28,7 @@ _files: list[
 
 
 def begin(folder: Path, name: str) -> None:
-    """Tell the supervisor of this process, and write the stacks of its threads at each `DUMP`.
+    """Tell the supervisor of this process, and write the stacks of its threads at a signal.
 
     The handler is C: it works while the rank is stuck in MPI.
 
@@ -41,7 +42,8 @@ def begin(folder: Path, name: str) -> None:
     with _explained(folder):
         for end in (TOLD, STACKS):
             _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
-    faulthandler.register(DUMP, _files[1])
+    for number in (DUMP, DUMP_AFAR):
+        faulthandler.register(number, _files[1])
     pid = os.getpid()
     with _explained(folder):
         _tell(host=platform.node(), pid=pid, started=state_of(pid)[1])

@@ -1,6 +1,7 @@
 """The supervisor of a job on this host: starts it, watches it, ends it, and starts it again."""
 
 import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from mpips.launch.watch import Run, Signs, Watch
 POLL_S = 0.1
 LOOK_S = 2.0  # at most, between two looks at a job
 STACKS_S = 3.0
+AT_ONCE = "ended by a second SIGINT"
 PAUSE_S, LONGEST_S = 1.0, 60.0  # before the first restart, doubled with each
 
 
@@ -119,7 +121,7 @@ class Supervisor:
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
             with Running(order.ranks, args, Path.cwd(), launcher=order.launcher, shown=True) as job:
                 trouble = self._watch(job, signs)
-                if trouble:
+                if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
                     _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
                 signs.read()
@@ -144,8 +146,8 @@ class Supervisor:
         due = now + every_s
         while job.process.poll() is None:
             time.sleep(POLL_S)
-            if signals.count(signals.INTERRUPT) > 1:
-                return "asked twice to end at once"
+            if signals.count(signal.SIGINT) > 1:
+                return AT_ONCE
             self._hand_on(job)
             if time.monotonic() >= due:
                 trouble = watch.look(time.monotonic())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
-from mpips.launch.signs import DUMP, STACKS, TOLD, state_of
+from mpips.launch.signs import DUMP, DUMP_AFAR, STACKS, TOLD, state_of
 
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
@@ -185,9 +185,10 @@ class Signs:
         """
         here = [rank for rank in self.ranks if rank.is_here and not rank.trouble]
         afar = [rank for rank in self.ranks if not rank.is_here]
-        for pid in [launcher] if afar else [rank.pid for rank in here]:
+        asked = [(launcher, DUMP_AFAR)] if afar else [(rank.pid, DUMP) for rank in here]
+        for pid, number in asked:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, DUMP)
+                os.kill(pid, number)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not all(map(self._stacks, here + afar)):
             time.sleep(0.05)

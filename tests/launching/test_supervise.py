@@ -32,6 +32,7 @@ from mpips.checkpoint import list_checkpoints
 from mpips.cluster import segments
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
+from mpips.launch.watch import Signs
 
 N = 230
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
@@ -288,6 +289,21 @@ def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     assert_counts(newest(out), N)
 
 
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
+    """One that hangs, say, and does not save."""
+    out = tmp_path / "out"
+    with supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
+        os.kill(job.wait_for_training(out, 1)[0], signal.SIGSTOP)
+        for _ in range(2):
+            job.process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        told = job.wait(1, timeout_s=20)
+    assert f"SIGINT, and it has not saved; step {newest(out).step} was saved before" in told
+    assert "where its ranks are" not in told
+
+
 VICTIMS = ("a worker", "a server", "mpirun", "all ranks", "everything but the supervisor")
 MOMENTS = ("training", "training", "write", "start")
 
@@ -334,3 +350,36 @@ def kill(job: Supervised, victim: str, chance: random.Random) -> None:
     for pid in chosen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+HANGS = """
+from mpi4py import MPI
+def wait_for_ever():
+    MPI.COMM_WORLD.recv()
+def wait_for_others():
+    MPI.COMM_WORLD.Barrier()
+MPI.COMM_WORLD.Barrier()
+wait_for_ever() if MPI.COMM_WORLD.rank == 1 else wait_for_others()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
+    """Which hands the signal on, to those that are stuck in MPI as well."""
+    program = tmp_path / "program.py"
+    program.write_text(HANGS)
+    job = Signs(tmp_path / "signs")
+    with mpirun.Running(
+        3, ["-m", "mpips.launch.rank", str(job.folder), str(program)], tmp_path
+    ) as w:
+        deadline = time.monotonic() + 60
+        while len(job.ranks) < 3:
+            assert time.monotonic() < deadline, w.output()
+            job.read()
+            time.sleep(0.1)
+        time.sleep(3)  # MPI starts
+        job.ranks = [rank._replace(host="elsewhere") for rank in job.ranks]
+        told = job.ask_for_stacks(w.process.pid, 20)
+    assert "does not answer" not in told
+    assert told.count("in wait_for_ever") == told.count("in wait_for_others") == 1

@@ -38,7 +38,8 @@ def job(tmp_path: Path) -> Signs:
 def rank(tmp_path: Path) -> Iterator[Path]:
     """This process as a rank, and the folder of the run that it is to begin."""
     yield tmp_path / "run"
-    faulthandler.unregister(signs.DUMP)
+    for number in (signs.DUMP, signs.DUMP_AFAR):
+        faulthandler.unregister(number)
     while signs._files:
         signs._files.pop().close()
 
