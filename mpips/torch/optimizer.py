@@ -82,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse: the servers have the state, and a resumed run restores it."""
-        got, expected = "load_state_dict() in a run", "a state that the run begins with"
+        got, expected = "load_state_dict() of a run's optimizer", "one that the run begins with"
         remedy = 'give it to mpips.torch.run(..., optimizer_state=state); resume="auto" has its own'
         raise UserError(got, expected, remedy)
 

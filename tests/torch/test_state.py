@@ -22,9 +22,10 @@ TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
 
 
 @pytest.mark.launch
-def test_a_job_moves_here_and_back_as_if_it_had_stayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["quick", pytest.param("long", marks=pytest.mark.long)])
+def test_a_job_moves_here_and_back_as_if_it_had_stayed(which: str, tmp_path: Path) -> None:
     """On one rank and two, resumed too, in three modes; what does not fit is refused alike."""
-    found = run(2, [str(PROGRAM), str(tmp_path)], tmp_path, 200).check()
+    found = run(2, [str(PROGRAM), str(tmp_path), which], tmp_path, 200).check()
     assert found.output.count("as if it had stayed") == 2
 
 

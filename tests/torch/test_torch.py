@@ -49,9 +49,10 @@ def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_sync_equals_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["quick", pytest.param("long", marks=pytest.mark.long)])
+def test_sync_equals_ddp(which: str, tmp_path: Path) -> None:
     env = {"GLOO_SOCKET_IFNAME": "lo"}
-    args = [str(PROGRAMS / "equals_ddp.py"), str(tmp_path)]
+    args = [str(PROGRAMS / "equals_ddp.py"), str(tmp_path), which]
     found = run(2, args, tmp_path, 200, env).check()
     assert found.output.count(": equal") == 2
 
