@@ -18,11 +18,12 @@ import functools
 import multiprocessing
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -68,19 +69,17 @@ class Processes:
         seed: int = 0,
         method: str = METHOD,
     ) -> None:
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"num_workers {count!r}", "a whole number >= 0")
-        methods = multiprocessing.get_all_start_methods()
-        if method not in methods:
-            raise UserError(f"multiprocessing_context {method!r}", f"one of {', '.join(methods)}")
+        _check(count, method)
         self.ahead = PER_PROCESS * count
         self._asked: deque[list[Sample]] = deque()
         context = torch.multiprocessing.get_context(method)
         context.set_forkserver_preload([__name__])  # so that each need not import torch
+        reader, self._alive = context.Pipe(duplex=False)
         loader = DataLoader(
             Seeded(dataset, seed), batch_sampler=_Asked(self._asked), num_workers=count,
             collate_fn=_Collated(collate), prefetch_factor=PER_PROCESS,
             multiprocessing_context=context, generator=torch.Generator().manual_seed(seed),
+            worker_init_fn=functools.partial(_watch, reader),
         )  # fmt: skip
         before = set(multiprocessing.active_children())
         problem: Exception | None = None
@@ -92,14 +91,12 @@ class Processes:
         except Exception as error:
             problem = error
         self._children = set(multiprocessing.active_children()) - before
+        reader.close()
         self._kill = functools.partial(_kill, self._children)
         atexit.register(self._kill)  # before multiprocessing waits for them there
         if problem is not None:
             self.end()
-            got = f"processes of a loader that did not start: {type(problem).__name__}: {problem}"
-            expected = "a dataset and collate_fn that can be pickled, in a program that can be "
-            expected += 'imported: what begins its run is behind if __name__ == "__main__":'
-            raise UserError(got, expected, "num_workers=0 needs neither") from None
+            raise _not_started(problem) from None
 
     def ask(self, samples: list[Sample]) -> None:
         """Have a batch read. Blocks: no."""
@@ -135,6 +132,7 @@ class Processes:
         """
         self._made = None
         self._kill()
+        self._alive.close()
         atexit.unregister(self._kill)
 
 
@@ -189,6 +187,38 @@ class _Collated:
     def __call__(self, samples: Any) -> list[Any]:
         empty = isinstance(samples, list) and not samples
         return [] if empty else [self._collate(samples)]
+
+
+def _check(count: int, method: str) -> None:
+    """Check what a program has given.
+
+    Raises:
+        UserError: If it cannot be.
+    """
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"num_workers {count!r}", "a whole number >= 0")
+    methods = multiprocessing.get_all_start_methods()
+    if method not in methods:
+        raise UserError(f"multiprocessing_context {method!r}", f"one of {', '.join(methods)}")
+
+
+def _not_started(problem: Exception) -> UserError:
+    got = f"processes of a loader that did not start: {type(problem).__name__}: {problem}"
+    expected = "a dataset and collate_fn that can be pickled, in a program that can be imported: "
+    expected += 'what begins its run is behind if __name__ == "__main__":'
+    return UserError(got, expected, "num_workers=0 needs neither")
+
+
+def _watch(rank: Connection, worker: int) -> None:
+    """Have this process end when its rank does, which the server process may outlive."""
+    threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
+
+
+def _end_with(rank: Connection) -> None:
+    try:
+        rank.recv()  # nothing is ever sent
+    finally:
+        os._exit(1)
 
 
 def _kill(children: Iterable[BaseProcess]) -> None:

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def train(worker):
 if __name__ == "__main__":
     model = lambda: torch.nn.Linear(1, 1)
     mt.run(train, model=model, optimizer=mpips.SGD(1e-3), mode="async", quiet=True)
+"""
+
+
+WAITS = """
+import multiprocessing, time
+from mpips.torch.processes import Processes
+
+if __name__ == "__main__":
+    reading = Processes([1.0] * 9, None, 2, 0, "{method}")
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    time.sleep(100)
 """
 
 
@@ -79,6 +91,31 @@ def test_a_process_that_is_killed_ends_the_job(tmp_path: Path) -> None:
     found = run(3, ["own.py"], tmp_path, 200).check(1)
     assert "of a loader that died" in found.output
     assert found.output.count("mpips: ") == 1, "told once"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_processes_end_with_a_rank_that_is_killed(method: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(WAITS.format(method=method))
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    args = [sys.executable, "own.py"]
+    with subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pids = rank.stdout.readline().split()
+        rank.kill()
+    assert len(pids) == 2
+    ends = time.monotonic() + 30
+    while any(map(runs, pids)):
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there, and has not ended without anybody to note it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Random:
