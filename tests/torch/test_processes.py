@@ -63,7 +63,8 @@ def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("kind", ["refused", pytest.param("lost", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["refused", "lost"])
 def test_what_goes_wrong_is_told(kind: str, tmp_path: Path) -> None:
     """On one rank, without mpirun."""
     args = [sys.executable, str(PROGRAMS / "reads_fail.py"), kind, str(tmp_path / "runs")]
