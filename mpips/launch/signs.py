@@ -55,7 +55,7 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as problem:
         got = f"{folder} on {platform.node()}: {problem.strerror}"
-        remedy = "start mpips.launch in a folder that all nodes share, with some space"
+        remedy = "on several nodes start mpips.launch in a folder of all, with --mpirun"
         raise UserError(got, "a folder that ranks can write", remedy) from None
 
 

@@ -171,7 +171,7 @@ class Supervisor:
         if not trouble and signs.codes:
             told = [c for c in signs.codes.values() if c]
             code = told[0] if told else code
-            if len(signs.codes) == len(signs.ranks) and not told:
+            if len(signs.codes) == self._order.ranks and not told:
                 code = 0
         if not signs.runs:
             step = self._run.saved_step if self._run else -1

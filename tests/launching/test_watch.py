@@ -56,7 +56,7 @@ def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_the_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"/none on .*: No such file .*; start mpips.launch in a"):
+    with pytest.raises(Exception, match=r"/none on .*: No such file .*; on several nodes start"):
         signs.begin(tmp_path / "none", "0")
 
 
