@@ -22,9 +22,8 @@ DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 TOLD, STACKS = ".jsonl", ".stacks"
 
-_files: list[
-    IO[bytes]
-] = []  # what this rank tells, and its stacks; for the whole of its life; empty without one
+# What this rank tells, and its stacks, for the whole of its life; empty without a supervisor.
+_files: list[IO[bytes]] = []
 
 
 def begin(folder: Path, name: str) -> None:
