@@ -319,7 +319,10 @@ MOMENTS = ("training", "training", "write", "start")
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.parametrize("mode", COUNTED)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(0, marks=pytest.mark.one_mpi), pytest.param(1, marks=pytest.mark.other_mpi)],
+)
 def test_whatever_is_killed(seed: int, mode: str, tmp_path: Path) -> None:
     """At random moments: the run goes on each time, and each batch counts once."""
     chance, out, starts = random.Random(seed), tmp_path / "out", 0
