@@ -226,6 +226,10 @@ class Running:
         found = {rank_of(pid): pid for pid in reversed(self._family())}
         return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
+    def left(self) -> set[segments.Segment]:
+        """Return the segments that were not there before, whosever they are."""
+        return segments.present() - self._before
+
     def kill(self, others: Iterable[int] = ()) -> None:
         """SIGKILL mpirun and every rank; returns when they are gone, their segments too.
 

@@ -126,6 +126,8 @@ class Supervisor:
                     _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
                 signs.read()
                 job.kill(signs.alive())
+            if job.process.returncode and job.left():
+                time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
             segments.clean()  # if one rank is killed, the others may be gone at once
             return self._came_to(job.process.returncode, trouble, time.monotonic() - begin, signs)
 
