@@ -13,8 +13,8 @@ pytestmark = pytest.mark.launch
 # The sizes of nodes in each world, all in one run of it: starting the ranks takes time. There are
 # one node of 1, 2, 4 and 8 ranks, even nodes, uneven ones, and 2 to 4 nodes, of one rank or more.
 NODE_SIZES = {1: "0", 2: "0,1", 3: "1,2", 4: "0,2", 8: "0,2"}
-# Among the long tests; one MPI is enough for the smallest of them, Open MPI, which so runs all.
-LONG: dict[int, Any] = {3: [pytest.mark.other_mpi], 4: (), 8: ()}
+# Among the long tests; Open MPI runs all of them.
+LONG: dict[int, Any] = {3: [pytest.mark.other_mpi], 4: (), 8: [pytest.mark.other_mpi]}
 LIMIT_S = 240
 TESTS = launch.ROOT / "tests" / "mpi"
 
