@@ -6,7 +6,6 @@ ports and keys are the cluster's own. Needs root, and the packages slurm-wlm, mu
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -21,11 +20,10 @@ from types import TracebackType
 
 from launch import environment
 
-from mpips.launch.mpirun import running
+from mpips.launch.mpirun import running, when_orphaned
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
-PR_SET_PDEATHSIG = 1  # prctl(2)
 NODES = 3
 UP_S, GONE_S, ASK_S = 40, 10, 20
 # Of /usr/lib/*/pmix2: SLURM's plugin opens lib/libpmix.so, which only Debian's libpmix-dev has.
@@ -92,10 +90,6 @@ def missing() -> str:
         return f"SLURM is not installed (no {', '.join(names)}): {packages}"
     tried = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else "each node needs namespaces of its own: run as root"
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def until(ready: Callable[[], bool], timeout_s: float, told: Callable[[], str]) -> None:
@@ -171,7 +165,8 @@ class SlurmCluster:
         with open(self.folder / f"{name}.out", "ab") as out:
             self._daemons[name] = subprocess.Popen(
                 command, env=self.env, cwd=self.folder, stdout=out, stderr=out,
-                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=when_orphaned(signal.SIGKILL),
             )  # fmt: skip
 
     def _start_controller(self) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from mpips.cluster import segments
 from mpips.errors import UserError
+from mpips.launch.process import PARENT, SESSION, STATE, stat_of
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
@@ -90,14 +91,15 @@ def family(leader: int) -> list[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
+            pid = int(entry.name)
             try:
-                state, above, _, session = _stat(entry)
+                known = stat_of(pid)
             except OSError:
                 continue
-            if state != "Z":
-                parent[int(entry.name)] = int(above)
-                if leader in (int(session), int(entry.name)):
-                    found.add(int(entry.name))
+            if known[STATE] != "Z":
+                parent[pid] = int(known[PARENT])
+                if leader in (int(known[SESSION]), pid):
+                    found.add(pid)
     grown = True
     while grown:
         more = {pid for pid, above in parent.items() if above in found} - found
@@ -111,7 +113,7 @@ def running(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         try:
-            state = _stat(Path(f"/proc/{pid}"))[0]
+            state = stat_of(pid)[STATE]
         except OSError:
             continue
         if state != "Z":
@@ -119,15 +121,10 @@ def running(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def _stat(entry: Path) -> list[str]:
-    """Return state, parent, process group and session of a process."""
-    return (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-
-
-def _asked_when_orphaned() -> Callable[[], object]:
-    """Return what has a new process asked, by SIGUSR1, to save and end if its parent dies."""
+def when_orphaned(number: int) -> Callable[[], object]:
+    """Return what a new process calls, to get that signal if its parent dies."""
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
-    return lambda: prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1), 0, 0, 0)
+    return lambda: prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
 def rank_of(pid: int) -> int | None:
@@ -141,6 +138,12 @@ def rank_of(pid: int) -> int | None:
             if word.startswith(name):
                 return int(word.removeprefix(name))
     return None
+
+
+def ranks_among(pids: Sequence[int]) -> list[int]:
+    """Return those of some processes, increasing, that are ranks, by rank."""
+    found = {rank_of(pid): pid for pid in reversed(pids)}
+    return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
 
 @dataclass
@@ -196,7 +199,7 @@ class Running:
                 stderr=None if shown else subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_asked_when_orphaned() if shown else None,
+                preexec_fn=when_orphaned(signal.SIGUSR1) if shown else None,
             )
 
     def __enter__(self) -> "Running":
@@ -223,8 +226,7 @@ class Running:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, by rank."""
-        found = {rank_of(pid): pid for pid in reversed(self._family())}
-        return [found[rank] for rank in sorted(r for r in found if r is not None)]
+        return ranks_among(self._family())
 
     def left(self) -> set[segments.Segment]:
         """Return the segments that were not there before, whosever they are."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpips.errors import UserError
+from mpips.launch.process import STARTED, stat_of
 
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
@@ -45,7 +46,7 @@ def begin(folder: Path, name: str) -> None:
         faulthandler.register(number, _files[1])
     pid = os.getpid()
     with _explained(folder):
-        _tell(host=platform.node(), pid=pid, started=state_of(pid)[1])
+        _tell(host=platform.node(), pid=pid, started=int(stat_of(pid)[STARTED]))
 
 
 @contextlib.contextmanager
@@ -93,13 +94,3 @@ def tell_end(code: int) -> None:
 
 def _tell(**values: Any) -> None:
     _files[0].write(json.dumps({**values, "time": time.time()}).encode() + b"\n")
-
-
-def state_of(pid: int) -> tuple[str, int]:
-    """Return the state of a process, such as ``T``, and when it started, in ticks since the boot.
-
-    Raises:
-        OSError: If there is none.
-    """
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return words[0], int(words[19])

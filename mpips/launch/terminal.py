@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpips.launch.process import NAME, PARENT, stat_of
+
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
 TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes what ranks print
 TERMINAL, FILE, UNKNOWN = "terminal", "file", "unknown"
@@ -80,10 +82,10 @@ def _launcher() -> int | None:
     """Return the process id of the launcher among this process's ancestors, or None."""
     pid = os.getppid()
     while pid > 1:
-        head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-        if head.partition("(")[2].startswith(LAUNCHERS):
+        known = stat_of(pid)
+        if known[NAME].startswith(LAUNCHERS):
             return pid
-        pid = int(tail.split()[1])
+        pid = int(known[PARENT])
     return None
 
 

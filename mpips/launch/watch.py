@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
-from mpips.launch.signs import DUMP, DUMP_AFAR, STACKS, TOLD, state_of
+from mpips.launch.process import STARTED, STATE, stat_of
+from mpips.launch.signs import DUMP, DUMP_AFAR, STACKS, TOLD
 
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
@@ -55,12 +56,12 @@ class Rank(NamedTuple):
         if not self.is_here:
             return ""
         try:
-            state, started = state_of(self.pid)
+            known = stat_of(self.pid)
         except OSError:
             return GONE
-        if started != self.started or state in "ZX":
+        if int(known[STARTED]) != self.started or known[STATE] in "ZX":
             return GONE
-        return STOPPED if state == "T" else ""
+        return STOPPED if known[STATE] == "T" else ""
 
     def __str__(self) -> str:
         return f"rank {self.name} (process {self.pid} on {self.host})"

@@ -67,8 +67,7 @@ class Supervised:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, by rank."""
-        found = {mpirun.rank_of(pid): pid for pid in reversed(self.family())}
-        return [found[rank] for rank in sorted(r for r in found if r is not None)]
+        return mpirun.ranks_among(self.family())
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float = 60) -> None:
         """Wait while the job gets somewhere."""

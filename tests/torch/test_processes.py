@@ -13,6 +13,7 @@ from launch import ROOT, environment, run
 
 torch = pytest.importorskip("torch")
 
+from mpips.launch.mpirun import running  # noqa: E402
 from mpips.torch.processes import Seeded  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "torch" / "programs"
@@ -106,17 +107,9 @@ def test_processes_end_with_a_rank_that_is_killed(method: str, tmp_path: Path) -
         rank.kill()
     assert len(pids) == 2
     ends = time.monotonic() + 30
-    while any(map(runs, pids)):
+    while running(map(int, pids)):
         assert time.monotonic() < ends
         time.sleep(0.1)
-
-
-def runs(pid: str) -> bool:
-    """Whether a process is there, and has not ended without anybody to note it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class Random:
