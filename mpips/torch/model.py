@@ -138,12 +138,13 @@ class Bound:
         share: Of the change of its running means that counts.
 
     Attributes:
+        share: As given.
         parameters: The trained ones, by name.
         unmoved: Whether they are still in the memory that the module was made with.
     """
 
     def __init__(self, model: torch.nn.Module, share: float = 1.0) -> None:
-        self.model, self._share = model, share
+        self.model, self.share = model, share
         self._running = _running(model)
         self._out: Arrays = {}  # where the gradients go
         self.parameters, self.unmoved = trained_parameters(model), True
@@ -206,7 +207,7 @@ class Bound:
         for name, buffer in self._running.items():
             if name in self._out:
                 np.subtract(self._params[name], for_numpy(buffer).numpy(), out=self._out[name])
-                self._out[name][...] *= self._share
+                self._out[name][...] *= self.share
 
     def forget(self) -> None:
         """Forget all memory, and leave the gradients as they come."""

@@ -84,8 +84,7 @@ class Worker(Loop):
         self.model = model
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         alone = start.config.mode in ("async", "ssp")
-        self._share = 1 / self.workers if alone else 1.0
-        self._bound = Bound(model, self._share)
+        self._bound = Bound(model, 1 / self.workers if alone else 1.0)
         self._losses = losses
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
@@ -149,7 +148,7 @@ class Worker(Loop):
         found = device_of(device, self._start.ranks)
         self._bound.forget()
         self.model.to(found)
-        self._bound = Bound(self.model, self._share)
+        self._bound = Bound(self.model, self._bound.share)
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
