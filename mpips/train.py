@@ -107,17 +107,24 @@ def refuse(error: UserError, rank: str | None) -> int:
 
 
 def _start(line: "CommandLine") -> int:
-    from mpips.cluster import ending
+    from mpips.cluster import ending, failures
     from mpips.cluster.agreement import Agreed
+    from mpips.launch import signs
     from mpips.session import run as session
 
     try:
-        return session.run(line, STARTED)
+        code = session.run(line, STARTED)
+        if failures.any_seen():
+            signs.tell_end(code)
+            failures.leave(code)
+        return code
     except Agreed as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
+        signs.tell_end(error.code)
         ending.abort(str(error), error.code)
     except BaseException as error:
+        signs.tell_end(1)
         ending.abort(ending.raised(error), 1)
 
 

@@ -67,7 +67,7 @@ def _step(
     cluster: Cluster, size: int, servers: int, options: Options
 ) -> tuple[Point, list[Memory]]:
     """Measure one step, with servers an exchange, without a round. Collective: yes."""
-    crowded = any(gather_all(cluster.comm, cluster.oversubscribed))
+    crowded = any(gather_all(cluster.comm, cluster.ranks_per_core > 1))
     series = Series("async" if servers else "sync", cluster.nodes, cluster.world, servers, crowded)
     if not servers:
         rounds = Rounds(cluster, size)

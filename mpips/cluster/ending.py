@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpips.cluster import segments
+from mpips.cluster import failures, segments
 from mpips.cluster.start import MPI
 from mpips.cluster.tags import TAG_SPEAKS
 from mpips.errors import UserError
@@ -31,6 +31,8 @@ def abort(message: str, code: int) -> NoReturn:
 
     Collective: no. Blocks: for some seconds at most, or until the one who speaks ends the job.
     """
+    if failures.switched_on():
+        failures.end_all(message)
     if _is_first():
         print(f"mpips: {message}", file=sys.stderr, flush=True)
         time.sleep(HEARD_S)
@@ -90,7 +92,12 @@ def _heard(ranks: Iterable[int], seconds: float) -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """Return the message for an exception that nobody expected, with this rank and a traceback."""
+    """Return the message for an exception that nobody expected, with this rank and a traceback.
+
+    It is empty where another rank says what has happened.
+    """
+    if failures.is_death(error):
+        return str(failures.lost_by(error))
     lines = "".join(traceback.format_exception(error)).rstrip()
     what = traceback.format_exception_only(error)[-1].strip()
     got = f"rank {MPI.COMM_WORLD.rank} raised {what}"

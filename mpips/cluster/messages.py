@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from mpips.cluster.failures import Failures
 from mpips.cluster.start import MPI, Comm, Request, Status
 from mpips.cluster.tags import TAG_CONTROL, TAG_GATHER
 
@@ -59,10 +60,12 @@ class Mailbox:
 
     Args:
         comm: A communicator that nothing else travels on.
+        failures: The ranks that have died: what is sent to them is dropped.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._rank, self._isend, self._find = comm.rank, comm.Isend, comm.Improbe
+    def __init__(self, comm: Comm, failures: Failures) -> None:
+        self._rank, self._failures = comm.rank, failures
+        self._isend, self._find = failures.guard(comm.Isend), failures.guard(comm.Improbe)
         self._status = Status()
         self._sending: list[tuple[Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
@@ -81,7 +84,9 @@ class Mailbox:
     def _send(self, dest: int, tag: int, value: object) -> None:
         self.empty()
         message = MPI.pickle.dumps(value)
-        self._sending.append((self._isend(message, dest, tag), message))
+        request = self._isend(message, dest, tag)
+        if request is not None:
+            self._sending.append((request, message))
 
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the control messages that have come, as (source, kind, payload).
@@ -106,5 +111,6 @@ class Mailbox:
 
     def empty(self) -> bool:
         """Whether every message has left."""
-        self._sending = [(r, m) for r, m in self._sending if not r.Test()]
+        test = self._failures.attempt
+        self._sending = [(r, m) for r, m in self._sending if test(r.Test) is False]
         return not self._sending

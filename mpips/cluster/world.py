@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mpips.cluster.collectives import begin_barrier
+from mpips.cluster.failures import Failures
 from mpips.cluster.messages import Arrays, Mailbox
 from mpips.cluster.start import MPI, share_cores
 from mpips.cluster.tags import TAG_NEVER
@@ -33,13 +34,14 @@ class Cluster:
         node_of: Node number of each rank.
         cores_a_rank: Cores of this host, over its ranks.
         ranks_per_core: Ranks of this host, over its cores.
-        oversubscribed: Whether ranks outnumber cores here.
+        failures: The ranks that have died, where the job goes on without them.
     """
 
     def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
         self.comm, bodies, control = comm.Dup(), comm.Dup(), comm.Dup()
         self.arrays, self.bodies = Arrays(self.comm), Arrays(bodies)
-        self._mailbox = Mailbox(control)
+        self.failures = Failures([self.comm, bodies, control])
+        self._mailbox = Mailbox(control, self.failures)
         self.rank, self.world = comm.rank, comm.size
         real = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         color = comm.rank // node_size if node_size else 0
@@ -55,8 +57,7 @@ class Cluster:
         here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
         self.cores_a_rank = len(set().union(*here)) / len(here)
         self.ranks_per_core = 1 / self.cores_a_rank
-        self.oversubscribed = self.ranks_per_core > 1
-        share_cores(self.oversubscribed)
+        share_cores(self.ranks_per_core > 1)
         self.threads = 0
         self.roles = Roles((), tuple(range(self.world)))
 
@@ -89,8 +90,12 @@ class Cluster:
         return share
 
     def progress(self) -> None:
-        """Enter MPI, so that far reads and messages get on. Blocks: no."""
-        self.comm.Iprobe(MPI.ANY_SOURCE, TAG_NEVER)
+        """Enter MPI, so that far reads and messages get on. Blocks: no.
+
+        Raises:
+            Lost: If a rank has died that the job cannot do without.
+        """
+        self.failures.attempt(self.comm.Iprobe, MPI.ANY_SOURCE, TAG_NEVER)
 
     def wait(self, ready: Callable[[], bool]) -> float:
         """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.
@@ -122,12 +127,15 @@ class Cluster:
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the control messages that have come, as (source, kind, payload).
 
-        Messages of one source come in the order in which they were sent. Blocks: no.
+        Messages of one source come in the order in which they were sent. From one that has died,
+        and that the job can do without, comes ``lost``, perhaps before its last ones. Blocks: no.
         """
-        return self._mailbox.poll()
+        return self._mailbox.poll() + self.failures.news()
 
     def gather(self, value: object) -> list[Any] | None:
         """Bring every rank's value to the chief; returns them by rank there, None elsewhere.
+
+        That of a rank that is left out is None.
 
         Collective: yes. Blocks: on the chief, but never inside MPI.
         """
@@ -135,22 +143,24 @@ class Cluster:
             self._mailbox.bring(self.roles.chief, value)
             return None
         values = {self.rank: value}
+        living = set(range(self.world)) - self.failures.left_out
 
         def complete() -> bool:
-            for rank in set(range(self.world)) - set(values):  # one each: others may run ahead
+            for rank in living - set(values):  # one each: others may run ahead
                 for brought in self._mailbox.brought_by(rank):
                     values[rank] = brought
-            return len(values) == self.world
+            return len(values) == len(living)
 
         self.wait(complete)
-        return [values[rank] for rank in range(self.world)]
+        return [values.get(rank) for rank in range(self.world)]
 
     def flush(self) -> None:
         """Wait until every control message has left; afterwards `free` is safe."""
         self.wait(self._mailbox.empty)
 
     def free(self) -> None:
-        """Free the communicators; may be called twice. Collective: yes."""
+        """Free the communicators, unless a rank has died; may be called twice. Collective: yes."""
         self.flush()
-        while self._comms:
+        self.failures.forget()
+        while self._comms and not self.failures.lost:
             self._comms.pop().Free()

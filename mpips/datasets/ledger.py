@@ -3,7 +3,7 @@
 A batch is a range of positions in an epoch's shuffled order, ``(epoch, begin, end)``: it names
 its samples whatever the number of workers, so a run can be resumed on another number. Every
 range is handed out once; what was handed out and not applied when a checkpoint is cut is handed
-out again by the run that resumes it.
+out again by the run that resumes it, and what a worker had that has died to the others.
 """
 
 from collections import deque
@@ -49,6 +49,7 @@ class HandOut:
         self.clocks = list(self.clocks) or [0] * self.workers
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
         self._open: list[deque[Range]] = [deque() for _ in range(self.workers)]
+        self._numbers: list[deque[int]] = [deque() for _ in range(self.workers)]  # of those
         self.issued = 0
         self.stopped = False
 
@@ -60,6 +61,7 @@ class HandOut:
         batch = self._take(worker)
         if batch is not None:
             self._open[worker].append(batch)
+            self._numbers[worker].append(self.issued)
             self.issued += 1
         return batch
 
@@ -87,7 +89,24 @@ class HandOut:
         """Note that the oldest open batch of `worker`, which must be `batch`, was applied."""
         oldest = self._open[worker].popleft()
         assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
+        self._numbers[worker].popleft()
         self.clocks[worker] += 1
+
+    def take_back(self, worker: int, keep: int) -> list[int]:
+        """Hand out to others what `worker` has open, but for the oldest `keep` batches.
+
+        Returns:
+            The numbers of the batches, which nothing has any more; they get others.
+        """
+        batches, numbers = self._open[worker], self._numbers[worker]
+        back = [batches.pop() for _ in range(len(batches) - keep)]
+        self.pending.extendleft(back)
+        return [numbers.pop() for _ in back]
+
+    @property
+    def may_come_back(self) -> bool:
+        """Whether a batch is open that would be handed out again if its worker died."""
+        return not self.stopped and any(self._open)
 
     def unfinished(self) -> list[Range]:
         """Return the ranges that were cut off the data and not applied, in order."""

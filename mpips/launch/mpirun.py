@@ -25,6 +25,10 @@ RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
 GONE_S = 10.0  # on which a later one that is given the same process id fails to start
 PR_SET_PDEATHSIG = 1  # prctl(2)
+OPEN_MPI = ("--oversubscribe", "--mca", "osc", "^ucx")
+# For ranks that go on when others die. Of what coll is to leave out, han crashes those who go on;
+# the rest is Open MPI's own choice, which this replaces.
+SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4")
 
 
 @functools.cache
@@ -53,6 +57,24 @@ def is_open_mpi() -> bool:
     return "Open MPI" in version.stdout or "PRTE" in version.stdout
 
 
+@functools.cache
+def survivors_launcher() -> list[str]:
+    """Return the launcher, with its options, of jobs whose ranks go on when others die.
+
+    Empty where there is none; a process that does nothing is started to find out.
+    """
+    if not is_open_mpi():
+        return []
+    words = [mpirun(), *OPEN_MPI, *SURVIVING]
+    try:
+        tried = subprocess.run(
+            [*words, "-n", "1", "true"], env=environment(), capture_output=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    return words if tried.returncode == 0 else []
+
+
 def environment() -> dict[str, str]:
     """Return the environment of a job: not that of a job this process may be a rank of."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
@@ -77,8 +99,7 @@ def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> li
         UserError: If there is no mpirun.
     """
     if not launcher:
-        extra = ["--oversubscribe", "--mca", "osc", "^ucx"] if is_open_mpi() else []
-        launcher = [mpirun(), *extra]
+        launcher = [mpirun(), *(OPEN_MPI if is_open_mpi() else ())]
     return [*launcher, "-n", str(ranks), sys.executable, *args]
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,13 +59,14 @@ def _explained(folder: Path) -> Iterator[None]:
         raise UserError(got, "a folder that ranks can write", remedy) from None
 
 
-def tell_run(out: Path, resume: str, log_every_s: float) -> None:
+def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] = ()) -> None:
     """Tell the supervisor, if there is one, that this rank is the chief of a run that begins.
 
     Args:
         out: The run's folder.
         resume: The option.
         log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
+        spares: Ranks that it goes on without if they die.
 
     Raises:
         UserError: If it cannot be told.
@@ -76,7 +77,8 @@ def tell_run(out: Path, resume: str, log_every_s: float) -> None:
         metrics = out / METRICS
         size = metrics.stat().st_size if metrics.exists() else 0
         with _explained(Path(_files[0].name).parent):
-            _tell(run=str(out.absolute()), resume=resume, log_every_s=log_every_s, size=size)
+            known = {"resume": resume, "log_every_s": log_every_s, "spares": spares}
+            _tell(run=str(out.absolute()), size=size, **known)
 
 
 def beat() -> None:
@@ -87,7 +89,9 @@ def beat() -> None:
 
 
 def tell_end(code: int) -> None:
-    """Tell the supervisor that this rank has come to its end, with an exit code."""
+    """Tell the supervisor, if there is one, that this rank has come to its end, and its code."""
+    if not _files:
+        return
     with contextlib.suppress(OSError):  # mpirun's code will do
         _tell(code=code)
 

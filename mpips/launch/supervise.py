@@ -1,6 +1,7 @@
 """The supervisor of a job on this host: starts it, watches it, ends it, and starts it again."""
 
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.cluster import segments, signals
+from mpips.config.command_line import load
 from mpips.errors import UserError
-from mpips.launch.mpirun import Running
+from mpips.launch.mpirun import Running, survivors_launcher
 from mpips.launch.verdict import Attempt, Verdict, verdict
 from mpips.launch.watch import Run, Signs, Watch
 
@@ -78,6 +80,10 @@ class Supervisor:
 
     def __init__(self, order: Order, folder: Path) -> None:
         self._order, self._folder = order, folder
+        self._launcher = order.launcher
+        self._survives = not order.launcher and _goes_on(order) and bool(survivors_launcher())
+        if self._survives:
+            self._launcher = survivors_launcher()
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
         self._handed_on = False
@@ -119,7 +125,7 @@ class Supervisor:
         self._handed_on = False
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
-            with Running(order.ranks, args, Path.cwd(), launcher=order.launcher, shown=True) as job:
+            with Running(order.ranks, args, Path.cwd(), launcher=self._launcher, shown=True) as job:
                 trouble = self._watch(job, signs)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
@@ -143,7 +149,7 @@ class Supervisor:
     def _watch(self, job: Running, signs: Signs) -> str:
         """Wait until mpirun has ended, or something hangs; returns what."""
         order, now = self._order, time.monotonic()
-        watch = Watch(signs, order.timeout_s, order.is_program, now)
+        watch = Watch(signs, order.timeout_s, order.is_program, now, self._survives)
         every_s = min(LOOK_S, order.timeout_s / 10)
         due = now + every_s
         while job.process.poll() is None:
@@ -155,8 +161,17 @@ class Supervisor:
                 trouble = watch.look(time.monotonic())
                 if trouble:
                     return trouble
+                self._end_hung(watch)
                 due = time.monotonic() + every_s
         return ""
+
+    def _end_hung(self, watch: Watch) -> None:
+        """End the ranks that a run goes on without as soon as they are dead."""
+        for rank in watch.hung:
+            _say(f"{rank} is stopped: ending it")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+        watch.hung.clear()
 
     def _hand_on(self, job: Running) -> None:
         """Ask the ranks to save and end, once, if that is asked for.
@@ -186,6 +201,16 @@ class Supervisor:
         resumes = run.resumes or not self._order.is_program
         step, runs = run.saved_step, len(signs.runs) + 1
         return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
+
+
+def _goes_on(order: Order) -> bool:
+    """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
+    if order.is_program:
+        return False
+    try:
+        return load(order.words).mode in ("async", "ssp")
+    except UserError:
+        return False  # the ranks say what is wrong
 
 
 def _say(text: str) -> None:

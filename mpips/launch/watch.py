@@ -18,6 +18,7 @@ from mpips.launch.signs import DUMP, DUMP_AFAR, STACKS, TOLD
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
 STOPPED, GONE = "is stopped", "is gone"
+ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
 
@@ -76,6 +77,7 @@ class Run:
     Attributes:
         resumes: Whether a program that is started again would go on with it.
         log_every_s: Seconds between lines of ``metrics.jsonl``, if there are steps.
+        spares: Names of the ranks that it goes on without if they die.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ class Run:
         self._last = -1, ""
         self.resumes = told["resume"] == "auto"
         self.log_every_s = float(told["log_every_s"])
+        self.spares = set(map(str, told["spares"]))
         self._place: Place | None = None
         with contextlib.suppress(OSError):
             self._place = Place(self._out)
@@ -220,13 +223,21 @@ class Watch:
         timeout_s: How long nothing may happen.
         program: Whether it is a program of the user's.
         now: Seconds on a clock that the looks go by.
+        survives: Whether MPI does not end the job when a rank dies; a run that needs it ends.
+
+    Attributes:
+        hung: Ranks that have been stopped for so long, and that the run goes on without.
     """
 
-    def __init__(self, signs: Signs, timeout_s: float, program: bool, now: float) -> None:
+    def __init__(
+        self, signs: Signs, timeout_s: float, program: bool, now: float, survives: bool = False
+    ) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
+        self._survives = survives
         self._looked = self._since = now
         self._state: object = ()
         self._lost: dict[Rank, float] = {}
+        self.hung: set[Rank] = set()
 
     def look(self, now: float) -> str:
         """Look at the job; returns what hangs, empty if nothing does."""
@@ -242,11 +253,18 @@ class Watch:
         ended = run is not None and bool(run.last()[1])
         found = {rank: rank.trouble for rank in signs.ranks if rank.name not in signs.codes}
         self._lost = {rank: self._lost.get(rank, now) for rank, what in found.items() if what}
-        for rank, since in self._lost.items():
-            if now - since >= self._timeout_s:
-                return f"{rank} {found[rank]} for {now - since:.0f} s"
         limit_s = max(self._timeout_s, 2 * run.log_every_s if run else 0.0)
-        if now - self._since < limit_s or (ended and self._program):
-            return ""
-        where = f"in {run.out}" if run else "before a run began"
-        return f"nothing has happened {where} for {now - self._since:.0f} s"
+        stands = now - self._since >= limit_s and not (ended and self._program)
+        for rank, since in self._lost.items():
+            spared = run is not None and rank.name in run.spares
+            gone = self._survives and found[rank] == GONE
+            if spared and not gone and (stands or now - since >= self._timeout_s):
+                self.hung.add(rank)
+            elif not spared and now - since >= (ENDED_S if gone else self._timeout_s):
+                return f"{rank} {found[rank]} for {now - since:.0f} s"
+        if self.hung:
+            self._since = now  # it may go on then
+        elif stands:
+            where = f"in {run.out}" if run else "before a run began"
+            return f"nothing has happened {where} for {now - self._since:.0f} s"
+        return ""

@@ -22,6 +22,7 @@ class Outcome:
         stats: This rank's part of the summary.
         release: Frees windows and communicators. Collective: yes.
         unsaved: On the chief, why the last state is in no checkpoint; empty if it is.
+        lost: On the chief, pushes of each rank that has died.
     """
 
     reason: str
@@ -34,3 +35,4 @@ class Outcome:
     stats: dict[str, Any] = field(default_factory=dict)
     release: Callable[[], None] = lambda: None
     unsaved: str = ""
+    lost: dict[int, int] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mpips.cut.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
+from mpips.errors import UserError
 from mpips.planning.job import Job
 from mpips.ps.feed import Granter
 from mpips.ps.shard import Server
@@ -44,6 +45,7 @@ class Chief:
         self._holding = holding
         self._granter, self._handout, self._committer, self._log = granter, handout, committer, log
         self._done: set[int] = set()
+        self.lost: dict[int, int] = {}  # pushes of each rank that has died
         self._last_s, self._last_step = time.perf_counter(), job.base_step
         self._cutting = False
         self._stop: str | None = None
@@ -94,6 +96,26 @@ class Chief:
             self._log.event("stop", self.step, reason=reason)
             for rank in self._cluster.roles.workers:
                 self._cluster.send(rank, "stop")
+
+    def lose(self, rank: int, pushes: int) -> None:
+        """Go on without a worker that has died, all of whose pushes are applied in the end.
+
+        Raises:
+            UserError: If it was the last one.
+        """
+        workers = self._cluster.roles.workers
+        worker = workers.index(rank)
+        self.lost[rank] = pushes
+        if len(self.lost) == len(workers) and not self._ended:
+            got, remedy = "every worker has died", "the run goes on by --resume"
+            raise UserError(got, "one that goes on", remedy)
+        numbers = self._granter.take_back(worker, pushes - self._server.applied[worker])
+        for server in self._cluster.roles.servers:
+            self._cluster.send(server, "void", numbers)
+        host = self._cluster.hosts[rank]
+        text = f"worker {worker} (rank {rank} on {host}) has died; its {len(numbers)} open batches "
+        self._log.warn(text + "go to the others")
+        self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
 
     def _evaluated(self, metrics: dict[str, float]) -> None:
         self._log.heard("eval", metrics)
@@ -165,4 +187,4 @@ class Chief:
         if self.diverged is not None:
             reason = "diverged"
         for rank in range(self._cluster.world):
-            self._cluster.send(rank, "end", reason)
+            self._cluster.send(rank, "end", (reason, sorted(self.lost)))

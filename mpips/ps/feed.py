@@ -6,6 +6,9 @@ worker asks by message, two ahead as well, and the chief answers each request by
 whose batches take long to read has more of them ahead: it asks for more at first, or, on the
 chief's node, counts some as taken on which no work has begun. Each batch comes with its number in
 the order in which they are handed out, from 0 in each job.
+
+Where workers may die, one for which no batch is left waits until all that the others have are
+applied: they may come back, by `Granter.take_back`.
 """
 
 from collections import deque
@@ -41,10 +44,16 @@ class Granter:
 
     Args:
         ahead: Batches granted beside the one that a worker works on.
+        takes_back: Whether workers may die; all are near then.
     """
 
     def __init__(
-        self, cluster: Cluster, window: Window, handout: HandOut, ahead: int = AHEAD
+        self,
+        cluster: Cluster,
+        window: Window,
+        handout: HandOut,
+        ahead: int = AHEAD,
+        takes_back: bool = False,
     ) -> None:
         assert ahead < RING, "an entry would be written before it is read"
         self._cluster, self._handout, self._ahead = cluster, handout, ahead
@@ -54,16 +63,33 @@ class Granter:
         self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
         self._near = np.array([w for w, _ in near], np.int64)
         self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
-        self._open = no_limit(len(workers))  # or `CLOSED`: nothing more will be given
+        self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
+        self._takes_back = takes_back
+        self._waiting: set[int] = (
+            set()
+        )  # workers that are closed until it is clear that all is done
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
+        if self._waiting and (self._handout.pending or not self._handout.may_come_back):
+            self._open[list(self._waiting)] = no_limit(1)
+            self._waiting.clear()
         while True:
             found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
             if found < 0:
                 return
             worker = int(self._near[found])
-            self._put(worker, self._next(worker))
+            grant = self._next(worker)
+            if self._takes_back and grant[:3] == EXHAUSTED and self._handout.may_come_back:
+                self._waiting.add(worker)
+            else:
+                self._put(worker, grant)
+
+    def take_back(self, worker: int, keep: int) -> list[int]:
+        """Give a worker that has died no more, and what it had to others; see `HandOut`."""
+        self._waiting.discard(worker)
+        self._open[worker] = CLOSED
+        return self._handout.take_back(worker, keep)
 
     def _next(self, worker: int) -> Grant:
         number = self._handout.issued

@@ -16,6 +16,7 @@ from mpips.cut.saver import Saver
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
+from mpips.ps.survival import spared
 from mpips.transport.push import Push
 
 TURN_S = 50e-6  # after which a server that applies pushes attends to all else
@@ -56,7 +57,12 @@ class AsyncServer:
             self.chief.cut_reached(0)
 
     def serve(self) -> str:
-        """Apply pushes until the chief ends the run; returns why it ended."""
+        """Apply pushes until the chief ends the run; returns why it ended.
+
+        Raises:
+            Lost: If a rank dies that the run cannot do without.
+        """
+        self._cluster.failures.spare(spared(self._job))
         self.serve_until(lambda: self.reason is not None)
         self.close()
         assert self.reason is not None
@@ -116,7 +122,12 @@ class AsyncServer:
         elif kind == "write":
             self._saver.write_into(payload)
         elif kind == "end":
-            self.reason = payload
+            self.reason, lost = payload
+            self._cluster.failures.leave_out(lost)
+        elif kind == "lost":
+            self._lose(source)
+        elif kind == "void":
+            self.store.void(payload)
         else:
             assert self.chief is not None, f"{kind} sent to a server that is not the chief"
             self.chief.handle(source, kind, payload)
@@ -141,6 +152,13 @@ class AsyncServer:
             self._cluster.send(self._cluster.roles.chief, "done")
         if self.chief:
             self.chief.advance()
+
+    def _lose(self, rank: int) -> None:
+        """Count a worker that has died as one that has finished, with all that it has announced."""
+        pushes = self._receiver.announced(self._cluster.roles.workers.index(rank))
+        self._handle(rank, "fin", pushes)
+        if self.chief:
+            self.chief.lose(rank, pushes)
 
     def _done(self) -> bool:
         """Whether every push was applied that any worker sent."""

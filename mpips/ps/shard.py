@@ -6,7 +6,7 @@ is read: see `mpips.ps.client`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,6 +96,7 @@ class Grants:
         self._cluster, self._server = cluster, server_id
         self._granted = window.view(cluster.rank, "granted_reads")
         near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
+        self._ranks = cluster.roles.workers
         self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
         self._asked = (
             addresses_of((wants for _, wants, _ in self._readers), server_id),
@@ -111,15 +112,20 @@ class Grants:
             self._hold(found)
 
     def _hold(self, found: int) -> None:
-        held: list[tuple[np.ndarray, int]] = []
+        held: list[tuple[int, np.ndarray, int]] = []
+        lost = self._cluster.failures.lost
         while found >= 0 and len(held) < len(self._readers):
             worker, wants, reads = self._readers[found]
             want = observe(wants, self._server)
             publish(self._granted, worker, want)
-            held.append((reads, want))
+            held.append((self._ranks[worker], reads, want))
             found = find_ahead(*self._asked, (found + 1) % len(self._readers))
-        for reads, want in held:
-            self._cluster.wait(lambda r=reads, n=want: observe(r, self._server) >= n)  # type: ignore[misc]
+        for rank, reads, want in held:
+
+            def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
+                return observe(reads, self._server) >= want or rank in lost
+
+            self._cluster.wait(has_read)
 
 
 class Server:
@@ -221,6 +227,12 @@ class Server:
     def finished(self, rank: int, pushes: int) -> None:
         """Note that a worker will have made so many pushes, and no more."""
         self.clocks.finished(rank, pushes)
+
+    def void(self, numbers: Iterable[int]) -> None:
+        """Note that the batches of these numbers make no push: clocks do not wait for them."""
+        for number in numbers:
+            self.clocks.advance(number)
+        self.clocks.publish()
 
     def has_applied(self, pushes: Sequence[int]) -> bool:
         """Whether so many pushes of each worker are applied; an empty shard gets none."""

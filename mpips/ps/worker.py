@@ -18,6 +18,7 @@ from mpips.problems.accumulate import Left, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps
+from mpips.ps.survival import spared
 
 
 class AsyncWorker:
@@ -50,8 +51,9 @@ class AsyncWorker:
         """Step until there is nothing to do; returns why the run ended.
 
         Raises:
-            UserError: If a batch cannot be read.
+            UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
+        self._cluster.failures.spare(spared(self._job))
         bounded = self._half.puller.controller is not None
         self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
         with contextlib.ExitStack() as over:
@@ -66,10 +68,15 @@ class AsyncWorker:
                 yield from self.step(batch, next(batches), batches)
                 if bounded:  # what waits behind a slow step would hold the others up
                     self._feed.take()
-                if self._job.worker_id == 0:
+                if self._is_first():
                     self._evaluation.make_when_due(batch)
         self._finish()
         return self.reason or "end"
+
+    def _is_first(self) -> bool:
+        """Whether this is the first worker that lives: it evaluates for all."""
+        ranks = self._cluster
+        return ranks.rank == next(r for r in ranks.roles.workers if r not in ranks.failures.lost)
 
     def step(self, batch: Range, data: Batch, rest: Iterable[Batch] = ()) -> Tasks[None]:
         """Make one step, and push.
@@ -109,7 +116,10 @@ class AsyncWorker:
         elif kind == "stop":
             self._stopping = True
         elif kind == "end":
-            self.reason = payload
+            self.reason, lost = payload
+            self._cluster.failures.leave_out(lost)
+        elif kind == "lost":
+            return  # of another worker, whom the servers go on without
         elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
 

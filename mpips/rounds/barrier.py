@@ -39,7 +39,7 @@ class NodeBarrier:
         ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
         self._words = addresses_of([view(r, "header") for r in ranks])
         # Whoever offers the core may get it back late, and other nodes may wait for this rank.
-        self._looks = LOOKS if not cluster.oversubscribed else 1 if cluster.nodes == 1 else 0
+        self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
         self._report = view(cluster.rank, "report").data
         self._reports = addresses_of([view(r, "report") for r in cluster.my_node])
         self.sums = np.zeros(8)

@@ -15,6 +15,9 @@ from mpips.planning.outcome import Outcome
 from mpips.problems.evaluation import mean_evaluation
 from mpips.session import metrics
 
+# Of a worker that has died, `lost` and its steps alone.
+PER_WORKER = ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s", "lost")
+
 
 def summarise(
     job: Job, outcome: Outcome, parts: list[dict[str, Any]], train_s: float
@@ -42,24 +45,29 @@ def summarise(
         "pushes_applied": max(o["applied"] for o in owners) if not c.in_rounds
         else sum(w["pushes_sent"] for w in workers),
         "staleness": _staleness(owners, c.in_rounds),
-        "clock_distance_max": max(w["clock_distance_max"] for w in workers) if c.mode == "ssp"
-        else None,
-        "torn_reads": sum(w["torn_reads"] for w in workers),
-        "bytes_pulled": sum(w["bytes_pulled"] for w in workers),
-        "bytes_pushed": sum(w["bytes_pushed"] for w in workers),
-        "bytes_sent": sum(p.get("bytes_sent", 0) for p in parts),
-        "bytes_received": sum(p.get("bytes_received", 0) for p in parts),
-        "per_worker": [
-            {k: w[k] for k in ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s")}
-            for w in workers
-        ],
+        "clock_distance_max": max(w.get("clock_distance_max", 0) for w in workers)
+        if c.mode == "ssp" else None,
+        "torn_reads": _sum(workers, "torn_reads"),
+        "bytes_pulled": _sum(workers, "bytes_pulled"),
+        "bytes_pushed": _sum(workers, "bytes_pushed"),
+        "bytes_sent": _sum(parts, "bytes_sent"),
+        "bytes_received": _sum(parts, "bytes_received"),
+        "per_worker": [{k: w[k] for k in PER_WORKER if k in w} for w in workers],
         "per_server": [_server(o) for o in owners],
         "inject_delay": c.delays,
-        "peak_memory_mb": [round(p["peak_memory_mb"], 1) for p in parts],
+        "peak_memory_mb": [
+            None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
+        ],
+        "lost": sorted(outcome.lost),
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
+
+
+def _sum(parts: list[dict[str, Any]], name: str) -> Any:
+    """Return the sum over those who know: of the dead only little is known."""
+    return sum(part.get(name, 0) for part in parts)
 
 
 def _nodes(ranks: Cluster) -> list[dict[str, Any]]:
@@ -104,6 +112,14 @@ def _crossed(summary: dict[str, Any]) -> list[str]:
     return [f"workers sent {sent} to other nodes and had {received} from them{packed}"]
 
 
+def _lost(summary: dict[str, Any]) -> list[str]:
+    """Return the line about ranks that have died, if any has."""
+    ranks = summary["lost"]
+    if not ranks:
+        return []
+    return [f"went on without {len(ranks)} ranks that died: {', '.join(map(str, ranks))}"]
+
+
 def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
     """Return the line about clocks in mode ssp: every read was checked against the bound."""
     if summary["clock_distance_max"] is None:
@@ -133,9 +149,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
     accuracy = "" if s["accuracy"] is None else f", accuracy {100 * s['accuracy']:.2f} %"
     loss = "" if s["eval_loss"] is None else f"held-out loss {s['eval_loss']:.4f}{accuracy}; "
     stale = s["staleness"]
-    times = {
-        k: sum(w[k] for w in s["per_worker"]) for k in ("compute_s", "pull_s", "push_s", "wait_s")
-    }
+    times = {k: _sum(s["per_worker"], k) for k in ("compute_s", "pull_s", "push_s", "wait_s")}
     whole = sum(times.values()) or 1.0
     where = ", ".join(f"{k[:-2]} {100 * v / whole:.0f} %" for k, v in times.items())
     moved = human_bytes(s["bytes_pulled"]), human_bytes(s["bytes_pushed"])
@@ -151,6 +165,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             *_crossed(s),
             *_clocks(job, s),
             *_dropped(job, s),
+            *_lost(s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"], s["unsaved"]),
         ]

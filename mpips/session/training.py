@@ -19,6 +19,7 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, share
+from mpips.ps.survival import spared
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_left_out, say_start
 from mpips.session.folder import Run
@@ -28,6 +29,7 @@ from mpips.session.summary import summarise, summary_text
 from mpips.strategies import strategy
 
 PIECE = 32 << 20  # elements that one broadcast brings
+LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died
 
 
 @dataclass
@@ -72,7 +74,7 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
     done = job.out / place.DONE
     finished = chief and done.exists()
     if chief:
-        signs.tell_run(job.out, job.config.resume, job.config.log_every)
+        signs.tell_run(job.out, job.config.resume, job.config.log_every, spared(job))
         folder.save_config(job.out, job.config)
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)
@@ -100,7 +102,8 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
         ended.params = _share_params(job, outcome)
         ranks = job.cluster
         ended.summary = gather_polled(ranks.comm, summary, ranks.wait_request)[ranks.roles.chief]
-    outcome.release()
+    if not job.cluster.failures.lost:  # else to free a window would wait for the dead
+        outcome.release()
     return ended
 
 
@@ -121,10 +124,39 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
 
 
 def _from_chief(ranks: Cluster, code: int) -> int:
-    """Return the chief's exit code on every rank, when all have come. Collective: yes."""
+    """Return the chief's exit code on every rank, when all have come. Collective: yes.
+
+    Where a rank has died no collective works: then a rank that knows the code may be gone at once.
+    """
+    if ranks.failures.left_out:
+        return _by_messages(ranks, code)
     said = np.array([code if ranks.is_chief else 0])
     ranks.wait_request(begin_sum(ranks.comm, said))
     return int(said[0])
+
+
+def _by_messages(ranks: Cluster, code: int) -> int:
+    """Return the chief's exit code on every rank that is left."""
+    chief = ranks.roles.chief
+    others = set(range(ranks.world)) - ranks.failures.left_out - {chief}
+    ranks.failures.spare(ranks.failures.left_out | others)  # who has the code may end
+    heard: dict[int, int] = {}
+    deadline = time.perf_counter() + LEAVING_S
+
+    def all_heard() -> bool:
+        heard.update((source, code) for source, kind, code in ranks.poll() if kind == "code")
+        if not ranks.is_chief:
+            return chief in heard
+        return others <= set(heard) | ranks.failures.lost or time.perf_counter() > deadline
+
+    if ranks.is_chief:
+        for rank in others:
+            ranks.send(rank, "code", code)
+    ranks.wait(all_heard)
+    if ranks.is_chief:
+        return code
+    ranks.send(chief, "code", heard[chief])
+    return heard[chief]
 
 
 def exit_code(reason: str) -> int:
@@ -146,7 +178,9 @@ def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
     """Return this worker's part of the sums over the held-out samples; None on servers."""
     if job.worker_id is None or not job.info.n_test or exit_code(outcome.reason) != 0:
         return None
-    part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
+    ranks = job.cluster
+    living = [r for r in ranks.roles.workers if r not in ranks.failures.left_out]
+    part = share(job.info.n_test, living.index(ranks.rank), len(living))
     return evaluate(job, job.layout.views(outcome.params, writable=False), *part)
 
 
@@ -156,7 +190,11 @@ def _gather(
     """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
     part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
     parts = job.cluster.gather(part)
-    return None if parts is None else summarise(job, outcome, parts, train_s)
+    if parts is None:
+        return None
+    for rank, pushes in outcome.lost.items():
+        parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
+    return summarise(job, outcome, parts, train_s)
 
 
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:

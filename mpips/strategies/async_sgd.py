@@ -28,6 +28,7 @@ from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
 from mpips.ps.server import AsyncServer
 from mpips.ps.steps import GradientSteps, Steps
+from mpips.ps.survival import announcement, spared
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
@@ -78,12 +79,15 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         log.say(packed)
     for line in worker_state.resume_notes(job):
         log.say(line)
+    if (survives := announcement(job)) is not None:
+        log.say(survives)
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=half.free)
     if chief is not None:
         outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
         outcome.unsaved = chief.unsaved
         outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
+        outcome.lost = chief.lost
     tally = server.tally
     outcome.stats = {
         "bytes": server.params.nbytes * (1 + len(slots)),
@@ -103,7 +107,7 @@ def _chief(job: Job, half: ServerHalf, handout: HandOut, log: "Log", ahead: int)
         return None
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(cluster, job.place, CheckpointPlan.of(job, own), log)
-    granter = Granter(cluster, half.window, handout, ahead)
+    granter = Granter(cluster, half.window, handout, ahead, takes_back=bool(spared(job)))
     holding = Holding(cluster) if own else None
     return Chief(job, half.server, granter, handout, committer, log, holding)
 

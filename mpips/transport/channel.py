@@ -227,6 +227,7 @@ class Receiver:
         announced = [Announced.of(window, w, r, arrival.origins) for w, r in near]
         slots = range(BUFFERS)
         self._slots = [[_Slot.of(a, k, server_id, shard) for k in slots] for a in announced]
+        self._sources = announced
         self._words = addresses_of((source.words for source in announced), PUSHED)
         self._near = [source.worker for source in announced]
         self._workers = np.array(self._near, np.int64)
@@ -267,6 +268,10 @@ class Receiver:
         if self._far_first:
             return self._far.take(limit) or (self._take_near(limit) if fetch else None)
         return (self._take_near(limit) if fetch else None) or self._far.take(limit)
+
+    def announced(self, worker: int) -> int:
+        """Return how many pushes a near worker has announced; all of them, if it has died."""
+        return observe(self._sources[self._near.index(worker)].words, PUSHED)
 
     def close(self) -> None:
         """Take back the receives that are posted. Blocks: until MPI has let them go."""

@@ -219,6 +219,37 @@ def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:
         assert near.epochs_done == far.epochs_done
 
 
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(2, 5), st.randoms())
+def test_what_dead_workers_had_is_done_by_others(
+    samples: int, size: int, workers: int, chance: random.Random
+) -> None:
+    """Each batch is applied once, by whoever lives, and no number is given twice."""
+    handout = HandOut(samples, size, workers, epochs=2, chunk=chance.randint(1, 3))
+    living, applied = list(range(workers)), []
+    has: dict[int, list[Range]] = {w: [] for w in living}
+    numbers: list[int] = []
+    dropped: list[int] = []
+    while True:
+        worker = chance.choice(living)
+        if chance.random() < 0.1 and len(living) > 1:
+            living.remove(worker)
+            keep = chance.randint(0, len(has[worker]))  # announced, and not applied yet
+            dropped += handout.take_back(worker, keep)
+            applied += has[worker][:keep]
+            for batch in has[worker][:keep]:
+                handout.applied(worker, batch)
+        elif chance.random() < 0.5 and has[worker]:
+            applied.append(has[worker].pop(0))
+            handout.applied(worker, applied[-1])
+        elif (batch := handout.next(worker)) is not None:
+            numbers.append(handout.issued - 1)
+            has[worker].append(batch)
+        elif not handout.may_come_back:
+            break
+    assert sorted(applied) == everything(samples, size, 2)
+    assert len(set(numbers)) == len(numbers) == len(applied) + len(set(dropped))
+
+
 @given(clocks=st.lists(st.integers(0, 50), min_size=1, max_size=9), workers=st.integers(1, 9))
 def test_clocks_are_shared_out(clocks: list[int], workers: int) -> None:
     shared = share_clocks(clocks, workers)

@@ -297,6 +297,55 @@ def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("async", "--read consistent"),
+        pytest.param("ssp", "", marks=pytest.mark.long),
+        pytest.param("async", "--servers 2 --eval-every 1", marks=pytest.mark.long),
+    ],
+)
+def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) -> None:
+    """The others go on at once, and each batch counts once. One that is stopped dies in time."""
+    out, words = tmp_path / "out", counting_words(tmp_path, 40, "--mode", mode, *options.split())
+    with supervised(tmp_path, 5, words, "--timeout", "12") as job:
+        *_, first, second = job.wait_for_training(out, 1)
+        os.kill(first, signal.SIGKILL)
+        job.wait_for(lambda: LEFT_OUT in job.output)
+        os.kill(second, signal.SIGSTOP)
+        told = job.wait(0)
+    assert told.count("is stopped: ending it") == 1
+    assert "starting again" not in told
+    assert starts_of(out) == 1
+    assert_counts(final(out), N, 40)
+    s = summary(out)
+    assert s["lost"] == [3, 4]
+    assert [row.get("lost", False) for row in s["per_worker"]][-2:] == [True, True]
+    assert s["pushes_sent"] == s["pushes_applied"] == sum(s["steps"])
+    told = (out / "metrics.jsonl").read_text()
+    assert re.findall(r'"kind": "lost", .*"rank": (\d)', told) == ["3", "4"]
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@pytest.mark.parametrize("who", ["the server", "all workers"])
+def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path: Path) -> None:
+    """It is said once, and the job starts again."""
+    out, words = tmp_path / "out", counting_words(tmp_path, 40)
+    with supervised(tmp_path, 4, words) as job:
+        server, *workers = job.wait_for_training(out, 1)
+        for pid in [server] if who == "the server" else workers:
+            os.kill(pid, signal.SIGKILL)
+        told = job.wait(0)
+    assert told.count("starting again") == 1
+    said = "rank 0 has died, expected all" if who == "the server" else "every worker has died"
+    assert told.count(said) == 1
+    assert_counts(final(out), N, 40)
+
+
+@pytest.mark.launch
 @pytest.mark.long
 def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
     """One that hangs, say, and does not save."""
@@ -313,6 +362,7 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
 
 VICTIMS = ("a worker", "a server", "mpirun", "all ranks", "everything but the supervisor")
 MOMENTS = ("training", "training", "write", "start")
+LEFT_OUT = "has died; its"
 
 
 @pytest.mark.launch
@@ -328,15 +378,20 @@ def test_whatever_is_killed(seed: int, mode: str, tmp_path: Path) -> None:
     words = counting_words(tmp_path, ENDLESS, "--hidden", "100000", mode=mode)
     with supervised(tmp_path, 4, words, "--restarts", "50", "--timeout", "60") as job:
         for victim in chance.sample(VICTIMS, len(VICTIMS)):
-            attempt = job.output.count("starting again")
+            attempt, left_out = job.output.count("starting again"), job.output.count(LEFT_OUT)
             job.wait_for_training(out, starts + 1)
             moment = chance.choice(MOMENTS)
             if moment == "write":
                 job.wait_for(lambda: bool(open_folders(out)))
             time.sleep(chance.uniform(0, 0.03 if moment == "write" else 0.5))
             kill(job, victim, chance)
-            job.wait_for(lambda n=attempt: job.output.count("starting again") > n)
-            starts = starts_of(out)
+
+            def has_gone_on(attempt: int = attempt, left_out: int = left_out) -> bool:
+                told = job.output
+                return told.count("starting again") > attempt or told.count(LEFT_OUT) > left_out
+
+            job.wait_for(has_gone_on)
+            starts = starts_of(out) - (job.output.count(LEFT_OUT) > left_out)
             if moment == "start":
                 time.sleep(chance.uniform(0, 4))
                 kill(job, "all ranks", chance)

@@ -7,7 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,15 +44,18 @@ def rank(tmp_path: Path) -> Iterator[Path]:
         signs._files.pop().close()
 
 
-def begin(job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25) -> None:
+def begin(
+    job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25, spares: Sequence[int] = ()
+) -> None:
     signs.begin(job.folder, "0")
     (out / "checkpoints").mkdir(parents=True)
     (out / "metrics.jsonl").write_text('{"kind": "end", "step": 3, "reason": "SIGUSR1"}\n')
-    signs.tell_run(out, resume, log_every_s)
+    signs.tell_run(out, resume, log_every_s, spares)
 
 
 def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
     signs.tell_run(tmp_path / "nowhere", "", 1.0)
+    signs.tell_end(0)
 
 
 def test_a_rank_without_the_folder_says_so(tmp_path: Path) -> None:
@@ -166,6 +169,23 @@ def test_processes_that_are_stopped_or_gone(job: Signs) -> None:
         for child in children:
             child.kill()
             child.wait(10)
+
+
+@pytest.mark.parametrize("spares", [(), (1, 2)])
+def test_a_rank_that_is_gone_where_mpi_ends_nobody(
+    spares: Sequence[int], job: Signs, rank: Path
+) -> None:
+    """A run that does not go on without it, and does not end by itself, is to be ended."""
+    begin(job, rank, spares=spares)
+    job.ranks = [Rank("1", platform.node(), os.getpid(), 0)]  # another process of its number
+    watch = Watch(job, TIMEOUT_S, program=False, now=0, survives=True)
+    found = []
+    for now in range(0, 40, 2):
+        signs.beat()
+        found.append(watch.look(now))
+    assert any(found) is not bool(spares)
+    assert spares or found.index(f"{job.ranks[-1]} is gone for 10 s") == 5
+    job.close()
 
 
 def test_half_a_line_is_read_later(job: Signs) -> None:

@@ -1,0 +1,229 @@
+"""Ranks that die while the others go on, by MPI's User Level Failure Mitigation (ULFM).
+
+Where the launcher has switched it on (Open MPI: ``mpirun --with-ft ulfm``), MPI ends nobody when a
+rank dies. A call that needs the dead rank raises an error, and so does one that listens to all,
+until the death is acknowledged; messages between the others get on, but no collective of a
+communicator with a dead rank does. What a dead rank had in the shared memory of its node stays
+there, as it was after its last store.
+
+A loop says which ranks it can do without (`Failures.spare`). The death of one of those is a message
+of kind ``lost`` from it, which `mpips.cluster.world.Cluster.poll` returns. That of any other raises
+`Lost` on each rank that sees it, and the job ends.
+
+Reference: Bland et al., IJHPCA 2013.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from mpips.cluster import segments
+from mpips.cluster.start import MPI, Comm
+from mpips.errors import UserError
+
+FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
+HEARD_S = 0.5
+SPOKEN_S = 5.0
+
+T = TypeVar("T")
+_watched: list[Comm] = []  # of the jobs of this process
+_dead: set[int] = set()  # ranks of them
+
+
+def switched_on() -> bool:
+    """Whether MPI lets ranks go on when others die."""
+    return os.environ.get(FT_ENABLE, "") in ("1", "true")
+
+
+def any_seen() -> bool:
+    """Whether a rank has died, as far as this process knows."""
+    return bool(_dead)
+
+
+class Lost(UserError):
+    """A rank has died that the job cannot do without; each rank that sees it raises it.
+
+    The message is empty where another rank says it.
+    """
+
+    code = 1
+
+
+class Failures:
+    """The ranks of a job that have died. Collective: no. Blocks: no.
+
+    Args:
+        comms: Communicators of all ranks, in the same order, on which a rank listens to all.
+
+    Attributes:
+        on: Whether a job may go on without them.
+        lost: Those that this rank knows of.
+        left_out: Those without which the job comes to its end; a later death ends it at once.
+    """
+
+    def __init__(self, comms: Sequence[Comm]) -> None:
+        self.on = switched_on()
+        self._comms = list(comms)
+        self._spared: frozenset[int] = frozenset()
+        self._news: list[int] = []
+        self.lost: set[int] = set()
+        self.left_out: frozenset[int] = frozenset()
+        if self.on:
+            _watched.extend(self._comms)
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Go on without those of `ranks` that die from now on.
+
+        Raises:
+            Lost: If another has died before.
+        """
+        self._spared = frozenset(ranks)
+        self._check()
+
+    def leave_out(self, ranks: Iterable[int]) -> None:
+        """Come to the end without `ranks`, which the chief knows to have died.
+
+        Raises:
+            Lost: If another has died as well.
+        """
+        self.left_out = frozenset(ranks)
+        self.lost |= self.left_out
+        _dead.update(self.left_out)
+        self.spare(self.left_out)
+
+    def guard(self, call: Callable[..., T]) -> Callable[..., T | None]:
+        """Return a function that calls `call`, and returns None where that needs a dead rank."""
+        if not self.on:
+            return call
+        return lambda *args: self.attempt(call, *args)
+
+    def attempt(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Call `call`; returns None where it needs, or listens to, a rank that has died.
+
+        Raises:
+            Lost: If that is one which the job cannot do without, or another rank ends the job.
+        """
+        try:
+            return call(*args)
+        except MPI.Exception as error:
+            if not is_death(error):
+                raise
+            if error.Get_error_class() == MPI.ERR_REVOKED:
+                raise _said_by_another() from error
+            self._note()
+            if not self.lost:
+                raise
+            return None
+
+    def news(self) -> list[tuple[int, str, Any]]:
+        """Return a message of each rank that has died since the last call."""
+        if not self._news:
+            return []
+        found, self._news = self._news, []
+        return [(rank, "lost", None) for rank in found]
+
+    def forget(self) -> None:
+        """Watch the communicators no more: they are about to be freed."""
+        for comm in self._comms:
+            if comm in _watched:
+                _watched.remove(comm)
+
+    def _note(self) -> None:
+        """Acknowledge all deaths, and note those that are new."""
+        found: set[int] = set()
+        for comm in self._comms:
+            comm.Ack_failed()
+            found.update(_failed(comm))
+        self._news += sorted(found - self.lost)
+        self.lost |= found
+        _dead.update(found)
+        self._check()
+
+    def _check(self) -> None:
+        if self.lost - self._spared:
+            raise _lost(self._comms[0], self.lost)
+
+
+def _lost(comm: Comm, dead: set[int]) -> Lost:
+    """Return the error for ranks of `comm` that have died: the lowest of the others says it."""
+    if comm.rank != min(set(range(comm.size)) - dead):
+        return _said_by_another()
+    names = ", ".join(map(str, sorted(dead)))
+    got = f"rank {names} has died" if len(dead) == 1 else f"ranks {names} have died"
+    return Lost(got, "all that this job needs", "it goes on by --resume")
+
+
+def _said_by_another() -> Lost:
+    error = Lost("", "")
+    error.args = ("",)
+    return error
+
+
+def _failed(comm: Comm) -> list[int]:
+    """Return the ranks of `comm` that have died."""
+    dead, everyone = comm.Get_failed(), comm.Get_group()
+    found = dead.Translate_ranks(None, everyone)
+    dead.Free()
+    everyone.Free()
+    return list(found)
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether MPI has raised an error because a rank has died, or because one ends the job."""
+    if not switched_on() or not isinstance(error, MPI.Exception):
+        return False
+    # Open MPI now and then says ERR_OTHER in place of the first.
+    known = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_OTHER
+    return error.Get_error_class() in known
+
+
+def lost_by(error: BaseException) -> Lost:
+    """Return what a death that MPI has told of comes to, on a rank that was not prepared for it."""
+    if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_REVOKED:
+        return _said_by_another()
+    MPI.COMM_WORLD.Ack_failed()
+    return _lost(MPI.COMM_WORLD, set(_failed(MPI.COMM_WORLD)))
+
+
+def end_all(message: str) -> NoReturn:
+    """Print a message, if there is one, and end this process and with it the job.
+
+    MPI_Abort ends nobody here, and who ends by an exit code is waited for: this process is killed,
+    when its communicators are revoked, by which the others see that they are to end. Who has
+    nothing to say waits for that: a further death would be told of as well.
+
+    Blocks: for half a second, or some seconds until another rank has spoken.
+    """
+    sys.stdout.flush()
+    if message:
+        print(f"mpips: {message}", file=sys.stderr, flush=True)
+        for comm in _watched:
+            with contextlib.suppress(MPI.Exception):  # it may be revoked already
+                comm.Revoke()
+    end = time.monotonic() + (HEARD_S if message else SPOKEN_S)
+    while time.monotonic() < end and (message or not _is_revoked()):
+        with contextlib.suppress(MPI.Exception):  # the dead are listened to as well
+            MPI.COMM_WORLD.Iprobe()
+        time.sleep(HEARD_S / 100)
+    segments.remove_noted()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process is killed")
+
+
+def _is_revoked() -> bool:
+    return any(comm.Is_revoked() for comm in _watched)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, whose job has come to its end without some ranks.
+
+    MPI_Finalize may wait for the dead for ever.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    segments.remove_noted()
+    os._exit(code)

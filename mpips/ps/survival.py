@@ -1,0 +1,31 @@
+"""Asynchronous runs that go on when a worker dies, where MPI lets them (`mpips.cluster.failures`).
+
+What a worker has announced stays in the memory of its node, and one word announces a push to all
+servers: each applies all that the dead worker's word says, and counts it as finished. The chief
+hands the other batches that it had to those who live, under new numbers, and tells the servers that
+the old ones never come, for clocks that wait for them. So each batch is applied exactly once.
+
+The death of a server, of a worker on another node, or of one that keeps state of its own, ends the
+job: it goes on from a checkpoint.
+"""
+
+from mpips.cut import worker_state
+from mpips.planning.job import Job
+
+
+def spared(job: Job) -> tuple[int, ...]:
+    """Return the ranks that a run can do without: its workers, or none. The same on all ranks."""
+    ranks, c = job.cluster, job.config
+    able = c.mode in ("async", "ssp") and not c.backup_workers and ranks.nodes == 1
+    if not ranks.failures.on or not able or worker_state.names(job):
+        return ()
+    return ranks.roles.workers
+
+
+def announcement(job: Job) -> str | None:
+    """Return what the chief says of it, where MPI lets jobs go on."""
+    if not job.cluster.failures.on:
+        return None
+    if spared(job):
+        return "if a worker dies, the others go on without it"
+    return "if a rank dies, this job ends: workers are spared in modes async and ssp, on one node"
