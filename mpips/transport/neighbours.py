@@ -23,6 +23,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.transport.far import FarReads, Owner
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
+WRITES = 2  # and a word a replica: reads into it that have begun, those that join another too
 REPLICAS = 2  # at most: the one in use, and the one ahead
 PATIENCE = 4.0  # times the longest read so far
 PATIENCE_S = 0.05  # and at least this
@@ -40,7 +41,7 @@ def fields(n: int, servers: int, workers: int, dtype: str, replicas: int) -> tup
     """
     return (
         Field("fetches", "i8", (8,)),
-        Field("fetched", "i8", (REPLICAS, servers + 1)),
+        Field("fetched", "i8", (REPLICAS, servers + 2)),
         Field("before", "i8", (REPLICAS, workers)),
         Field("replicas", dtype, (replicas, n)),
     )
@@ -51,9 +52,9 @@ class Neighbour:
     """A worker of this node, as the others see it.
 
     Attributes:
-        words: Its fetches begun and done, shape (8,), dtype int64.
-        fetched: Versions that they found, and how many reads were torn, shape
-            (REPLICAS, servers + 1), dtype int64.
+        words: Its fetches begun and done, and the writes of its replicas, shape (8,), dtype int64.
+        fetched: Versions that they found, how many reads were torn, and the writes of the replica,
+            theirs the last, shape (REPLICAS, servers + 2), dtype int64.
         before: Fetches that each worker of the node had begun when the versions were known, shape
             (REPLICAS, workers of the node), dtype int64.
         replicas: Where they go, shape (replicas, n_params).
@@ -91,13 +92,15 @@ class SharedReads(FarReads):
     ) -> None:
         super().__init__(cluster, owners, servers)
         self._own, self._workers, self._me = own, workers, workers[me]
-        self._others = [k for k in range(len(workers)) if k != me]
         self._joined: tuple[int, int] | None = None  # worker, fetch
         # Fetches whose versions may be older than those of the last read.
         self._before = np.zeros(len(workers), "i8")
         self._claimed = 0  # what BEGUN was last
         self._here = self._stamped = True
-        self._found = np.zeros(servers + 1, "i8")  # as `Neighbour.fetched` has it
+        self._found = np.zeros(servers + 2, "i8")  # as `Neighbour.fetched` has it
+        places = [replica.ctypes.data for replica in self._me.replicas]
+        self._slots = {place: slot for slot, place in enumerate(places)}
+        self._slot = 0  # where this read goes
         self.joined = 0
         self._asked_s = self._longest_s = 0.0
 
@@ -113,20 +116,22 @@ class SharedReads(FarReads):
             out: One of this worker's replicas.
         """
         self._out, self._here = out, False
+        self._slot = self._slots[out.ctypes.data]
+        mine, writes = self._me.words, WRITES + self._slot
+        publish(mine, writes, observe(mine, writes) + 1)
         self._joined = None
-        for k in self._others:
-            words = self._workers[k].words
-            begun = observe(words, BEGUN)
-            if begun > max(self._before[k], observe(words, DONE)):
+        for k, other in enumerate(self._workers):
+            if other is self._me:
+                continue
+            begun = observe(other.words, BEGUN)
+            if begun > max(self._before[k], observe(other.words, DONE)):
                 self._joined = k, begun
         if self._joined is None:
             self._claim()
 
     def _claim(self) -> None:
         """Say that a fetch begins, and where it goes."""
-        places = [replica.ctypes.data for replica in self._me.replicas]
-        number, slot = self._claimed // REPLICAS + 1, places.index(self._out.ctypes.data)
-        self._claimed = REPLICAS * number + slot
+        self._claimed = REPLICAS * (self._claimed // REPLICAS + 1) + self._slot
         publish(self._me.words, BEGUN, self._claimed)
         self._own.begin(self._out)
         self._stamped = False
@@ -155,8 +160,9 @@ class SharedReads(FarReads):
         self._note_stamps()
         if not here:
             return False
-        self._found[-1] = self._own.result(self._found)
-        slot = self._claimed % REPLICAS
+        slot = self._slot
+        self._found[-2] = self._own.result(self._found)
+        self._found[-1] = observe(self._me.words, WRITES + slot)
         self._me.fetched[slot] = self._found
         self._me.before[slot] = self._before
         publish(self._me.words, DONE, self._claimed)
@@ -180,8 +186,8 @@ class SharedReads(FarReads):
             np.copyto(self._out[shard.range], other.replicas[slot, shard.range])
         later = observe(other.words, BEGUN) - REPLICAS * (number // REPLICAS)
         overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
-        if overwritten:
-            self._found[-1] = len(self._owners)
+        if overwritten or observe(other.words, WRITES + slot) != self._found[-1]:
+            self._found[-2] = len(self._owners)
         self.joined += 1
         return True
 
@@ -189,4 +195,4 @@ class SharedReads(FarReads):
         """See `FarReads.result`."""
         for server, _, _ in self._owners:
             versions[server] = self._found[server]
-        return int(self._found[-1])
+        return int(self._found[-2])

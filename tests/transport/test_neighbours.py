@@ -75,7 +75,7 @@ class Worker:
 @pytest.fixture
 def workers() -> list[Worker]:
     """Three workers of one node."""
-    fetched, before = (REPLICAS, 2), (REPLICAS, 3)
+    fetched, before = (REPLICAS, 3), (REPLICAS, 3)
     shapes = (8,), fetched, before
     node = [Neighbour(*(np.zeros(s, "i8") for s in shapes), np.zeros((1, N))) for _ in range(3)]
     return [Worker(node, me) for me in range(3)]
@@ -104,3 +104,23 @@ def test_fetches_out_of_step_come_into_step(
     two.know(20)
     for worker in (two, one, third):
         worker.done(20)
+
+
+def test_what_is_overwritten_while_it_is_copied_is_torn(workers: list[Worker]) -> None:
+    """By a later read into the same replica, even by one that joins another worker's."""
+    one, two, third = workers
+    assert not one.joins()
+    assert third.joins()
+    one.know(10)
+    one.done(10)
+    assert not two.joins(), "nothing is under way"
+    two.know(11)
+    assert one.joins()
+    two.done(11)
+    one.done(11)  # third has not copied what one fetched
+    assert third.reads.advance()
+    assert third.reads.result(np.zeros(1, "i8")) == 1
+    assert third.joins() is False
+    third.know(12)
+    third.done(12)
+    assert third.reads.result(np.zeros(1, "i8")) == 0
