@@ -93,6 +93,18 @@ def claim(out: Path) -> None:
     _held.append(lock)
 
 
+def is_claimed(out: Path) -> bool:
+    """Whether a job is in a run's folder, as far as its file system knows. Claims nothing."""
+    try:
+        with open(out / LOCK, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or no locks
+        return False
+    return False
+
+
 def release() -> None:
     """Let other jobs into the folders that this process has claimed."""
     while _held:

@@ -10,10 +10,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpips.config.arguments import Parser
 from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
+
+if TYPE_CHECKING:
+    from mpips.launch.supervise import Crew
 
 EPILOG = """\
 Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
@@ -22,8 +26,8 @@ its own options: it calls mpips.run or mpips.torch.run with out= and resume="aut
 the ranks to save and end, a second one ends them at once.
 """
 USAGE = (
-    "python -m mpips.launch -n N [--restarts K] [--timeout S] [--mpirun WORDS] -- "
-    "[options of mpips.train | PROGRAM.py ... | -m MODULE ...]"
+    "python -m mpips.launch [-n N] [--hosts A:4,B:4 [--elastic [N]]] [--restarts K] [--timeout S] "
+    "[--mpirun WORDS] -- [options of mpips.train | PROGRAM.py ... | -m MODULE ...]"
 )
 
 
@@ -38,14 +42,23 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", dest="ranks", type=int, required=True, metavar="N", help="ranks to start")
+    add("-n", dest="ranks", type=int, metavar="N",
+        help="ranks to start [default: as many as --hosts has]")  # fmt: skip
+    add("--hosts", default="", metavar="LIST", help="hosts with the ranks of each, such as "
+        "a:4,b:4; a file with a host on each line; or slurm, for the nodes of the allocation "
+        "[default: this host]")  # fmt: skip
+    add("--elastic", type=int, nargs="?", const=1, metavar="N", help="when hosts are gone, go on "
+        "with fewer ranks on those that are left, at least N [default: 1]")  # fmt: skip
+    add("--rsh", default="", metavar="WORDS", help="runs a command on a host, as ssh does "
+        "[default: ssh; with --hosts slurm, srun]")  # fmt: skip
     add("--restarts", type=int, default=5, metavar="K",
         help="start it again at most so often [default: 5]")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S",
         help="end a job that has done nothing for so many seconds: longer than a start, a step or "
         "an evaluation takes [default: 300]")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
-        "as 'mpirun -hosts a,b -ppn 4' [default: mpirun on this host]")  # fmt: skip
+        "as 'mpirun -iface ib0', or, without --hosts, 'mpirun -hosts a,b -ppn 4' "
+        "[default: mpirun]")  # fmt: skip
     return parser
 
 
@@ -62,8 +75,10 @@ def main(argv: Sequence[str]) -> int:
         from mpips.launch.supervise import Order, supervise
 
         launcher = shlex.split(args.mpirun)
-        order = Order(args.ranks, words, launcher, args.restarts, args.timeout)
-        _check(order.ranks, order.restarts, order.timeout_s, launcher)
+        _check(args, launcher)
+        crew = _crew(args, launcher)
+        ranks = crew.ranks if crew is not None else args.ranks
+        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew)
         if not order.is_program:
             _check_job(words)
         elif words[0] != "-m" and not Path(words[0]).is_file():
@@ -74,20 +89,48 @@ def main(argv: Sequence[str]) -> int:
         return error.code
 
 
-def _check(ranks: int, restarts: int, timeout_s: float, launcher: Sequence[str]) -> None:
+def _check(args: argparse.Namespace, launcher: Sequence[str]) -> None:
     """Check what was given.
 
     Raises:
         UserError: If something cannot be.
     """
-    if ranks < 1:
-        raise UserError(f"-n {ranks}", "an integer >= 1")
-    if restarts < 0:
-        raise UserError(f"--restarts {restarts}", "an integer >= 0")
-    if not 1 <= timeout_s < 1e9:
-        raise UserError(f"--timeout {timeout_s:g}", "seconds >= 1")
+    if args.ranks is None and not args.hosts:
+        raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"-n {args.ranks}", "an integer >= 1")
+    if args.restarts < 0:
+        raise UserError(f"--restarts {args.restarts}", "an integer >= 0")
+    if not 1 <= args.timeout < 1e9:
+        raise UserError(f"--timeout {args.timeout:g}", "seconds >= 1")
     if launcher and shutil.which(launcher[0]) is None:
         raise UserError(f"--mpirun {launcher[0]!r}", "a program on PATH", "load its module")
+    for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):
+        if given and not args.hosts:
+            raise UserError(f"{flag} without --hosts", "both", "name the hosts, such as a:4,b:4")
+
+
+def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
+    """Return the hosts that were given, if any.
+
+    Raises:
+        UserError: If they cannot be used as it is said.
+    """
+    from mpips.launch.hosts import SLURM, find_hosts, is_srun
+    from mpips.launch.supervise import Crew
+
+    if not args.hosts:
+        return None
+    hosts = find_hosts(args.hosts, args.ranks)
+    ranks = args.ranks or sum(host.ranks for host in hosts)
+    least = ranks if args.elastic is None else args.elastic
+    if not 1 <= least <= ranks:
+        raise UserError(f"--elastic {least}", f"1 to {ranks} ranks")
+    remote = shlex.split(args.rsh)
+    if remote and shutil.which(remote[0]) is None:
+        raise UserError(f"--rsh {remote[0]!r}", "a program on PATH", "load its module")
+    slurm = args.hosts == SLURM or bool(launcher and is_srun(launcher[0]))
+    return Crew(hosts, ranks, least, remote, slurm)
 
 
 def _check_job(words: Sequence[str]) -> None:

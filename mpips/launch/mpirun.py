@@ -47,13 +47,14 @@ def mpirun() -> str:
 
 
 @functools.cache
-def is_open_mpi() -> bool:
-    """Whether `mpirun` is Open MPI's.
+def is_open_mpi(program: str = "") -> bool:
+    """Whether an mpirun, by default `mpirun`, is Open MPI's.
 
     Starts no MPI: which library a process has loaded is another question, which
     `mpips.cluster.library.is_open_mpi` answers.
     """
-    version = subprocess.run([mpirun(), "--version"], capture_output=True, text=True, timeout=60)
+    words = [program or mpirun(), "--version"]
+    version = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
     return "Open MPI" in version.stdout or "PRTE" in version.stdout
 
 
@@ -93,14 +94,21 @@ def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> li
     Args:
         ranks: How many.
         args: What follows ``python``.
-        launcher: The launcher with its options; by default `mpirun` with those it needs here.
+        launcher: The launcher with its options; by default `default_launcher`.
 
     Raises:
         UserError: If there is no mpirun.
     """
-    if not launcher:
-        launcher = [mpirun(), *(OPEN_MPI if is_open_mpi() else ())]
-    return [*launcher, "-n", str(ranks), sys.executable, *args]
+    return [*(launcher or default_launcher()), "-n", str(ranks), sys.executable, *args]
+
+
+def default_launcher() -> list[str]:
+    """Return `mpirun` with the options that it needs here.
+
+    Raises:
+        UserError: If there is none.
+    """
+    return [mpirun(), *(OPEN_MPI if is_open_mpi() else ())]
 
 
 def family(leader: int) -> list[int]:

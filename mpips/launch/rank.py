@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     rank = rank_of(os.getpid())
     try:
         signs.begin(Path(folder), str(os.getpid() if rank is None else rank))
+        signs.end_when_over(Path(folder))
         if words[0] == "-m":
             sys.argv[:] = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -11,10 +11,11 @@ import json
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from mpips.errors import UserError
 from mpips.launch.process import STARTED, stat_of
@@ -22,6 +23,8 @@ from mpips.launch.process import STARTED, stat_of
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 TOLD, STACKS = ".jsonl", ".stacks"
+CURRENT = "current"  # there as long as the job of the folder may run
+LOOK_S = 5.0
 
 # What this rank tells, and its stacks, for the whole of its life; empty without a supervisor.
 _files: list[IO[bytes]] = []
@@ -49,13 +52,39 @@ def begin(folder: Path, name: str) -> None:
         _tell(host=platform.node(), pid=pid, started=int(stat_of(pid)[STARTED]))
 
 
+def end_when_over(folder: Path) -> None:
+    """End this process as soon as its attempt is over for the supervisor.
+
+    That may not reach this host, and the next attempt writes to the same run.
+    """
+    _end_if_over(folder / CURRENT)
+    threading.Thread(target=watch_over, args=[folder / CURRENT], daemon=True).start()
+
+
+def watch_over(current: Path) -> NoReturn:
+    """End this process when a file is gone: what a thread of each rank does."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    while True:
+        time.sleep(LOOK_S)
+        _end_if_over(current)
+
+
+def _end_if_over(current: Path) -> None:
+    try:
+        os.close(os.open(current, os.O_RDONLY))  # NFS asks its server, as it does not for stat
+    except (FileNotFoundError, NotADirectoryError):
+        os.kill(os.getpid(), signal.SIGKILL)  # MPI may wait for hosts that are gone
+    except OSError:
+        return  # a file server that does not answer says nothing
+
+
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
         got = f"{folder} on {platform.node()}: {problem.strerror}"
-        remedy = "on several nodes start mpips.launch in a folder of all, with --mpirun"
+        remedy = "on several nodes start mpips.launch in a folder of all, with --hosts or --mpirun"
         raise UserError(got, "a folder that ranks can write", remedy) from None
 
 

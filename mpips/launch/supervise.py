@@ -1,4 +1,4 @@
-"""The supervisor of a job on this host: starts it, watches it, ends it, and starts it again."""
+"""The supervisor of a job: starts it, watches it, ends it, and starts it again."""
 
 import contextlib
 import os
@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
-from mpips.config.command_line import load
+from mpips.config.command_line import load, parse_command_line
+from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
-from mpips.launch.mpirun import Running, survivors_launcher
-from mpips.launch.verdict import Attempt, Verdict, verdict
+from mpips.launch.fewer import changed_options, words_of
+from mpips.launch.hosts import Host, launcher_words
+from mpips.launch.mpirun import Running, default_launcher, survivors_launcher
+from mpips.launch.placement import Placement
+from mpips.launch.reach import Reach
+from mpips.launch.verdict import FAILED, Attempt, Verdict, verdict
 from mpips.launch.watch import Run, Signs, Watch
 
 POLL_S = 0.1
@@ -22,6 +28,26 @@ LOOK_S = 2.0  # at most, between two looks at a job
 STACKS_S = 3.0
 AT_ONCE = "ended by a second SIGINT"
 PAUSE_S, LONGEST_S = 1.0, 60.0  # before the first restart, doubled with each
+ASK_AGAIN_S = 5.0  # hosts, where there are too few
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The hosts of a job.
+
+    Attributes:
+        hosts: With the number of ranks that each may have.
+        ranks: Of the job, as long as there are hosts for them.
+        least: The number of ranks with which the job goes on.
+        remote: The remote command; empty for ssh, or for srun with `slurm`.
+        slurm: Whether they are nodes of an allocation of SLURM.
+    """
+
+    hosts: Sequence[Host]
+    ranks: int
+    least: int
+    remote: Sequence[str] = ()
+    slurm: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,9 +57,10 @@ class Order:
     Attributes:
         ranks: How many.
         words: Options of mpips.train, or a program or ``-m MODULE`` with its own.
-        launcher: The launcher with its options; empty for mpirun on this host.
+        launcher: The launcher with its options; empty for mpirun.
         restarts: How often the job may be started again.
         timeout_s: How long it may do nothing.
+        crew: The hosts; None for this one, or for those that the launcher knows of.
     """
 
     ranks: int
@@ -41,6 +68,12 @@ class Order:
     launcher: Sequence[str] = ()
     restarts: int = 5
     timeout_s: float = 300.0
+    crew: Crew | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may have a part in the job."""
+        return self.crew is not None or bool(self.launcher)
 
     @property
     def is_program(self) -> bool:
@@ -52,22 +85,27 @@ def supervise(order: Order) -> int:
     """Run a job until its run is complete, or would get no further; returns the exit code.
 
     The folder by which ranks tell what they do is this process's own on one host, and in the
-    current folder, which hosts share, where a launcher is given.
+    current folder, which hosts share, where hosts or a launcher are given.
 
     Raises:
-        UserError: If there is no launcher, or that folder cannot be made.
+        UserError: If there is no launcher, too few hosts answer, or that folder cannot be made.
     """
     try:
         folder = tempfile.TemporaryDirectory(
             prefix="mpips-launch-",
-            dir=Path.cwd() if order.launcher else None,
+            dir=Path.cwd() if order.is_shared else None,
             ignore_cleanup_errors=True,
         )
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None
-    with folder, signals.noted():
-        return Supervisor(order, Path(folder.name)).run()
+    with folder, signals.noted(), contextlib.ExitStack() as stack:
+        crew, place = order.crew, None
+        if crew is not None:
+            reach = Reach(crew.remote, crew.slurm, Path(folder.name))
+            stack.enter_context(contextlib.closing(reach))
+            place = Placement(crew.hosts, order.ranks, crew.least, reach)
+        return Supervisor(order, Path(folder.name), place).run()
 
 
 class Supervisor:
@@ -76,27 +114,31 @@ class Supervisor:
     Args:
         order: What is to be run.
         folder: Of this process.
+        place: Chooses the hosts, if they are given.
     """
 
-    def __init__(self, order: Order, folder: Path) -> None:
-        self._order, self._folder = order, folder
-        self._launcher = order.launcher
-        self._survives = not order.launcher and _goes_on(order) and bool(survivors_launcher())
-        if self._survives:
-            self._launcher = survivors_launcher()
+    def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
+        self._order, self._folder, self._place = order, folder, place
+        alone = place is None and not order.launcher
+        self._survivors = survivors_launcher() if alone and _goes_on(order) else []
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
         self._handed_on = False
+        self._where = ""  # the next attempt is
+        self._changes: list[str] = []  # of the job's words, on fewer ranks
 
     def run(self) -> int:
         """Start the job, again and again; returns the exit code."""
-        found: Verdict | None = None
+        found = self._gather()
         while found is None:
             self._attempts.append(self._attempt())
             asked = signals.received() or ""
             found = verdict(self._attempts, self._order.restarts, asked)
             if found is None:
-                found = self._pause()
+                found = self._pause() or self._gather()
+        left = self._place.finish() if self._place is not None else ""
+        if left:
+            _say(f"ranks may be left, and end when they see that it is over, on {left}")
         if found.why:
             _say(found.why)
         if found.code and len(self._attempts) > 1:
@@ -111,31 +153,90 @@ class Supervisor:
         onward = f"from step {last.step}" if last.step >= 0 else "from the beginning"
         _say(f"attempt {number}: {last}")
         _say(f"starting again {onward} in {pause_s:g} s")
-        end = time.monotonic() + pause_s
-        while not signals.received():
-            if time.monotonic() >= end:
-                return None
-            time.sleep(POLL_S)
-        return Verdict(signals.EXIT_SAVED, f"{signals.received()} before a restart: run it again")
+        return _wait(pause_s)
+
+    def _gather(self) -> Verdict | None:
+        """Find hosts for the next attempt, and wait until they can be used.
+
+        Returns:
+            The verdict if the end is asked for meanwhile, or if that lasts too long.
+
+        Raises:
+            UserError: If there are too few for the first attempt.
+        """
+        begin, said = time.monotonic(), ""
+        while lacking := self._lacking():
+            if signals.received():
+                break
+            if not self._attempts:
+                remedy = "bring them up, give others, or begin with fewer ranks by --elastic"
+                raise UserError(lacking, "hosts that answer", remedy)
+            if time.monotonic() - begin >= self._order.timeout_s:
+                return Verdict(FAILED, f"{lacking}: giving up")
+            if lacking != said:
+                _say(f"{lacking}: waiting up to {self._order.timeout_s:g} s")
+                said = lacking
+            if found := _wait(ASK_AGAIN_S):
+                return found
+        return _wait(0.0)
+
+    def _lacking(self) -> str:
+        """Choose the hosts of the next attempt; returns what it lacks, if anything."""
+        order, place = self._order, self._place
+        lacking = place.choose(signals.received) if place is not None else ""
+        if not lacking and order.is_shared and self._run and is_claimed(self._run.out):
+            lacking = f"ranks of the attempt before still hold {self._run.out}"
+        if place is None or lacking or signals.received():
+            return lacking
+        changes = {}
+        if place.ranks < order.ranks and not order.is_program:
+            line = parse_command_line(order.words)
+            given = {**(read_toml(line.job) if line.job else {}), **line.options}
+            try:
+                changes = changed_options(given, order.ranks, place.nodes)
+            except UserError as problem:
+                return f"{problem} ({place.told})"
+        self._changes = words_of(changes)
+        where = " ".join([place.summary, *self._changes])
+        if where != (self._where or where) or place.trouble:
+            _say(where)
+        self._where = where
+        return ""
 
     def _attempt(self) -> Attempt:
         """Start the job, and wait for its end."""
-        order, begin = self._order, time.monotonic()
+        begin, place = time.monotonic(), self._place
+        ranks, launcher = self._launcher()
         signs = Signs(self._folder / f"{len(self._attempts) + 1}")
         self._handed_on = False
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
-            with Running(order.ranks, args, Path.cwd(), launcher=self._launcher, shown=True) as job:
+            with Running(ranks, args, Path.cwd(), launcher=launcher, shown=True) as job:
                 trouble = self._watch(job, signs)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
                     _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
-                signs.read()
+                signs.end()
                 job.kill(signs.alive())
+            if place is not None:
+                place.settle(bool(signs.runs), signs.ranks, signs.codes)
             if job.process.returncode and job.left():
                 time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
             segments.clean()  # if one rank is killed, the others may be gone at once
-            return self._came_to(job.process.returncode, trouble, time.monotonic() - begin, signs)
+            code, seconds = job.process.returncode, time.monotonic() - begin
+            if not trouble and len(signs.codes) == ranks and not any(signs.codes.values()):
+                code = 0
+            elif not trouble and place is not None and code == 0 and len(signs.codes) < ranks:
+                trouble = "mpirun has lost ranks"  # Open MPI's, with a host
+            return self._came_to(code, trouble, seconds, signs)
+
+    def _launcher(self) -> tuple[int, Sequence[str]]:
+        """Return how many ranks are started, and the launcher with its options."""
+        order, place = self._order, self._place
+        if place is None:
+            return order.ranks, self._survivors or order.launcher
+        words = list(order.launcher or default_launcher())
+        return place.ranks, words + launcher_words(place.used, place.reach.agent, words[0])
 
     def _words(self) -> list[str]:
         """Return what Python runs in each rank."""
@@ -144,12 +245,13 @@ class Supervisor:
             return words
         if self._run is not None:
             words += ["--out", str(self._run.out), "--resume", "auto"]
+        words += self._changes
         return ["-m", "mpips.train", *words]
 
     def _watch(self, job: Running, signs: Signs) -> str:
         """Wait until mpirun has ended, or something hangs; returns what."""
         order, now = self._order, time.monotonic()
-        watch = Watch(signs, order.timeout_s, order.is_program, now, self._survives)
+        watch = Watch(signs, order.timeout_s, order.is_program, now, bool(self._survivors))
         every_s = min(LOOK_S, order.timeout_s / 10)
         due = now + every_s
         while job.process.poll() is None:
@@ -159,6 +261,8 @@ class Supervisor:
             self._hand_on(job)
             if time.monotonic() >= due:
                 trouble = watch.look(time.monotonic())
+                if not trouble and self._place is not None:
+                    trouble = self._place.look(watch.quiet_s, time.monotonic())
                 if trouble:
                     return trouble
                 self._end_hung(watch)
@@ -188,8 +292,6 @@ class Supervisor:
         if not trouble and signs.codes:
             told = [c for c in signs.codes.values() if c]
             code = told[0] if told else code
-            if len(signs.codes) == self._order.ranks and not told:
-                code = 0
         if not signs.runs:
             step = self._run.saved_step if self._run else -1
             return Attempt(code, seconds, trouble, step=step)
@@ -211,6 +313,16 @@ def _goes_on(order: Order) -> bool:
         return load(order.words).mode in ("async", "ssp")
     except UserError:
         return False  # the ranks say what is wrong
+
+
+def _wait(seconds: float) -> Verdict | None:
+    """Wait between attempts; returns the verdict if the end is asked for meanwhile."""
+    end = time.monotonic() + seconds
+    while not signals.received():
+        if time.monotonic() >= end:
+            return None
+        time.sleep(POLL_S)
+    return Verdict(signals.EXIT_SAVED, f"{signals.received()} before a start: run it again")
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
 from mpips.launch.process import STARTED, STATE, stat_of
-from mpips.launch.signs import DUMP, DUMP_AFAR, STACKS, TOLD
+from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, STACKS, TOLD, watch_over
 
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
@@ -148,6 +148,7 @@ class Signs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
+        (folder / CURRENT).touch()
         self.ranks: list[Rank] = []
         self.runs: list[Run] = []
         self.codes: dict[str, int] = {}
@@ -174,6 +175,11 @@ class Signs:
     def alive(self) -> list[int]:
         """Return the process ids of the ranks that are here and are not gone."""
         return [r.pid for r in self.ranks if r.is_here and r.trouble != GONE]
+
+    def end(self) -> None:
+        """Have ranks that are left end themselves, wherever they are, and read the last signs."""
+        (self.folder / CURRENT).unlink(missing_ok=True)
+        self.read()
 
     def close(self) -> None:
         """Let the folders of runs go."""
@@ -205,7 +211,10 @@ class Signs:
 
     def _stacks(self, rank: Rank) -> str:
         text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
-        return LEFT_OUT.sub("", text)
+        threads = [
+            thread for thread in text.split("\n\n") if f" in {watch_over.__name__}\n" not in thread
+        ]
+        return LEFT_OUT.sub("", "\n\n".join(threads))
 
 
 def _names(ranks: Iterable[Rank]) -> str:
@@ -238,6 +247,11 @@ class Watch:
         self._state: object = ()
         self._lost: dict[Rank, float] = {}
         self.hung: set[Rank] = set()
+
+    @property
+    def quiet_s(self) -> float:
+        """How long nothing had happened at the last look."""
+        return self._looked - self._since
 
     def look(self, now: float) -> str:
         """Look at the job; returns what hangs, empty if nothing does."""

@@ -115,9 +115,14 @@ def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
         )
 
 
-def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
+def matching(hosts: Sequence[str], glob: str) -> list[int]:
+    """Return the ranks whose host matches one of the globs, which commas separate; none: all."""
     globs = glob.split(",") if glob else ["*"]
-    ranks = [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
+    return [r for r, h in enumerate(hosts) if any(fnmatch.fnmatch(h, g) for g in globs)]
+
+
+def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
+    ranks = matching(hosts, glob)
     if len(ranks) < count:
         raise UserError(
             f"server_hosts={glob!r} matches {len(ranks)} ranks",

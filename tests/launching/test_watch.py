@@ -135,6 +135,7 @@ def test_lines_that_come_rarely_are_waited_for(job: Signs, rank: Path) -> None:
     begin(job, rank, log_every_s=100)
     watch = Watch(job, TIMEOUT_S, program=False, now=0)
     assert next(now for now in range(0, 300, 5) if watch.look(now)) == 200
+    assert watch.quiet_s == 200
     job.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mpips.checkpoint import begin_step, commit, write_shard
 from mpips.checkpoint.files import step_folder
-from mpips.checkpoint.place import Place, release
+from mpips.checkpoint.place import Place, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve, to_toml
@@ -35,7 +35,10 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     again = parse_command_line(["--out", str(out), "--resume", "auto"])
     with pytest.raises(UserError, match="in use by a running job"):
         folder.find_run(again)
+    assert is_claimed(out)
     release()
+    assert not is_claimed(out)
+    assert not is_claimed(tmp_path / "none")
     assert not folder.find_run(again).resumed  # nothing was saved: begins anew
 
 

@@ -1,0 +1,89 @@
+"""What the supervisor has done on a host: ``python -m mpips.launch.afar FOLDER [PID:STARTED ...]``.
+
+That a host answers, has Python with mpips and sees the supervisor's folder; and that ranks which
+are left of earlier attempts there end, and leave no shared memory.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mpips.cluster import segments
+from mpips.launch.process import NAME, PARENT, STARTED, STATE, stat_of
+
+ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
+DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
+NO_FOLDER = 3
+GONE_S, SEEN_S = 5.0, 10.0  # a file system may show what another host has made some seconds later
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do it; returns the exit code, 0 if this host can be used."""
+    folder, *left = argv
+    found = end(tuple(map(int, word.split(":"))) for word in left)
+    if left and segments.present():
+        time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
+    segments.clean()
+    deadline = time.monotonic() + SEEN_S
+    while not Path(folder).is_dir():
+        if time.monotonic() > deadline:
+            what = "expected one that all hosts share; start mpips.launch there"
+            print(f"no folder {folder} on {platform.node()}, {what}", file=sys.stderr)
+            return NO_FOLDER
+        time.sleep(0.2)
+    if found:
+        print(f"process {', '.join(map(str, found))} of an earlier attempt did not end")
+        return 1
+    print(ANSWER, platform.node())
+    return 0
+
+
+def end(left: Iterable[tuple[int, ...]]) -> list[int]:
+    """SIGKILL processes, and their launcher's daemons; returns those that are still there then.
+
+    Args:
+        left: Process ids, each with when it started: it may be another one's by now.
+    """
+    ranks = [pid for pid, started in left if _runs(pid, started)]
+    mapped = {segment for pid in ranks for segment in segments.mapped(pid)}
+    members = sorted({daemon for pid in ranks for daemon in _daemon(pid)}) + ranks
+    started = {pid: _started(pid) for pid in members}
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_S
+    while any(_runs(*item) for item in started.items()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    segments.remove(mapped)
+    return [pid for pid, since in started.items() if _runs(pid, since)]
+
+
+def _started(pid: int) -> int:
+    """Return when a process started; -1 if it is gone."""
+    try:
+        known = stat_of(pid)
+    except OSError:
+        return -1
+    return -1 if known[STATE] in "ZX" else int(known[STARTED])
+
+
+def _runs(pid: int, started: int) -> bool:
+    return started >= 0 and _started(pid) == started
+
+
+def _daemon(pid: int) -> list[int]:
+    """Return the daemon that has started a rank, if that is its parent still."""
+    try:
+        parent = int(stat_of(pid)[PARENT])
+        return [parent] if stat_of(parent)[NAME].startswith(DAEMONS) else []
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

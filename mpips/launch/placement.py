@@ -1,0 +1,126 @@
+"""Where the next attempt at a job runs: on which of its hosts, and with how many ranks."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mpips.launch.hosts import Host, placed
+from mpips.launch.reach import Question, Reach
+from mpips.launch.watch import Rank
+
+QUIET_S = 20.0  # of a job, before its hosts are asked whether they are there
+AGAIN_S = 10.0  # until a host that did not answer is asked once more: then it is lost
+SILENT = 2  # starts in which no rank of a host began: it is left out of the next
+
+
+class Placement:
+    """The hosts of a job.
+
+    Args:
+        hosts: All of them, with the ranks that each may have.
+        ranks: Of the job, as long as there are hosts for them.
+        least: With how many it goes on.
+        reach: The way to them.
+
+    Attributes:
+        used: Hosts of the next or the current attempt, with the ranks of each.
+        trouble: Why hosts cannot be used, by name.
+    """
+
+    def __init__(self, hosts: Sequence[Host], ranks: int, least: int, reach: Reach) -> None:
+        self._hosts, self._wanted, self._least, self.reach = hosts, ranks, least, reach
+        self.used: list[Host] = []
+        self.trouble: dict[str, str] = {}
+        self._silent: dict[str, int] = {}
+        self._question: Question | None = None
+        self._asked = 0.0  # when it was asked
+        self._missed: set[str] = set()  # hosts of the attempt that have not answered the last time
+        self._lost: set[str] = set()  # nor the time before
+
+    @property
+    def ranks(self) -> int:
+        """Of the next or the current attempt."""
+        return sum(host.ranks for host in self.used)
+
+    @property
+    def nodes(self) -> list[str]:
+        """What the host of each rank calls itself."""
+        return [self.reach.nodes[h.name] for h in self.used for _ in range(h.ranks)]
+
+    def choose(self, stop: Callable[[], object]) -> str:
+        """Ask all hosts, and choose those of the next attempt; returns what lacks, if anything.
+
+        Args:
+            stop: Whether to wait no longer for answers.
+        """
+        names = [host.name for host in self._hosts]
+        self.trouble = self.reach.ask(names, stop, self._lost)
+        self._lost = set()
+        left_out = {name for name, count in self._silent.items() if count >= SILENT}
+        for name in left_out - set(self.trouble):
+            self.trouble[name] = f"no rank has begun there in {SILENT} starts"
+            self._silent[name] = 0  # later it is tried again
+        there = [host for host in self._hosts if host.name not in self.trouble]
+        self.used = placed(there, self._wanted)
+        if self.ranks >= self._least:
+            return ""
+        room = f"{self.ranks} ranks have a host, of {self._least}"
+        return f"{room} at least: {self.told}"
+
+    @property
+    def told(self) -> str:
+        """Why hosts are left out, in words."""
+        return "; ".join(f"{name}: {text}" for name, text in self.trouble.items())
+
+    @property
+    def summary(self) -> str:
+        """Where the ranks are, and what is left out."""
+        where = f"{self.ranks} of {self._wanted} ranks on {','.join(map(str, self.used))}"
+        return f"{where} ({self.told})" if self.trouble else where
+
+    def look(self, quiet_s: float, now: float) -> str:
+        """Ask the hosts of a job that is quiet, and wait for nothing; returns which are lost.
+
+        Args:
+            quiet_s: How long the job has done nothing.
+            now: Seconds on a clock that the looks go by.
+        """
+        if self._question is None:
+            if quiet_s < QUIET_S:
+                self._missed = set()
+            elif now - self._asked >= AGAIN_S:
+                self._question = self.reach.begin(host.name for host in self.used)
+                self._asked = now
+            return ""
+        if self._question.is_open():
+            return ""
+        trouble = self.reach.end(self._question)
+        self._question = None
+        if quiet_s < QUIET_S:  # it goes on
+            trouble = {}
+        self._lost, self._missed = self._missed & set(trouble), set(trouble)
+        lost = sorted(self._lost)
+        return "; ".join(f"{name} does not answer: {trouble[name]}" for name in lost)
+
+    def settle(self, begun: bool, ranks: Iterable[Rank], ended: Iterable[str]) -> None:
+        """Note what an attempt has left on its hosts: it is ended when they are asked again.
+
+        Args:
+            begun: Whether a run began.
+            ranks: That have told of themselves.
+            ended: The names of those that have come to their end.
+        """
+        if self._question is not None:
+            self.reach.end(self._question)
+        self._question, self._missed = None, set()
+        ranks, done = list(ranks), set(ended)
+        for rank in ranks:
+            if rank.name not in done:
+                self.reach.leave(rank.host, rank.pid, rank.started)
+        seen = {rank.host for rank in ranks}
+        for host in self.used:
+            silent = seen and not begun and self.reach.nodes[host.name] not in seen
+            self._silent[host.name] = self._silent.get(host.name, 0) + 1 if silent else 0
+
+    def finish(self) -> str:
+        """End what the last attempt has left; returns which hosts could not be asked to."""
+        trouble = self.reach.ask(list(self.reach.left))
+        return "; ".join(f"{name}: {text}" for name, text in trouble.items())

@@ -1,0 +1,169 @@
+"""How other hosts are reached: by one remote command, which mpirun starts its daemons by as well.
+
+They are asked all at once, each within a deadline: a host that is gone holds up nobody.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from mpips.launch.afar import ANSWER
+from mpips.launch.mpirun import TREE
+
+# An ssh that asks for a password would wait for ever.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# A step of SLURM on one node, beside what runs there: a daemon of mpirun needs all of the node.
+SRUN = (
+    *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none"),
+    *("--kill-on-bad-exit=0", "--input=none", "--quiet"),
+)
+AS_SSH = '#!/bin/sh\nexec {words} "$@"\n'
+AS_SRUN = """\
+#!/bin/sh
+while case $1 in -*) ;; *) false ;; esac; do shift; done
+host=$1
+shift
+exec {words} --nodelist="$host" /bin/sh -c "$*"
+"""
+ANSWER_S = 20.0  # within which a host answers: a login, and Python from a disk that all share
+ENDS_S = 2.0  # for a remote command that is told to end, before it is killed
+POLL_S = 0.05
+
+
+class Question:
+    """Hosts that have been asked, each by a process of its own.
+
+    Args:
+        commands: Of each host.
+        within_s: They have for their answer.
+    """
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], within_s: float) -> None:
+        self._deadline = time.monotonic() + within_s
+        self._told: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        for name, words in commands.items():
+            told = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            self._told[name] = process, told
+
+    def is_open(self, doubtful: Collection[str] = ()) -> bool:
+        """Whether an answer may still come from a host that is not doubtful."""
+        if time.monotonic() >= self._deadline:
+            return False
+        sure = [told for name, told in self._told.items() if name not in doubtful]
+        return any(process.poll() is None for process, _ in sure)
+
+    def close(self) -> dict[str, str]:
+        """End what has not answered; returns what each host has said, its last line."""
+        late = {name for name, (process, _) in self._told.items() if process.poll() is None}
+        for number, wait_s in ((signal.SIGTERM, ENDS_S), (signal.SIGKILL, ENDS_S)):
+            self._end(number, wait_s)
+        found = {}
+        for name, (_, told) in self._told.items():
+            found[name] = "no answer" if name in late else _last_line(told)
+            told.close()
+        return found
+
+    def _end(self, number: int, wait_s: float) -> None:
+        """Send a signal to those who are still there, and wait until they are gone."""
+        left = [process for process, _ in self._told.values() if process.poll() is None]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + wait_s
+        while any(process.poll() is None for process in left) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _last_line(told: IO[bytes]) -> str:
+    told.seek(0)
+    lines = told.read().decode(errors="replace").strip().splitlines()
+    answers = [line for line in lines if line.startswith(ANSWER)]
+    return (answers or lines or ["nothing"])[-1]
+
+
+class Reach:
+    """The way to other hosts, and what is to be ended on them as soon as they answer.
+
+    Args:
+        words: The remote command, called as ssh is; empty for ssh, or for srun with `slurm`.
+        slurm: Whether the hosts are nodes of an allocation of SLURM.
+        folder: The supervisor's, which they see.
+
+    Attributes:
+        agent: A program that is the remote command.
+        nodes: What hosts call themselves, of those who have answered.
+        left: Processes that are left on a host, as ``PID:STARTED``.
+    """
+
+    def __init__(self, words: Sequence[str], slurm: bool, folder: Path) -> None:
+        self._folder = folder
+        # Open MPI takes no path with a space in it.
+        self._own = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
+        self.agent = Path(self._own.name) / "agent"
+        text = AS_SRUN if slurm and not words else AS_SSH
+        self.agent.write_text(text.format(words=shlex.join(words or (SRUN if slurm else SSH))))
+        self.agent.chmod(0o700)
+        self.nodes: dict[str, str] = {}
+        self.left: dict[str, list[str]] = {}
+
+    def close(self) -> None:
+        """Remove the program."""
+        self._own.cleanup()
+
+    def begin(self, names: Iterable[str]) -> Question:
+        """Ask hosts, which end what is left there."""
+        return Question({name: self._command(name) for name in names}, ANSWER_S)
+
+    def end(self, question: Question) -> dict[str, str]:
+        """Return why hosts that were asked cannot be used, by name; those that can are left out."""
+        trouble = {}
+        for name, told in question.close().items():
+            if told.startswith(ANSWER):
+                self.nodes[name] = told.removeprefix(ANSWER).strip()
+                self.left.pop(name, None)
+            else:
+                trouble[name] = told
+        return trouble
+
+    def ask(
+        self,
+        names: Iterable[str],
+        stop: Callable[[], object] = bool,
+        doubtful: Collection[str] = (),
+    ) -> dict[str, str]:
+        """Ask hosts and wait; returns as `end` does.
+
+        Args:
+            names: Of the hosts.
+            stop: Whether to wait no longer.
+            doubtful: Hosts that are not waited for when the others have answered.
+        """
+        question = self.begin(names)
+        while question.is_open(doubtful) and not stop():
+            time.sleep(POLL_S)
+        return self.end(question)
+
+    def _command(self, name: str) -> list[str]:
+        """Return the command line that asks a host."""
+        module = [sys.executable, "-m", "mpips.launch.afar", str(self._folder)]
+        path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        words = shlex.join(["env", f"PYTHONPATH={path}", *module, *self.left.get(name, [])])
+        return [str(self.agent), name, f"cd {shlex.quote(str(Path.cwd()))} && {words}"]
+
+    def leave(self, node: str, pid: int, started: int) -> None:
+        """Note a process that is to be ended on a host, by what that calls itself."""
+        for name, told in self.nodes.items():
+            if told == node:
+                self.left.setdefault(name, []).append(f"{pid}:{started}")

@@ -1,0 +1,102 @@
+"""Jobs on several hosts, one of which is gone for a time. Each is a pair of namespaces here."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
+from slurm_cluster import UNSHARE, give_an_address
+from supervised import N, Supervised, counting_words, supervised
+
+from mpips.launch import __main__ as command
+from mpips.launch import mpirun
+
+# As ssh. A host has its name and its shared memory, and notes its processes.
+RSH = f"""\
+#!/bin/sh
+while case $1 in -*) ;; *) false ;; esac; do shift; done
+here=$(dirname "$0") host=$1
+shift
+if [ -e "$here/$host.down" ]; then echo "no route to $host" >&2; exit 255; fi
+echo $$ >> "$here/$host.pids"
+exec {" ".join(UNSHARE)} sh -c '
+    hostname "$1" && mount -t tmpfs -o mode=1777 shm /dev/shm && exec /bin/sh -c "$2"
+' sh "$host" "$*"
+"""
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> Path:
+    """A remote command."""
+    (tmp_path / "hosts").mkdir()
+    path = tmp_path / "hosts" / "rsh"
+    path.write_text(RSH)
+    path.chmod(0o755)
+    return path
+
+
+def crash(rsh: Path, host: str) -> None:
+    """Kill all processes of a host, which does not answer from now on."""
+    rsh.with_name(f"{host}.down").touch()
+    for pid in map(int, rsh.with_name(f"{host}.pids").read_text().split()):
+        for member in mpirun.family(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+
+
+def revive(rsh: Path, host: str) -> None:
+    for end in ("down", "pids"):
+        rsh.with_name(f"{host}.{end}").unlink()
+
+
+def test_hosts_that_do_not_answer_are_refused(
+    rsh: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first start, before any rank."""
+    monkeypatch.chdir(rsh.parent.parent)
+    for host in ("east", "west"):
+        rsh.with_name(f"{host}.down").touch()
+    for more in ([], ["--elastic"]):
+        words = ["--hosts", "east:2,west:2", *more, "--rsh", str(rsh), "--"]
+        assert command.main(words) == 2
+        told = capsys.readouterr().err
+        assert f"mpips: 0 ranks have a host, of {1 if more else 4} at least: east: no r" in told
+        assert "west: no route to west, expected hosts that answer; " in told
+    assert not list(Path.cwd().glob("mpips-launch-*"))
+
+
+def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
+    here = subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
+    return pytest.mark.skipif(not here, reason="namespaces take root")(test)
+
+
+@pytest.mark.launch
+@needs_namespaces
+def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
+    """The job goes on without it, and with it from the next start on; each batch counts once."""
+    give_an_address()
+    out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS, "--servers", "2")
+    options = ["--hosts", "east:2,west:2", "--elastic", "--rsh", str(rsh)]
+
+    def restarted(job: Supervised) -> list[int]:
+        starts = starts_of(out)
+        job.wait_for(lambda: starts_of(out) > starts)
+        return job.wait_for_training(out, starts + 1)
+
+    with supervised(tmp_path, 4, words, *options) as job:
+        assert len(job.wait_for_training(out, 1)) == 4
+        crash(rsh, "west")
+        ranks = restarted(job)
+        assert len(ranks) == 2
+        assert "2 of 4 ranks on east:2 (west: no route to west) --servers=1" in job.output
+        revive(rsh, "west")
+        os.kill(ranks[1], signal.SIGKILL)
+        assert len(restarted(job)) == 4
+        job.process.send_signal(signal.SIGTERM)
+        told = job.wait(SAVED)
+    assert told.count("4 of 4 ranks on east:2,west:2") == 1
+    assert_counts(newest(out), N)

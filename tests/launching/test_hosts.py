@@ -1,0 +1,127 @@
+"""The hosts of a job as they are given, and its options where some of them are gone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpips.config.command_line import parse_command_line
+from mpips.errors import UserError
+from mpips.launch.fewer import changed_options, words_of
+from mpips.launch.hosts import Host, find_hosts, launcher_words, placed
+from mpips.launch.mpirun import is_open_mpi, mpirun
+from mpips.layout.roles import assign
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "found"),
+    [
+        ("a:4,b:2", None, "a:4 b:2"),
+        ("a:4,b:2", 5, "a:4 b:2"),
+        ("a,b", 8, "a:4 b:4"),
+        ("a,b,c", 7, "a:3 b:3 c:3"),
+        ("a:1,b:2,a:3", None, "a:4 b:2"),
+        ("10.0.0.1:2,", None, "10.0.0.1:2"),
+    ],
+)
+def test_hosts(text: str, ranks: int | None, found: str) -> None:
+    assert " ".join(map(str, find_hosts(text, ranks))) == found
+
+
+def test_a_file_of_hosts_of_either_mpi(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# mine\na:4\n\nb slots=2  # of 8\nc slots = 1\n")
+    assert find_hosts(str(file), None) == (Host("a", 4), Host("b", 2), Host("c", 1))
+
+
+def test_the_hosts_of_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[1-4]" ] && echo "n1\nn2\nn3\nn4"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(UserError, match="--hosts slurm outside a job"):
+        find_hosts("slurm", None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3),1")
+    assert " ".join(map(str, find_hosts("slurm", None))) == "n1:2 n2:2 n3:2 n4:1"
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3)")
+    with pytest.raises(UserError, match=r"SLURM_TASKS_PER_NODE '2\(x3\)' of 4 nodes"):
+        find_hosts("slurm", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "error"),
+    [
+        ("a,b", None, "--hosts a,b without numbers of ranks, expected names with numbers"),
+        ("a:2,b", 3, "--hosts a:2,b with numbers on some, expected a number on each, or on none"),
+        ("a:2,b:2", 5, "-n 5 on hosts of 4 ranks, expected -n <= 4"),
+        ("a:two", None, "'a:two' in --hosts a:two, expected names with numbers"),
+        ("a:0", None, "'a:0' in --hosts a:0, expected names with numbers"),
+        (",", None, "--hosts ',' without a host"),
+    ],
+)
+def test_hosts_that_cannot_be(text: str, ranks: int | None, error: str) -> None:
+    with pytest.raises(UserError) as raised:
+        find_hosts(text, ranks)
+    assert error in str(raised.value)
+
+
+def test_hosts_are_filled_one_after_the_other() -> None:
+    hosts = find_hosts("a:4,b:4,c:4", None)
+    assert placed(hosts, 6) == [Host("a", 4), Host("b", 2)]
+    assert placed(hosts[1:], 12) == [Host("b", 4), Host("c", 4)]
+    assert placed([], 4) == []
+
+
+def test_what_launchers_are_told() -> None:
+    hosts, agent = [Host("a", 2), Host("b", 1)], Path("/there/agent")
+    words = launcher_words(hosts, agent, mpirun())
+    if is_open_mpi():
+        assert words[-2:] == ["--host", "a:2,b:1"]
+        assert "--prtemca plm_ssh_agent /there/agent" in " ".join(words)
+    else:
+        assert words == ["-launcher", "ssh", "-launcher-exec", "/there/agent", "-hosts", "a:2,b:1"]
+    words = launcher_words(hosts, agent, "/usr/bin/srun")
+    assert words == ["--nodes=2", "--nodelist=a,a,b", "--distribution=arbitrary"]
+
+
+NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ("--servers 3", "--servers=2"),
+        ("--servers 1", ""),
+        ("--servers 11", "--servers=7"),
+        ("--mode sync", ""),
+        ("--mode sync --servers 0", ""),
+        ("--mode sync --servers 3", "--servers=2"),
+        ("--server-ranks 0,4,8", "--server-ranks=0,4"),
+        ("--server-ranks 0,4,8 --servers 3", "--server-ranks=0,4 --servers=2"),
+        ("--server-ranks 0,4", ""),
+        ("--server-ranks 8,9,10", "--server-ranks= --servers=2"),
+        ("--server-ranks 8,9,10 --servers 3", "--server-ranks= --servers=2"),
+        ("--server-hosts a --servers 3", "--servers=2"),
+        ("--server-hosts c --servers 3", "--servers=2 --server-hosts="),
+        ("--server-hosts c", "--servers=2 --server-hosts="),
+        ("--server-hosts a,c --servers 8", "--servers=4"),
+        ("--mode sync --servers 3 --backup-workers 6", "--servers=2 --backup-workers=5"),
+    ],
+)
+def test_options_of_fewer_ranks(given: str, changes: str) -> None:
+    """They change as little as it takes, and are options still."""
+    options = parse_command_line(given.split()).options
+    assert changed_options(options, 8, NODES) == {}, "as many as it was asked for"
+    words = words_of(changed_options(options, 12, NODES))
+    assert " ".join(words) == changes
+    again: dict[str, Any] = {**options, **parse_command_line(words).options}
+    names = ("servers", "server_ranks", "server_hosts")
+    placing = {name: again[name] for name in names if name in again}
+    assert assign(again.get("mode", "async"), NODES, [0] * 8, **placing).workers
+
+
+@pytest.mark.parametrize("given", ["", "--servers 2", "--server-ranks 1"])
+def test_too_few_ranks_for_a_mode(given: str) -> None:
+    with pytest.raises(UserError, match="in a world of 1 rank, expected at least 2 ranks"):
+        changed_options(parse_command_line(given.split()).options, 4, ["a"])

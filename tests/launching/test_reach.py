@@ -1,0 +1,215 @@
+"""Other hosts, asked whether they answer, and what is left on them; here all are this machine."""
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch import environment
+
+from mpips.launch import afar, mpirun, placement, reach, signs
+from mpips.launch.hosts import Host
+from mpips.launch.placement import Placement
+from mpips.launch.process import STARTED, stat_of
+from mpips.launch.reach import Reach
+from mpips.launch.watch import Rank
+
+# As ssh: its options, a host, and a command. Hosts are down, or hang, where there is a file.
+RSH = """\
+#!/bin/sh
+while case $1 in -*) ;; *) false ;; esac; do shift; done
+here=$(dirname "$0")
+if [ -e "$here/$1.hangs" ]; then sleep 600; fi
+if [ -e "$here/$1.down" ]; then echo "no route to $1" >&2; exit 255; fi
+shift
+exec /bin/sh -c "$*"
+"""
+ALL = [Host("a", 2), Host("b", 2), Host("c", 2)]
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> Path:
+    """A remote command."""
+    path = tmp_path / "rsh command"
+    path.write_text(RSH)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def there(rsh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reach]:
+    """The way to hosts by it."""
+    monkeypatch.chdir(rsh.parent)
+    found = Reach([str(rsh), "-q"], False, rsh.parent)
+    yield found
+    found.close()
+
+
+def never() -> bool:
+    return False
+
+
+def test_hosts_answer_or_do_not(there: Reach, rsh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are asked at once, and one that hangs is left to itself."""
+    monkeypatch.setattr(reach, "ANSWER_S", 8.0)
+    rsh.with_name("b.down").touch()
+    rsh.with_name("c.hangs").touch()
+    begin = time.monotonic()
+    assert there.ask("abc") == {"b": "no route to b", "c": "no answer"}
+    assert time.monotonic() - begin < 20
+    assert there.nodes == {"a": platform.node()}
+    there.close()
+    assert not there.agent.exists()
+
+
+def test_a_folder_that_a_host_does_not_have(
+    there: Reach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(there, "_folder", tmp_path / "none")
+    assert f"no folder {tmp_path / 'none'} on {platform.node()}" in there.ask("a")["a"]
+
+
+def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nfor k; do echo "[$k]"; done\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    there = Reach((), True, tmp_path)
+    words = [there.agent, "-x", "n2", "cd /x &&", "prted", "-v 1"]
+    told = subprocess.check_output(words, text=True)
+    there.close()
+    assert told.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
+    assert "[--overlap]" in told
+
+
+DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"
+
+
+def test_ranks_that_are_left_end_with_their_daemon(there: Reach, tmp_path: Path) -> None:
+    """And no process that has got the number of one of them since."""
+    daemon = tmp_path / "prted"
+    daemon.write_text(DAEMON)
+    daemon.chmod(0o755)
+    with subprocess.Popen([daemon], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        rank = int(job.stdout.readline())
+        started = int(stat_of(rank)[STARTED])
+        assert there.ask("ab") == {}
+        there.leave("elsewhere", rank, started)
+        assert there.left == {}
+        there.leave(platform.node(), rank, started + 1)
+        there.nodes = {"a": platform.node()}
+        assert there.ask("a") == {}
+        assert mpirun.running([rank, job.pid]) == [rank, job.pid]
+        there.leave(platform.node(), rank, started)
+        assert there.ask("b") == {}
+        assert list(there.left) == ["a"], "b is another host as far as it said"
+        there.nodes = {"a": platform.node()}
+        assert there.ask("a") == {}
+        assert there.left == {}
+        assert job.wait(10) == -signal.SIGKILL
+    assert mpirun.running([rank]) == []
+    assert afar.end([(rank, started)]) == []
+
+
+def test_a_rank_ends_when_its_attempt_is_over(tmp_path: Path) -> None:
+    """Also one that nobody reaches, and one that begins too late."""
+    current = tmp_path / signs.CURRENT
+    script = (
+        "import sys, time; from pathlib import Path; from mpips.launch import signs\n"
+        "signs.LOOK_S = 0.1; signs.end_when_over(Path(sys.argv[1])); print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    current.touch()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "up\n"
+        time.sleep(0.5)
+        assert rank.poll() is None
+        current.unlink()
+        assert rank.wait(10) == -signal.SIGKILL
+    late = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (late.returncode, late.stdout) == (-signal.SIGKILL, "")
+
+
+def rank(name: str, host: str) -> Rank:
+    return Rank(name, host, 2**22 + 1, 7)  # of no process
+
+
+def test_hosts_of_the_next_attempt(there: Reach, rsh: Path) -> None:
+    """As many as are needed; a spare one takes the place of one that is gone, and it returns."""
+    place = Placement(ALL, 4, 4, there)
+    assert place.choose(never) == ""
+    assert (place.used, place.ranks) == (ALL[:2], 4)
+    assert place.nodes == [platform.node()] * 4
+    assert place.summary == "4 of 4 ranks on a:2,b:2"
+    rsh.with_name("a.down").touch()
+    assert place.choose(never) == ""
+    assert place.summary == "4 of 4 ranks on b:2,c:2 (a: no route to a)"
+    rsh.with_name("b.down").touch()
+    told = "2 ranks have a host, of 4 at least: a: no route to a; b: no route to b"
+    assert place.choose(never) == told
+    elastic = Placement(ALL, 4, 2, there)
+    assert elastic.choose(never) == ""
+    assert elastic.used == ALL[2:]
+    rsh.with_name("a.down").unlink()
+    assert elastic.choose(never) == ""
+    assert elastic.used == [ALL[0], ALL[2]]
+
+
+def test_a_host_on_which_no_rank_begins_is_left_out_once(there: Reach) -> None:
+    place = Placement(ALL[:2], 4, 1, there)
+    assert place.choose(never) == ""
+    there.nodes["b"] = "another"
+    mine = platform.node()
+    for _ in range(placement.SILENT):
+        assert place.ranks == 4
+        place.settle(False, [rank("0", mine), rank("1", mine)], ["0", "1"])
+        used = place.used
+        place.choose(never)
+        there.nodes["b"] = "another"
+    assert (place.ranks, used) == (2, ALL[:2])
+    assert place.summary == "2 of 4 ranks on a:2 (b: no rank has begun there in 2 starts)"
+    place.settle(True, [rank("0", mine)], ["0"])
+    assert place.choose(never) == ""
+    assert place.ranks == 4
+
+
+def test_a_quiet_job_s_hosts_are_asked(
+    there: Reach, rsh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not answer twice is lost; one that answers meanwhile is not."""
+    place = Placement(ALL, 4, 1, there)
+    place.choose(never)
+    rsh.with_name("b.down").touch()
+    rsh.with_name("c.down").touch()  # which has no part in it
+
+    def look(quiet_s: float, now: float) -> str:
+        found = place.look(quiet_s, now)
+        question = place._question
+        while question is not None and question.is_open():
+            time.sleep(0.05)
+        return found
+
+    assert look(placement.QUIET_S - 1, 100.0) == ""
+    assert place._question is None
+    assert look(30.0, 100.0) == ""
+    assert look(32.0, 102.0) == ""  # it has not answered
+    assert place._question is None
+    assert look(34.0, 104.0) == ""
+    assert place._question is None, "not asked again yet"
+    rsh.with_name("b.down").unlink()
+    assert look(42.0, 112.0) == look(44.0, 114.0) == ""
+    rsh.with_name("b.down").touch()
+    assert look(54.0, 124.0) == look(56.0, 126.0) == look(66.0, 136.0) == ""
+    assert look(68.0, 138.0) == "b does not answer: no route to b"
+    place.settle(True, [], [])
+    assert look(0.0, 150.0) == ""
