@@ -2,6 +2,7 @@
 
 from mpips.optim.clipping import clip_factor
 from mpips.optim.groups import grouped
+from mpips.optim.leaving import Leaving, Range, Ranges, common, leaving_out
 from mpips.optim.loops import warm
 from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, make_rule
 from mpips.optim.schedules import schedule
@@ -9,13 +10,18 @@ from mpips.optim.schedules import schedule
 __all__ = [
     "RULES",
     "Change",
+    "Leaving",
     "Part",
+    "Range",
+    "Ranges",
     "Rule",
     "RuleState",
     "Sgd",
     "Slots",
     "clip_factor",
+    "common",
     "grouped",
+    "leaving_out",
     "make_rule",
     "schedule",
     "warm",

@@ -8,7 +8,7 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
@@ -27,10 +27,12 @@ class RuleState(Protocol):
     Attributes:
         steps: Updates that it has made.
         slot_names: Those slots of the rule that it has.
+        skipped: How many of the updates were made without an array, by its name.
     """
 
     steps: int
     slot_names: tuple[str, ...]
+    skipped: Mapping[str, int]
 
     def read_slot(
         self, name: str, begin: int = 0, end: int | None = None, out: np.ndarray | None = None

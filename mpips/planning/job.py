@@ -24,8 +24,19 @@ from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 from mpips.layout import Layout, Shard, cut
-from mpips.optim import Rule, RuleState, grouped, make_rule, schedule
+from mpips.optim import (
+    Leaving,
+    Range,
+    Ranges,
+    Rule,
+    RuleState,
+    grouped,
+    leaving_out,
+    make_rule,
+    schedule,
+)
 from mpips.optim.staleness import Staleness
+from mpips.planning.skipped import skipped_before, skipped_updates
 from mpips.problems import Problem
 
 STOPPED = "stopped"  # why a run ends that its program asked to
@@ -60,6 +71,7 @@ class Job:
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
+        frozen: Arrays that its program has frozen in the step in work, by their ranges.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
 
@@ -78,6 +90,7 @@ class Job:
     stopping: bool = False
     sets_rate: bool = False
     rate_factor: float = 1.0
+    frozen: Ranges = ()
 
     def __post_init__(self) -> None:
         c = self.config
@@ -97,8 +110,11 @@ class Job:
             self.begins_with = state = getattr(self.problem, "rule_state", None)
             before = state.steps if state is not None else 0
         rule = rule.continued(before)
-        self.rule: Rule = grouped(rule, self.layout, groups, c.learning_rate, kept)
+        rule = grouped(rule, self.layout, groups, c.learning_rate, kept)
         ranges = self.layout.slices()
+        skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
+        self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
+        self.leaving = Leaving(self.rule)  # what this rank applies, but on servers
         # Of the vector, what has a gradient; statistics lie behind it.
         self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
@@ -200,11 +216,25 @@ class Job:
             out.restore(state)
         return out
 
-    def state(self, step: int, handout: dict[str, Any], samples: int) -> dict[str, Any]:
-        """Return what goes into a checkpoint beside the arrays."""
+    def state(
+        self,
+        step: int,
+        handout: dict[str, Any],
+        samples: int,
+        skipped: Mapping[Range, int] | None = None,
+    ) -> dict[str, Any]:
+        """Return what goes into a checkpoint beside the arrays.
+
+        Args:
+            step: Updates that it holds.
+            handout: Where the data is.
+            samples: Samples that it holds.
+            skipped: Updates of this job that were made without an array.
+        """
         return {
             "step": step,
             "steps_before": self.rule.before,
+            "skipped": skipped_updates(self, skipped or {}),
             "samples": samples,
             "schedule": {
                 "position": self.base_position + step - self.base_step,

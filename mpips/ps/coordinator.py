@@ -167,7 +167,8 @@ class Chief:
         self._cutting = False
         self._last_step, self._cut_samples = step, self.samples
         own = self._holding.numbers if self._holding else []
-        state = self._job.state(step, self._handout.state(), self.samples)
+        skipped = self._server.leaving.skipped
+        state = self._job.state(step, self._handout.state(), self.samples, skipped)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
 
     def _end(self) -> None:

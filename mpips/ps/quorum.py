@@ -21,6 +21,7 @@ import numpy as np
 
 from mpips.kernels.atomics import publish
 from mpips.kernels.vectors import add_scaled, scale
+from mpips.optim import Ranges, common
 from mpips.ps.shard import Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
@@ -40,6 +41,8 @@ class QuorumServer(Server):
         self._sum = np.zeros_like(self.params)
         self._samples, self._factors = 0, 0.0  # summed: samples, rate factors by samples
         self._in: set[int] = set()  # workers whose gradients are in the sum
+        self._frozen: list[Ranges] = []  # what each of these leaves alone
+        self._whole = self._blocks
 
     def apply(self, push: Push) -> int:
         """Take a push, the next of its worker, into the round or drop it; see `Server.apply`.
@@ -52,12 +55,13 @@ class QuorumServer(Server):
         if self.account(push):
             self.tally.dropped += 1
         else:
-            for block in self.blocks():
+            for block in self.blocks(self._whole):
                 part = block.range
                 add_scaled(self._sum[part], 1.0, push.grad[part], push.samples)
             self._samples += push.samples
             self._factors += push.factor * push.samples
             self._in.add(push.worker)
+            self._frozen.append(self.told.of(push))
         self.record(push)
         self._end_when_due()
         self.tally.busy_s += time.perf_counter() - start
@@ -79,7 +83,8 @@ class QuorumServer(Server):
             self._end()
 
     def _end(self) -> None:
-        version = self.version + 1
+        version, frozen = self.version + 1, common(self._frozen)
+        self._leave(frozen)
         publish(self.header, BEGUN, version)
         lr, mean = self.rate(version) * (self._factors / self._samples), 1 / self._samples
         for part, params, slots, rule, rate_scale in self.blocks():
@@ -87,8 +92,12 @@ class QuorumServer(Server):
             scale(grad, mean)
             rule.apply(params, grad, slots, version, lr * rate_scale)
             grad.fill(0)
+        if frozen:
+            self._sum.fill(0)
         self._samples, self._factors = 0, 0.0
         self._in.clear()
+        self._frozen.clear()
+        self.leaving.count()
         publish(self.header, COMMITTED, version)
         self.version = version
         self.clocks.publish()

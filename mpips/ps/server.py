@@ -115,6 +115,9 @@ class AsyncServer:
             self.store.finished(source, payload)
         elif kind == "read":
             self.store.want_read(source, payload)
+        elif kind == "frozen":
+            self.store.told.note(self._cluster.roles.workers.index(source), *payload)
+            self._cluster.send(source, "noted")
         elif kind == "hurry":
             self.store.clocks.hurry(source)
         elif kind == "cut":

@@ -17,9 +17,10 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
-from mpips.optim import Change, Rule
+from mpips.optim import Change, Leaving, Ranges, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
+from mpips.ps.frozen import Told
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
@@ -140,6 +141,7 @@ class Server:
     Attributes:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
         tally: What it has done.
+        told: What workers' pushes leave alone; `leaving`, the rule without that.
 
     It has an attribute for each field of its segment, and for each who reads it.
     """
@@ -165,17 +167,18 @@ class Server:
         self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
         self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
-        self._blocks = self._cut(BLOCK_BYTES // self.params.itemsize)
+        self.told, self.leaving = Told(), Leaving(rule)
+        self._blocks = self._cut()
         largest = max((block.params.size for block in self._blocks), default=0)
         scratch = largest if stale.origins else 0
         self._scratch = np.zeros(scratch, self.params.dtype)
         self.version = 0
         self.tally = Tally()
 
-    def _cut(self, step: int) -> list[Block]:
-        """Cut the shard into blocks of at most so many elements; views are made once."""
-        found, first = [], self.shard.begin
-        for begin, end, rule, scale in self.rule.parts(first, self.shard.end):
+    def _cut(self) -> list[Block]:
+        """Cut what is updated into blocks of at most `BLOCK_BYTES`; views are made once."""
+        found, first, step = list[Block](), self.shard.begin, BLOCK_BYTES // self.params.itemsize
+        for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
             for at in range(begin, end, step):
                 p = slice(at - first, min(at + step, end) - first)
                 slots = tuple(slot[p] for slot in self.slots)
@@ -210,6 +213,7 @@ class Server:
         start, count = time.perf_counter(), push.count
         version = self.version + count
         oldest = self.account(push)
+        self._leave(self.told.of(push))
         publish(self.header, BEGUN, version)
         if self._stale.drops(oldest):
             self.tally.dropped += count
@@ -219,6 +223,7 @@ class Server:
         # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self.header, COMMITTED, version)
         self.version = version
+        self.leaving.count(count)
         self.record(push)
         self.clocks.publish()
         self.tally.busy_s += time.perf_counter() - start
@@ -263,6 +268,11 @@ class Server:
             self.clocks.advance(part.number)
         self.tally.handled += push.count
 
+    def _leave(self, frozen: Ranges) -> None:
+        """Leave these arrays alone in the next update."""
+        if self.leaving.leave(frozen):
+            self._blocks = self._cut()
+
     def _update(self, push: Push, version: int, lr: float) -> None:
         own = len(self.rule.slots)
         for part, params, slots, rule, scale in self.blocks():
@@ -273,10 +283,10 @@ class Server:
                 grad = out
             rule.apply(params, grad, slots[:own], version, lr * scale)
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield the parts of the shard that are updated at a time; enter MPI between them."""
+    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
+        """Yield the parts of the shard that are updated at a time, or others; enter MPI between."""
         far = self._cluster.nodes > 1  # somebody there may read, or send
-        for block in self._blocks:
+        for block in self._blocks if some is None else some:
             if far and block.range.start:
                 self._cluster.progress()
                 self._replies.serve(between=False)

@@ -17,7 +17,7 @@ from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout import aligned_zeros
-from mpips.optim import clip_factor
+from mpips.optim import Ranges, clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks
 from mpips.ps.assemble import WorkerHalf
@@ -70,6 +70,11 @@ class Steps(ABC):
     @abstractmethod
     def numbers(self) -> tuple[int, dict[str, int]]:
         """Return the number of pushes, and the numbers that go with its own state."""
+
+    @property
+    def frozen(self) -> Ranges:
+        """What servers are to leave alone when they apply the push of the step in work."""
+        return ()
 
     def local(self, batch: Range) -> list[Range]:
         """Return the local steps that are made of what is handed out at once."""
@@ -137,6 +142,11 @@ class GradientSteps(Steps):
     def numbers(self) -> tuple[int, dict[str, int]]:
         """See `Steps.numbers`."""
         return self._sender.seq, {"packed": self._sender.packed, SUMS: 1}
+
+    @property
+    def frozen(self) -> Ranges:
+        """See `Steps.frozen`."""
+        return self.job.frozen
 
     def may_read(self) -> bool:
         """See `Steps.may_read`."""

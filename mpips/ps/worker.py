@@ -17,6 +17,7 @@ from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
+from mpips.ps.frozen import Telling
 from mpips.ps.steps import Steps
 from mpips.ps.survival import spared
 
@@ -42,6 +43,7 @@ class AsyncWorker:
         self._queue: deque[Range] = deque()
         self._told_signal = self._stopping = self._failed = False
         self._number = 0  # of the batch in work
+        self._telling = Telling(job.cluster)
         self.times, job.versions = steps.times, steps.versions
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
@@ -96,6 +98,8 @@ class AsyncWorker:
             return
         if self._keeper is not None:
             self.times.wait_s += self._cluster.wait(self._may_push)
+        if self._telling.begin(self._half.sender.seq + 1, self._steps.frozen):
+            self.times.wait_s += self._cluster.wait(self._has_told)
         self._steps.push(batch, loss, self._number)
         yield None
 
@@ -120,6 +124,8 @@ class AsyncWorker:
             self._cluster.failures.leave_out(lost)
         elif kind == "lost":
             return  # of another worker, whom the servers go on without
+        elif self._telling.handle(kind):
+            return
         elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
 
@@ -136,11 +142,19 @@ class AsyncWorker:
         assert self._keeper is not None, "nothing holds pushes back"
         if not self._keeper.holding:
             return True
+        self._get_on()
+        return not self._keeper.holding
+
+    def _has_told(self) -> bool:
+        """Whether every server knows what the next push leaves alone. Gets on with all else."""
+        self._get_on()
+        return not self._telling.missing
+
+    def _get_on(self) -> None:
         self._attend()
         self._half.sender.resting()
         if self._half.puller.reading:
             self._half.puller.advance()
-        return not self._keeper.holding
 
     def _has_batch(self, loader: Loader) -> bool:
         """Wait until a batch is here (True) or none will come (False)."""

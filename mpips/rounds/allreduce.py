@@ -11,7 +11,7 @@ from mpips.cluster.window import transfer_pieces
 from mpips.layout import aligned_zeros
 from mpips.optim import Rule
 from mpips.planning.job import Job
-from mpips.rounds.base import RATE, REPORT, Report, Round, Transfers, Weights
+from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Round, Transfers, Weights
 from mpips.rounds.update import ShardUpdate
 
 
@@ -62,12 +62,18 @@ class AllreduceRound(Round):
         comm, begin_sum = self._cluster.comm, self.transfers.begin_sum
         sums = [begin_sum(comm, part) for part in transfer_pieces(self.grad)]
         self.transfers.wait([*sums, begin_sum(comm, self._sums)])
+        if self._sets_rate:
+            self._leave_frozen(self._sums.item(FROZEN))
         if self._update is not None:
             if self._max_norm:
                 self._clip(self.grad[self._job.shard.range])
             self._update.apply(step, 1 + self._sums.item(RATE))
         self.publish_start()
         return Report._make(REPORT.unpack_from(self._sums.data))
+
+    def _apply_by(self, rule: Rule) -> None:
+        if self._update is not None:
+            self._update.cut(rule)
 
     def free(self) -> None:
         """See `Round.free`."""

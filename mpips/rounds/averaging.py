@@ -79,7 +79,7 @@ class AveragingRound(Round):
 
     def __init__(self, job: Job) -> None:
         """See `Round.__init__`."""
-        super().__init__(job)
+        super().__init__(job, Average())
         beta, transfers = job.config.outer_momentum, self.transfers
         moved = () if job.own_slots else job.rule.slots
         self._of_slots = [make_round(job, Average(), transfers) for _ in moved]

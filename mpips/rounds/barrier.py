@@ -12,7 +12,7 @@ from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.barrier import meet, meet_and_add
 from mpips.kernels.vectors import addresses_of
-from mpips.rounds.base import RATE, REPORT, Report, Transfers
+from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Transfers
 
 LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
 # Of each rank's segment.
@@ -70,6 +70,11 @@ class NodeBarrier:
     def factor(self) -> float:
         """The factor of the learning rate that is agreed on, once the sum of all reports is."""
         return 1 + self._agreed[RATE]
+
+    @property
+    def frozen(self) -> float:
+        """How many ranks have frozen other arrays; likewise."""
+        return self._agreed[FROZEN]
 
     def leave(self) -> Report:
         """Wait for the node's ranks, and return the sum of all reports."""

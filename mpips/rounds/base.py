@@ -10,12 +10,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_sum, cluster_subset, free
+from mpips.cluster.collectives import begin_sum, cluster_subset, free, gather_polled
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.waiting import all_done
 from mpips.cluster.world import Cluster
 from mpips.kernels.vectors import sum_squares
-from mpips.optim import Rule, Slots, clip_factor
+from mpips.optim import Ranges, Rule, Slots, clip_factor, common
 from mpips.planning.job import Job
 
 Weights: TypeAlias = np.ndarray | Sequence[float]
@@ -36,6 +36,7 @@ class Report(NamedTuple):
         signals: What `of_signal` says of one that came, the sum of which `signal_of` reads.
         rate: How far the rank's factor of the learning rate is from 1, times its share of the
             samples: 1 and the sum are the mean factor, exactly 1 where nobody sets any.
+        frozen: 1 if a worker's program has frozen other arrays than the ranks have agreed on.
     """
 
     loss_sum: float = 0.0
@@ -45,10 +46,11 @@ class Report(NamedTuple):
     stopped: float = 0.0
     signals: float = 0.0
     rate: float = 0.0
+    frozen: float = 0.0
 
 
 REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
-RATE = Report._fields.index("rate")
+RATE, FROZEN = map(Report._fields.index, ("rate", "frozen"))
 SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
 DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
 
@@ -119,6 +121,7 @@ class Round(ABC):
         self._job, self._cluster = job, job.cluster
         self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
         self._sets_rate = job.sets_rate and rule is None
+        self._told: Ranges = ()  # what this rank's program had frozen when all agreed
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.transfers = transfers or Transfers(self._cluster)
         self.replica = self.grad = self.params = np.zeros(0, job.dtype)
@@ -139,6 +142,11 @@ class Round(ABC):
 
         Collective: yes. Blocks: until the round is over; never inside MPI.
         """
+
+    @property
+    def frozen_anew(self) -> bool:
+        """Whether this rank's program has frozen other arrays than all have agreed on."""
+        return self._sets_rate and self._job.frozen != self._told
 
     def own_state(self) -> OwnState:
         """Return what this rank keeps for its node between rounds, as views; {} if nothing."""
@@ -162,6 +170,25 @@ class Round(ABC):
         self.replica = self.grad = self.params = np.zeros(0)
         self.slots = ()
         free(self._owners)
+
+    def _leave_frozen(self, anew: float) -> None:
+        """Leave alone in this update what every worker has frozen.
+
+        Args:
+            anew: Sum of `Report.frozen`; where it is not zero they agree first.
+
+        Collective: yes, where they agree. Blocks: until all have come then.
+        """
+        leaving, cluster = self._job.leaving, self._cluster
+        if anew:
+            self._told = self._job.frozen
+            found = gather_polled(cluster.comm, self._told, lambda one: self.transfers.wait([one]))
+            if leaving.leave(common(found[rank] for rank in cluster.roles.workers)):
+                self._apply_by(leaving.rule)
+        leaving.count()
+
+    def _apply_by(self, rule: Rule) -> None:  # noqa: B027  (rounds that are given a rule keep it)
+        """Apply another rule from this update on."""
 
     def _clip(self, grad: np.ndarray) -> None:
         """Scale an owner's slice of the mean gradient by the norm of the whole."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.cluster.collectives import begin_broadcast
+from mpips.cluster.collectives import begin_broadcast, gather_polled
 from mpips.cut.saver import (
     LAST_PAUSE_S,
     LAST_TRIES,
@@ -17,6 +17,7 @@ from mpips.cut.saver import (
     Snapshots,
 )
 from mpips.datasets.ledger import HandOut
+from mpips.optim import Range
 from mpips.planning.job import Job
 from mpips.rounds import state
 from mpips.rounds.base import Round
@@ -83,6 +84,7 @@ class RoundCheckpoints:
         """
         self._last = time.perf_counter(), step
         self._rounds.compare(step)
+        skipped = self._skipped()
         if not self._savers:
             return
         self.finish()
@@ -91,8 +93,20 @@ class RoundCheckpoints:
         if self._committer is not None:
             given = handout.state()
             given["clocks"] *= len(self._cluster.roles.workers)
-            self._committer.open(step, self._job.state(step, given, samples))
+            self._committer.open(step, self._job.state(step, given, samples, skipped))
         self._cluster.wait(lambda: not self.attend() or not any(s.holds for s in self._savers))
+
+    def _skipped(self) -> dict[Range, int]:
+        """Return how many updates were made without an array, the most on any rank.
+
+        Collective: yes, where workers' programs may freeze any.
+        """
+        found: dict[Range, int] = {}
+        if self._job.sets_rate:
+            mine, wait = self._job.leaving.skipped, self._cluster.wait_request
+            for of_rank in gather_polled(self._cluster.comm, mine, wait):
+                found |= {array: max(n, found.get(array, 0)) for array, n in of_rank.items()}
+        return found
 
     def save_last(self, step: int, samples: int, handout: HandOut) -> None:
         """Save the last state if that is not done, with several tries. Collective: yes."""

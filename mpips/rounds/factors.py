@@ -101,6 +101,7 @@ class RankRows:
 
     Attributes:
         rows: This rank's rows of each matrix that it has any of.
+        rule: What is applied to them.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RankRows:
     ) -> None:
         self._cluster, self._node, self._addresses = job.cluster, node, addresses
         self._replica, self._slots, self._transfers = replica, slots, transfers
-        self._rule, self._rate, self._max_norm = job.rule, job.rate(), job.config.clip
+        self.rule, self._rate, self._max_norm = job.rule, job.rate(), job.config.clip
         self._trained = job.trained
         k, count = self._cluster.my_node.index(self._cluster.rank), len(self._cluster.my_node)
         self.rows = list(_rows_of(node, part, k, count))
@@ -167,7 +168,7 @@ class RankRows:
         if self._max_norm:
             trained = grad[: max(0, self._trained - flat.start)]
             trained *= grad.dtype.type(self._node.scale[0])
-        for begin, end, rule, scale in self._rule.parts(flat.start, flat.stop):
+        for begin, end, rule, scale in self.rule.parts(flat.start, flat.stop):
             at, part = slice(begin, end), grad[begin - flat.start : end - flat.start]
             slots: Slots = tuple(slot[at] for slot in self._slots)
             rule.apply(self._replica[at], part, slots, step, lr * scale)

@@ -130,7 +130,8 @@ class RoundLoop:
         name = signals.received()
         told = of_signal(name) if name else 0.0
         rate = (self._job.rate_factor - 1) * samples / n
-        return Report(loss * samples, **flags, signals=told, rate=rate)
+        anew = self._rounds.frozen_anew
+        return Report(loss * samples, **flags, signals=told, rate=rate, frozen=anew)
 
     def _end_of_round(self, agreed: Report) -> str:
         if self._log.due():

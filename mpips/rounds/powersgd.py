@@ -27,7 +27,7 @@ from mpips.cluster.window import Field, transfer_pieces
 from mpips.codecs.powersgd import Factors
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
-from mpips.optim import Slots
+from mpips.optim import Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import OwnState, Report, Weights
 from mpips.rounds.factors import FactorSums, NodeFactors, RankRows
@@ -95,8 +95,13 @@ class PowerSgdRound(NodeRound):
         if self._sums is not None:
             self._sums.add_q(step)
         self._barrier.wait()
+        if self._sets_rate:
+            self._leave_frozen(self._barrier.frozen)
         self._rows.update(step, self._barrier.factor)
         return self._barrier.leave()
+
+    def _apply_by(self, rule: Rule) -> None:
+        self._rows.rule = rule
 
     def compare(self, step: int) -> None:
         """See `Round.compare`: the replicas and slots, by a CRC that leaders bring."""

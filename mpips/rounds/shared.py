@@ -72,8 +72,11 @@ class SharedRound(NodeRound):
         weights = np.asarray(weights)
         if self._cluster.nodes > 1:
             self._exchange_far(step, weights[self._workers])
-        elif self._update is not None:
-            self._update_shard(self._update, step, weights)
+        else:
+            if self._sets_rate:
+                self._leave_frozen(self._barrier.frozen)
+            if self._update is not None:
+                self._update_shard(self._update, step, weights)
         return self._barrier.leave()
 
     def _exchange_far(self, step: int, near: np.ndarray) -> None:
@@ -85,6 +88,7 @@ class SharedRound(NodeRound):
             self.transfers.wait(reports)
             self._publish_report_sum()
             self._barrier.wait()
+            self._leave_frozen(self._barrier.frozen)
         else:
             requests += reports
         if far_nodes is not None and self._update is not None:
@@ -106,6 +110,10 @@ class SharedRound(NodeRound):
             update.apply(step, factor)
         else:
             update.apply(step, factor, (self._rows, weights))
+
+    def _apply_by(self, rule: Rule) -> None:
+        if self._update is not None:
+            self._update.cut(rule)
 
     def free(self) -> None:
         """See `Round.free`."""

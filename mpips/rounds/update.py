@@ -36,12 +36,19 @@ class ShardUpdate:
     ) -> None:
         self._cluster, self._rate = job.cluster, job.rate()
         self._transfers = transfers
+        self._shard, self._params, self._slots, self._grad = job.shard, params, slots, grad
         self._blocks: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
-        shard, whole = job.shard, grad.size == params.size
-        for part in _cut(rule.parts(shard.begin, shard.end), BLOCK_BYTES // grad.itemsize):
-            block = slice(part.begin - shard.begin, part.end - shard.begin)
+        self.cut(rule)
+
+    def cut(self, rule: Rule) -> None:
+        """Apply this rule from now on, in blocks; views of them are made once."""
+        params, grad, begin = self._params, self._grad, self._shard.begin
+        whole = grad.size == params.size
+        self._blocks.clear()
+        for part in _cut(rule.parts(begin, self._shard.end), BLOCK_BYTES // grad.itemsize):
+            block = slice(part.begin - begin, part.end - begin)
             of_block = grad[block] if whole else grad[: part.end - part.begin]
-            views = tuple(slot[block] for slot in slots)
+            views = tuple(slot[block] for slot in self._slots)
             self._blocks.append((part, params[block], of_block, views))
 
     def apply(

@@ -29,9 +29,10 @@ from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
 from mpips.kernels.update_rules import elastic
 from mpips.layout import aligned_zeros
-from mpips.optim import Sgd
+from mpips.optim import Leaving, Sgd, leaving_out
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
+from mpips.planning.skipped import skipped_updates
 from mpips.problems.accumulate import Tasks
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.steps import Steps
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
 BETA = 0.9  # of the paper: the elastic rates of all workers together
+SKIPPED = "skipped "  # of a number saved: updates of the replica without an array, by its name
 
 
 def run(job: Job, log: "Log") -> Tasks[Outcome]:
@@ -58,13 +60,17 @@ class ElasticSteps(Steps):
 
     def __init__(self, job: Job, half: WorkerHalf) -> None:
         super().__init__(job, half)
-        size = job.layout.size
+        size, saved = job.layout.size, saved_numbers(job)
+        self._skipped = {k[len(SKIPPED) :]: n for k, n in saved.items() if k.startswith(SKIPPED)}
+        ranges = job.layout.slices()
+        before = {ranges[name]: n for name, n in self._skipped.items()}
+        job.leaving = Leaving(leaving_out(job.rule, (), before))
         self._centre = half.replicas[0] if half.replicas else np.zeros(size, job.dtype)
         vectors = [aligned_zeros(size, job.dtype) for _ in range(1 + len(job.rule.slots))]
         self._own = Replica(job, vectors[0], tuple(vectors[1:]))
         given, workers = job.config.elastic_rate, len(job.cluster.roles.workers)
         self._elastic_rate = BETA / workers if given is None else given
-        self._rate, saved = job.rate(), saved_numbers(job)
+        self._rate = job.rate()
         self._number = saved.get("steps", 0)
         self.versions[:] = saved.get("version", 0)
 
@@ -81,6 +87,9 @@ class ElasticSteps(Steps):
     def numbers(self) -> tuple[int, dict[str, int]]:
         """See `Steps.numbers`."""
         saved = {"steps": self._number, "version": int(self.versions.max())}
+        now = skipped_updates(self.job, self.job.leaving.skipped)
+        for name in {**self._skipped, **now}:
+            saved[SKIPPED + name] = self._skipped.get(name, 0) + now.get(name, 0)
         return self.half.sender.seq, saved
 
     def local(self, batch: Range) -> list[Range]:

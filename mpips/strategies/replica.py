@@ -33,14 +33,18 @@ class Replica:
         self._job, self._max_norm = job, job.config.clip
         self._views = job.layout.views(params, writable=False)
         self._grad = np.zeros_like(params)
-        self._parts: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
-        for part in job.rule.parts(0, params.size):
-            at = slice(part.begin, part.end)
-            of_part = tuple(slot[at] for slot in slots)
-            self._parts.append((part, params[at], self._grad[at], of_part))
+        self._parts = self._cut()
         self._out = job.layout.views(self._grad)
         self._accumulator = Accumulator(job)
         self.busy_s = 0.0
+
+    def _cut(self) -> list[tuple[Part, np.ndarray, np.ndarray, Slots]]:
+        found = []
+        for part in self._job.leaving.rule.parts(0, self.params.size):
+            at = slice(part.begin, part.end)
+            of_part = tuple(slot[at] for slot in self.slots)
+            found.append((part, self.params[at], self._grad[at], of_part))
+        return found
 
     def step(
         self, batches: "Iterable[Batch]", samples: int, number: int, lr: float
@@ -67,8 +71,11 @@ class Replica:
             if self._max_norm:
                 trained = self._grad[: self._job.trained]
                 scale(trained, clip_factor(sum_squares(trained), self._max_norm))
+            if self._job.leaving.leave(self._job.frozen):
+                self._parts = self._cut()
             lr *= self._job.rate_factor
             for part, params, grad, slots in self._parts:
                 part.rule.apply(params, grad, slots, number, lr * part.scale)
+            self._job.leaving.count()
         self.busy_s += time.perf_counter() - start + self._accumulator.compute_s - before
         return loss

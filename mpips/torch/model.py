@@ -5,12 +5,13 @@ Those in 16 bits, and those on another device, are copies of what is there.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
@@ -63,8 +64,11 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Return the trained parameters as arrays, which share their memory unless it `is_apart`."""
-    found = trained_parameters(model).items()
-    return {name: for_numpy(p).contiguous().numpy() for name, p in found}
+    return {name: _array(p) for name, p in trained_parameters(model).items()}
+
+
+def _array(parameter: torch.nn.Parameter) -> np.ndarray:
+    return for_numpy(parameter).contiguous().numpy()
 
 
 def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,17 +91,16 @@ class Initial(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model, self._names = model, list(trained_parameters(model))
-        self._running = statistics_of(model)
+        self._parameters, self._running = trained_parameters(model), statistics_of(model)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._running[name] if name in self._running else arrays_of(self._model)[name]
+        return self._running[name] if name in self._running else _array(self._parameters[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._names, *self._running))
+        return iter((*self._parameters, *self._running))
 
     def __len__(self) -> int:
-        return len(self._names) + len(self._running)
+        return len(self._parameters) + len(self._running)
 
 
 def statistics_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -134,32 +137,36 @@ class Bound:
     them, and what it takes off them, times `share`, stands where their gradient would.
 
     Args:
-        model: The module; its trained parameters are those that require a gradient now.
+        model: The module.
         share: Of the change of its running means that counts.
+        trained: Names of its trained parameters; by default those that require a gradient now.
 
     Attributes:
         share: As given.
         parameters: The trained ones, by name.
+        frozen: Names of those that no gradient was wanted of, when it was last complete.
         unmoved: Whether they are still in the memory that the module was made with.
     """
 
-    def __init__(self, model: torch.nn.Module, share: float = 1.0) -> None:
+    def __init__(
+        self, model: torch.nn.Module, share: float = 1.0, trained: Iterable[str] | None = None
+    ) -> None:
         self.model, self.share = model, share
         self._running = _running(model)
         self._out: Arrays = {}  # where the gradients go
-        self.parameters, self.unmoved = trained_parameters(model), True
+        names = set(trained_parameters(model) if trained is None else trained)
+        named = list(model.named_parameters())
+        self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
         self._apart = [is_apart(p) for p in self._parameters]
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self.frozen: tuple[str, ...] = ()
+        self._others = {name: p for name, p in named if name not in names}
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
         self._written = [False] * len(self._parameters)
         views = [k for k, apart in enumerate(self._apart) if not apart]
-        self._hooks = [
-            self._parameters[k].register_post_accumulate_grad_hook(self._make_hook(k))
-            for k in views
-        ]
+        self._hooks = [_hook(self._parameters[k], self._make_hook(k)) for k in views]
         for k in views:
             linear.register(self._parameters[k], functools.partial(self._write, k))
 
@@ -188,22 +195,22 @@ class Bound:
         Those of parameters apart are copied here, since they are added up there.
 
         Raises:
-            UserError: If a parameter has one that was frozen when the run began.
+            UserError: If a parameter has one that was frozen when the model was made.
         """
-        for parameter in self._frozen:
+        for name, parameter in self._others.items():
             if parameter.grad is not None:
-                name = next(n for n, p in self.model.named_parameters() if p is parameter)
-                got = f"a gradient of {name!r}, which did not require one when the run began"
-                remedy = "freeze it in the loop instead, or begin a new run"
-                raise UserError(got, "the same trained parameters in a whole run", remedy)
-        for parameter, out, written in zip(
-            self._parameters, self._grads, self._written, strict=False
+                raise _never_trained(name)
+        frozen = []
+        for (name, parameter), out, written in zip(
+            self.parameters.items(), self._grads, self._written, strict=False
         ):
             if not written and parameter.grad is not None:
                 out.copy_(parameter.grad)
             elif not written:
                 out.zero_()
+                frozen += [] if parameter.requires_grad else [name]
             parameter.grad = None
+        self.frozen = tuple(frozen)
         for name, buffer in self._running.items():
             if name in self._out:
                 np.subtract(self._params[name], for_numpy(buffer).numpy(), out=self._out[name])
@@ -224,6 +231,10 @@ class Bound:
                 got = f"parameter {name!r} of {parameter.dtype} on {parameter.device}"
                 expected = "a model that is as it was made"
                 raise UserError(got, expected, "move it by worker.to(device)")
+
+        for name, parameter in self._others.items():
+            if parameter.requires_grad:
+                raise _never_trained(name)
 
     def _tensors(self, arrays: Arrays) -> list[torch.Tensor]:
         known = self._known.get(id(arrays))
@@ -253,13 +264,30 @@ class Bound:
         return take
 
 
+def _hook(parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call `take` when a gradient was accumulated; the parameter may be frozen for now."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(take)
+    parameter.requires_grad_(wanted)
+    return handle
+
+
+def _never_trained(name: str) -> UserError:
+    got = f"a gradient of {name!r}, which was frozen when the model was made"
+    remedy = "leave it trained in model=, and freeze it in train() until it is to be trained"
+    return UserError(got, "the same trained parameters in a whole run", remedy)
+
+
 @contextmanager
 def evaluating(model: torch.nn.Module, params: Arrays) -> Iterator[None]:
     """Have a model evaluate, with these parameters, within the block."""
-    parameters, was = trained_parameters(model).values(), model.training
+    named, was = dict(model.named_parameters()), model.training
     running, means = _running(model), statistics_of(model)
+    known = {name: array for name, array in params.items() if name in named}
+    parameters = [named[name] for name in known]  # which the loop may have frozen by now
     before = [p.data for p in parameters]
-    for parameter, tensor in zip(parameters, tensors_of(params), strict=False):
+    for parameter, tensor in zip(parameters, tensors_of(known), strict=True):
         parameter.data = tensor.to(parameter.device, parameter.dtype)
     _copy_into(running, params)
     model.eval()

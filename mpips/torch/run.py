@@ -60,7 +60,8 @@ def run(
     Args:
         train: Called with a `Worker` on each worker; see `mpips.run`.
         model: Makes the module, such as its class; called on every rank with the same seed. Those
-            of its parameters are trained that require a gradient then.
+            of its parameters are trained that require a gradient then; `train` may freeze any of
+            them, and train it again, by ``requires_grad_``.
         optimizer: The update rule, such as ``mpips.AdamW(1e-3)``.
         comm: As in `mpips.run`.
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,

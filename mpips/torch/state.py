@@ -82,11 +82,16 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
     shapes = zip(found.layout.names, found.layout.shapes, strict=True)
     layout = Layout.of({name: shape for name, shape in shapes if name not in kept})
     vectors = [_slot(found, name)[: layout.size] for name in RULES[config.optimizer].slots]
-    return torch_optimizer(config, layout, vectors, steps).state_dict()
+    skipped = found.state.get("skipped", {})
+    return torch_optimizer(config, layout, vectors, steps, skipped).state_dict()
 
 
 def torch_optimizer(
-    config: Config, layout: Layout, vectors: list[np.ndarray], steps: int
+    config: Config,
+    layout: Layout,
+    vectors: list[np.ndarray],
+    steps: int,
+    skipped: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
     """Return torch's optimizer of a job's rule, over parameters that nothing else uses.
 
@@ -95,16 +100,20 @@ def torch_optimizer(
         layout: Of the vectors.
         vectors: The rule's slots, each of shape (n_params,).
         steps: Updates that it has made.
+        skipped: How many of them were made without a parameter, by its name.
     """
     make, names = KINDS[config.optimizer]
     views = [_tensors(layout, vector) for vector in vectors]
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes}
     found = make(param_groups(parameters, config), config)
-    for name, parameter in parameters.items() if steps and names else ():
+    for name, parameter in parameters.items() if names else ():
+        made = steps - (skipped or {}).get(name, 0)
+        if made <= 0:
+            continue
         state = {key: of_slot[name] for key, of_slot in zip(names, views, strict=True)}
         if config.optimizer in COUNTING:
-            state["step"] = torch.tensor(float(steps))
+            state["step"] = torch.tensor(float(made))
         found.state[parameter] = state
     return found
 
@@ -145,6 +154,7 @@ class TorchState:
     Attributes:
         steps: Updates that it has made; 0 where the rule does not count them.
         slot_names: Of the rule.
+        skipped: How many of the updates a parameter was left out of, by name.
 
     Raises:
         UserError: If it is of another rule, of other numbers of it, or of other parameters.
@@ -170,11 +180,10 @@ class TorchState:
         self._keys = dict(zip(self.slot_names, KINDS[config.optimizer][1], strict=True))
         for name, found in self._of.items():
             self._check(name, found, shapes[name])
-        counts = {float(found.get("step", 0)) for found in self._of.values()}
-        if config.optimizer in COUNTING and len(counts) > 1:
-            got = f"an optimizer_state with {' and '.join(map(str, sorted(counts)))} steps"
-            raise UserError(got, "one number of steps, of all parameters", "a run counts one")
-        self.steps = int(max(counts)) if config.optimizer in COUNTING else 0
+        counts = {name: int(found.get("step", 0)) for name, found in self._of.items()}
+        self.steps = max(counts.values()) if config.optimizer in COUNTING else 0
+        skipped = {name: self.steps - count for name, count in counts.items()}
+        self.skipped: Mapping[str, int] = {n: count for n, count in skipped.items() if count > 0}
 
     def _check(self, name: str, found: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         for key in self._keys.values():

@@ -11,6 +11,7 @@ from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
+from mpips.optim import Range
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.torch.model import Bound, evaluating
@@ -89,6 +90,7 @@ class Worker(Loop):
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
         self.steps = 0
+        self._ranges: dict[str, Range] = {}  # of each array in the flat vector
         self._processes: Processes | None = None
 
     def loader(
@@ -148,7 +150,7 @@ class Worker(Loop):
         found = device_of(device, self._start.ranks)
         self._bound.forget()
         self.model.to(found)
-        self._bound = Bound(self.model, self._bound.share)
+        self._bound = Bound(self.model, self._bound.share, self._bound.parameters)
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
@@ -166,6 +168,7 @@ class Worker(Loop):
         loss = sum(float(value) for value in self._losses) / len(self._losses)
         self._bound.complete()
         self._start.job.rate_factor = factor
+        self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
         self.steps += 1
         self._push(loss)
 
@@ -204,6 +207,7 @@ class Worker(Loop):
         task = super()._take()
         if begins:
             self.steps = batches_before(self._start.job)
+            self._ranges = self._start.job.layout.slices()
             self.optimizer.begin(self.steps)
         self._losses.clear()
         if task is not None:

@@ -67,6 +67,14 @@ def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("which", ["quick", pytest.param("long", marks=pytest.mark.long)])
+def test_what_is_frozen_for_a_while_is_as_in_torch(which: str, tmp_path: Path) -> None:
+    args = [str(PROGRAMS / "frozen.py"), str(tmp_path), which]
+    found = run(3, args, tmp_path, 200).check()
+    assert found.output.count(f"{3 if which == 'quick' else 11} alike") == 3
+
+
+@pytest.mark.launch
 @pytest.mark.long
 def test_running_means_travel_with_the_parameters(tmp_path: Path) -> None:
     args = [str(PROGRAMS / "running_means.py"), str(tmp_path)]
@@ -204,14 +212,40 @@ def test_what_a_forward_pass_takes_off_running_means_is_pushed() -> None:
     assert model.running_mean.tolist() == pytest.approx([1.2, 2])
 
 
-def test_what_is_unfrozen_in_a_run_is_told() -> None:
+def test_what_a_run_was_made_without_cannot_be_trained() -> None:
     model = make_model(Two, 0)
-    bound = Bound(model)
+    bound, params = Bound(model), memory(model)
     bound.collect_into(memory(model))
     model.frozen.requires_grad_(True)
+    message = r"a gradient of 'frozen\.weight', which was frozen when the model was made"
+    with pytest.raises(UserError, match=message):
+        bound.move_to(params)
     model(torch.ones(3)).backward()
-    with pytest.raises(UserError, match=r"a gradient of 'frozen\.weight', which did not require"):
+    with pytest.raises(UserError, match=message):
         bound.complete()
+
+
+def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:
+    model = make_model(Two, 0)
+    initial = Initial(model)
+    bound, params, out = Bound(model), dict(initial), memory(model)
+    bound.move_to(params)
+    for frozen in (False, True, False):
+        model.used.weight.requires_grad_(not frozen)
+        bound.collect_into(out)
+        model(torch.ones(3)).backward()
+        bound.complete()
+        assert bound.frozen == ("used.weight",) * frozen
+        assert out["used.weight"].any() != frozen
+        assert list(initial) == list(params)
+        assert model.used.weight.grad is None
+        other = {name: array + 1 for name, array in params.items()}
+        with evaluating(model, other):
+            assert float(model.used.bias) == other["used.bias"]
+            assert float(model.used.weight[0, 0]) == other["used.weight"][0, 0]
+        assert float(model.used.weight.detach()[0, 0]) == params["used.weight"][0, 0]
+    again = Bound(model, 1.0, bound.parameters)
+    assert list(again.parameters) == list(params)
 
 
 def test_initial_parameters_are_not_held() -> None:

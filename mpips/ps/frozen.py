@@ -1,0 +1,69 @@
+"""Arrays that a worker's pushes leave alone, as its program has frozen them; both halves.
+
+A push says nothing of them. Where they become others the worker tells every server, with the number
+of the first push that this holds for, and announces that push when all have answered: so a server
+that takes it knows. It waits for no other worker; a server answers whatever it waits for itself.
+"""
+
+from collections import deque
+
+from mpips.cluster.world import Cluster
+from mpips.optim import Ranges, common
+from mpips.transport.push import Push
+
+
+class Told:
+    """What a server has been told. Collective: no."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
+
+    def note(self, worker: int, first: int, frozen: Ranges) -> None:
+        """Note what a worker's pushes leave alone from number `first` on."""
+        self._of.setdefault(worker, deque()).append((first, frozen))
+
+    def of(self, push: Push) -> Ranges:
+        """Return what a push leaves alone; with several in it, what all of them do."""
+        if not self._of:
+            return ()
+        return common(self._one(part.worker, part.seq) for part in push)
+
+    def _one(self, worker: int, seq: int) -> Ranges:
+        told = self._of.get(worker, deque())
+        while len(told) > 1 and told[1][0] <= seq:  # pushes come in their order
+            told.popleft()
+        return told[0][1] if told and told[0][0] <= seq else ()
+
+
+class Telling:
+    """A worker's half. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+
+    Attributes:
+        missing: Servers that have not answered yet.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._told: Ranges = ()
+        self.missing = 0
+
+    def begin(self, first: int, frozen: Ranges) -> bool:
+        """Tell what pushes leave alone from number `first` on. Blocks: no.
+
+        Returns:
+            Whether it is something else than before, and `missing` is to be waited for.
+        """
+        if frozen == self._told:
+            return False
+        self._told, self.missing = frozen, len(self._cluster.roles.servers)
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "frozen", (first, frozen))
+        return True
+
+    def handle(self, kind: str) -> bool:
+        """Act on a message; returns whether it was an answer."""
+        self.missing -= kind == "noted"
+        return kind == "noted"
