@@ -1,6 +1,8 @@
 """A worker's loop over batches, the same for every kind of model."""
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,11 @@ from mpips.problems.base import Arrays
 from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 
 if TYPE_CHECKING:
+    from mpips.cluster.start import Request
     from mpips.library.start import Start
     from mpips.session.training import Ended
+
+PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
 
 
 class Loop:
@@ -42,6 +47,7 @@ class Loop:
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
         self._next: Task | None = None  # the one after it, which is here already
+        self._over = False  # whether the loop was told that there is no batch left
 
     def log(self, /, **values: Any) -> None:
         """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
@@ -102,6 +108,7 @@ class Loop:
             if self._next is not None:
                 self._next.left = True
             self._next = self._advance()
+        self._meet(None)
 
     def _batches(
         self, make: Callable[[], Samples], batch_size: int | None, epochs: int | None
@@ -133,22 +140,66 @@ class Loop:
     def _evaluate(
         self, metrics: Callable[[Arrays, Any], Mapping[str, float]], samples: Samples
     ) -> dict[str, float]:
-        """Return the means over samples, of which every worker takes a share.
+        """Return the means over samples: those that all workers find together, where they share.
 
-        Collective: over the workers. Blocks: until all have come.
+        They do where their parameters are the same: in mode sync, and after the loop.
         """
-        if self.ended is None:
-            got = "evaluate() before the loop over the batches is over"
-            raise UserError(
-                got, "a call after the loop", "run(..., evaluate=, held_out=) does more"
-            )
-        params = self._start.final_params(self.ended)
-        begin, end = share(samples.n, self.id, self.workers)
-        batches = iterate(samples, begin, end, CHUNK, self._start.job.dtype)
-        mine = metric_sums(batches, functools.partial(metrics, params))
-        found_by = gather_polled(self._start.workers, mine, self._start.wait)
-        sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
+        if self._tasks is None:
+            raise UserError("evaluate() before the loop over the batches", "a call in it, or after")
+        params, job = self._whole_params(), self._start.job
+        together = self._over or (job.config.mode == "sync" and job.config.in_rounds)
+        begin, end = 0, samples.n
+        if together:
+            self._meet(samples.n, math.inf if self._over else PATIENCE_S)
+            begin, end = share(samples.n, self.id, self.workers)
+        batches = iterate(samples, begin, end, CHUNK, job.dtype)
+        sums = metric_sums(batches, functools.partial(metrics, params))
+        if together:
+            found_by = gather_polled(self._start.workers, sums, self._start.wait)
+            sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
+
+    def _whole_params(self) -> Arrays:
+        """Return those of the batch in work, or of the next one, or of the end.
+
+        Blocks: until a batch is here, where none is in work: between two of them a read of the
+        parameters may be under way.
+        """
+        while self._task is None and self._next is None and self.ended is None:
+            self._next = self._advance()
+        task = self._task or self._next
+        if task is not None:
+            return task.params
+        assert self.ended is not None, "there is no batch left"
+        return self._start.final_params(self.ended)
+
+    def _meet(self, samples: int | None, patience_s: float = math.inf) -> None:
+        """Come together with all workers, to evaluate, or at the end of the function (None).
+
+        Raises:
+            UserError: If one has come for something else, or not come; not at the end.
+
+        Collective: over the workers. Blocks: until all have come, or for so long.
+        """
+        ends = time.monotonic() + patience_s
+
+        def come(request: "Request") -> bool:
+            if request.Test():
+                return True
+            if time.monotonic() > ends:
+                got = f"evaluate() in the loop, to which not all have come for {patience_s:.0f} s"
+                remedy = "in mode sync the workers share the samples: let none be an exception"
+                raise UserError(got, "a call on every worker, between the same two steps", remedy)
+            return False
+
+        def wait(request: "Request") -> float:
+            return self._start.ranks.wait(lambda: come(request))
+
+        for worker, theirs in enumerate(gather_polled(self._start.workers, samples, wait)):
+            if samples is not None and theirs != samples:
+                other = "the end of its function" if theirs is None else f"{theirs} samples"
+                got = f"evaluate() of {samples} samples, and on worker {worker} {other}"
+                raise UserError(got, "the same calls of evaluate() on every worker")
 
     def _in_work(self, what: str) -> Task:
         if self._task is None:
@@ -161,6 +212,7 @@ class Loop:
         while self._next is None and self.ended is None:
             self._next = self._advance()
         self._task, self._next = self._next, None
+        self._over = self._task is None
         self._callbacks.batch(self, None if self._task is None else self._task.batch.epoch)
         return self._task
 

@@ -109,20 +109,24 @@ class Worker(Loop):
     def evaluate(
         self, metrics: Callable[[Arrays, Any], Mapping[str, float]], data: Any
     ) -> dict[str, float]:
-        """Return the means over held-out samples, of which every worker takes a share.
+        """Return the means over held-out samples.
 
-        After the loop, or between a push and the next batch; every worker calls it as often.
+        After the loop the workers share the samples, and in mode sync in the loop as well: there
+        every worker calls it, between the same two steps. In the loop of another mode a worker has
+        parameters of its own, those of its batch in work or else of its next one: it evaluates all
+        samples by itself, and nobody waits for it or has to call it.
 
         Args:
             metrics: ``metrics(params, batch)`` returns means over a batch, ``loss`` among them.
             data: The samples, as in `batches`.
 
         Returns:
-            Means by name over all samples, the same on every worker.
+            Means by name over all samples; where they are shared, the same on every worker.
 
         Raises:
-            UserError: If a metric is some workers' only, or a batch is in work.
+            UserError: Before the loop; if a metric is some workers' only; where samples are shared,
+                if a worker has ended without the call, or in the loop has not come for a minute.
 
-        Collective: over the workers. Blocks: until all have come.
+        Collective: over the workers, where they share. Blocks: until all have come then.
         """
         return self._evaluate(metrics, Samples(data))

@@ -175,7 +175,7 @@ class Worker(Loop):
     def evaluate(
         self, metrics: Callable[[torch.nn.Module, Any], dict[str, float]], data: Any
     ) -> dict[str, float]:
-        """Return the means over held-out samples, of which every worker takes a share.
+        """Return the means over held-out samples; where workers share them, see `mpips.Worker`.
 
         Args:
             metrics: ``metrics(model, batch)`` returns means over a batch, ``loss`` among them; the
@@ -183,12 +183,12 @@ class Worker(Loop):
             data: A map-style dataset.
 
         Returns:
-            Means by name over all samples, the same on every worker.
+            Means by name over all samples; where they are shared, the same on every worker.
 
         Raises:
-            UserError: Before the end of the loop; if a metric is some workers' only.
+            UserError: As `mpips.Worker.evaluate`.
 
-        Collective: over the workers. Blocks: until all have come.
+        Collective: over the workers, where they share. Blocks: until all have come then.
         """
 
         def of_batch(params: Any, batch: Any) -> dict[str, float]:

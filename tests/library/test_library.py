@@ -45,9 +45,15 @@ ABUSES = {
     "leaves": r"own.py:train that left its loop",
     "unwritten": r"left NaN in out\['w'\]",
     "late": "pull without a batch",
+    "early": r"evaluate\(\) of 9 samples, and on worker 1 the end of its function",
+    "unequal": r"evaluate\(\) of . samples, and on worker . . samples",
+    "missing": r"evaluate\(\) in the loop, to which not all have come for 1 s",
 }
 ABUSE = """
-import sys, numpy as np, mpips
+import sys, numpy as np, mpips, mpips.library.loop
+
+mpips.library.loop.PATIENCE_S = 1
+means = lambda params, batch: {{"loss": 0.0}}
 
 def train(worker):
     for batch in worker.batches(50, batch_size=5):
@@ -56,7 +62,7 @@ def train(worker):
         worker.push(1.0)
     {after}
 
-mpips.run(train, {{"w": np.zeros(3)}}, out=sys.argv[1], quiet=True)
+mpips.run(train, {{"w": np.zeros(3)}}, out=sys.argv[1], quiet=True, mode="{mode}")
 """
 FAILS = """
 import numpy as np, mpips
@@ -71,6 +77,9 @@ LINES = {
     "leaves": ("break", "pass"),
     "unwritten": ('worker.grads["w"][:] = np.nan', "pass"),
     "late": ("worker.push(1.0); worker.pull()", "pass"),
+    "early": ("pass", "if worker.id == 0: worker.evaluate(means, 9)"),
+    "unequal": ("pass", "worker.evaluate(means, 8 + worker.id)"),
+    "missing": ("if worker.id == 1: worker.evaluate(means, 9)", "pass"),
 }
 
 
@@ -105,6 +114,12 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
+    found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
+    assert found.output.count("8 modes") == 3
+
+
+@pytest.mark.launch
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
@@ -120,11 +135,13 @@ def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ABUSES)
 def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
     line, after = LINES[name]
-    (tmp_path / "own.py").write_text(ABUSE.format(line=line, after=after))
+    mode = "sync" if name == "missing" else "async"
+    (tmp_path / "own.py").write_text(ABUSE.format(line=line, after=after, mode=mode))
     found = run(3, ["own.py", "out"], tmp_path).check(1)
     assert re.search(ABUSES[name], found.output), found.output
     assert "own.py" in found.output, "the traceback is there"
-    assert found.output.count("mpips: ") == 1, "told once"
+    told = found.output.count("mpips: ")
+    assert told == 1 or (name, told) == ("unequal", 2), "told once"
 
 
 @pytest.mark.launch
