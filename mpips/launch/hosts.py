@@ -126,7 +126,8 @@ def launcher_words(hosts: Sequence[Host], agent: Path, program: str) -> list[str
     names = ",".join(map(str, hosts))
     if is_srun(program):
         each = ",".join(host.name for host in hosts for _ in range(host.ranks))
-        return [f"--nodes={len(hosts)}", f"--nodelist={each}", "--distribution=arbitrary"]
+        where = [f"--nodes={len(hosts)}", f"--nodelist={each}", "--distribution=arbitrary"]
+        return [*where, "--overlap"]  # a step with a node that has failed may hold its resources
     if not is_open_mpi(program):
         return ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", names]
     options = {

@@ -25,7 +25,7 @@ RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
 GONE_S = 10.0  # on which a later one that is given the same process id fails to start
 PR_SET_PDEATHSIG = 1  # prctl(2)
-OPEN_MPI = ("--oversubscribe", "--mca", "osc", "^ucx")
+OPEN_MPI = ("--mca", "osc", "^ucx")
 # For ranks that go on when others die. Of what coll is to leave out, han crashes those who go on;
 # the rest is Open MPI's own choice, which this replaces.
 SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4")
@@ -66,7 +66,7 @@ def survivors_launcher() -> list[str]:
     """
     if not is_open_mpi():
         return []
-    words = [mpirun(), *OPEN_MPI, *SURVIVING]
+    words = [*default_launcher(), *SURVIVING]
     try:
         tried = subprocess.run(
             [*words, "-n", "1", "true"], env=environment(), capture_output=True, timeout=60
@@ -102,13 +102,19 @@ def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> li
     return [*(launcher or default_launcher()), "-n", str(ranks), sys.executable, *args]
 
 
-def default_launcher() -> list[str]:
+def default_launcher(hosts: bool = False) -> list[str]:
     """Return `mpirun` with the options that it needs here.
+
+    Args:
+        hosts: Whether it is told of hosts. By --oversubscribe all ranks would be on this one then.
 
     Raises:
         UserError: If there is none.
     """
-    return [mpirun(), *(OPEN_MPI if is_open_mpi() else ())]
+    if not is_open_mpi():
+        return [mpirun()]
+    more = ["--map-by", "slot:OVERSUBSCRIBE"] if hosts else ["--oversubscribe"]
+    return [mpirun(), *more, *OPEN_MPI]
 
 
 def family(leader: int) -> list[int]:

@@ -235,7 +235,7 @@ class Supervisor:
         order, place = self._order, self._place
         if place is None:
             return order.ranks, self._survivors or order.launcher
-        words = list(order.launcher or default_launcher())
+        words = list(order.launcher or default_launcher(hosts=True))
         return place.ranks, words + launcher_words(place.used, place.reach.agent, words[0])
 
     def _words(self) -> list[str]:

@@ -1,7 +1,9 @@
-"""Jobs on several hosts, one of which is gone for a time. Each is a pair of namespaces here."""
+"""Jobs on several hosts, one of which is gone for a time. Others than this are namespaces of it."""
 
 import contextlib
 import os
+import platform
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -27,6 +29,7 @@ exec {" ".join(UNSHARE)} sh -c '
     hostname "$1" && mount -t tmpfs -o mode=1777 shm /dev/shm && exec /bin/sh -c "$2"
 ' sh "$host" "$*"
 """
+ROW = re.compile(r"^ +\d+ +\d+  (\S+) +(?:server|worker) \d+ ", re.M)  # of a rank, at a start
 
 
 @pytest.fixture
@@ -80,7 +83,8 @@ def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
     """The job goes on without it, and with it from the next start on; each batch counts once."""
     give_an_address()
     out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS, "--servers", "2")
-    options = ["--hosts", "east:2,west:2", "--elastic", "--rsh", str(rsh)]
+    mine = platform.node()
+    options = ["--hosts", f"{mine}:2,west:2", "--elastic", "--rsh", str(rsh)]
 
     def restarted(job: Supervised) -> list[int]:
         starts = starts_of(out)
@@ -92,11 +96,13 @@ def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
         crash(rsh, "west")
         ranks = restarted(job)
         assert len(ranks) == 2
-        assert "2 of 4 ranks on east:2 (west: no route to west) --servers=1" in job.output
+        assert f"2 of 4 ranks on {mine}:2 (west: no route to west) --servers=1" in job.output
         revive(rsh, "west")
         os.kill(ranks[1], signal.SIGKILL)
         assert len(restarted(job)) == 4
         job.process.send_signal(signal.SIGTERM)
         told = job.wait(SAVED)
-    assert told.count("4 of 4 ranks on east:2,west:2") == 1
+    assert told.count(f"4 of 4 ranks on {mine}:2,west:2") == 1
+    all_of_them = [mine, mine, "west", "west"]
+    assert ROW.findall(told) == [*all_of_them, mine, mine, *all_of_them]
     assert_counts(newest(out), N)

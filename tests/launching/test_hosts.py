@@ -82,7 +82,7 @@ def test_what_launchers_are_told() -> None:
     else:
         assert words == ["-launcher", "ssh", "-launcher-exec", "/there/agent", "-hosts", "a:2,b:1"]
     words = launcher_words(hosts, agent, "/usr/bin/srun")
-    assert words == ["--nodes=2", "--nodelist=a,a,b", "--distribution=arbitrary"]
+    assert words == ["--nodes=2", "--nodelist=a,a,b", "--distribution=arbitrary", "--overlap"]
 
 
 NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
