@@ -135,9 +135,9 @@ def launcher_words(hosts: Sequence[Host], agent: Path, program: str) -> list[str
         "plm_ssh_agent": str(agent),
         "plm_ssh_no_tree_spawn": "1",  # other hosts need not have the agent
         "ras": "^slurm,pbs,lsf,gridengine",  # the hosts are said
-        "prte_leave_session_attached": "1",  # srun ends what is left behind
     }
     words = [word for name, value in options.items() for word in ("--prtemca", name, value)]
+    words += ["--leave-session-attached"]  # srun ends what it leaves behind
     return [*words, "-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED", "--host", names]
 
 
