@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from launch import Running, run
 
+from mpips.chaos.exact import expected_counts
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.config import Config
-from mpips.config.jobfile import from_toml
 from mpips.config.modes import SERVED
 from mpips.datasets import open_dataset
-from mpips.datasets.order import Order
 
 HERE = Path(__file__).parent
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"
@@ -159,18 +158,6 @@ def assert_same_state(a: Checkpoint, b: Checkpoint) -> None:
         assert differing == 0, f"{differing} of {x.size} elements of {name} differ"
 
 
-def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
-    """Return how often each of `n` samples was applied, from a checkpoint's hand-out."""
-    handout, config = checkpoint.state["handout"], from_toml(checkpoint.config)
-    order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
-    epoch, position = handout["cursor"]
-    counts = np.full(n, float(epoch))
-    np.add.at(counts, order.sample_ids(epoch, 0, position), 1)
-    for e, begin, end in handout["pending"]:
-        np.subtract.at(counts, order.sample_ids(e, begin, end), 1)
-    return counts
-
-
 def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> None:
     """Assert that everything the hand-out calls applied was applied once, on every shard."""
     arrays = checkpoint.layout.views(checkpoint.read_params())
@@ -245,12 +232,3 @@ def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:
 def open_folders(out: Path) -> set[Path]:
     """Return the checkpoints that are not committed."""
     return {folder for folder in list_checkpoints(out) if not is_whole(folder)}
-
-
-def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return the vector that each worker, or in rounds each rank, has for itself, as rows."""
-    count = len(checkpoint.contents.workers)
-    found = np.empty((count, checkpoint.layout.size), checkpoint.dtype)
-    for number in range(count):
-        checkpoint.read_worker(name, number, found[number])
-    return found

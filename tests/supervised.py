@@ -1,50 +1,29 @@
 """Jobs under a supervisor that is a process of its own, and jobs that count their samples."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from launch import environment
 from runs import counting, is_whole, samples_file, starts_of
 
+from mpips.chaos.job import Job
 from mpips.checkpoint import list_checkpoints
-from mpips.cluster import segments
 from mpips.launch import mpirun
 
 N = 230
 
 
-class Supervised:
+class Supervised(Job):
     """A supervisor with its job, in a process of its own."""
 
     def __init__(self, folder: Path, ranks: int, words: Sequence[str], *options: str) -> None:
-        self.folder, self._log = folder, folder / "output.txt"
-        words = ["-m", "mpips.launch", "-n", str(ranks), *options, "--", *words]
-        env = {**environment(), "TMPDIR": str(folder)}
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=env, stdout=log,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        self.seen: set[int] = set()
-        self.mapped: set[segments.Segment] = set()
+        super().__init__(folder, ranks, words, options, folder)
+        self.folder = folder
 
-    @property
-    def output(self) -> str:
-        """What was printed so far."""
-        return self._log.read_text(errors="replace")
-
-    def family(self) -> list[int]:
-        """Return the processes of the job, mpirun's first."""
-        found = [pid for pid in mpirun.family(self.process.pid) if pid != self.process.pid]
-        self.seen.update(found)
-        self.mapped.update(*map(segments.mapped, found))
-        return found
+    def __exit__(self, *what: Any) -> None:
+        super().__exit__(*what)
+        print(self.output)
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, by rank."""
@@ -52,11 +31,7 @@ class Supervised:
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float = 60) -> None:
         """Wait while the job gets somewhere."""
-        deadline = time.monotonic() + timeout_s
-        while not ready():
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
+        assert self.wait_until(ready, time.monotonic() + timeout_s), self.output
 
     def wait_for_training(self, out: Path, starts: int) -> list[int]:
         """Wait until start number `starts` of a run has saved; returns the ranks by rank."""
@@ -67,37 +42,20 @@ class Supervised:
 
     def wait(self, code: int, timeout_s: float = 60) -> str:
         """Wait for the end; returns what was printed. Nothing is left over."""
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.output
+
+        def look() -> bool:
             self.family()
-            time.sleep(0.1)
+            return False
+
+        self.wait_until(look, time.monotonic() + timeout_s)
         assert self.process.returncode == code, self.output
         self.assert_nothing_left()
         return self.output
 
     def assert_nothing_left(self, within_s: float = 0.0) -> None:
-        """Assert that no process and no segment is left that was seen."""
-        deadline = time.monotonic() + within_s
-        while mpirun.running(self.seen) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert mpirun.running(self.seen) == [], self.output
-        assert self.seen, "the ranks were looked at"
-        assert not self.mapped & segments.present()
-
-
-@contextlib.contextmanager
-def supervised(*args: object, **options: object) -> Iterator[Supervised]:
-    """Leave the block, and the supervisor is gone, and all that is below it."""
-    job = Supervised(*args, **options)  # type: ignore[arg-type]
-    try:
-        yield job
-    finally:
-        for pid in [job.process.pid, *job.family()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        job.process.wait(10)
-        print(job.output)
+        """Assert that no process, segment or port is left of the job."""
+        assert self.left(within_s) == [], self.output
+        assert self.inodes, "the ranks were looked at"
 
 
 COUNTED = {  # samples, problem, options; in rounds for four workers

@@ -170,7 +170,7 @@ def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMPLETED = {
     "mpips ": list(COMMANDS),
-    "mpips ch": ["checkpoint"],
+    "mpips ch": ["chaos", "checkpoint"],
     "mpips train --mom": ["--momentum"],
     "mpips train --mode lo": ["local_sgd"],
     "mpips train --no-sh": ["--no-share-pulls", "--no-shuffle"],
@@ -179,6 +179,7 @@ COMPLETED = {
     "mpips guide sl": ["slow-links", "slurm"],
     "mpips checkpoint v": ["verify"],
     "mpips checkpoint list mp": ["mpips.bash"],
+    "mpips chaos --mo": ["--most", "--modes"],
     "mpips sbatch --ntasks": ["--ntasks-per-node"],
     "mpips doctor --node": ["--node-size"],
     "mpips bench --sc": ["--scale"],

@@ -24,6 +24,7 @@ from launch import ROOT, environment, run
 from mpips import sbatch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
+from mpips.chaos.__main__ import make_parser as chaos_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
@@ -327,6 +328,11 @@ def check_unrun(line: str) -> None:
             at = rest.index("--")
             launch_parser().parse_args(rest[:at])
             if not rest[at + 1].endswith(".py"):
+                check_train(rest[at + 1 :])
+        case ["python", "-m", "mpips.chaos", *rest]:
+            at = rest.index("--") if "--" in rest else len(rest)
+            chaos_parser().parse_args(rest[:at])
+            if not "".join(rest[at + 1 : at + 2]).endswith(".py"):
                 check_train(rest[at + 1 :])
         case ["python", "-m", "mpips.sbatch", *rest]:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])

@@ -32,7 +32,7 @@ session
 library
 jax torch
 train
-__main__ bench results sbatch
+__main__ bench chaos results sbatch
 doctor
 guide
 """
@@ -49,7 +49,8 @@ problems problems.evaluation problems.gradient_check datasets datasets.loader da
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
 planning.memory launch.mpirun launch.supervise session.metrics train __main__ results sbatch
 bench.__main__
-bench.driver doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
+bench.driver chaos.__main__ chaos.run chaos.report
+doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
 doctor.software guide.completion guide.__main__
 """
 LIGHT = """

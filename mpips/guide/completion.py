@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mpips import sbatch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
+from mpips.chaos.__main__ import make_parser as chaos_parser
 from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
 from mpips.config.command_line import FLAGS, QUESTIONS
@@ -38,10 +39,10 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, action="store_true", help=text)
     commands = parser.add_subparsers(metavar="COMMAND")
     parsers = {
-        "train": _train(), "launch": launch_parser(), "guide": _guide(),
-        "jobs": jobs_parser(), "results": _results(), "checkpoint": checkpoint_parser(),
-        "sbatch": sbatch.make_parser(), "doctor": doctor_parser(), "bench": bench_parser(),
-        "completion": _completion(),
+        "train": _train(), "launch": launch_parser(), "chaos": chaos_parser(),
+        "guide": _guide(), "jobs": jobs_parser(), "results": _results(),
+        "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
+        "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
     }  # fmt: skip
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text)

@@ -17,7 +17,7 @@ from mpips.config.command_line import parse_command_line
 from mpips.errors import UserError
 
 if TYPE_CHECKING:
-    from mpips.launch.supervise import Crew
+    from mpips.launch.supervise import Crew, Order
 
 EPILOG = """\
 Behind -- stand the options of mpips.train; or a program, whose name ends in .py, or -m MODULE, with
@@ -75,39 +75,36 @@ def main(argv: Sequence[str]) -> int:
         from mpips.launch.supervise import Order, supervise
 
         launcher = shlex.split(args.mpirun)
-        _check(args, launcher)
         crew = _crew(args, launcher)
         ranks = crew.ranks if crew is not None else args.ranks
         order = Order(ranks, words, launcher, args.restarts, args.timeout, crew)
-        if not order.is_program:
-            _check_job(words)
-        elif words[0] != "-m" and not Path(words[0]).is_file():
-            raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
+        check(order)
         return supervise(order)
     except UserError as error:
         print(f"mpips: {error}", file=sys.stderr)
         return error.code
 
 
-def _check(args: argparse.Namespace, launcher: Sequence[str]) -> None:
-    """Check what was given.
+def check(order: "Order") -> None:
+    """Check what is to be run, before any rank is started.
 
     Raises:
         UserError: If something cannot be.
     """
-    if args.ranks is None and not args.hosts:
-        raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
-    if args.ranks is not None and args.ranks < 1:
-        raise UserError(f"-n {args.ranks}", "an integer >= 1")
-    if args.restarts < 0:
-        raise UserError(f"--restarts {args.restarts}", "an integer >= 0")
-    if not 1 <= args.timeout < 1e9:
-        raise UserError(f"--timeout {args.timeout:g}", "seconds >= 1")
-    if launcher and shutil.which(launcher[0]) is None:
-        raise UserError(f"--mpirun {launcher[0]!r}", "a program on PATH", "load its module")
-    for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):
-        if given and not args.hosts:
-            raise UserError(f"{flag} without --hosts", "both", "name the hosts, such as a:4,b:4")
+    if order.ranks < 1:
+        raise UserError(f"-n {order.ranks}", "an integer >= 1")
+    if order.restarts < 0:
+        raise UserError(f"--restarts {order.restarts}", "an integer >= 0")
+    if not 1 <= order.timeout_s < 1e9:
+        raise UserError(f"--timeout {order.timeout_s:g}", "seconds >= 1")
+    if order.launcher and shutil.which(order.launcher[0]) is None:
+        got = f"--mpirun {order.launcher[0]!r}"
+        raise UserError(got, "a program on PATH", "load its module")
+    words = order.words
+    if not order.is_program:
+        _check_job(words)
+    elif words[0] != "-m" and not Path(words[0]).is_file():
+        raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
 
 
 def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
@@ -119,8 +116,15 @@ def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
     from mpips.launch.hosts import SLURM, find_hosts, is_srun
     from mpips.launch.supervise import Crew
 
+    if args.ranks is None and not args.hosts:
+        raise UserError("neither -n nor --hosts", "the number of ranks", "give -n")
+    for flag, given in (("--elastic", args.elastic is not None), ("--rsh", args.rsh)):
+        if given and not args.hosts:
+            raise UserError(f"{flag} without --hosts", "both", "name the hosts, such as a:4,b:4")
     if not args.hosts:
         return None
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"-n {args.ranks}", "an integer >= 1")
     hosts = find_hosts(args.hosts, args.ranks)
     ranks = args.ranks or sum(host.ranks for host in hosts)
     least = ranks if args.elastic is None else args.elastic
@@ -134,7 +138,7 @@ def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
 
 
 def _check_job(words: Sequence[str]) -> None:
-    """Check that options are those of a run, before any rank is started.
+    """Check that options are those of a run.
 
     Raises:
         UserError: If one is illegal, or asks for something else than a run.

@@ -28,14 +28,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         signs.begin(Path(folder), str(os.getpid() if rank is None else rank))
         signs.end_when_over(Path(folder))
-        if words[0] == "-m":
-            sys.argv[:] = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv[:] = words
-            if not sys.flags.safe_path:
-                sys.path[0] = str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
+        run(words)
     except SystemExit as end:
         signs.tell_end(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
@@ -45,6 +38,18 @@ def main(argv: Sequence[str]) -> int:
         _leave(_told(error), 1, rank or 0)
     signs.tell_end(0)
     return 0
+
+
+def run(words: Sequence[str]) -> None:
+    """Run ``-m MODULE`` or a program, with its options, in this process as Python would."""
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = words
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _told(error: Exception) -> str:

@@ -26,6 +26,7 @@ from mpips.launch.watch import Run, Signs, Watch
 POLL_S = 0.1
 LOOK_S = 2.0  # at most, between two looks at a job
 STACKS_S = 3.0
+PREFIX = "mpips-launch-"  # of the folder by which ranks tell what they do
 AT_ONCE = "ended by a second SIGINT"
 PAUSE_S, LONGEST_S = 1.0, 60.0  # before the first restart, doubled with each
 ASK_AGAIN_S = 5.0  # hosts, where there are too few
@@ -92,7 +93,7 @@ def supervise(order: Order) -> int:
     """
     try:
         folder = tempfile.TemporaryDirectory(
-            prefix="mpips-launch-",
+            prefix=PREFIX,
             dir=Path.cwd() if order.is_shared else None,
             ignore_cleanup_errors=True,
         )
@@ -208,6 +209,7 @@ class Supervisor:
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
         signs = Signs(self._folder / f"{len(self._attempts) + 1}")
+        signs.begin()
         self._handed_on = False
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]

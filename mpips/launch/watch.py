@@ -22,7 +22,7 @@ ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a r
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
 
-def _new_lines(path: Path, begin: int) -> tuple[list[bytes], int]:
+def new_lines(path: Path, begin: int) -> tuple[list[bytes], int]:
     """Return the whole lines of a file from a byte on, if it is there, and where they end."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(begin)
@@ -121,7 +121,7 @@ class Run:
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""
-        lines, self._at = _new_lines(self.out / METRICS, self._at)
+        lines, self._at = new_lines(self.out / METRICS, self._at)
         step, reason = self._last
         for line in lines:
             with contextlib.suppress(ValueError):  # as of a disk that was full
@@ -136,7 +136,7 @@ class Signs:
     """What the ranks of a job have told, in the folder that they write to.
 
     Args:
-        folder: Made here.
+        folder: Of one start of the job.
 
     Attributes:
         ranks: Those who have told of themselves.
@@ -147,8 +147,6 @@ class Signs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir()
-        (folder / CURRENT).touch()
         self.ranks: list[Rank] = []
         self.runs: list[Run] = []
         self.codes: dict[str, int] = {}
@@ -160,7 +158,7 @@ class Signs:
         begun = []
         for path in sorted(self.folder.glob(f"*{TOLD}")):
             self.beats[path] = path.stat().st_mtime_ns
-            lines, self._read[path] = _new_lines(path, self._read.get(path, 0))
+            lines, self._read[path] = new_lines(path, self._read.get(path, 0))
             for told in map(json.loads, lines):
                 if "run" in told:
                     begun.append(told)
@@ -175,6 +173,11 @@ class Signs:
     def alive(self) -> list[int]:
         """Return the process ids of the ranks that are here and are not gone."""
         return [r.pid for r in self.ranks if r.is_here and r.trouble != GONE]
+
+    def begin(self) -> None:
+        """Make the folder, for ranks that are about to start."""
+        self.folder.mkdir()
+        (self.folder / CURRENT).touch()
 
     def end(self) -> None:
         """Have ranks that are left end themselves, wherever they are, and read the last signs."""

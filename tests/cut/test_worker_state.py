@@ -18,18 +18,17 @@ from runs import (
     Plan,
     assert_same_state,
     counting,
-    expected_counts,
     final,
     is_whole,
     kill_once,
     names_asked,
     newest,
-    own,
     samples_file,
     summary,
     thinned,
 )
 
+from mpips.chaos.exact import expected_counts, own
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from mpips.config import Config
 from mpips.config.jobfile import to_toml

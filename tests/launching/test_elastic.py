@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
 from slurm_cluster import UNSHARE, give_an_address
-from supervised import N, Supervised, counting_words, supervised
+from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
@@ -91,7 +91,7 @@ def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
         job.wait_for(lambda: starts_of(out) > starts)
         return job.wait_for_training(out, starts + 1)
 
-    with supervised(tmp_path, 4, words, *options) as job:
+    with Supervised(tmp_path, 4, words, *options) as job:
         assert len(job.wait_for_training(out, 1)) == 4
         crash(rsh, "west")
         ranks = restarted(job)

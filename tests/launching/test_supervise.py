@@ -1,8 +1,6 @@
 """Jobs under a supervisor: ranks that die or hang, and what is left of them in the end."""
 
-import contextlib
 import os
-import random
 import re
 import shlex
 import signal
@@ -11,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import ENDLESS, SAVED, assert_counts, final, newest, open_folders, starts_of, summary
-from supervised import COUNTED, N, Supervised, counting_words, supervised
+from runs import ENDLESS, SAVED, assert_counts, final, newest, starts_of, summary
+from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
@@ -90,7 +88,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervis
     """A job whose server is stopped, and the process: while it hangs, there are other tests."""
     folder = tmp_path_factory.mktemp("hanging")
     words = counting_words(folder, 12)
-    with supervised(folder, 3, words, "--timeout", "20") as job:
+    with Supervised(folder, 3, words, "--timeout", "20") as job:
         server = job.wait_for_training(folder / "out", 1)[0]
         os.kill(server, signal.SIGSTOP)
         yield job, server
@@ -101,7 +99,7 @@ def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Supervis
 def test_a_program_whose_server_is_killed(tmp_path: Path) -> None:
     """It goes on where it was, and nothing is lost or done twice; see the program."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    with supervised(tmp_path, 3, ["program.py", "out", "auto"]) as job:
+    with Supervised(tmp_path, 3, ["program.py", "out", "auto"]) as job:
         told = job.wait(0)
     assert told.count("the program has seen the end") == 3
     assert told.count("starting again from step ") == 1
@@ -114,8 +112,9 @@ def test_an_exception_that_comes_again(tmp_path: Path) -> None:
     """One more attempt is made, and no other."""
     words = ["--problem", f"{FAULTY}:Raises", "--epochs", "2", "--out", "out"]
     launcher = shlex.join(mpirun.command(3, [])[:-3])  # as a user may say it
-    with supervised(tmp_path, 3, words, "--mpirun", launcher) as job:
+    with Supervised(tmp_path, 3, words, "--mpirun", launcher) as job:
         told = job.wait(1)
+        assert list(job.temporary.iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"out", "output.txt"}
     assert told.count("a mistake of mine") >= 2
     assert "no further than step 0 in 2 attempts: giving up" in told
@@ -132,7 +131,7 @@ def test_what_a_program_raises_outside_a_run(what: str, who: str, tmp_path: Path
     """On one rank, for which the others wait, or on all: the job ends, and it is said."""
     lines = ["from mpi4py import MPI", "import mpips", f"if {who}:", f"    raise {what}"]
     (tmp_path / "program.py").write_text("\n".join([*lines, "MPI.COMM_WORLD.Barrier()"]))
-    with supervised(tmp_path, 3, ["program.py"]) as job:
+    with Supervised(tmp_path, 3, ["program.py"]) as job:
         told = job.wait(1 if "KeyError" in what else 2)
     assert told.count("mpips: this, expected that") == ("UserError" in what)
     assert told.count("Traceback") == told.count("a mistake of mine") / 2 == 2 * ("Key" in what)
@@ -144,7 +143,7 @@ def test_what_a_program_raises_outside_a_run(what: str, who: str, tmp_path: Path
 def test_a_job_is_asked_to_end_and_refused(tmp_path: Path) -> None:
     """By Ctrl-C: it is saved. It does not go on with another batch size."""
     out, words = tmp_path / "out", counting_words(tmp_path, ENDLESS)
-    with supervised(tmp_path, 3, words) as job:
+    with Supervised(tmp_path, 3, words) as job:
         job.wait_for_training(out, 1)
         job.process.send_signal(signal.SIGINT)
         told = job.wait(SAVED)
@@ -152,7 +151,7 @@ def test_a_job_is_asked_to_end_and_refused(tmp_path: Path) -> None:
     assert "run it again" in told
     assert_counts(newest(out), N)
     assert summary(out)["stop_reason"] == "SIGUSR1"
-    with supervised(tmp_path, 3, [*words, "--resume", "--batch-size", "5"]) as job:
+    with Supervised(tmp_path, 3, [*words, "--resume", "--batch-size", "5"]) as job:
         told = job.wait(2)
     assert "batch_size 5" in told
     assert "mpips.launch" not in told, "all is said"
@@ -180,7 +179,7 @@ def test_a_server_that_is_stopped(hanging: tuple[Supervised, int]) -> None:
 def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     """Its job is asked to save, and ends."""
     out = tmp_path / "out"
-    with supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
+    with Supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
         job.wait_for_training(out, 1)
         job.process.kill()
         job.process.wait(10)
@@ -202,7 +201,7 @@ def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
 def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) -> None:
     """The others go on at once, and each batch counts once. One that is stopped dies in time."""
     out, words = tmp_path / "out", counting_words(tmp_path, 40, "--mode", mode, *options.split())
-    with supervised(tmp_path, 5, words, "--timeout", "12") as job:
+    with Supervised(tmp_path, 5, words, "--timeout", "12") as job:
         *_, first, second = job.wait_for_training(out, 1)
         os.kill(first, signal.SIGKILL)
         job.wait_for(lambda: LEFT_OUT in job.output)
@@ -227,7 +226,7 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path: Path) -> None:
     """It is said once, and the job starts again."""
     out, words = tmp_path / "out", counting_words(tmp_path, 40)
-    with supervised(tmp_path, 4, words) as job:
+    with Supervised(tmp_path, 4, words) as job:
         server, *workers = job.wait_for_training(out, 1)
         for pid in [server] if who == "the server" else workers:
             os.kill(pid, signal.SIGKILL)
@@ -243,7 +242,7 @@ def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path
 def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
     """One that hangs, say, and does not save."""
     out = tmp_path / "out"
-    with supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
+    with Supervised(tmp_path, 3, counting_words(tmp_path, ENDLESS)) as job:
         os.kill(job.wait_for_training(out, 1)[0], signal.SIGSTOP)
         for _ in range(2):
             job.process.send_signal(signal.SIGINT)
@@ -253,61 +252,7 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
     assert "where its ranks are" not in told
 
 
-VICTIMS = ("a worker", "a server", "mpirun", "all ranks", "everything but the supervisor")
-MOMENTS = ("training", "training", "write", "start")
 LEFT_OUT = "has died; its"
-
-
-@pytest.mark.launch
-@pytest.mark.long
-@pytest.mark.parametrize("mode", COUNTED)
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(0, marks=pytest.mark.one_mpi), pytest.param(1, marks=pytest.mark.other_mpi)],
-)
-def test_whatever_is_killed(seed: int, mode: str, tmp_path: Path) -> None:
-    """At random moments: the run goes on each time, and each batch counts once."""
-    chance, out, starts = random.Random(seed), tmp_path / "out", 0
-    words = counting_words(tmp_path, ENDLESS, "--hidden", "100000", mode=mode)
-    with supervised(tmp_path, 4, words, "--restarts", "50", "--timeout", "60") as job:
-        for victim in chance.sample(VICTIMS, len(VICTIMS)):
-            attempt, left_out = job.output.count("starting again"), job.output.count(LEFT_OUT)
-            job.wait_for_training(out, starts + 1)
-            moment = chance.choice(MOMENTS)
-            if moment == "write":
-                job.wait_for(lambda: bool(open_folders(out)))
-            time.sleep(chance.uniform(0, 0.03 if moment == "write" else 0.5))
-            kill(job, victim, chance)
-
-            def has_gone_on(attempt: int = attempt, left_out: int = left_out) -> bool:
-                told = job.output
-                return told.count("starting again") > attempt or told.count(LEFT_OUT) > left_out
-
-            job.wait_for(has_gone_on)
-            starts = starts_of(out) - (job.output.count(LEFT_OUT) > left_out)
-            if moment == "start":
-                time.sleep(chance.uniform(0, 4))
-                kill(job, "all ranks", chance)
-                starts = starts_of(out)
-        job.wait_for_training(out, starts + 1)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait(SAVED)
-    assert_counts(newest(out), COUNTED[mode][0])
-
-
-def kill(job: Supervised, victim: str, chance: random.Random) -> None:
-    """Kill a part of a job by SIGKILL."""
-    ranks, family = job.ranks(), job.family()
-    chosen = {
-        "a worker": ranks[-1:],
-        "a server": ranks[:1],
-        "mpirun": family[:1],
-        "all ranks": ranks,
-        "everything but the supervisor": chance.sample(family, len(family)),
-    }[victim]
-    for pid in chosen:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 HANGS = """
@@ -328,6 +273,7 @@ def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(HANGS)
     job = Signs(tmp_path / "signs")
+    job.begin()
     with mpirun.Running(
         3, ["-m", "mpips.launch.rank", str(job.folder), str(program)], tmp_path
     ) as w:

@@ -31,7 +31,9 @@ waits_for_ever()
 
 @pytest.fixture
 def job(tmp_path: Path) -> Signs:
-    return Signs(tmp_path / "1")
+    job = Signs(tmp_path / "1")
+    job.begin()
+    return job
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from runs import (
     Plan,
     assert_same_state,
     counting,
-    expected_counts,
     final,
     is_whole,
-    own,
     samples_file,
 )
 
+from mpips.chaos.exact import expected_counts, own
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.launch

@@ -1,0 +1,178 @@
+"""What must hold of a run that is over, whatever was done to it.
+
+`check_run` judges any run by its ledger, its summary and its checkpoints, `check_counts` one whose
+problem is of `mpips.chaos.counting` by its parameters, and `check_same` one in rounds, which is
+bitwise repeatable, by those of a run that nothing was done to.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole, open_checkpoint, verify
+from mpips.checkpoint.files import INDEX, folder_step
+from mpips.checkpoint.place import DONE, SUMMARY
+from mpips.config import Config
+from mpips.config.jobfile import from_toml
+from mpips.config.modes import SERVED
+from mpips.datasets.order import Order
+
+ROUNDING = 1e-6  # of sums of integers: what is lost or counted twice is 1
+
+
+def check_run(out: Path) -> list[str]:
+    """Return what is wrong with a run that should be complete.
+
+    It has its marker and its summary, each of its checkpoints is whole, the last one is its end,
+    the data was handed out to its end, and all that was pushed was applied.
+    """
+    if not (out / DONE).is_file():
+        return ["no DONE"]
+    wrong = [text for path in _committed(out) for text in verify(path)]
+    found, _ = newest_whole(out)
+    if found is None:
+        return [*wrong, "no whole checkpoint"]
+    try:
+        summary = json.loads((out / SUMMARY).read_text())
+    except (OSError, ValueError) as problem:
+        return [*wrong, f"{SUMMARY}: {problem}"]
+    return [*wrong, *_wrong_ledger(summary, found), *_wrong_pushes(summary, found)]
+
+
+def _committed(out: Path) -> list[Path]:
+    return [path for path in list_checkpoints(out) if (path / INDEX).exists()]
+
+
+def _differing(expected: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+    """Yield a line for what is not as expected, given by its name."""
+    for name, (got, wanted) in expected.items():
+        if got != wanted:
+            yield f"{name} {got}, expected {wanted}"
+
+
+def _wrong_ledger(summary: dict[str, Any], found: Checkpoint) -> Iterator[str]:
+    state, config = found.state, from_toml(found.config)
+    handout, n = state["handout"], state["n_train"]
+    expected = {
+        "global_step": (summary["global_step"], found.step),
+        "samples": (summary["samples"], state["samples"]),
+    }
+    if config.mode in SERVED:
+        expected["sum of the clocks"] = sum(handout["clocks"]), found.step
+    if summary["stop_reason"] == "epochs":
+        expected["batches that were not applied"] = handout["pending"], []
+        expected["epoch and position"] = handout["cursor"], [config.epochs, 0]
+        expected["samples of all epochs"] = state["samples"], config.epochs * n
+    if summary["stop_reason"] == "steps":
+        expected["steps of the workers"] = set(handout["clocks"]), {config.steps}
+    yield from _differing(expected)
+
+
+def _wrong_pushes(summary: dict[str, Any], found: Checkpoint) -> Iterator[str]:
+    """Judge the pushes of the last start, which is what a summary has."""
+    config, before = from_toml(found.config), 0
+    if summary["resumed_from"]:
+        before = folder_step(Path(summary["resumed_from"])) or 0
+    sent, applied = summary["pushes_sent"], summary["pushes_applied"]
+    expected = {"pushes sent": (sent, applied)}
+    if config.mode in SERVED:
+        expected["pushes applied"] = applied, summary["global_step"] - before
+    yield from _differing(expected)
+
+
+def check_same(out: Path, other: Path) -> list[str]:
+    """Return how the last parameters of a run differ from those of another one."""
+    found, expected = (newest_whole(path)[0] for path in (out, other))
+    if found is None or expected is None:
+        return [f"no whole checkpoint in {other if found else out}"]
+    a, b = (np.frombuffer(c.read_params(), f"u{c.dtype.itemsize}") for c in (found, expected))
+    many = int(np.count_nonzero(a != b)) if a.size == b.size else a.size
+    return [f"{many} of {a.size} parameters are not those of {other}"] if many else []
+
+
+# What was counted.
+
+
+def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
+    """Return how often each of `n` samples was applied, from a checkpoint's hand-out."""
+    handout, config = checkpoint.state["handout"], from_toml(checkpoint.config)
+    order = Order(n, config.batch_size, checkpoint.state["block"], config.seed)
+    epoch, position = handout["cursor"]
+    counts = np.full(n, float(epoch))
+    np.add.at(counts, order.sample_ids(epoch, 0, position), 1)
+    for e, begin, end in handout["pending"]:
+        np.subtract.at(counts, order.sample_ids(e, begin, end), 1)
+    return counts
+
+
+def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Return the vector that each worker, or in rounds each rank, has for itself, as rows."""
+    count = len(checkpoint.contents.workers)
+    found = np.empty((count, checkpoint.layout.size), checkpoint.dtype)
+    for number in range(count):
+        checkpoint.read_worker(name, number, found[number])
+    return found
+
+
+def check_counts(out: Path) -> list[str]:
+    """Return what is wrong with the parameters of a complete run of a counting problem.
+
+    Each sample was applied once an epoch, with what codecs keep added, and each shard has as many
+    updates as the run. With backup workers, which drop gradients, the updates alone are judged; in
+    mode easgd, what centre and replicas gain from checkpoint to checkpoint.
+    """
+    found = [open_checkpoint(path) for path in _committed(out)]
+    config = from_toml(found[-1].config)
+    if config.mode == "easgd":
+        with_replicas = _with_replicas(found)
+        if len(with_replicas) < 2:
+            return ["fewer than two checkpoints with replicas: they cannot be compared"]
+        return [text for pair in pairwise(with_replicas) for text in _grown(*pair)]
+    return _counted(found[-1], config)
+
+
+def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
+    kept = own(checkpoint, "residual").sum(axis=0) if checkpoint.worker_names else 0.0
+    rate, state = config.learning_rate, checkpoint.state
+    arrays = checkpoint.layout.views(checkpoint.read_params() - rate * kept)
+    updates = checkpoint.step * rate
+    if config.mode == "local_sgd":  # whose rate is the number of workers, for means over them
+        updates = state["samples"] / config.batch_size
+    wrong = _far(arrays["updates"], np.asarray(updates), "updates of element")
+    if not config.backup_workers:
+        expected = expected_counts(checkpoint, state["n_train"])
+        wrong += _far(arrays["counts"], expected, f"step {checkpoint.step}: count of sample")
+    return wrong
+
+
+def _with_replicas(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints at which each worker has a replica."""
+    return [c for c in found if all(k["steps"] for k in c.state.get("own", [{"steps": 0}]))]
+
+
+def _grown(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Judge what centre and replicas together gain from a checkpoint to a later one."""
+    before, after = (c.read_params() + own(c, "replica").sum(axis=0) for c in (a, b))
+    grown, n = b.layout.views(after - before), b.state["n_train"]
+    steps = [sum(k["steps"] for k in c.state["own"]) for c in (a, b)]
+    counts = expected_counts(b, n) - expected_counts(a, n)
+    where = f"from step {a.step} to {b.step}: "
+    return [
+        *_far(grown["counts"], counts, f"{where}count of sample"),
+        *_far(grown["updates"], np.asarray(steps[1] - steps[0]), f"{where}updates of element"),
+    ]
+
+
+def _far(got: np.ndarray, expected: np.ndarray, what: str) -> list[str]:
+    """Return a line on the element that is furthest from what was expected, if one is far."""
+    distance = np.abs(got - expected)
+    worst = int(np.argmax(distance))
+    if distance[worst] <= ROUNDING:
+        return []
+    wanted = np.broadcast_to(expected, got.shape)[worst]
+    many = np.count_nonzero(distance > ROUNDING)
+    return [f"{what} {worst} is {got[worst]:g}, expected {wanted:g} ({many} of {got.size} differ)"]

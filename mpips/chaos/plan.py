@@ -1,0 +1,113 @@
+"""What is to go wrong in a run, and when: drawn from a seed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpips.errors import UserError, unknown
+
+FAULTS = {
+    "kill:worker": "a worker dies (SIGKILL)",
+    "kill:server": "an owner of a shard dies: a server, or where there is none any rank",
+    "kill:job": "mpirun dies",
+    "kill:all": "everything but the supervisor dies, in any order",
+    "stop:worker": "a worker is stopped (SIGSTOP): it hangs",
+    "stop:server": "an owner of a shard is stopped",
+    "exception:worker": "a worker raises an exception",
+    "exception:server": "an owner of a shard raises an exception",
+    "disk:full": "no rank can write, for some seconds",
+}
+DEFAULT = "kill:worker,kill:server,stop:worker,exception:worker,kill:job,disk:full"
+TRAINING, SAVING, STARTING = "training", "saving", "starting"
+DELAYS_S = {TRAINING: 0.5, SAVING: 0.03, STARTING: 3.0}  # the longest behind each moment
+MOST_SAVES = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a plan.
+
+    Attributes:
+        name: A key of `FAULTS`.
+        moment: `TRAINING`; `SAVING`, while a checkpoint is written; or `STARTING`, while the ranks
+            start, at the beginning or after the fault before.
+        saves: But where ranks start: how many checkpoints come between the start, or a fault that
+            does not end the job, and this one.
+        delay_s: Seconds from there.
+        pick: Which of those that can be meant it hits, in [0, 1).
+    """
+
+    name: str
+    moment: str
+    saves: int
+    delay_s: float
+    pick: float
+
+    @property
+    def action(self) -> str:
+        """What is done: ``kill``, ``stop``, ``exception`` or ``disk``."""
+        return self.name.partition(":")[0]
+
+    @property
+    def target(self) -> str:
+        """To whom."""
+        return self.name.partition(":")[2]
+
+    @property
+    def role(self) -> str:
+        """The role of the rank that is hit; empty where it is not one rank."""
+        return self.target if self.target in ("worker", "server") else ""
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job has to be started again."""
+        return self.action != "disk"
+
+
+def parse_faults(text: str) -> list[str]:
+    """Return the names in a list with commas; one may stand there several times.
+
+    Raises:
+        UserError: If one is unknown, or there is none.
+    """
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    if not names:
+        raise UserError(f"--faults {text!r}", f"some of {', '.join(FAULTS)}, with commas")
+    for name in names:
+        if name not in FAULTS:
+            raise unknown("fault", name, FAULTS)
+    return names
+
+
+def draw(seed: int, names: Sequence[str], most: int = 0) -> list[Fault]:
+    """Return the faults of a run in their order.
+
+    Args:
+        seed: Decides everything.
+        names: The faults, at least one.
+        most: Draw 1 to so many of them, of which one may come twice; 0: each once.
+    """
+    chance = random.Random(seed)
+    if most:
+        chosen = chance.choices(names, k=chance.randint(1, most))
+    else:
+        chosen = chance.sample(names, len(names))
+    found: list[Fault] = []
+    for name in chosen:
+        moment = chance.choice((TRAINING, TRAINING, SAVING, STARTING))
+        if moment == STARTING and not _may_come_at_start(name, found):
+            moment = TRAINING
+        saves, delay = chance.randint(1, MOST_SAVES), chance.uniform(0, DELAYS_S[moment])
+        found.append(Fault(name, moment, saves, round(delay, 3), round(chance.random(), 6)))
+    return found
+
+
+def _may_come_at_start(name: str, before: Sequence[Fault]) -> bool:
+    """Whether a fault may come as ranks start: if they do, and the supervisor is to go on.
+
+    It gives up after three attempts that save nothing, or two that fail alike, and a folder in
+    which nothing can be written is refused.
+    """
+    if name.startswith(("exception", "disk")):
+        return False
+    return not before or (before[-1].moment != STARTING and before[-1].ends_job)

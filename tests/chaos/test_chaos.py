@@ -1,0 +1,98 @@
+"""Jobs that are disturbed: they end, exact, and nothing of them is left."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT, environment
+
+pytestmark = pytest.mark.launch
+
+PROGRAM = """
+import sys, time
+import numpy as np
+import mpips
+def train(worker):
+    for batch in worker.batches(230, batch_size=4, epochs=60):
+        worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=230)
+        time.sleep(0.01)
+        worker.push(0.0)
+result = mpips.run(
+    train, {"counts": np.zeros(230)}, mpips.SGD(1.0), out=sys.argv[1], resume="auto",
+    checkpoint_every="0.3", quiet=True,
+)
+np.testing.assert_array_equal(result.params["counts"], 60)
+sys.exit(result.code)
+"""
+
+
+def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict[str, Any]:
+    """Run the command; returns what its file says. Nothing else is left in the folder."""
+    command = [sys.executable, "-m", "mpips.chaos", "--json", "found.json", "--folder", "runs"]
+    done = subprocess.run(
+        [*command, *words], cwd=cwd, env=environment(), capture_output=True, text=True,
+        timeout=timeout_s,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    print(done.stdout)
+    if code == 0:
+        assert not (cwd / "runs").exists()
+    found: dict[str, Any] = json.loads((cwd / "found.json").read_text())
+    found["told"] = done.stdout
+    return found
+
+
+def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
+    """An exception, a full disk and a kill, as they come by the seed."""
+    words = ["--seed", "6", "--faults", "exception:worker,disk:full,kill:server", "-n", "3"]
+    found = chaos(tmp_path, *words)
+    (run,) = found["runs"]
+    assert run["verdict"] == "exact"
+    assert run["attempts"] == 3
+    assert {one["name"] for one in run["faults"]} == set(words[3].split(","))
+    assert all(one["seconds"] > 0 for one in run["faults"])
+    (full,) = (one for one in run["faults"] if one["name"] == "disk:full")
+    assert full["hit"][0] == "3 ranks"
+    assert full["hit"][1] != "0 checkpoints failed"
+    assert found["told"].startswith("seed 6  async  ")
+
+
+def test_a_job_that_is_too_short(tmp_path: Path) -> None:
+    """It is over before its faults have come, and that is said; what is kept says more."""
+    words = ["-n", "3", "--faults", "kill:worker", "--seed", "5", "--"]  # after three checkpoints
+    (run,) = chaos(tmp_path, *words, "--epochs", "1", "--checkpoint-every", "0", code=1)["runs"]
+    assert run["wrong"] == ["over before kill:worker: a longer job is needed"]
+    assert "ended: epochs" in (tmp_path / "runs" / "seed-5" / "output.txt").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(0, marks=pytest.mark.one_mpi), pytest.param(100, marks=pytest.mark.other_mpi)],
+)
+def test_every_mode_is_right_whatever_comes(seed: int, tmp_path: Path) -> None:
+    """Those that are stopped and killed in any way, at any moment."""
+    words = ["--seed", f"{seed}", "--runs", "11", "--modes", "all", "--most", "2"]
+    faults = "kill:worker,kill:server,kill:job,kill:all,stop:worker,stop:server,exception:worker,"
+    found = chaos(tmp_path, *words, "--faults", f"{faults}disk:full", timeout_s=1500)
+    assert [run["verdict"] for run in found["runs"]].count("exact") == 9
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_jobs_of_a_user(tmp_path: Path) -> None:
+    """A job file, and a program, which has to save where it is told."""
+    words = ["--seed", "5", "--faults", "kill:worker,exception:server", "-n", "3"]
+    job = [str(ROOT / "jobs" / "digits.toml"), "--epochs", "4000"]
+    (run,) = chaos(tmp_path, *words, "--", *job)["runs"]
+    assert run["verdict"] == "balanced"
+    sync = ["--mode", "sync", "--steps", "4000", "--checkpoint-every", "0.5"]
+    (run,) = chaos(tmp_path, *words, "--", *sync)["runs"]
+    assert run["verdict"] == "exact", "the same bits as undisturbed"
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (run,) = chaos(tmp_path, *words, "--", "program.py", "{out}")["runs"]
+    assert run["verdict"] == "balanced"
+    assert run["attempts"] == 3

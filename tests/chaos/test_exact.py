@@ -1,0 +1,92 @@
+"""What must hold of a run: it does where nothing was done to it, and what is wrong is found."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pytest
+from runs import Plan, names_asked, thinned
+
+from mpips.chaos.builtin import MODES, job
+from mpips.chaos.exact import check_counts, check_run
+from mpips.chaos.plan import draw
+from mpips.checkpoint import list_checkpoints
+
+pytestmark = pytest.mark.launch
+
+RANKS = 4
+QUICK = ("async", "backup", "easgd", "local_sgd", "sync-topk")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
+    """Runs of built-in jobs, as long as for one fault, which does not come."""
+    plan = Plan(tmp_path_factory.mktemp("runs"))
+    for name in sorted(names_asked(request) | {"async", "backup"}):
+        words = job(name, RANKS, draw(0, ["kill:worker"]), 20.0)
+        plan.add(name, RANKS, [*words, "--checkpoint-every", "20steps"])
+    plan.run(240)
+    return plan
+
+
+@pytest.mark.parametrize("name", thinned(MODES, QUICK))
+def test_an_undisturbed_run_is_right(name: str, runs: Plan) -> None:
+    assert check_run(runs.out(name)) == []
+    assert check_counts(runs.out(name)) == []
+
+
+@pytest.fixture
+def damaged(runs: Plan, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a run."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(runs.out(name), tmp_path / name))
+
+    return copy
+
+
+def newest(out: Path) -> Path:
+    return list_checkpoints(out)[-1]
+
+
+def change(path: Path, name: str, at: int, by: float) -> None:
+    """Change an element of a shard's parameters."""
+    with h5py.File(path / "shard-0000.h5", "r+", locking=False) as file:
+        file[name][at] += by
+
+
+@pytest.mark.parametrize("name", thinned(sorted(set(MODES) - {"backup"}), set(QUICK) - {"backup"}))
+def test_a_batch_that_is_counted_twice_is_found(name: str, damaged: Callable[[str], Path]) -> None:
+    out = damaged(name)
+    change(newest(out), "params", 3, 1)
+    (wrong,) = check_counts(out)
+    assert "count of sample 3 is " in wrong
+    assert wrong.endswith("differ)")
+    assert any("shard-0000.h5" in text for text in check_run(out)), "its sum is another"
+
+
+def test_an_update_that_is_lost_on_a_shard_is_found(damaged: Callable[[str], Path]) -> None:
+    out = damaged("backup")
+    change(newest(out), "params", -1, -1)
+    (wrong,) = check_counts(out)
+    assert "updates of element" in wrong
+
+
+def edit(out: Path, **values: object) -> None:
+    path = out / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_accounts_that_differ_are_found(damaged: Callable[[str], Path]) -> None:
+    out = damaged("async")
+    edit(out, pushes_sent=1, global_step=2, samples=3)
+    told = "\n".join(check_run(out))
+    for text in ("global_step 2, expected ", "samples 3, expected ", "pushes sent 1, expected "):
+        assert text in told
+    shutil.rmtree(newest(out))
+    told = "\n".join(check_run(out))
+    assert "batches that were not applied [" in told or "epoch and position [" in told
+    (out / "DONE").unlink()
+    assert check_run(out) == ["no DONE"]
