@@ -26,8 +26,9 @@ its own options: it calls mpips.run or mpips.torch.run with out= and resume="aut
 the ranks to save and end, a second one ends them at once.
 """
 USAGE = (
-    "python -m mpips.launch [-n N] [--hosts A:4,B:4 [--elastic [N]]] [--restarts K] [--timeout S] "
-    "[--mpirun WORDS] -- [options of mpips.train | PROGRAM.py ... | -m MODULE ...]"
+    "python -m mpips.launch [-n N] [--hosts A:4,B:4 [--elastic [N]] [--rsh WORDS]]\n"
+    "       [--restarts K] [--timeout S] [--mpirun WORDS] --\n"
+    "       [options of mpips.train | PROGRAM.py ... | -m MODULE ...]"
 )
 
 
