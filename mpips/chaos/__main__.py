@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from mpips.chaos.builtin import MODES, parse_modes
 from mpips.chaos.plan import DEFAULT, FAULTS, parse_faults
 from mpips.config.arguments import Parser
-from mpips.config.command_line import load, parse_command_line
-from mpips.config.jobfile import read_toml
+from mpips.config.command_line import given_values, load
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError
 from mpips.launch.__main__ import check
@@ -168,9 +167,9 @@ def _often_saved(words: list[str]) -> list[str]:
     Raises:
         UserError: If its job file cannot be read.
     """
-    line = parse_command_line(words)
-    given = {**(read_toml(line.job) if line.job else {}), **line.options}
-    return words if "checkpoint_every" in given else [*words, "--checkpoint-every", "1"]
+    return (
+        words if "checkpoint_every" in given_values(words) else [*words, "--checkpoint-every", "1"]
+    )
 
 
 if __name__ == "__main__":

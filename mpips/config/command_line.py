@@ -133,6 +133,16 @@ def _take_value(option: Option, words: list[str]) -> str:
     return words.pop()
 
 
+def given_values(argv: Sequence[str]) -> dict[str, Any]:
+    """Return what a command line and its job file say, without defaults.
+
+    Raises:
+        UserError: If an option is wrong, or the file cannot be read.
+    """
+    line = parse_command_line(argv)
+    return {**(read_toml(line.job) if line.job else {}), **line.options}
+
+
 def load(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
     """Resolve a command line and the job file that it names.
 

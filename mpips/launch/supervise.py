@@ -12,8 +12,7 @@ from pathlib import Path
 
 from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
-from mpips.config.command_line import load, parse_command_line
-from mpips.config.jobfile import read_toml
+from mpips.config.command_line import given_values, load
 from mpips.errors import UserError
 from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
@@ -191,8 +190,7 @@ class Supervisor:
             return lacking
         changes = {}
         if place.ranks < order.ranks and not order.is_program:
-            line = parse_command_line(order.words)
-            given = {**(read_toml(line.job) if line.job else {}), **line.options}
+            given = given_values(order.words)
             try:
                 changes = changed_options(given, order.ranks, place.nodes)
             except UserError as problem:
