@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from mpips.launch.afar import ANSWER
-from mpips.launch.mpirun import TREE
+from mpips.launch.mpirun import environment
 
 # An ssh that asks for a password would wait for ever.
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -158,8 +158,8 @@ class Reach:
     def _command(self, name: str) -> list[str]:
         """Return the command line that asks a host."""
         module = [sys.executable, "-m", "mpips.launch.afar", str(self._folder)]
-        path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        words = shlex.join(["env", f"PYTHONPATH={path}", *module, *self.left.get(name, [])])
+        path = f"PYTHONPATH={environment()['PYTHONPATH']}"
+        words = shlex.join(["env", path, *module, *self.left.get(name, [])])
         return [str(self.agent), name, f"cd {shlex.quote(str(Path.cwd()))} && {words}"]
 
     def leave(self, node: str, pid: int, started: int) -> None:
