@@ -1,6 +1,5 @@
 """The MPI library: version, transport, thread level, and whether dead ranks can be survived."""
 
-import os
 import platform
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from mpips import __version__
 from mpips.cluster.collectives import count_survivors
+from mpips.cluster.failures import switched_on
 from mpips.cluster.library import (
     MPI4PY,
     any_thread_may_call,
@@ -21,7 +21,6 @@ from mpips.doctor.software import Library
 from mpips.planning.job import cpu_name
 
 TRANSPORTS = {"libucp": "UCX", "libfabric": "libfabric", "libpsm2": "PSM2"}
-FT_ENABLE = "OMPI_MCA_mpi_ft_enable"
 
 
 def gather_library() -> Library:
@@ -49,7 +48,7 @@ def try_ulfm(cluster: Cluster) -> list[Finding]:
     Where it is switched on, a communicator is revoked and shrunk (User Level Failure Mitigation,
     MPI Forum's proposal for MPI 5; Bland et al., IJHPCA 2013).
     """
-    if os.environ.get(FT_ENABLE, "") not in ("1", "true"):
+    if not switched_on():
         how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
         text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
         return [ok("ulfm", f"off: {text}")]
