@@ -60,12 +60,14 @@ def alone(args: argparse.Namespace) -> float:
     """Train in one process of plain PyTorch; returns the held-out accuracy."""
     torch.manual_seed(0)
     model, (train, held_out) = Net(), digits()
-    opt = torch.optim.Adam(model.parameters(), RATE)
+    opt, loader = torch.optim.Adam(model.parameters(), RATE), DataLoader(train, BATCH, shuffle=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * len(loader))
     for _ in range(args.epochs):
-        for x, y in DataLoader(train, BATCH, shuffle=True):
+        for x, y in loader:
             opt.zero_grad()
             F.cross_entropy(model(x), y).backward()
             opt.step()
+            schedule.step()
     model.eval()
     with torch.no_grad():
         return metrics(model, held_out.tensors)["accuracy"]
@@ -84,7 +86,7 @@ def together(args: argparse.Namespace) -> float:
 
     result = mt.run(
         train, Net, mpips.Adam(RATE), mode=args.mode, batch_size=BATCH, epochs=args.epochs,
-        out=args.out, evaluate=metrics, held_out=held_out,
+        schedule="cosine", out=args.out, evaluate=metrics, held_out=held_out,
     )  # fmt: skip
     return result.summary["accuracy"]
 

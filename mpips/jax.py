@@ -172,15 +172,16 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
 def _compile(
     params: Arrays, samples: Samples, size: int, gradient: Gradient, means: Evaluate | None
 ) -> None:
-    """Have a gradient, and what evaluates, compiled for batches of that size.
+    """Have a gradient compiled for batches of that size and an epoch's last, and what evaluates.
 
-    It takes seconds: the first gradient of a worker would be as many updates old.
+    It takes seconds: a gradient that waited for it would be as many updates old.
     """
-    ids = np.arange(min(size, samples.n))
-    batch = Batch(*samples.read(ids), ids)
-    gradient(params, batch, {name: array.copy() for name, array in params.items()})
-    if means is not None:
-        means(params, batch)
+    for count in {min(size, samples.n), samples.n % size} - {0}:
+        ids = np.arange(count)
+        batch = Batch(*samples.read(ids), ids)
+        gradient(params, batch, {name: array.copy() for name, array in params.items()})
+        if means is not None and count == size:  # as `batches` tries it
+            means(params, batch)
 
 
 def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Evaluate:

@@ -24,6 +24,8 @@ from mpips.problems import load_problem
 MODES = ("async", "ssp", "sync", "local_sgd")
 WORLD = MPI.COMM_WORLD
 TRAIN, EPOCHS, BATCH = 1437, 12, 32
+ADAM = mpips.Adam(4e-3)
+COSINE = {"schedule": "cosine"}  # at a constant rate the last of stale updates may go far astray
 with h5py.File(PATH) as file:
     ORDER = np.random.default_rng(0).permutation(len(file["x"]))  # writers are mixed
     X = file["x"][()].reshape(-1, 64)[ORDER].astype("f4") / 16
@@ -69,10 +71,8 @@ def built_in(mode: str, out: Path) -> mpips.Result:
         for batch in worker.batches(DATA):
             worker.step(BUILT_IN.loss_and_grad, batch)
 
-    how = options(mode, out)
-    return mpips.run(
-        train, START, mpips.Adam(4e-3), **how, evaluate=BUILT_IN.evaluate, held_out=HELD_OUT
-    )
+    how = options(mode, out) | COSINE
+    return mpips.run(train, START, ADAM, **how, evaluate=BUILT_IN.evaluate, held_out=HELD_OUT)
 
 
 def options(mode: str, out: Path) -> dict[str, object]:
@@ -83,8 +83,8 @@ def options(mode: str, out: Path) -> dict[str, object]:
 def learns(mode: str, out: Path) -> None:
     """Reach in each mode what the built-in model reaches with as many samples."""
     TRACED.clear()
-    how = options(mode, out / f"jax-{mode}")
-    result = mj.run(loss, start(), DATA, mpips.Adam(4e-3), **how, evaluate=means, held_out=HELD_OUT)
+    how = options(mode, out / f"jax-{mode}") | COSINE
+    result = mj.run(loss, start(), DATA, ADAM, **how, evaluate=means, held_out=HELD_OUT)
     beside = built_in(mode, out / f"numpy-{mode}")
     ours, theirs = result.summary["accuracy"], beside.summary["accuracy"]
     if WORLD.rank == 0:
