@@ -135,32 +135,45 @@ class Cluster:
     def gather(self, value: object) -> list[Any] | None:
         """Bring every rank's value to the chief; returns them by rank there, None elsewhere.
 
-        That of a rank that is left out is None.
+        That of a rank that is left out, or may end and has died, is None.
 
         Collective: yes. Blocks: on the chief, but never inside MPI.
         """
         if not self.is_chief:
             self._mailbox.bring(self.roles.chief, value)
             return None
-        values = {self.rank: value}
-        living = set(range(self.world)) - self.failures.left_out
-
-        def complete() -> bool:
-            for rank in living - set(values):  # one each: others may run ahead
-                for brought in self._mailbox.brought_by(rank):
-                    values[rank] = brought
-            return len(values) == len(living)
-
-        self.wait(complete)
+        others = set(range(self.world)) - {self.rank}
+        values = {self.rank: value, **_brought_by(self, self._mailbox, others)}
         return [values.get(rank) for rank in range(self.world)]
 
-    def flush(self) -> None:
-        """Wait until every control message has left; afterwards `free` is safe."""
-        self.wait(self._mailbox.empty)
+    def share(self, value: object, root: int) -> Any:
+        """Return the value of rank `root` on every rank that lives, by messages from it.
+
+        Collective: yes. Blocks: on the others, but never inside MPI.
+        """
+        if self.rank != root:
+            return _brought_by(self, self._mailbox, {root})[root]
+        for rank in set(range(self.world)) - self.failures.lost - {root}:
+            self._mailbox.bring(rank, value)
+        return value
 
     def free(self) -> None:
         """Free the communicators, unless a rank has died; may be called twice. Collective: yes."""
-        self.flush()
+        self.wait(self._mailbox.empty)
         self.failures.forget()
         while self._comms and not self.failures.lost:
             self._comms.pop().Free()
+
+
+def _brought_by(cluster: Cluster, mailbox: Mailbox, ranks: set[int]) -> dict[int, Any]:
+    """Wait for a value of each of `ranks` that lives; returns them by rank."""
+    values: dict[int, Any] = {}
+
+    def complete() -> bool:
+        for rank in ranks - set(values):  # one each: others may run ahead
+            for brought in mailbox.brought_by(rank):
+                values[rank] = brought
+        return ranks <= set(values) | cluster.failures.lost
+
+    cluster.wait(complete)
+    return values

@@ -27,7 +27,7 @@ the ranks to save and end, a second one ends them at once.
 """
 USAGE = (
     "python -m mpips.launch [-n N] [--hosts A:4,B:4 [--elastic [N]] [--rsh WORDS]]\n"
-    "       [--restarts K] [--timeout S] [--mpirun WORDS] --\n"
+    "       [--restarts K] [--timeout S] [--ft] [--mpirun WORDS] --\n"
     "       [options of mpips.train | PROGRAM.py ... | -m MODULE ...]"
 )
 
@@ -57,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=300.0, metavar="S",
         help="end a job that has done nothing for so many seconds: longer than a start, a step or "
         "an evaluation takes [default: 300]")  # fmt: skip
+    add("--ft", action="store_true", help="have Open MPI go on when workers of a program's run "
+        "die, as it does with mpips.train in modes async and ssp")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
         "as 'mpirun -iface ib0', or, without --hosts, 'mpirun -hosts a,b -ppn 4' "
         "[default: mpirun]")  # fmt: skip
@@ -78,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         launcher = shlex.split(args.mpirun)
         crew = _crew(args, launcher)
         ranks = crew.ranks if crew is not None else args.ranks
-        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew)
+        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew, args.ft)
         check(order)
         return supervise(order)
     except UserError as error:
@@ -102,6 +104,9 @@ def check(order: "Order") -> None:
         got = f"--mpirun {order.launcher[0]!r}"
         raise UserError(got, "a program on PATH", "load its module")
     words = order.words
+    if order.survives and not order.is_program:
+        got, remedy = "--ft without a program", "leave it out: the mode says it for mpips.train"
+        raise UserError(got, "a program that calls mpips.run", remedy)
     if not order.is_program:
         _check_job(words)
     elif words[0] != "-m" and not Path(words[0]).is_file():

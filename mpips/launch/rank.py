@@ -30,13 +30,16 @@ def main(argv: Sequence[str]) -> int:
         signs.end_when_over(Path(folder))
         run(words)
     except SystemExit as end:
-        signs.tell_end(end.code if isinstance(end.code, int) else int(end.code is not None))
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        signs.tell_end(code)
+        _leave_the_dead(code)
         raise
     except UserError as error:
         _leave(f"mpips: {error}", error.code, rank or 0)
     except Exception as error:
         _leave(_told(error), 1, rank or 0)
     signs.tell_end(0)
+    _leave_the_dead(0)
     return 0
 
 
@@ -52,6 +55,13 @@ def run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _leave_the_dead(code: int) -> None:
+    """End this process, if a run in it has gone on without ranks that died."""
+    failures = sys.modules.get("mpips.cluster.failures")  # of a program that has started MPI
+    if failures is not None and failures.any_seen():
+        failures.leave(code)
+
+
 def _told(error: Exception) -> str:
     """Return an exception with its traceback, from the program's first line on."""
     trace = error.__traceback__
@@ -63,11 +73,13 @@ def _told(error: Exception) -> str:
 def _leave(message: str, code: int, rank: int) -> NoReturn:
     """Print a message, and end this process and with it the job.
 
-    Where all ranks raise the same, rank 0 has said it before the others do, and they are gone.
+    Where all ranks raise the same, rank 0 has said it before the others do: they are gone, or where
+    MPI ends nobody they keep still.
     """
     time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
-    print(message, file=sys.stderr, flush=True)
+    if not signs.another_failed():
+        print(message, file=sys.stderr, flush=True)
     signs.tell_end(code)
     os._exit(code)
 

@@ -125,5 +125,17 @@ def tell_end(code: int) -> None:
         _tell(code=code)
 
 
+def another_failed() -> bool:
+    """Whether another rank, if there is a supervisor, has told of an exit code that is not 0."""
+    if not _files:
+        return False
+    mine = Path(_files[0].name)
+    for path in mine.parent.glob(f"*{TOLD}"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if path != mine and json.loads(path.read_text().splitlines()[-1]).get("code"):
+                return True
+    return False
+
+
 def _tell(**values: Any) -> None:
     _files[0].write(json.dumps({**values, "time": time.time()}).encode() + b"\n")

@@ -61,6 +61,7 @@ class Order:
         restarts: How often the job may be started again.
         timeout_s: How long it may do nothing.
         crew: The hosts; None for this one, or for those that the launcher knows of.
+        survives: Whether ranks of a program, too, are to go on where others die.
     """
 
     ranks: int
@@ -69,6 +70,7 @@ class Order:
     restarts: int = 5
     timeout_s: float = 300.0
     crew: Crew | None = None
+    survives: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -121,6 +123,9 @@ class Supervisor:
         self._order, self._folder, self._place = order, folder, place
         alone = place is None and not order.launcher
         self._survivors = survivors_launcher() if alone and _goes_on(order) else []
+        if order.survives and not self._survivors:
+            where = "this MPI ends all ranks" if alone else "hosts or a launcher are given"
+            _say(f"--ft has no effect: {where}")
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
         self._handed_on = False
@@ -308,7 +313,7 @@ class Supervisor:
 def _goes_on(order: Order) -> bool:
     """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
     if order.is_program:
-        return False
+        return order.survives  # nobody knows its modes before it runs
     try:
         return load(order.words).mode in ("async", "ssp")
     except UserError:

@@ -246,7 +246,7 @@ class Watch:
     ) -> None:
         self._signs, self._timeout_s, self._program = signs, timeout_s, program
         self._survives = survives
-        self._looked = self._since = now
+        self._looked = self._since = self._failed = now
         self._state: object = ()
         self._lost: dict[Rank, float] = {}
         self.hung: set[Rank] = set()
@@ -279,9 +279,21 @@ class Watch:
                 self.hung.add(rank)
             elif not spared and now - since >= (ENDED_S if gone else self._timeout_s):
                 return f"{rank} {found[rank]} for {now - since:.0f} s"
+        if failed := self._failed_for(ENDED_S, now):
+            return failed
         if self.hung:
             self._since = now  # it may go on then
         elif stands:
             where = f"in {run.out}" if run else "before a run began"
             return f"nothing has happened {where} for {now - self._since:.0f} s"
         return ""
+
+    def _failed_for(self, seconds: float, now: float) -> str:
+        """Return which rank has failed so long ago, where MPI does not end the others then."""
+        codes, names = self._signs.codes, {rank.name for rank in self._signs.ranks}
+        if not self._survives or not any(codes.values()) or names <= set(codes):
+            self._failed = now
+        if now - self._failed < seconds:
+            return ""
+        name = min(name for name, code in codes.items() if code)
+        return f"rank {name} has ended with exit code {codes[name]}, and others have not"

@@ -108,7 +108,8 @@ class Loop:
             if self._next is not None:
                 self._next.left = True
             self._next = self._advance()
-        self._meet(None)
+        if not self._start.ranks.failures.left_out:
+            self._meet(None)
 
     def _batches(
         self, make: Callable[[], Samples], batch_size: int | None, epochs: int | None
@@ -148,6 +149,7 @@ class Loop:
             raise UserError("evaluate() before the loop over the batches", "a call in it, or after")
         params, job = self._whole_params(), self._start.job
         together = self._over or (job.config.mode == "sync" and job.config.in_rounds)
+        together = together and not self._start.ranks.failures.left_out  # else each finds it all
         begin, end = 0, samples.n
         if together:
             self._meet(samples.n, math.inf if self._over else PATIENCE_S)

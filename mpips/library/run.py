@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster import ending, signals
+from mpips.cluster import ending, failures, signals
 from mpips.cluster.agreement import Agreed
-from mpips.cluster.collectives import gather_polled
 from mpips.cluster.start import Comm, whole_world
 from mpips.errors import UserError
 from mpips.library.callbacks import Callback, Callbacks
@@ -132,6 +131,9 @@ def run_program(
 ) -> Result:
     """Run a program; see `run`. Collective: yes."""
     started = time.perf_counter()
+    if failures.any_seen():
+        got = "a run after one in which a worker has died"
+        raise UserError(got, "a world of ranks that all live", "start the program again")
     world = whole_world() if comm is None else comm
     given, told = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
@@ -169,9 +171,9 @@ def _train(program: Program, start: Start) -> tuple[Ended, list[Note]]:
 
 def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
     ranks, summary = start.ranks, ended.summary
-    brought = gather_polled(ranks.comm, late, ranks.wait_request)
-    if ranks.is_chief:
-        write_late(start.job, list(itertools.chain(*brought)))
+    brought = ranks.gather(late)
+    if brought is not None:
+        write_late(start.job, list(itertools.chain(*filter(None, brought))))
     assert summary is not None, "kept on every rank"
     return Result(
         start.final_params(ended), summary, summary["stop_reason"], ended.code, start.job.out

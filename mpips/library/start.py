@@ -192,7 +192,8 @@ class Start:
 
     def free(self) -> None:
         """Free the communicators. Collective: yes."""
-        free(self.workers)
+        if not self.ranks.failures.lost:  # it would wait for the dead
+            free(self.workers)
         self.ranks.free()
 
 

@@ -117,7 +117,7 @@ def _lost(summary: dict[str, Any]) -> list[str]:
     ranks = summary["lost"]
     if not ranks:
         return []
-    return [f"went on without {len(ranks)} ranks that died: {', '.join(map(str, ranks))}"]
+    return [f"went on without ranks that died: {', '.join(map(str, ranks))}"]
 
 
 def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
@@ -139,8 +139,14 @@ def _dropped(job: Job, summary: dict[str, Any]) -> list[str]:
 
 
 def command() -> str:
-    """Return the command line that started this rank."""
-    return shlex.join(["python", "-m", "mpips.train", *sys.argv[1:]])
+    """Return the command line that started this rank: of `mpips.train`, or of a program."""
+    module, (program, *options) = sys.modules["__main__"].__spec__, sys.argv
+    words = ["-m", "mpips.train"]
+    if module is None and program.endswith(".py"):
+        words = [program]
+    elif module is not None and not module.name.startswith("mpips."):
+        words = ["-m", module.name.removesuffix(".__main__")]
+    return shlex.join(["python", *words, *options])
 
 
 def summary_text(job: Job, summary: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpips.checkpoint import place
 from mpips.cluster import signals
-from mpips.cluster.collectives import begin_broadcast, begin_sum, gather_polled
+from mpips.cluster.collectives import begin_broadcast, begin_sum
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.launch import signs
@@ -96,12 +96,11 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
         code = 0
         if summary is not None:
             code = _leave(job, outcome, summary, log, finished)
-    code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for everybody
     ended = Ended(code, None, summary)
     if keep:
         ended.params = _share_params(job, outcome)
-        ranks = job.cluster
-        ended.summary = gather_polled(ranks.comm, summary, ranks.wait_request)[ranks.roles.chief]
+        ended.summary = job.cluster.share(summary, job.cluster.roles.chief)
+    ended.code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for all
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
     return ended
@@ -112,13 +111,16 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
 
     Collective: yes.
     """
-    workers, ranks = job.cluster.roles.workers, job.cluster
+    ranks = job.cluster
+    workers = [r for r in ranks.roles.workers if r not in ranks.failures.left_out]
     params = np.zeros(job.layout.size, job.dtype)
     if ranks.rank in workers:
         np.copyto(params, outcome.params)
-    if len(workers) < ranks.world:
-        for begin in range(0, params.size, PIECE):
-            piece = params[begin : begin + PIECE]
+    for begin in range(0, params.size if ranks.roles.servers else 0, PIECE):
+        piece = params[begin : begin + PIECE]
+        if ranks.failures.left_out:  # no collective works
+            piece[:] = ranks.share(piece, workers[0])
+        else:
             ranks.wait_request(begin_broadcast(ranks.comm, piece, workers[0]))
     return params
 

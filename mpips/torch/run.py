@@ -121,7 +121,11 @@ def _dtype(module: torch.nn.Module) -> str:
 def _brought(start: Start, module: torch.nn.Module) -> list[dict[str, np.ndarray]]:
     """Return the buffers of each worker. Collective: yes."""
     own = _floating_buffers(module) if start.works else None
-    found = gather_polled(start.ranks.comm, own, start.wait)
+    ranks = start.ranks
+    if ranks.failures.left_out:
+        found = ranks.share(ranks.gather(own), ranks.roles.chief)
+    else:
+        found = gather_polled(ranks.comm, own, start.wait)
     return [of_rank for of_rank in found if of_rank is not None]
 
 

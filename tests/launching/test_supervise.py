@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch import ROOT
 from runs import ENDLESS, SAVED, assert_counts, final, newest, starts_of, summary
 from supervised import N, Supervised, counting_words
 
@@ -40,6 +41,7 @@ FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
         ("-n 3 -- --epoch 3", "unknown option --epoch, expected one of those that --help lists"),
         ("-n 3 -- none.py", "no program none.py, expected a file"),
         ("-n 3 -- --explain", "--explain starts no run, expected options of a run"),
+        ("-n 3 --ft -- --epochs 3", "--ft without a program, expected a program"),
         ("-n 3 -- --eval-only", "--eval-only starts no run, expected options of a run"),
     ],
 )
@@ -217,6 +219,22 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
     assert s["pushes_sent"] == s["pushes_applied"] == sum(s["steps"])
     told = (out / "metrics.jsonl").read_text()
     assert re.findall(r'"kind": "lost", .*"rank": (\d)', told) == ["3", "4"]
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
+def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
+    """Those that live have the result, and all that the program does after its run."""
+    out, program = tmp_path / "out", ROOT / "tests" / "library" / "programs" / "survives.py"
+    with Supervised(tmp_path, 4, [str(program), str(out), mode], "--ft") as job:
+        told = job.wait(0)
+    assert sorted(re.findall(r"rank (\d) is done", told)) == ["0", "1", "3"]
+    assert LEFT_OUT in told
+    assert "starting again" not in told
+    assert summary(out)["command"] == f"python {program} {out} {mode}"
+    logged = re.findall(r'"left": (\d)', (out / "metrics.jsonl").read_text())
+    assert sorted(logged) == ["0", "2"]
 
 
 @pytest.mark.launch

@@ -191,6 +191,25 @@ def test_a_rank_that_is_gone_where_mpi_ends_nobody(
     job.close()
 
 
+@pytest.mark.parametrize("others", [{}, {"2": 1}])
+def test_a_rank_that_failed_where_mpi_ends_nobody(
+    others: dict[str, int], job: Signs, rank: Path
+) -> None:
+    """Those that wait for it are to be ended, unless all have come to their end."""
+    begin(job, rank)
+    job.ranks = [Rank("2", platform.node(), os.getpid(), 0)]
+    (job.folder / "0.jsonl").write_text("")
+    for name, code in {"1": 1, **others}.items():
+        (job.folder / f"{name}.jsonl").write_text(json.dumps({"code": code}) + "\n")
+    assert signs.another_failed()
+    watch = Watch(job, TIMEOUT_S, program=True, now=0, survives=True)
+    job.codes = {"1": 1, **others}
+    found = [watch.look(now) for now in range(2, 14, 2)]
+    expected = "rank 1 has ended with exit code 1, and others have not"
+    assert (expected in found) is not bool(others)
+    job.close()
+
+
 def test_half_a_line_is_read_later(job: Signs) -> None:
     told = json.dumps({"host": "h", "pid": 1, "started": 2}) + "\n"
     for text, ranks in ((told[:9], 0), (told, 1)):

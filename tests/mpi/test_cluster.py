@@ -128,14 +128,13 @@ def test_large_and_empty_messages(cluster: Cluster) -> None:
         return len(came) == 2
 
     cluster.wait(both)
-    cluster.flush()
     sources, kinds, payloads = zip(*came, strict=True)
     good = sources == (dest, dest) and kinds == ("large", "empty") and payloads[1] is None
     check(cluster.comm, good and np.array_equal(payloads[0], np.arange(300_000)), kinds)
 
 
 @pytest.mark.parametrize("turns", [1, 4])
-def test_gather_brings_every_value_to_the_chief(cluster: Cluster, turns: int) -> None:
+def test_values_are_brought_to_the_chief_and_from_a_rank(cluster: Cluster, turns: int) -> None:
     """Also several times in a row: only the chief waits, so the others run ahead."""
     chief = cluster.world - 1
     workers = tuple(r for r in range(cluster.world) if r != chief) or (0,)
@@ -148,7 +147,9 @@ def test_gather_brings_every_value_to_the_chief(cluster: Cluster, turns: int) ->
         expected = [{"rank": r, "turn": turn} for r in range(cluster.world)]
         if values != (expected if cluster.rank == chief else None):
             wrong.append((turn, values))
-    cluster.flush()
+    root = 0 if chief else cluster.world - 1  # another one than gathers
+    values = [cluster.share((cluster.rank, turn), root) for turn in range(turns)]
+    wrong += [values] if values != [(root, turn) for turn in range(turns)] else []
     check(cluster.comm, not wrong, wrong)
 
 

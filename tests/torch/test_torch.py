@@ -386,7 +386,7 @@ assert found.params["1.weight"].dtype == "float32"
 @pytest.mark.launch
 def test_a_run_of_a_model_in_16_bits(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(HALF)
-    found = run(1, ["half.py"], tmp_path).check()
+    found = run(1, ["half.py"], tmp_path, 120).check()
     assert found.output.count("torch.bfloat16") == 6
 
 

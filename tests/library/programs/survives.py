@@ -1,0 +1,50 @@
+"""Counts each sample while a worker dies; the others come to the end of the run, and go on."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpips
+from mpips.datasets import Batch
+
+N, EPOCHS = 230, 8
+
+
+def means(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
+    """Return how often the samples of a batch were counted."""
+    return {"loss": float(params["counts"][batch.ids].mean())}
+
+
+def train(worker: mpips.Worker) -> None:
+    """Count; worker 1 dies behind its fifth push, with batches in hand."""
+    for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=EPOCHS), 1):
+        worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=N)
+        time.sleep(0.005)
+        worker.push(0.0)
+        if worker.id == 1 and pushed == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+    worker.log(left=worker.id)
+    assert worker.evaluate(means, N) == {"loss": EPOCHS}
+
+
+def main(out: Path, mode: str) -> int:
+    """Run; returns the exit code."""
+    options = {"mode": mode, "servers": 1, "quiet": True, "resume": "auto"}
+    params = {"counts": np.zeros(N)}
+    result = mpips.run(train, params, mpips.SGD(1.0), out=out, **options)
+    np.testing.assert_array_equal(result.params["counts"], EPOCHS)
+    assert result.summary["lost"] == [2]
+    with pytest.raises(mpips.UserError, match="in which a worker has died"):
+        mpips.run(train, params, out=out / "other", **options)
+    print(f"rank {MPI.COMM_WORLD.rank} is done", flush=True)
+    return result.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
