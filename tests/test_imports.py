@@ -268,9 +268,11 @@ WORDS = {
     "transport.outbox": {"words", "_carried", "carried"},
     "ps.quorum": {"header"},
     "rounds.barrier": set(),  # known by address only
-    "cut.agreement": {"applied", "_applied"},
+    "cut.agreement": {"applied", "_applied", "post", "_post"},
+    "ps.adoption": {"applied"},
     "ps.assemble": {"applied"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
+    "ps.journal": {"header", "applied", "journal", "_journal"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }
 RECEIVERS = {
@@ -289,6 +291,8 @@ RECEIVERS = {
 DATA = {
     ("ps.feed", "ring[at:at + 4]"): "words from 8 on are data: written before COUNT is published",
     ("ps.feed", "self._ring[at:at + 4]"): "the same data, read after COUNT was observed",
+    ("cut.agreement", "self._post[1:]"): "data behind the number, written before it is published",
+    ("cut.agreement", "post[1:]"): "the same data, read after the number was observed",
 }
 
 

@@ -1,14 +1,19 @@
 """How the servers of an asynchronous run agree on what a checkpoint holds.
 
 The chief says "cut"; each server finishes the far pushes that it has begun to receive and takes no
-others; an Allreduce finds the elementwise maximum of the servers' ``applied``; each applies exactly
+others; they find the elementwise maximum of the servers' ``applied``; each applies exactly
 up to it (every push in it was sent to every server), copies its shard and goes on. So all shards of
 a checkpoint have seen the same pushes. Where one message holds the pushes of several workers, a
 server may have to go beyond the maximum; then they agree again, until none had to: as all far
 servers get the same messages, that is after three times at most. Where workers have state of their
 own, they come first, and say how many pushes are in the cut: see `mpips.cut.worker_state`.
+
+The maximum is found by an Allreduce; or, where a job goes on without a server that dies, in shared
+memory: a server posts its ``applied`` beside the number of the cut, and reads the others' when all
+have posted. The next cut comes when all have answered for this one, and so have read.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -16,7 +21,75 @@ import numpy as np
 
 from mpips.cluster.collectives import begin_maximum
 from mpips.cluster.start import Comm, Request
-from mpips.kernels.atomics import observe
+from mpips.kernels.atomics import observe, publish
+
+
+class Maximum(ABC):
+    """Finds the maximum of what servers say. Collective: over the servers. Blocks: no."""
+
+    @abstractmethod
+    def begin(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Say `values`, shape (workers,), dtype int64; `out` is left alone until `done`."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the maximum is in `out`."""
+
+
+class Reduced(Maximum):
+    """By an Allreduce.
+
+    Args:
+        servers: The communicator of all servers.
+    """
+
+    def __init__(self, servers: Comm) -> None:
+        self._servers = servers
+        self._request: Request | None = None
+
+    def begin(self, values: np.ndarray, out: np.ndarray) -> None:
+        """See `Maximum.begin`."""
+        self._request = begin_maximum(self._servers, values, out)
+
+    def done(self) -> bool:
+        """See `Maximum.done`."""
+        return self._request is not None and self._request.Test()
+
+
+class Posted(Maximum):
+    """By what each server posts in the memory of their node.
+
+    Args:
+        posts: Of each server, shape (1 + workers,), dtype int64: a number, and its values.
+        own: Number of the server.
+
+    Attributes:
+        number: Of the maxima begun so far.
+    """
+
+    def __init__(self, posts: Sequence[np.ndarray], own: int) -> None:
+        self._posts, self._post = posts, posts[own]
+        self._out = np.zeros(0)
+        self.number = 0
+
+    def begin(self, values: np.ndarray, out: np.ndarray) -> None:
+        """See `Maximum.begin`."""
+        self.catch_up(self.number + 1, values)
+        self._out = out
+
+    def catch_up(self, number: int, values: Sequence[int] | np.ndarray) -> None:
+        """Have taken part in so many, and say `values` unless something is said in the last."""
+        self.number = number
+        if observe(self._post, 0) < number:
+            self._post[1:] = values
+            publish(self._post, 0, number)
+
+    def done(self) -> bool:
+        """See `Maximum.done`."""
+        if any(observe(post, 0) < self.number for post in self._posts):
+            return False
+        np.max([post[1:] for post in self._posts], axis=0, out=self._out)
+        return True
 
 
 class Phase(Enum):
@@ -34,24 +107,29 @@ class Cut:
     """One server's part in agreeing on what a checkpoint holds. Collective: over the servers.
 
     Args:
+        maximum: Finds the servers' maximum.
         applied: The server's ledger, shape (workers,).
         empty: Whether its shard is.
         beyond: Whether servers may have to apply more than what was agreed on.
+
+    Attributes:
+        phase: Where this server is.
+        begun: How many cuts have been begun.
     """
 
-    def __init__(self, servers: Comm, applied: np.ndarray, empty: bool, beyond: bool) -> None:
-        self._servers, self._applied, self._empty = servers, applied, empty
+    def __init__(self, maximum: Maximum, applied: np.ndarray, empty: bool, beyond: bool) -> None:
+        self._maximum, self._applied, self._empty = maximum, applied, empty
         self._beyond = beyond
         self._mine = np.zeros(applied.size, "i8")
         self._before = np.zeros(applied.size, "i8")
         self.target = np.zeros(applied.size, "i8")
-        self._agreeing: Request | None = None
-        self.phase = Phase.FREE
+        self.phase, self.begun = Phase.FREE, 0
 
     def begin(self, target: Sequence[int] | None = None) -> None:
         """Start, when the chief says so; with the pushes of each worker if these are agreed on."""
         assert self.phase is Phase.FREE, "a cut is under way"
         self.phase = Phase.DRAIN
+        self.begun += 1
         if target is not None:
             self.target[:] = target
             self.phase = Phase.LAST
@@ -65,7 +143,7 @@ class Cut:
         if self.phase is Phase.DRAIN and bodies == 0:
             self._before[:] = -1
             self._agree()
-        if self.phase is Phase.AGREE and self._agreeing is not None and self._agreeing.Test():
+        if self.phase is Phase.AGREE and self._maximum.done():
             self.phase = Phase.REACH
         if self.phase is Phase.LAST and self._reached():
             assert self._empty or self._passed() == 0, "a worker pushed beyond the cut"
@@ -81,7 +159,7 @@ class Cut:
     def _agree(self) -> None:
         for worker in range(self._applied.size):
             self._mine[worker] = observe(self._applied, worker)
-        self._agreeing = begin_maximum(self._servers, self._mine, self.target)
+        self._maximum.begin(self._mine, self.target)
         self.phase = Phase.AGREE
 
     def _passed(self) -> int:

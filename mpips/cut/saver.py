@@ -145,6 +145,7 @@ class Saver(Snapshots):
         params: Its parameters, shape (shard.size,); refused unless they are finite.
         slots: Its slots by name.
         stall: See `Snapshots`.
+        owner: Number of the owner; by default this rank's.
     """
 
     kind = "shard"
@@ -156,10 +157,11 @@ class Saver(Snapshots):
         params: np.ndarray,
         slots: Mapping[str, np.ndarray],
         stall: bool,
+        owner: int | None = None,
     ) -> None:
         super().__init__(cluster, [params, *slots.values()], stall)
         self._shard, self._names = shard, tuple(slots)
-        self._owner = cluster.roles.owners.index(cluster.rank)
+        self._owner = cluster.roles.owners.index(cluster.rank) if owner is None else owner
 
     def _write_file(self, folder: str, step: int, arrays: list[np.ndarray]) -> ShardRecord | None:
         params, *slots = arrays

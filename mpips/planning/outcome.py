@@ -22,7 +22,8 @@ class Outcome:
         stats: This rank's part of the summary.
         release: Frees windows and communicators. Collective: yes.
         unsaved: On the chief, why the last state is in no checkpoint; empty if it is.
-        lost: On the chief, pushes of each rank that has died.
+        lost: On the chief, pushes of each worker that has died, by rank.
+        adopted: Likewise what `stats` says of the shard of each server that has died.
     """
 
     reason: str
@@ -36,3 +37,4 @@ class Outcome:
     release: Callable[[], None] = lambda: None
     unsaved: str = ""
     lost: dict[int, int] = field(default_factory=dict)
+    adopted: dict[int, dict[str, Any]] = field(default_factory=dict)

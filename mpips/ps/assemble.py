@@ -9,6 +9,7 @@ run the loops: `mpips.ps.worker`, `mpips.ps.server`.
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
+from mpips.cut.agreement import Maximum, Posted, Reduced
 from mpips.ps import far_choice
 from mpips.ps.client import GrantedReads, NearReads, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.feed import Feed
+from mpips.ps.journal import Adopted, Journaled
 from mpips.ps.quorum import QuorumServer
 from mpips.ps.shard import Server
 from mpips.transport.channel import Arrival, Receiver, Sender
@@ -121,21 +124,45 @@ class ServerHalf(Half):
         server: Applies pushes to the shard.
         receiver: Where they come from.
         servers: The communicator of all servers.
+        maximum: What the servers agree by on a cut.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
         super().__init__(window)
         self._cluster, self._design, self.servers = cluster, design, servers
         number = cluster.roles.servers.index(cluster.rank)
-        shard = design.shards[number]
-        place = cluster, window, number, shard
-        args = (*place, design.rule, design.rate, design.replies, design.stale)
-        if design.backup is None:
-            self.server = Server(*args)
+        self.server: Server
+        if design.backup is not None:
+            needed = len(cluster.roles.workers) - design.backup
+            self.server = QuorumServer(*self._parts(number), needed=needed)
+        elif design.adopts and number:
+            self.server = Journaled(*self._parts(number))
         else:
-            self.server = QuorumServer(*args, needed=len(cluster.roles.workers) - design.backup)
+            self.server = Server(*self._parts(number))
+        self.receiver = self._receiver(number, self.server)
+        self.maximum: Maximum = self.posted(number) if design.adopts else Reduced(servers)
+
+    def _parts(self, number: int) -> tuple[Any, ...]:
+        """Return what a server of that number is made of."""
+        design = self._design
+        place = self._cluster, self.window, number, design.shards[number]
+        return (*place, design.rule, design.rate, design.replies, design.stale)
+
+    def _receiver(self, number: int, server: Server) -> Receiver:
+        design = self._design
         how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
-        self.receiver = Receiver(*place, design.dtype, self.server.applied, Arrival(*how))
+        place = self._cluster, self.window, number, design.shards[number]
+        return Receiver(*place, design.dtype, server.applied, Arrival(*how))
+
+    def adopt(self, number: int) -> tuple[Adopted, Receiver]:
+        """Return what serves the shard of a server that has died, where it lies."""
+        server = Adopted(*self._parts(number))
+        return server, self._receiver(number, server)
+
+    def posted(self, number: int) -> Posted:
+        """Return what a server of that number agrees by, where others may die."""
+        ranks = self._cluster.roles.servers
+        return Posted([self.window.view(rank, "post") for rank in ranks], number)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.
@@ -152,10 +179,11 @@ class ServerHalf(Half):
         return far_choice.agree(self._cluster, self._design, None, wait)
 
     def close(self) -> None:
-        """Serve no more. Collective: over the servers."""
+        """Serve no more. Collective: over the servers, unless one of them has died."""
         self.server.close()
         self.receiver.close()
-        free_comm(self.servers)
+        if not self._cluster.failures.left_out.intersection(self._cluster.roles.servers):
+            free_comm(self.servers)
 
 
 def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:

@@ -21,7 +21,7 @@ Reference: Ho et al., NeurIPS 2013, section 3.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -207,6 +207,23 @@ class Clocks:
     def finished(self, rank: int, pushes: int) -> None:
         """Note that a worker will have made so many pushes, and no more."""
         self._last[self._workers[rank]] = pushes
+
+    def adopt(self, other: "Clocks", less: Iterable[int], more: Iterable[int]) -> None:
+        """Begin with what another server of the same workers knows.
+
+        Args:
+            other: Its clocks.
+            less: Numbers of the batches that it has applied, and this one has not.
+            more: Likewise the other way round.
+        """
+        missing = set(less)
+        self._first = min({other._first, *missing})
+        self._later = (other._later | set(range(self._first, other._first))) - missing
+        self._last = dict(other._last)
+        self._shown = observe(self._header, CLOCK)
+        for number in more:
+            self.advance(number)
+        self.publish()
 
     def live(self) -> set[int]:
         """Return the workers that may still push."""

@@ -13,6 +13,7 @@ from mpips.ps.shard import Server
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:
+    from mpips.ps.adoption import Adoption
     from mpips.session.metrics import Log
 
 
@@ -51,6 +52,11 @@ class Chief:
         self._stop: str | None = None
         self._ended = False
         self._tries = 0  # to write the last checkpoint
+        self.cuts = 0  # begun
+        self._adopted: set[int] = set()  # ranks of servers that have died
+        self._answered: set[int] = set()  # ranks that have answered for the checkpoint under way
+        self._absent: set[int] = set()  # ranks without which it is being cut
+        self._again = False  # it is given up, and another one is due
         committer.saved_step = job.base_step if job.checkpoint else None
         self.samples = self._saved_samples = self._cut_samples = job.base_samples
         self.diverged: str | None = None
@@ -69,13 +75,16 @@ class Chief:
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
         """Act on a message to the chief."""
+        if source in self._adopted:
+            return  # sent before it died, and answered for
         if kind == "more":
             self._granter.answer(source)
         elif kind == "stop":
             self.stop(payload)
         elif kind == "done":
-            self._done.add(source)
+            self._done.add(payload)
         elif kind == "shard":
+            self._answered.add(source)
             self._committer.collect(payload)
         elif kind == "own":
             self._committer.collect_own(payload)
@@ -117,6 +126,26 @@ class Chief:
         self._log.warn(text + "go to the others")
         self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
 
+    def lose_server(self, adoption: "Adoption") -> None:
+        """Go on without a server whose shard has just been taken over."""
+        rank, number = adoption.rank, adoption.server
+        self._adopted.add(rank)
+        self._done.discard(rank)
+        if self._cutting:
+            self._absent.add(rank)
+        elif self._committer.busy and rank not in self._answered:
+            self._give_up(rank)
+        host, took = self._cluster.hosts[rank], adoption.seconds
+        text = f"server {number} (rank {rank} on {host}) has died; server 0 has taken its shard "
+        self._log.warn(f"{text}over in {took:.3f} s")
+        known = {"rank": rank, "server": number, "seconds": round(took, 6)}
+        self._log.event("lost", self.step, **known, continued=adoption.continued)
+
+    def _give_up(self, rank: int) -> None:
+        """Have the checkpoint under way fail, for which a server has not answered."""
+        self._again = True
+        self._committer.collect(f"rank {rank} has died")
+
     def _evaluated(self, metrics: dict[str, float]) -> None:
         self._log.heard("eval", metrics)
         target = self._job.config.target_accuracy
@@ -147,6 +176,9 @@ class Chief:
 
     def _due(self) -> bool:
         seconds, steps = self._job.config.checkpoint_period
+        if self._again:
+            self._again = False
+            return True
         if self._committer.failed_for(RETRY_S):
             return True
         if seconds is not None and time.perf_counter() - self._last_s >= seconds:
@@ -155,6 +187,7 @@ class Chief:
 
     def _begin_cut(self) -> None:
         self._cutting = True
+        self.cuts += 1
         self._last_s, self._last_step = time.perf_counter(), self.step
         if self._holding is not None:
             self._holding.begin()
@@ -170,6 +203,10 @@ class Chief:
         skipped = self._server.leaving.skipped
         state = self._job.state(step, self._handout.state(), self.samples, skipped)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
+        self._answered.clear()
+        for rank in self._absent:
+            self._give_up(rank)
+        self._absent.clear()
 
     def _end(self) -> None:
         """Save the final state if that is not done, then end the run."""
@@ -188,4 +225,4 @@ class Chief:
         if self.diverged is not None:
             reason = "diverged"
         for rank in range(self._cluster.world):
-            self._cluster.send(rank, "end", (reason, sorted(self.lost)))
+            self._cluster.send(rank, "end", (reason, sorted({*self.lost, *self._adopted})))

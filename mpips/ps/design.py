@@ -13,6 +13,7 @@ from mpips.planning.job import Job
 from mpips.ps import feed
 from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
+from mpips.ps.journal import journal_fields
 from mpips.ps.shard import FRESH, server_fields
 from mpips.transport import neighbours, outbox
 from mpips.transport.wire import Packing, pull_codec, push_codec
@@ -43,6 +44,7 @@ class Design:
         replies: How replies to far readers are packed.
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
+        adopts: Whether server 0 goes on with the shards of others that die (`mpips.ps.survival`).
     """
 
     shards: Sequence[Shard]
@@ -62,6 +64,7 @@ class Design:
     replies: Packing = field(default_factory=Packing)
     ahead: int = AHEAD
     shared: bool = True
+    adopts: bool = False
 
     @classmethod
     def of(cls, job: Job, update: Update | None = None) -> "Design":
@@ -123,7 +126,11 @@ class Design:
         if rank in roles.servers:
             size = self.shards[roles.servers.index(rank)].size
             fields = server_fields(size, self.slots, dtype, workers)
-            return Plan(fields + (feed.chief_fields(workers) if rank == roles.chief else ()))
+            if self.adopts:
+                fields += (Field("post", "i8", (1 + workers,)),)
+            if rank == roles.chief:
+                return Plan(fields + feed.chief_fields(workers))
+            return Plan(fields + journal_fields(size, len(self.slots), dtype) * self.adopts)
         fields = outbox.worker_fields(self.size, servers, dtype)
         fields += reader_fields(servers) + feed.worker_fields()
         if self.aggregate:

@@ -18,6 +18,11 @@ class Told:
     def __init__(self) -> None:
         self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
 
+    @property
+    def nothing(self) -> bool:
+        """Whether no worker has left anything alone so far."""
+        return not self._of
+
     def note(self, worker: int, first: int, frozen: Ranges) -> None:
         """Note what a worker's pushes leave alone from number `first` on."""
         self._of.setdefault(worker, deque()).append((first, frozen))
@@ -42,13 +47,13 @@ class Telling:
         cluster: The job's ranks.
 
     Attributes:
-        missing: Servers that have not answered yet.
+        missing: Ranks of servers that have not answered yet.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._told: Ranges = ()
-        self.missing = 0
+        self.missing: set[int] = set()
 
     def begin(self, first: int, frozen: Ranges) -> bool:
         """Tell what pushes leave alone from number `first` on. Blocks: no.
@@ -58,12 +63,15 @@ class Telling:
         """
         if frozen == self._told:
             return False
-        self._told, self.missing = frozen, len(self._cluster.roles.servers)
-        for rank in self._cluster.roles.servers:
+        self._told = frozen
+        self.missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
+        for rank in self.missing:
             self._cluster.send(rank, "frozen", (first, frozen))
         return True
 
-    def handle(self, kind: str) -> bool:
-        """Act on a message; returns whether it was an answer."""
-        self.missing -= kind == "noted"
-        return kind == "noted"
+    def handle(self, source: int, kind: str) -> bool:
+        """Act on a message; returns whether it was an answer, or of one that gives none."""
+        if kind not in ("noted", "lost"):
+            return False
+        self.missing.discard(source)
+        return True

@@ -5,7 +5,6 @@ them are applied. Server 0, the chief, has a second duty: see `mpips.ps.coordina
 comes about: see `mpips.cut.agreement`.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,16 @@ from mpips.cluster.waiting import take_turns
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
+from mpips.ps.adoption import Adoption, adopt
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
+from mpips.ps.served import Served
+from mpips.ps.shard import Server
 from mpips.ps.survival import spared
-from mpips.transport.push import Push
-
-TURN_S = 50e-6  # after which a server that applies pushes attends to all else
 
 
 class AsyncServer:
-    """Serves one shard until the chief ends the run.
+    """Serves a shard until the chief ends the run.
 
     Args:
         job: The run.
@@ -33,26 +32,29 @@ class AsyncServer:
 
     Attributes:
         reason: Why the run ended, once `serve` has returned.
+        adoptions: Of the shards of servers that have died.
     """
 
     def __init__(
         self, job: Job, half: ServerHalf, saver: Saver, chief: Chief | None = None
     ) -> None:
         self._job, self._cluster, self._half, self.store = job, job.cluster, half, half.server
-        self._receiver, self._saver, self.chief = half.receiver, saver, chief
+        self.chief, store = chief, half.server
         beyond = job.config.node_aggregation
-        store = half.server
-        self.cut = Cut(half.servers, store.applied, store.shard.size == 0, beyond)
+        cut = Cut(half.maximum, store.applied, store.shard.size == 0, beyond)
+        self._own = Served(job.cluster.rank, store, half.receiver, cut, saver)
+        self._all = [self._own]
+        self.adoptions: list[Adoption] = []
         self._final: dict[int, int] = {}
-        self._told_done = self._told_signal = False
+        self._told_signal = False
         self.reason: str | None = None
 
     def start(self) -> None:
         """Save the state before the first step, in a run that is not resumed."""
         if self._job.checkpoint:
             return
-        self._saver.snapshot(0)
-        self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
+        self._own.saver.snapshot(0)
+        self._own.hold_or_go_on()
         if self.chief:
             self.chief.cut_reached(0)
 
@@ -74,12 +76,15 @@ class AsyncServer:
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers."""
+        for adoption in self.adoptions:
+            adoption.served.close()
         self._half.close()
 
     def turn(self) -> bool:
         """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
         busy = self._apply_some()
-        self.store.serve_reads()
+        for served in self._all:
+            served.store.serve_reads()
         messages = self._cluster.poll()
         for source, kind, payload in messages:
             self._handle(source, kind, payload)
@@ -88,82 +93,82 @@ class AsyncServer:
 
     def _apply_some(self) -> bool:
         """Apply pushes that are here, for a while at most; returns whether there was one."""
-        push = self._take()
-        if push is None:
-            return False
-        self._job.begun = True
-        end = time.perf_counter() + TURN_S
-        while push is not None:
-            self.store.apply(push)
-            if self.chief:
-                for part in push:
-                    self.chief.applied(part)
-            push = self._take() if time.perf_counter() < end else None
-        return True
-
-    def _take(self) -> Push | None:
-        phase = self.cut.phase
-        if phase in (Phase.FREE, Phase.LAST):
-            return self._receiver.take()
-        if phase is Phase.DRAIN:
-            return self._receiver.take(fetch=False)
-        return self._receiver.take(limit=self.cut.target) if phase is Phase.REACH else None
+        busy = self._own.apply_some(self.chief.applied if self.chief else None)
+        for adoption in self.adoptions:
+            busy |= adoption.served.apply_some()
+        self._job.begun |= busy
+        return busy
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "fin":
             self._final[source] = payload
-            self.store.finished(source, payload)
+            for served in self._all:
+                served.store.finished(source, payload)
         elif kind == "read":
             self.store.want_read(source, payload)
         elif kind == "frozen":
-            self.store.told.note(self._cluster.roles.workers.index(source), *payload)
+            for served in self._all:
+                served.store.told.note(self._cluster.roles.workers.index(source), *payload)
             self._cluster.send(source, "noted")
         elif kind == "hurry":
             self.store.clocks.hurry(source)
         elif kind == "cut":
-            self.cut.begin(payload)
+            for served in self._all:
+                served.begin_cut(payload)
         elif kind == "write":
-            self._saver.write_into(payload)
+            for served in self._all:
+                served.saver.write_into(payload)
         elif kind == "end":
             self.reason, lost = payload
             self._cluster.failures.leave_out(lost)
         elif kind == "lost":
             self._lose(source)
         elif kind == "void":
-            self.store.void(payload)
+            for served in self._all:
+                served.store.void(payload)
         else:
             assert self.chief is not None, f"{kind} sent to a server that is not the chief"
             self.chief.handle(source, kind, payload)
 
     def _advance(self) -> None:
-        if self.cut.advance(self._receiver.bodies):
-            step = self.store.settle(self._job.base_step + int(self.cut.target.sum()))
-            self._saver.snapshot(step)
-            if self.cut.phase is Phase.LAST:
-                self._cluster.send(self._cluster.roles.chief, "reached")
-            self.cut.phase = Phase.HOLD if self._saver.holds else Phase.FREE
-            if self.chief:
-                self.chief.cut_reached(step)
-        self._saver.poll()
-        if self.cut.phase is Phase.HOLD and not self._saver.holds:
-            self.cut.phase = Phase.FREE
+        for served in self._all:
+            self._advance_one(served)
         if not self._told_signal and (name := signals.received()):
             self._told_signal = True
             self._cluster.send(self._cluster.roles.chief, "stop", name)
-        if not self._told_done and self._done():
-            self._told_done = True
-            self._cluster.send(self._cluster.roles.chief, "done")
         if self.chief:
             self.chief.advance()
 
-    def _lose(self, rank: int) -> None:
-        """Count a worker that has died as one that has finished, with all that it has announced."""
-        pushes = self._receiver.announced(self._cluster.roles.workers.index(rank))
-        self._handle(rank, "fin", pushes)
-        if self.chief:
-            self.chief.lose(rank, pushes)
+    def _advance_one(self, served: Served) -> None:
+        step = served.reach(self._job.base_step)
+        if step is not None:
+            if served.cut.phase is Phase.LAST:
+                self._cluster.send(self._cluster.roles.chief, "reached")
+            served.hold_or_go_on()
+            if self.chief and served is self._own:
+                self.chief.cut_reached(step)
+        served.advance_saver()
+        if not served.told_done and self._done(served.store):
+            served.told_done = True
+            self._cluster.send(self._cluster.roles.chief, "done", served.rank)
 
-    def _done(self) -> bool:
+    def _lose(self, rank: int) -> None:
+        """Go on without a rank that has died.
+
+        A worker counts as one that has finished, with all that it has announced.
+        """
+        if rank in self._cluster.roles.workers:
+            pushes = self._own.receiver.announced(self._cluster.roles.workers.index(rank))
+            self._handle(rank, "fin", pushes)
+            if self.chief:
+                self.chief.lose(rank, pushes)
+        elif self.chief:
+            adoption = adopt(self._job, self._half, self._own, rank, self.chief.cuts)
+            self.adoptions.append(adoption)
+            self._all.append(adoption.served)
+            self.chief.lose_server(adoption)
+
+    def _done(self, store: Server) -> bool:
         """Whether every push was applied that any worker sent."""
         workers, final = self._cluster.roles.workers, self._final
-        return len(final) == len(workers) and self.store.has_applied([final[r] for r in workers])
+        return len(final) == len(workers) and store.has_applied([final[r] for r in workers])

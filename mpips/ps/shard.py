@@ -95,7 +95,7 @@ class Grants:
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
         self._cluster, self._server = cluster, server_id
-        self._granted = window.view(cluster.rank, "granted_reads")
+        self._granted = window.view(cluster.roles.servers[server_id], "granted_reads")
         near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
         self._ranks = cluster.roles.workers
         self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
@@ -112,15 +112,23 @@ class Grants:
         if found >= 0:
             self._hold(found)
 
+    def let_finish(self) -> None:
+        """Hold for those who were let before, by a server that has died. Blocks: as `serve`."""
+        granted = [(w, r, observe(self._granted, w)) for w, _, r in self._readers]
+        self._wait_for([(self._ranks[w], reads, count) for w, reads, count in granted])
+
     def _hold(self, found: int) -> None:
         held: list[tuple[int, np.ndarray, int]] = []
-        lost = self._cluster.failures.lost
         while found >= 0 and len(held) < len(self._readers):
             worker, wants, reads = self._readers[found]
             want = observe(wants, self._server)
             publish(self._granted, worker, want)
             held.append((self._ranks[worker], reads, want))
             found = find_ahead(*self._asked, (found + 1) % len(self._readers))
+        self._wait_for(held)
+
+    def _wait_for(self, held: Sequence[tuple[int, np.ndarray, int]]) -> None:
+        lost = self._cluster.failures.lost
         for rank, reads, want in held:
 
             def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
@@ -146,6 +154,8 @@ class Server:
     It has an attribute for each field of its segment, and for each who reads it.
     """
 
+    block_bytes = BLOCK_BYTES  # of parameters, in what is updated at a time
+
     def __init__(
         self,
         cluster: Cluster,
@@ -158,7 +168,7 @@ class Server:
         stale: Staleness = FRESH,
     ) -> None:
         self._cluster, self.rule, self.rate, self.shard = cluster, rule, rate, shard
-        view = lambda name: window.view(cluster.rank, name)  # noqa: E731
+        view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
         self._stale = stale
@@ -176,8 +186,9 @@ class Server:
         self.tally = Tally()
 
     def _cut(self) -> list[Block]:
-        """Cut what is updated into blocks of at most `BLOCK_BYTES`; views are made once."""
-        found, first, step = list[Block](), self.shard.begin, BLOCK_BYTES // self.params.itemsize
+        """Cut what is updated into blocks of at most `block_bytes`; views are made once."""
+        found, first = list[Block](), self.shard.begin
+        step = self.block_bytes // self.params.itemsize
         for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
             for at in range(begin, end, step):
                 p = slice(at - first, min(at + step, end) - first)

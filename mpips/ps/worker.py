@@ -105,8 +105,8 @@ class AsyncWorker:
 
     def _attend(self) -> None:
         """Act on what has come: messages, signals."""
-        for _, kind, payload in self._cluster.poll():
-            self._handle(kind, payload)
+        for source, kind, payload in self._cluster.poll():
+            self._handle(source, kind, payload)
         name = signals.received() or (STOPPED if self._job.stopping else None)
         if name is not None and not self._told_signal:
             self._told_signal = True
@@ -114,7 +114,7 @@ class AsyncWorker:
         if self._keeper is not None:
             self._keeper.poll()
 
-    def _handle(self, kind: str, payload: Any) -> None:
+    def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "grant":
             self._feed.granted(payload)
         elif kind == "stop":
@@ -122,10 +122,8 @@ class AsyncWorker:
         elif kind == "end":
             self.reason, lost = payload
             self._cluster.failures.leave_out(lost)
-        elif kind == "lost":
-            return  # of another worker, whom the servers go on without
-        elif self._telling.handle(kind):
-            return
+        elif self._telling.handle(source, kind):
+            return  # of the dead nothing else is to be waited for here
         elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
 

@@ -58,7 +58,7 @@ def summarise(
         "peak_memory_mb": [
             None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
         ],
-        "lost": sorted(outcome.lost),
+        "lost": sorted({*outcome.lost, *outcome.adopted}),
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
@@ -88,7 +88,8 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
     stale = part.get("staleness_sum", 0) / max(1, part["applied"])
-    found = {k: part[k] for k in ("bytes", "applied", "busy_s")}
+    known = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s")
+    found = {k: part[k] for k in known if k in part}
     return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
 
 

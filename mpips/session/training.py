@@ -196,6 +196,8 @@ def _gather(
         return None
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
+    for rank, stats in outcome.adopted.items():
+        parts[rank] = {"lost": True, "eval": None, **stats}
     return summarise(job, outcome, parts, train_s)
 
 

@@ -12,7 +12,7 @@ OSDI 2014 (parameter server).
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpips.cut import worker_state
 from mpips.cut.saver import CheckpointPlan, Committer, Saver
@@ -27,8 +27,9 @@ from mpips.ps.coordinator import Chief
 from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
 from mpips.ps.server import AsyncServer
+from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
-from mpips.ps.survival import announcement, spared
+from mpips.ps.survival import adopts, announcement, spared
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
@@ -53,7 +54,7 @@ def run(
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    design = Design.of(job, update)
+    design = dataclasses.replace(Design.of(job, update), adopts=adopts(job))
     half = assemble(job.cluster, design)
     if isinstance(half, WorkerHalf):
         return (yield from _work(job, half, make_steps(job, half)))
@@ -88,17 +89,27 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         outcome.unsaved = chief.unsaved
         outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
         outcome.lost = chief.lost
+    outcome.stats = _stats(server, server.tally.handled)
+    for adoption in loop.adoptions:
+        store = adoption.served.store
+        begun, seconds = adoption.version - job.base_step, round(adoption.seconds, 6)
+        took = {"statistics_from": begun, "adopted_in_s": seconds}
+        outcome.adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
+    return outcome
+
+
+def _stats(server: Server, applied: int) -> dict[str, Any]:
+    """Return a shard's part of the summary, with the number of pushes applied to it."""
     tally = server.tally
-    outcome.stats = {
-        "bytes": server.params.nbytes * (1 + len(slots)),
-        "applied": tally.handled,
+    return {
+        "bytes": server.params.nbytes * (1 + len(server.slots)),
+        "applied": applied,
         "busy_s": tally.busy_s,
         "pushes_dropped": tally.dropped,
         "staleness": tally.staleness.tolist(),
         "staleness_sum": tally.staleness_sum,
         "staleness_max": tally.staleness_max,
     }
-    return outcome
 
 
 def _chief(job: Job, half: ServerHalf, handout: HandOut, log: "Log", ahead: int) -> Chief | None:

@@ -273,6 +273,10 @@ class Receiver:
         """Return how many pushes a near worker has announced; all of them, if it has died."""
         return observe(self._sources[self._near.index(worker)].words, PUSHED)
 
+    def find(self, worker: int, seq: int) -> Push:
+        """Return a near worker's push that is announced, and that some server has not applied."""
+        return self._slots[self._near.index(worker)][seq % BUFFERS].push()
+
     def close(self) -> None:
         """Take back the receives that are posted. Blocks: until MPI has let them go."""
         self._far.close()

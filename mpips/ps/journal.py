@@ -1,0 +1,145 @@
+"""What a server notes while it applies pushes, so that another can go on after its death.
+
+The server updates its shard block by block. Before a block it copies the block's old values into
+one half of the undo memory, and then publishes the block's number; the next block goes into the
+other half. Before the first block it has published which push that is, and that a version has
+begun. So whatever the last thing is that it did, by these words (`Adopted.recover`)
+
+- no version is begun beyond the one committed: no update is under way. Is the push of the version
+  committed not in the ledger yet, it is written there.
+- a version is begun, and no block of it noted: nothing is changed. The push is applied.
+- a version is begun, and block k of it noted: those before k are whole, k may be anything and is
+  set to its old values, those behind it are as they were. The push is applied from block k on.
+
+The push's gradient still lies in its worker's buffer, which is free only with the ledger.
+What the kernel keeps of a process that was killed are its stores up to one instruction, in their
+order: `publish` keeps the compiler from another one.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.kernels.atomics import observe, publish
+from mpips.launch.process import STARTED, stat_of
+from mpips.ps.shard import Block, Server
+from mpips.transport.far import BEGUN, COMMITTED
+from mpips.transport.push import Push
+
+PUSH, BLOCK, PROCESS, BORN = range(4)  # words of a journal
+UNDO_BYTES = 128 << 10  # of parameters in a block: with slots and undo it stays in the L2 cache
+HALVES = 2
+SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 22, 20
+
+
+def journal_fields(size: int, slots: int, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for a shard of `size` elements with `slots` slots."""
+    most = min(size, UNDO_BYTES // np.dtype(dtype).itemsize)
+    return (Field("journal", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
+
+
+def _push_word(push: Push, version: int) -> int:
+    """Return a word that says which push makes a version, but of that only whether it is odd."""
+    return (version & 1) << SEQ_BITS + WORKER_BITS | push.worker << SEQ_BITS | push.seq
+
+
+class Journaled(Server):
+    """A server that another can go on for; see `mpips.ps.shard.Server`. Collective: no."""
+
+    block_bytes = UNDO_BYTES
+
+    def __init__(self, cluster: Cluster, window: Window, *args: Any) -> None:
+        self._journal = window.view(cluster.rank, "journal")
+        self._undo = window.view(cluster.rank, "undo")
+        self._saves: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        super().__init__(cluster, window, *args)
+        publish(self._journal, PROCESS, os.getpid())
+        publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
+
+    def _cut(self) -> list[Block]:
+        blocks = super()._cut()
+        self._saves = [list(_old_values(self._undo, k, block)) for k, block in enumerate(blocks)]
+        return blocks
+
+    def apply(self, push: Push) -> int:
+        """See `Server.apply`."""
+        publish(self._journal, PUSH, _push_word(push, self.version + 1))
+        return super().apply(push)
+
+    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
+        """See `Server.blocks`; the old values of each are kept."""
+        first = self.version + 1 << NUMBER_BITS
+        for number, block in enumerate(super().blocks(some)):
+            for kept, live in self._saves[number]:
+                np.copyto(kept, live)
+            publish(self._journal, BLOCK, first | number)
+            yield block
+
+
+def _old_values(
+    undo: np.ndarray, number: int, block: Block
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield where the old values of a block lie, and the block, each vector of it."""
+    for kept, live in zip(undo[number % HALVES], (block.params, *block.slots), strict=True):
+        yield kept[: live.size], live
+
+
+class Adopted(Server):
+    """The shard of a server that has died, where it lies. Collective: no.
+
+    Its process must be gone; see `process_of`.
+
+    Attributes:
+        continued: Whether an update was under way, and was finished.
+    """
+
+    block_bytes = UNDO_BYTES
+
+    def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
+        super().__init__(cluster, window, server_id, *args)
+        rank = cluster.roles.servers[server_id]
+        self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
+        self._first = 0  # block of the next update
+        self.continued = False
+
+    def recover(self, find: Callable[[int, int], Push]) -> None:
+        """Bring the shard and its ledger to a version, after which both go on.
+
+        Args:
+            find: Returns the push of a worker and a number, which is not in the ledger.
+
+        Blocks: until those near readers have copied that the dead server had let.
+        """
+        self.version = observe(self.header, COMMITTED)
+        word, begun = observe(self._journal, PUSH), observe(self.header, BEGUN)
+        seq = word & (1 << SEQ_BITS) - 1
+        odd, worker = divmod(word >> SEQ_BITS, 1 << WORKER_BITS)
+        if begun > self.version:
+            self._undo_block(begun)
+            self.apply(find(worker, seq))
+            self.continued = True
+        elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
+            publish(self.applied, worker, seq)
+        self._grants.let_finish()
+
+    def _undo_block(self, begun: int) -> None:
+        version, number = divmod(observe(self._journal, BLOCK), 1 << NUMBER_BITS)
+        if version == begun:
+            for kept, live in _old_values(self._undo, number, self._blocks[number]):
+                np.copyto(live, kept)
+            self._first = number
+
+    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
+        """See `Server.blocks`; of the update that was under way, those that are left."""
+        first, self._first = self._first, 0
+        return super().blocks(self._blocks[first:] if some is None else some)
+
+
+def process_of(window: Window, rank: int) -> tuple[int, int]:
+    """Return the process id of a server, and when it was started, as `stat_of` says it."""
+    journal = window.view(rank, "journal")
+    return observe(journal, PROCESS), observe(journal, BORN)

@@ -1,0 +1,173 @@
+"""A server that dies anywhere in an update: who adopts its shard goes on to the same bits."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips.kernels import atomics
+from mpips.kernels.atomics import observe
+from mpips.layout import Shard
+from mpips.layout.roles import Roles
+from mpips.optim import make_rule
+from mpips.optim.staleness import Staleness
+from mpips.ps import journal, shard
+from mpips.ps.client import reader_fields
+from mpips.ps.journal import HALVES, Adopted, Journaled, journal_fields
+from mpips.ps.shard import Server, server_fields
+from mpips.transport.far import BEGUN, COMMITTED
+from mpips.transport.push import Push
+
+WORKERS, PUSHES = 2, 3
+BLOCK, BLOCKS = 64, 4  # elements, and blocks of a shard: more than halves
+N = BLOCK * BLOCKS - 5
+BASE = 7  # version that the shard begins with
+RULES = {
+    "sgd": (make_rule("sgd"), Staleness()),
+    "adam": (make_rule("adam"), Staleness()),
+    "compensated": (
+        make_rule("momentum"),
+        Staleness(compensation=0.5, adaptive=True, lower_rate=True),
+    ),
+    "dropping": (make_rule("momentum"), Staleness(limit=1)),
+}
+
+
+class Memory:
+    """The memory of a node, which outlasts a rank."""
+
+    def __init__(self, slots: tuple[str, ...]) -> None:
+        fields = server_fields(N, slots, "f8", WORKERS) + journal_fields(N, len(slots), "f8")
+        own = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
+        self._fields = {1: own}
+        for rank in (2, 3):
+            self._fields[rank] = {f.name: np.zeros(f.shape, f.dtype) for f in reader_fields(2)}
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        return self._fields[rank][name]
+
+
+class Death(BaseException):
+    """Of the server."""
+
+
+class Fate:
+    """Counts what a server does to shared memory, and kills it at one of these moments."""
+
+    def __init__(self, moment: int) -> None:
+        self.left = moment
+
+    def passes(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def publish(self, words: np.ndarray, index: int, value: int) -> None:
+        if not self.passes():
+            raise Death
+        atomics.publish(words, index, value)
+
+    def copyto(self, out: np.ndarray, values: np.ndarray) -> None:
+        """Die before it, or in the middle of it."""
+        for part in (slice(0, out.size // 2), slice(out.size // 2, None)):
+            if not self.passes():
+                raise Death
+            out[part] = values[part]
+
+    def rule(self, rule: Any) -> Any:
+        """Return a rule that may die in the middle of a block."""
+
+        def apply(params: np.ndarray, grad: np.ndarray, slots: Any, step: int, lr: float) -> None:
+            half = params.size // 2
+            for p in (slice(0, half), slice(half, None)):
+                if not self.passes():
+                    raise Death
+                rule.apply(params[p], grad[p], [slot[p] for slot in slots], step, lr)
+
+        return SimpleNamespace(apply=apply)
+
+
+def cluster(rank: int) -> Any:
+    lost = SimpleNamespace(lost=frozenset())
+    roles = Roles((0, 1), (2, 3))
+    return SimpleNamespace(
+        rank=rank, roles=roles, nodes=1, near=lambda rank: True, failures=lost, wait=_wait
+    )
+
+
+def _wait(ready: Any) -> None:
+    assert ready(), "nobody reads"
+
+
+def pushes(name: str) -> list[Push]:
+    """Return those of both workers in turn; the versions read are older and older."""
+    found, rng = [], np.random.default_rng(0)
+    for k in range(PUSHES * WORKERS):
+        worker, seq = k % WORKERS, k // WORKERS + 1
+        grad = rng.normal(size=N)
+        origin = rng.normal(size=N) if RULES[name][1].origins else None
+        found.append(Push(worker, seq, (0, k, k + 1), 1, 0.0, BASE + k // 2, grad, origin, k))
+    return found
+
+
+def make(kind: type[Server], rank: int, memory: Memory, name: str) -> Any:
+    rule, stale = RULES[name]
+    args = 1, Shard(0, N), rule, lambda step: 0.1 / step, None, stale
+    return kind(cluster(rank), memory, *args)  # type: ignore[arg-type]
+
+
+def expected(name: str) -> tuple[list[np.ndarray], int]:
+    """Return parameters and slots of a server that lives, and its version."""
+    memory = Memory(RULES[name][0].slots + RULES[name][1].slots)
+    server = make(Server, 1, memory, name)
+    server.start_from(BASE)
+    for push in pushes(name):
+        server.apply(push)
+    return [server.params, *server.slots], server.version
+
+
+def dies(fate: Fate, memory: Memory, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Apply all pushes; returns whether the server has died in one of them."""
+    server = make(Journaled, 1, memory, name)
+    server.start_from(BASE)
+    with monkeypatch.context() as patch:
+        for module in (journal, shard):
+            patch.setattr(module, "publish", fate.publish)
+        patch.setattr(journal.np, "copyto", fate.copyto)
+        server._blocks = [b._replace(rule=fate.rule(b.rule)) for b in server._blocks]
+        try:
+            for push in pushes(name):
+                server.apply(push)
+        except Death:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adopter goes on with what is not in the ledger, and each push counts once."""
+    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
+    for kind in (Journaled, Adopted):
+        monkeypatch.setattr(kind, "block_bytes", BLOCK * 8)
+    live, version = expected(name)
+    all_pushes, moment, continued = pushes(name), 0, 0
+    while True:
+        memory = Memory(RULES[name][0].slots + RULES[name][1].slots)
+        if not dies(Fate(moment), memory, name, monkeypatch):
+            break
+        adopted = make(Adopted, 0, memory, name)
+        adopted.recover(lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker])
+        continued += adopted.continued
+        header = memory.view(1, "header")
+        assert observe(header, BEGUN) == observe(header, COMMITTED) == adopted.version
+        ledger = [observe(adopted.applied, w) for w in range(WORKERS)]
+        assert sum(ledger) == adopted.version - BASE
+        for push in all_pushes[sum(ledger) :]:
+            adopted.apply(push)
+        assert adopted.version == version
+        for got, wanted in zip((adopted.params, *adopted.slots), live, strict=True):
+            np.testing.assert_array_equal(got, wanted, f"death at moment {moment}")
+        moment += 1
+    assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * BLOCKS)
+    assert continued > moment / 4
+    assert BLOCKS > HALVES
