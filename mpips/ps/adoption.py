@@ -34,7 +34,7 @@ from mpips.kernels.atomics import observe
 from mpips.launch.process import STARTED, STATE, stat_of
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.journal import process_of
+from mpips.ps.journal import process_of, process_space
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
 from mpips.transport.channel import Receiver
@@ -81,7 +81,10 @@ def adopt(job: Job, half: ServerHalf, own: Served, rank: int, cuts: int) -> Adop
     start, number = time.perf_counter(), job.cluster.roles.servers.index(rank)
     if not own.store.told.nothing:
         raise _cannot(rank, "arrays are frozen")
-    if not ended(*process_of(half.window, rank)):
+    process = process_of(half.window, rank)
+    if process.space != process_space():
+        raise _cannot(rank, "its process was of another container")
+    if not ended(process.pid, process.started):
         raise _cannot(rank, "its process does not end")
     store, receiver = half.adopt(number)
     store.recover(receiver.find)

@@ -18,7 +18,7 @@ order: `publish` keeps the compiler from another one.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from mpips.ps.shard import Block, Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
-PUSH, BLOCK, PROCESS, BORN = range(4)  # words of a journal
+PUSH, BLOCK, PROCESS, BORN, SPACE = range(5)  # words of a journal
 UNDO_BYTES = 128 << 10  # of parameters in a block: with slots and undo it stays in the L2 cache
 HALVES = 2
 SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 22, 20
@@ -59,6 +59,7 @@ class Journaled(Server):
         super().__init__(cluster, window, *args)
         publish(self._journal, PROCESS, os.getpid())
         publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
+        publish(self._journal, SPACE, process_space())
 
     def _cut(self) -> list[Block]:
         blocks = super()._cut()
@@ -139,7 +140,26 @@ class Adopted(Server):
         return super().blocks(self._blocks[first:] if some is None else some)
 
 
-def process_of(window: Window, rank: int) -> tuple[int, int]:
-    """Return the process id of a server, and when it was started, as `stat_of` says it."""
+class Process(NamedTuple):
+    """A process that serves.
+
+    Attributes:
+        pid: Its process id.
+        started: When it was started, as `stat_of` says it.
+        space: The process ids among which that is one; see `process_space`.
+    """
+
+    pid: int
+    started: int
+    space: int
+
+
+def process_of(window: Window, rank: int) -> Process:
+    """Return the process of a server of this node."""
     journal = window.view(rank, "journal")
-    return observe(journal, PROCESS), observe(journal, BORN)
+    return Process(*(observe(journal, word) for word in (PROCESS, BORN, SPACE)))
+
+
+def process_space() -> int:
+    """Return what tells the process ids of this container from others' (pid_namespaces(7))."""
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -75,6 +75,11 @@ class Served:
         self.saver.snapshot(step)
         return step
 
+    def write_into(self, folder: str) -> None:
+        """Learn the folder of a checkpoint, if the shard is to be in it."""
+        if self.cut.phase is not Phase.FREE or self.saver.busy:
+            self.saver.write_into(folder)
+
     def hold_or_go_on(self) -> None:
         """Take pushes again, as soon as the live shard need not stay as it is."""
         self.cut.phase = Phase.HOLD if self.saver.holds else Phase.FREE

@@ -117,7 +117,7 @@ class AsyncServer:
                 served.begin_cut(payload)
         elif kind == "write":
             for served in self._all:
-                served.saver.write_into(payload)
+                served.write_into(payload)
         elif kind == "end":
             self.reason, lost = payload
             self._cluster.failures.leave_out(lost)

@@ -114,11 +114,19 @@ def _crossed(summary: dict[str, Any]) -> list[str]:
 
 
 def _lost(summary: dict[str, Any]) -> list[str]:
-    """Return the line about ranks that have died, if any has."""
+    """Return the lines about ranks that have died, if any has."""
     ranks = summary["lost"]
     if not ranks:
         return []
-    return [f"went on without ranks that died: {', '.join(map(str, ranks))}"]
+    found = [f"went on without ranks that died: {', '.join(map(str, ranks))}"]
+    for number, server in enumerate(summary["per_server"]):
+        if server.get("lost"):
+            took, since = f"{server['adopted_in_s']:.3f} s", server["statistics_from"]
+            found.append(
+                f"server 0 took the shard of server {number} over in {took}; "
+                f"what is said of it is of the time from its update {since} on"
+            )
+    return found
 
 
 def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:

@@ -238,6 +238,38 @@ def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("async", ""),
+        pytest.param("ssp", "--hidden 200000", marks=pytest.mark.long),
+        pytest.param("async", "--read consistent --snapshot stall", marks=pytest.mark.long),
+    ],
+)
+def test_servers_that_die(mode: str, options: str, tmp_path: Path) -> None:
+    """Server 0 goes on with their shards, and each batch counts once; a worker dies as well."""
+    out, words = tmp_path / "out", counting_words(tmp_path, 20, "--mode", mode, "--servers", "3")
+    with Supervised(tmp_path, 6, [*words, *options.split()]) as job:
+        _, first, second, worker, *_ = job.wait_for_training(out, 1)
+        os.kill(first, signal.SIGKILL)
+        job.wait_for(lambda: TAKEN_OVER in job.output)
+        for pid in (second, worker):
+            os.kill(pid, signal.SIGKILL)
+        told = job.wait(0)
+    assert told.count(TAKEN_OVER) == 2
+    assert "starting again" not in told
+    assert starts_of(out) == 1
+    s = summary(out)
+    assert s["lost"] == [1, 2, 3]
+    assert [row.get("lost", False) for row in s["per_server"]] == [False, True, True]
+    pushes = {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])}
+    assert pushes | {row["applied"] for row in s["per_server"]} == {s["global_step"]}
+    assert_counts(final(out), N, 20)
+    assert re.search(r'"kind": "lost", .*"server": 2', (out / "metrics.jsonl").read_text())
+
+
+@pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
 @pytest.mark.parametrize("who", ["the server", "all workers"])
@@ -270,7 +302,7 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
     assert "where its ranks are" not in told
 
 
-LEFT_OUT = "has died; its"
+LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
 
 
 HANGS = """
