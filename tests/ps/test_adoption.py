@@ -1,0 +1,83 @@
+"""What a server needs to go on for another: its process gone, its clock, its part in a cut."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mpips.cut.agreement import Posted
+from mpips.kernels.atomics import observe
+from mpips.launch.process import STARTED, stat_of
+from mpips.ps.adoption import ended
+from mpips.ps.consistency import Clocks
+from mpips.transport.far import CLOCK
+
+
+@pytest.mark.parametrize("state", ["running", "stopped", "gone"])
+def test_a_process_is_gone(state: str) -> None:
+    """Also one that is stopped; another one of its number is left alone."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = int(stat_of(process.pid)[STARTED])
+    if state == "stopped":
+        os.kill(process.pid, signal.SIGSTOP)
+    if state == "gone":
+        assert ended(process.pid, started + 1)
+        time.sleep(0.05)
+        assert process.poll() is None, "it was another one"
+        process.kill()
+        process.wait(10)
+    assert ended(process.pid, started)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def clocks(workers: int) -> Clocks:
+    return Clocks(np.zeros(8, "i8"), np.zeros(workers, "i8"), range(workers), lambda *what: None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_clock_of_a_shard_that_is_adopted(seed: int) -> None:
+    """It is that of the batches applied to it, whatever those of the other are."""
+    chance, workers = random.Random(seed), 3
+    its, mine, wanted = clocks(workers), clocks(workers), clocks(workers)
+    numbers = list(range(60))
+    applied = {n for n in numbers if n < 20 or chance.random() < 0.5}
+    more = {n for n in numbers[10:] if n not in applied and chance.random() < 0.2}
+    less = {n for n in numbers[10:] if n in applied and chance.random() < 0.2}
+    for n in applied:
+        mine.advance(n)
+    for n in applied - less | more:
+        wanted.advance(n)
+    its.adopt(mine, less, more)
+    wanted.publish()
+    assert observe(its._header, CLOCK) == observe(wanted._header, CLOCK)
+    for n in chance.sample(numbers, len(numbers)):
+        if n not in applied - less | more:
+            its.advance(n)
+    its.publish()
+    assert observe(its._header, CLOCK) == len(numbers) // workers
+
+
+def test_a_cut_goes_on_without_a_server() -> None:
+    """The others wait for what it says; who adopts its shard says it, unless it has been said."""
+    posts = [np.zeros(3, "i8") for _ in range(3)]
+    servers = [Posted(posts, own) for own in range(3)]
+    outs = [np.zeros(2, "i8") for _ in range(3)]
+    for server in (0, 1):
+        servers[server].begin(np.array([server, 5 - server]), outs[server])
+    assert not servers[0].done()
+    adopted = Posted(posts, 2)
+    adopted.catch_up(1, [4, 4])
+    adopted.catch_up(1, [9, 9])
+    assert servers[0].done()
+    assert servers[1].done()
+    np.testing.assert_array_equal(outs[:2], [[4, 5], [4, 5]])
+    for server in (servers[0], servers[1], adopted):
+        assert server.number == 1
+        server.begin(np.array([7, 7]), outs[2])
+    assert adopted.done()
+    np.testing.assert_array_equal(outs[2], [7, 7])
