@@ -6,8 +6,8 @@ they send to every server. So the chief serves a second shard by a second `Serve
 and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard;
-2. the update that it may have been in is finished (`mpips.ps.journal`), and then the ledger is
-   exact; readers that it had let have read;
+2. the update that it may have been in is finished, and then the ledger is exact; if that cannot be
+   (`mpips.ps.journal`), the job ends for a restart; readers that it had let have read;
 3. its clock becomes the chief's, but for the pushes that one of the two has not applied yet: their
    headers still lie in the workers' buffers;
 4. if a cut is under way and the dead server has posted nothing for it, the chief does, so that the
@@ -87,7 +87,8 @@ def adopt(job: Job, half: ServerHalf, own: Served, rank: int, cuts: int) -> Adop
     if not ended(process.pid, process.started):
         raise _cannot(rank, "its process does not end")
     store, receiver = half.adopt(number)
-    store.recover(receiver.find)
+    if not store.recover(receiver.find):
+        raise _cannot(rank, "in the middle of an update, with others waiting behind it")
     _set_clocks(store, own, receiver)
     maximum = half.posted(number)
     maximum.catch_up(cuts, [observe(store.applied, w) for w in range(store.applied.size)])

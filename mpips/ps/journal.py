@@ -1,15 +1,20 @@
 """What a server notes while it applies pushes, so that another can go on after its death.
 
-The server updates its shard block by block. Before a block it copies the block's old values into
-one half of the undo memory, and then publishes the block's number; the next block goes into the
-other half. Before the first block it has published which push that is, and that a version has
-begun. So whatever the last thing is that it did, by these words (`Adopted.recover`)
+Before an update the server publishes which push that is, and that a version has begun. It updates
+its shard block by block. Before a block it copies the block's old values into one half of the undo
+memory, and then publishes the block's number; the next block goes into the other half. So whatever
+the last thing is that it did, by these words (`Adopted.recover`)
 
 - no version is begun beyond the one committed: no update is under way. Is the push of the version
   committed not in the ledger yet, it is written there.
 - a version is begun, and no block of it noted: nothing is changed. The push is applied.
 - a version is begun, and block k of it noted: those before k are whole, k may be anything and is
   set to its old values, those behind it are as they were. The push is applied from block k on.
+
+Old values are copied by a server that has waited for the push. One that is behind, with the next
+push there before it has applied the last one, would only fall further behind: copying takes about
+as long as the update of a simple rule. It says so in the word for the push, and if it dies in such
+an update, nobody can go on.
 
 The push's gradient still lies in its worker's buffer, which is free only with the ledger.
 What the kernel keeps of a process that was killed are its stores up to one instruction, in their
@@ -26,14 +31,14 @@ from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.launch.process import STARTED, stat_of
-from mpips.ps.shard import Block, Server
+from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
 PUSH, BLOCK, PROCESS, BORN, SPACE = range(5)  # words of a journal
 UNDO_BYTES = 128 << 10  # of parameters in a block: with slots and undo it stays in the L2 cache
 HALVES = 2
-SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 22, 20
+SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 20
 
 
 def journal_fields(size: int, slots: int, dtype: str) -> tuple[Field, ...]:
@@ -42,40 +47,65 @@ def journal_fields(size: int, slots: int, dtype: str) -> tuple[Field, ...]:
     return (Field("journal", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
 
 
-def _push_word(push: Push, version: int) -> int:
-    """Return a word that says which push makes a version, but of that only whether it is odd."""
-    return (version & 1) << SEQ_BITS + WORKER_BITS | push.worker << SEQ_BITS | push.seq
+class _Word(NamedTuple):
+    """Which push makes a version.
+
+    Attributes:
+        odd: Whether the version is.
+        kept: Whether old values are.
+        worker: Of the push; `seq` is its number.
+    """
+
+    odd: int
+    kept: int
+    worker: int
+    seq: int
+
+    def packed(self) -> int:
+        """Return it as one word."""
+        flags = self.odd << 1 | self.kept
+        return (flags << WORKER_BITS | self.worker) << SEQ_BITS | self.seq
+
+    @classmethod
+    def unpack(cls, word: int) -> "_Word":
+        """Return what a word says."""
+        rest, seq = divmod(word, 1 << SEQ_BITS)
+        flags, worker = divmod(rest, 1 << WORKER_BITS)
+        return cls(flags >> 1, flags & 1, worker, seq)
 
 
 class Journaled(Server):
     """A server that another can go on for; see `mpips.ps.shard.Server`. Collective: no."""
 
-    block_bytes = UNDO_BYTES
-
     def __init__(self, cluster: Cluster, window: Window, *args: Any) -> None:
         self._journal = window.view(cluster.rank, "journal")
         self._undo = window.view(cluster.rank, "undo")
-        self._saves: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self._kept: list[tuple[Block, list[tuple[np.ndarray, np.ndarray]]]] = []
         super().__init__(cluster, window, *args)
         publish(self._journal, PROCESS, os.getpid())
         publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
         publish(self._journal, SPACE, process_space())
 
-    def _cut(self) -> list[Block]:
-        blocks = super()._cut()
-        self._saves = [list(_old_values(self._undo, k, block)) for k, block in enumerate(blocks)]
-        return blocks
+    def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
+        """See `Server`; also into blocks whose old values are kept."""
+        small = enumerate(super()._cut(UNDO_BYTES))
+        self._kept = [(block, list(_old_values(self._undo, k, block))) for k, block in small]
+        return super()._cut(most)
 
     def apply(self, push: Push) -> int:
         """See `Server.apply`."""
-        publish(self._journal, PUSH, _push_word(push, self.version + 1))
+        word = _Word(self.version + 1 & 1, not self.hurried, push.worker, push.seq)
+        publish(self._journal, PUSH, word.packed())
         return super().apply(push)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`; the old values of each are kept."""
+        """See `Server.blocks`; the old values of each are kept, unless it is hurried."""
+        if self.hurried:
+            yield from super().blocks(some)
+            return
         first = self.version + 1 << NUMBER_BITS
-        for number, block in enumerate(super().blocks(some)):
-            for kept, live in self._saves[number]:
+        for number, (block, values) in enumerate(self._kept):
+            for kept, live in values:
                 np.copyto(kept, live)
             publish(self._journal, BLOCK, first | number)
             yield block
@@ -98,46 +128,49 @@ class Adopted(Server):
         continued: Whether an update was under way, and was finished.
     """
 
-    block_bytes = UNDO_BYTES
-
     def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
         super().__init__(cluster, window, server_id, *args)
         rank = cluster.roles.servers[server_id]
         self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
-        self._first = 0  # block of the next update
+        self._rest: list[Block] | None = None  # of the update that was under way
         self.continued = False
 
-    def recover(self, find: Callable[[int, int], Push]) -> None:
+    def recover(self, find: Callable[[int, int], Push]) -> bool:
         """Bring the shard and its ledger to a version, after which both go on.
 
         Args:
             find: Returns the push of a worker and a number, which is not in the ledger.
 
+        Returns:
+            Whether that can be done.
+
         Blocks: until those near readers have copied that the dead server had let.
         """
         self.version = observe(self.header, COMMITTED)
-        word, begun = observe(self._journal, PUSH), observe(self.header, BEGUN)
-        seq = word & (1 << SEQ_BITS) - 1
-        odd, worker = divmod(word >> SEQ_BITS, 1 << WORKER_BITS)
+        begun = observe(self.header, BEGUN)
+        odd, kept, worker, seq = _Word.unpack(observe(self._journal, PUSH))
         if begun > self.version:
+            if not kept:
+                return False
             self._undo_block(begun)
             self.apply(find(worker, seq))
             self.continued = True
         elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
             publish(self.applied, worker, seq)
         self._grants.let_finish()
+        return True
 
     def _undo_block(self, begun: int) -> None:
         version, number = divmod(observe(self._journal, BLOCK), 1 << NUMBER_BITS)
         if version == begun:
-            for kept, live in _old_values(self._undo, number, self._blocks[number]):
+            self._rest = self._cut(UNDO_BYTES)[number:]
+            for kept, live in _old_values(self._undo, number, self._rest[0]):
                 np.copyto(live, kept)
-            self._first = number
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """See `Server.blocks`; of the update that was under way, those that are left."""
-        first, self._first = self._first, 0
-        return super().blocks(self._blocks[first:] if some is None else some)
+        rest, self._rest = self._rest, None
+        return super().blocks(some if rest is None else rest)
 
 
 class Process(NamedTuple):

@@ -40,17 +40,19 @@ class Served:
         Args:
             note: Called with each worker's push that is applied.
         """
-        push = self._take()
-        if push is None:
-            return False
-        end = time.perf_counter() + TURN_S
+        push, store = self._take(), self.store
+        busy, end = push is not None, time.perf_counter() + TURN_S
         while push is not None:
-            self.store.apply(push)
+            store.apply(push)
             if note is not None:
                 for part in push:
                     note(part)
-            push = self._take() if time.perf_counter() < end else None
-        return True
+            store.hurried = True
+            if time.perf_counter() >= end:
+                return True
+            push = self._take()
+        store.hurried = False
+        return busy
 
     def _take(self) -> Push | None:
         phase = self.cut.phase

@@ -154,7 +154,7 @@ class Server:
     It has an attribute for each field of its segment, and for each who reads it.
     """
 
-    block_bytes = BLOCK_BYTES  # of parameters, in what is updated at a time
+    hurried = False  # whether the next push was there before the last one was applied
 
     def __init__(
         self,
@@ -185,10 +185,9 @@ class Server:
         self.version = 0
         self.tally = Tally()
 
-    def _cut(self) -> list[Block]:
-        """Cut what is updated into blocks of at most `block_bytes`; views are made once."""
-        found, first = list[Block](), self.shard.begin
-        step = self.block_bytes // self.params.itemsize
+    def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
+        """Cut what is updated into blocks of at most so many bytes; views are made once."""
+        found, first, step = list[Block](), self.shard.begin, most // self.params.itemsize
         for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
             for at in range(begin, end, step):
                 p = slice(at - first, min(at + step, end) - first)

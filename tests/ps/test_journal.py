@@ -126,7 +126,13 @@ def expected(name: str) -> tuple[list[np.ndarray], int]:
     return [server.params, *server.slots], server.version
 
 
-def dies(fate: Fate, memory: Memory, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+def dies(
+    fate: Fate,
+    memory: Memory,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    hurried: bool = False,
+) -> bool:
     """Apply all pushes; returns whether the server has died in one of them."""
     server = make(Journaled, 1, memory, name)
     server.start_from(BASE)
@@ -134,6 +140,8 @@ def dies(fate: Fate, memory: Memory, name: str, monkeypatch: pytest.MonkeyPatch)
         for module in (journal, shard):
             patch.setattr(module, "publish", fate.publish)
         patch.setattr(journal.np, "copyto", fate.copyto)
+        kept, server.hurried = server._kept, hurried
+        server._kept = [(b._replace(rule=fate.rule(b.rule)), values) for b, values in kept]
         server._blocks = [b._replace(rule=fate.rule(b.rule)) for b in server._blocks]
         try:
             for push in pushes(name):
@@ -147,8 +155,6 @@ def dies(fate: Fate, memory: Memory, name: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adopter goes on with what is not in the ledger, and each push counts once."""
     monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
-    for kind in (Journaled, Adopted):
-        monkeypatch.setattr(kind, "block_bytes", BLOCK * 8)
     live, version = expected(name)
     all_pushes, moment, continued = pushes(name), 0, 0
     while True:
@@ -156,7 +162,7 @@ def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         if not dies(Fate(moment), memory, name, monkeypatch):
             break
         adopted = make(Adopted, 0, memory, name)
-        adopted.recover(lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker])
+        assert adopted.recover(lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker])
         continued += adopted.continued
         header = memory.view(1, "header")
         assert observe(header, BEGUN) == observe(header, COMMITTED) == adopted.version
@@ -171,3 +177,27 @@ def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * BLOCKS)
     assert continued > moment / 4
     assert BLOCKS > HALVES
+
+
+def test_a_death_of_a_server_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps no old values: nobody goes on from the middle of an update, else as ever."""
+    live, version = expected("adam")
+    all_pushes, moment, ends = pushes("adam"), 0, 0
+    while True:
+        memory = Memory(RULES["adam"][0].slots)
+        if not dies(Fate(moment), memory, "adam", monkeypatch, hurried=True):
+            break
+        moment += 1
+        adopted = make(Adopted, 0, memory, "adam")
+        header = memory.view(1, "header")
+        in_work = observe(header, BEGUN) > observe(header, COMMITTED)
+        ends += in_work
+        assert adopted.recover(lambda *what: None) is not in_work
+        if not in_work:
+            for push in all_pushes[sum(observe(adopted.applied, w) for w in range(WORKERS)) :]:
+                adopted.apply(push)
+            assert adopted.version == version
+            for got, wanted in zip((adopted.params, *adopted.slots), live, strict=True):
+                np.testing.assert_array_equal(got, wanted)
+    assert ends >= 3 * len(all_pushes)
+    assert moment - ends >= 2 * len(all_pushes)
