@@ -47,31 +47,17 @@ def journal_fields(size: int, slots: int, dtype: str) -> tuple[Field, ...]:
     return (Field("journal", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
 
 
-class _Word(NamedTuple):
-    """Which push makes a version.
+def _push_word(push: Push, version: int, kept: bool) -> int:
+    """Return which push makes a version, of which it says whether it is odd."""
+    flags = (version & 1) << 1 | kept
+    return (flags << WORKER_BITS | push.worker) << SEQ_BITS | push.seq
 
-    Attributes:
-        odd: Whether the version is.
-        kept: Whether old values are.
-        worker: Of the push; `seq` is its number.
-    """
 
-    odd: int
-    kept: int
-    worker: int
-    seq: int
-
-    def packed(self) -> int:
-        """Return it as one word."""
-        flags = self.odd << 1 | self.kept
-        return (flags << WORKER_BITS | self.worker) << SEQ_BITS | self.seq
-
-    @classmethod
-    def unpack(cls, word: int) -> "_Word":
-        """Return what a word says."""
-        rest, seq = divmod(word, 1 << SEQ_BITS)
-        flags, worker = divmod(rest, 1 << WORKER_BITS)
-        return cls(flags >> 1, flags & 1, worker, seq)
+def _what_word(word: int) -> tuple[int, int, int, int]:
+    """Return whether the version is odd, whether old values are kept, the worker, its push."""
+    rest, seq = divmod(word, 1 << SEQ_BITS)
+    flags, worker = divmod(rest, 1 << WORKER_BITS)
+    return flags >> 1, flags & 1, worker, seq
 
 
 class Journaled(Server):
@@ -94,15 +80,15 @@ class Journaled(Server):
 
     def apply(self, push: Push) -> int:
         """See `Server.apply`."""
-        word = _Word(self.version + 1 & 1, not self.hurried, push.worker, push.seq)
-        publish(self._journal, PUSH, word.packed())
+        word = _push_word(push, self.version + 1, not self.hurried)
+        publish(self._journal, PUSH, word)
         return super().apply(push)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """See `Server.blocks`; the old values of each are kept, unless it is hurried."""
-        if self.hurried:
-            yield from super().blocks(some)
-            return
+        return super().blocks(some) if self.hurried else self._keeping()
+
+    def _keeping(self) -> Iterator[Block]:
         first = self.version + 1 << NUMBER_BITS
         for number, (block, values) in enumerate(self._kept):
             for kept, live in values:
@@ -148,7 +134,7 @@ class Adopted(Server):
         """
         self.version = observe(self.header, COMMITTED)
         begun = observe(self.header, BEGUN)
-        odd, kept, worker, seq = _Word.unpack(observe(self._journal, PUSH))
+        odd, kept, worker, seq = _what_word(observe(self._journal, PUSH))
         if begun > self.version:
             if not kept:
                 return False
