@@ -14,6 +14,8 @@ from mpips.launch.mpirun import environment
 
 __all__ = ["ROOT", "Finished", "Running", "environment", "file_in_shared_memory", "run", "train"]
 
+LIMIT_S = 120  # of a job that takes seconds, where many others run
+
 
 class Finished(launch.Finished):
     """A job that has ended: its exit code, its output (both streams, as they came)."""
@@ -52,7 +54,7 @@ def run(
     ranks: int,
     args: Sequence[str],
     cwd: Path,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     env: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run ``mpirun -n ranks python *args`` in `cwd`."""
@@ -60,6 +62,6 @@ def run(
         return job.wait(timeout_s)
 
 
-def train(ranks: int, *options: str, cwd: Path, timeout_s: float = 60) -> Finished:
+def train(ranks: int, *options: str, cwd: Path, timeout_s: float = LIMIT_S) -> Finished:
     """Run ``mpirun -n ranks python -m mpips.train *options``."""
     return run(ranks, ["-m", "mpips.train", *options], cwd, timeout_s)

@@ -1,5 +1,6 @@
 """What a run leaves, judged from outside: its checkpoints, its summary, its marker."""
 
+import itertools
 import json
 import os
 import random
@@ -62,6 +63,14 @@ def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else _long(name)) for name in found]
 
 
+def shared_out(names: Iterable[Any], both: Collection[Any]) -> list[Any]:
+    """Return parameters of a test: what is not in `both` is run with one of the MPIs, in turn."""
+    found = list(names)
+    assert set(both) <= set(found), set(both) - set(found)
+    marks = itertools.cycle([[pytest.mark.one_mpi], [pytest.mark.long, pytest.mark.other_mpi]])
+    return [pytest.param(name, marks=() if name in both else next(marks)) for name in found]
+
+
 def _long(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a variation that is a long test; whose it is depends on its name."""
     of_one = pytest.mark.other_mpi if crc32(name.encode()) % 2 else pytest.mark.one_mpi
@@ -69,9 +78,10 @@ def _long(name: str) -> list[pytest.MarkDecorator]:
 
 
 def names_asked(request: pytest.FixtureRequest) -> set[str]:
-    """Return each ``name`` that a test of this module is to be run with."""
+    """Return the tests of this module that are to be run, and each ``name`` they are run with."""
     items = [item for item in request.session.items if item.path == request.path]
-    return {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
+    given = {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
+    return given | {item.name.partition("[")[0] for item in items}
 
 
 class Plan:

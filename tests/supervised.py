@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import LIMIT_S
 from runs import counting, is_whole, samples_file, starts_of
 
 from mpips.chaos.job import Job
@@ -29,7 +30,7 @@ class Supervised(Job):
         """Return the process ids of the ranks, by rank."""
         return mpirun.ranks_among(self.family())
 
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
         """Wait while the job gets somewhere."""
         assert self.wait_until(ready, time.monotonic() + timeout_s), self.output
 
@@ -40,7 +41,7 @@ class Supervised(Job):
         self.wait_for(lambda: any(is_whole(p) for p in list_checkpoints(out) if p > newest))
         return self.ranks()
 
-    def wait(self, code: int, timeout_s: float = 60) -> str:
+    def wait(self, code: int, timeout_s: float = LIMIT_S) -> str:
         """Wait for the end; returns what was printed. Nothing is left over."""
 
         def look() -> bool:

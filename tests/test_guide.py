@@ -34,7 +34,7 @@ from mpips.guide.pages import FOLDER, TOPICS, page
 from mpips.launch.__main__ import make_parser as launch_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
-LONG = {"pytorch": [pytest.mark.long, pytest.mark.one_mpi], "library": [pytest.mark.long]}
+LONG = ("pytorch", "library")
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
@@ -266,7 +266,10 @@ def check_fields(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=LONG.get(name, ()))
+        pytest.param(
+            name,
+            marks=[pytest.mark.long] * (name in LONG) + [pytest.mark.one_mpi] * (name != "README"),
+        )
         for name in PAGES
         if blocks(name, "bash", "python")
     ],

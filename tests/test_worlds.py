@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import launch
 import pytest
@@ -12,10 +11,20 @@ pytestmark = pytest.mark.launch
 
 # The sizes of nodes in each world, all in one run of it: starting the ranks takes time. There are
 # one node of 1, 2, 4 and 8 ranks, even nodes, uneven ones, and 2 to 4 nodes, of one rank or more.
-NODE_SIZES = {1: "0", 2: "0,1", 3: "1,2", 4: "0,2", 8: "0,2"}
-# Among the long tests; Open MPI runs all of them.
-LONG: dict[int, Any] = {3: [pytest.mark.other_mpi], 4: (), 8: [pytest.mark.other_mpi]}
-LIMIT_S = 240
+# Open MPI runs all sizes, of which 4 in two nodes alone; MPICH those of 1, 2 and 4.
+SIZES = (1, 2, 3, 4, 8)
+ONE_MPI, OTHER_MPI = (
+    [pytest.mark.long, mark] for mark in (pytest.mark.one_mpi, pytest.mark.other_mpi)
+)
+WORLDS = [
+    pytest.param(1, "0", id="1"),
+    pytest.param(2, "0,1", id="2"),
+    pytest.param(3, "1,2", id="3", marks=OTHER_MPI),
+    pytest.param(4, "2", id="4", marks=OTHER_MPI),
+    pytest.param(4, "0,2", id="4 in one node too", marks=ONE_MPI),
+    pytest.param(8, "0,2", id="8", marks=OTHER_MPI),
+]
+LIMIT_S = 400
 TESTS = launch.ROOT / "tests" / "mpi"
 
 
@@ -25,14 +34,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("worlds")
 
 
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(n, marks=[pytest.mark.long, *LONG[n]] if n in LONG else ()) for n in NODE_SIZES],
-)
-def test_world(size: int, reports: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "node_sizes"), WORLDS)
+def test_world(size: int, node_sizes: str, reports: Path, tmp_path: Path) -> None:
     report = reports / str(size)
     report.touch()
-    options = ["--with-mpi", f"--node-size={NODE_SIZES[size]}", f"--ran={report}", "-q"]
+    options = ["--with-mpi", f"--node-size={node_sizes}", f"--ran={report}", "-q"]
     options += ["-x", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
     options += ["-p", "no:hypothesispytest"]  # unused here; every rank would load it
     done = launch.run(size, ["-m", "pytest", *options, str(TESTS)], tmp_path, LIMIT_S).check()
@@ -43,7 +49,7 @@ def test_world(size: int, reports: Path, tmp_path: Path) -> None:
 def test_every_multi_rank_test_ran_somewhere(reports: Path) -> None:
     """A test for which no world was large enough has not been run, and does not pass."""
     found = list(reports.iterdir())
-    if len(found) < len(NODE_SIZES):
+    if len(found) < len(SIZES):
         pytest.skip("only some of the worlds were asked for")
     lines = {line for report in found for line in report.read_text().splitlines()}
     names = {

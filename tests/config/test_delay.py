@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Plan, assert_counts, counting, final, samples_file, summary
+from runs import (
+    Plan,
+    assert_counts,
+    counting,
+    final,
+    names_asked,
+    samples_file,
+    shared_out,
+    summary,
+)
 
 from mpips.config.delay import DELAYS, check_delays, delays_text, linger, parse_delays
 from mpips.errors import UserError
@@ -86,10 +95,11 @@ JOBS = {  # options, number of workers, the worker that is slowed
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     plan = Plan(tmp_path_factory.mktemp("delays"))
     data = samples_file(plan.folder, SAMPLES)
-    for name, (options, _, slow) in JOBS.items():
+    for name in filter(names_asked(request).__contains__, JOBS):
+        options, _, slow = JOBS[name]
         job = counting(data, kind="MeanCounting" if "sync" in name.split() else "SlowCounting")
         line = f"{options} --epochs 1 --batch-size 8 --inject-delay {slow}:{FACTOR:g}"
         plan.add(name, 4, [*job, *line.split()])
@@ -98,7 +108,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", shared_out(JOBS, ["async", "sync"]))
 def test_a_job_with_a_slow_worker(name: str, plan: Plan) -> None:
     _, workers, slow = JOBS[name]
     found = summary(plan.out(name))

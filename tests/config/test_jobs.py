@@ -43,18 +43,37 @@ QUICK = (
     "digits.toml", "digits-accumulate.toml", "digits-serial.toml", "digits-ssp.toml",
     "hdf5.toml", "softmax-libsvm.toml",
 )  # fmt: skip
-STEPS = 5  # of the others, where they do not run to their end
+STEPS = 5  # of the others, on the MPI where they do not run to their end
+# Epochs of the spirals' 60, of which the schedule makes as much, but for spirals.toml's: there the
+# least accuracy is LEARNT, of 0.25 by chance. What they reach in all is compared, with several
+# seeds, by `python -m mpips.bench convergence`.
+FEW, LEARNT = "20", 0.8
+PARTS = [
+    pytest.param(0, marks=[pytest.mark.long, pytest.mark.one_mpi]),
+    pytest.param(1, marks=[pytest.mark.long, pytest.mark.other_mpi]),
+]
 
 
 def test_no_job_is_left_out() -> None:
     assert {path.name for path in (ROOT / "jobs").glob("*.toml")} == set(EXPECTED)
 
 
+def part_of(part: int) -> list[str]:
+    """Return the jobs that take longest, one MPI's share of them."""
+    return sorted(EXPECTED.keys() - QUICK)[part::2]
+
+
+def is_cut(name: str) -> bool:
+    """Whether a job is not as long as it says."""
+    return name.startswith("spirals-")
+
+
 def assert_reached(plan: Plan, names: Collection[str]) -> None:
     for name in names:
         final(plan.out(name))
     found = {name: summary(plan.out(name))["accuracy"] for name in names}
-    assert not {name: a for name, a in found.items() if a < EXPECTED[name][1]}
+    least = {name: LEARNT if is_cut(name) else EXPECTED[name][1] for name in names}
+    assert not {name: a for name, a in found.items() if a < least[name]}
 
 
 def test_quick_jobs(tmp_path: Path) -> None:
@@ -65,28 +84,24 @@ def test_quick_jobs(tmp_path: Path) -> None:
     assert_reached(plan, QUICK)
 
 
-@pytest.mark.long
-def test_jobs_begin(tmp_path: Path) -> None:
-    plan = Plan(tmp_path)
-    for name in EXPECTED.keys() - QUICK:
+@pytest.mark.parametrize("part", PARTS)
+def test_jobs_begin(part: int, tmp_path: Path) -> None:
+    """Those that run to their end with the other MPI."""
+    plan, names = Plan(tmp_path), part_of(1 - part)
+    for name in names:
         plan.add(name, EXPECTED[name][0], [f"jobs/{name}", "--steps", str(STEPS)])
     plan.run(200, ROOT)
-    for name in EXPECTED.keys() - QUICK:
+    for name in names:
         assert summary(plan.out(name))["stop_reason"] == "steps"
         assert np.isfinite(final(plan.out(name)).read_params()).all()
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(0, marks=[pytest.mark.long, pytest.mark.one_mpi]),
-        pytest.param(1, marks=[pytest.mark.long, pytest.mark.other_mpi]),
-    ],
-)
+@pytest.mark.parametrize("part", PARTS)
 def test_jobs_to_their_end(part: int, tmp_path: Path) -> None:
     """Those that take longest; the MPIs share them out."""
-    plan, names = Plan(tmp_path), sorted(EXPECTED.keys() - QUICK)[part::2]
+    plan, names = Plan(tmp_path), part_of(part)
     for name in names:
-        plan.add(name, EXPECTED[name][0], [f"jobs/{name}"])
-    plan.run(900, ROOT)
+        length = ["--epochs", FEW] if is_cut(name) else []
+        plan.add(name, EXPECTED[name][0], [f"jobs/{name}", *length])
+    plan.run(600, ROOT)
     assert_reached(plan, names)

@@ -1,4 +1,4 @@
-"""Runs a job's script in each mode, in one world: ``python scripts.py OUT SCRIPT [OPTION ...]``.
+"""Runs a job's script in modes, in one world: ``python scripts.py OUT MODES SCRIPT [OPTION ...]``.
 
 Rank 0 prints what its ``main`` returns.
 """
@@ -9,17 +9,15 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-MODES = ("async", "ssp", "sync", "local_sgd")
 
-
-def main(out: Path, script: str, options: list[str]) -> None:
+def main(out: Path, modes: list[str], script: str, options: list[str]) -> None:
     """Run it."""
     job = runpy.run_path(script)
-    for mode in MODES:
+    for mode in modes:
         found = job["main"](["--mode", mode, "--out", str(out / mode), *options])
         if MPI.COMM_WORLD.rank == 0:
             print(f"{mode} ended with {found:.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3], sys.argv[4:])

@@ -25,7 +25,7 @@ def wait_for_all(comm: MPI.Comm) -> None:
     """A barrier that leaves the cores to those who still work."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(0.002)
+        time.sleep(0.004)
 
 
 def run(comm: MPI.Intracomm, argv: list[str]) -> int:

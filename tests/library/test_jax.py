@@ -27,6 +27,7 @@ TREE = {
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.other_mpi
 def test_an_mlp_learns_as_the_built_in_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def test_a_turn_lasts_until_its_last_rank_is_done(cluster: Cluster) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.world(max_size=4)
 @pytest.mark.parametrize("turn_s", [0.0, 60.0])
 def test_a_turn_applies_pushes_for_so_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float

@@ -32,7 +32,7 @@ def test_a_4_gb_file_is_read_in_little_memory(mode: str, tmp_path: Path) -> None
         while "run in run" not in job.output():
             assert time.monotonic() < deadline, job.output()
             time.sleep(0.1)
-        for _ in range(40):
+        for _ in range(20):
             for pid in job.ranks():
                 sizes.setdefault(pid, []).append(proportional_set_size_mb(pid))
             time.sleep(0.25)

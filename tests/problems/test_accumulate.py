@@ -6,7 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 from references import TOLERANCE, serial_sync
-from runs import MODELS, Plan, assert_same_state, counting, final, samples_file, summary
+from runs import (
+    MODELS,
+    Plan,
+    assert_same_state,
+    counting,
+    final,
+    names_asked,
+    samples_file,
+    shared_out,
+    summary,
+)
 
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
@@ -86,14 +96,16 @@ PARTS = ("--epochs 1000000", "--epochs 1000000 --resume", "--epochs 3 --resume")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
-    for name, (ranks, options) in CASES.items():
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    for name in filter(asked.__contains__, CASES):
+        ranks, options = CASES[name]
         plan.add(name, ranks, [*SYNC.split(), *options.split()])
     data = samples_file(plan.folder, N)
     size = ["--batch-size", "8", "--accumulate", "4"]
-    for name, (ranks, options) in ASYNC.items():
+    for name in filter(asked.__contains__, ASYNC):
+        ranks, options = ASYNC[name]
         words = [*counting(data, kind="MeanCounting"), "--lr", "32", *size]
         plan.add(name, ranks, [*words, *options.split(), "--epochs", str(EPOCHS)])
     stopping = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "sync", "--hidden", "8", *size]
@@ -108,7 +120,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", shared_out(CASES, ["nodes"]))
 def test_rounds_equal_a_serial_run(name: str, runs: Plan) -> None:
     ranks, options = CASES[name]
     config = resolve(parse_command_line([*SYNC.split(), *options.split()]).options)
@@ -121,7 +133,7 @@ def test_rounds_equal_a_serial_run(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ASYNC)
+@pytest.mark.parametrize("name", shared_out(ASYNC, ["far"]))
 def test_each_batch_is_pushed_once_in_the_mean_of_its_step(name: str, runs: Plan) -> None:
     """With rate 32 a sample of a full step counts 1, one of the half step 2; exact numbers."""
     checkpoint = final(runs.out(name))

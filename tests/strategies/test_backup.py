@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import train
-from runs import ENDLESS, SAVED, Plan, counting, final, samples_file, summary
+from runs import (
+    ENDLESS,
+    SAVED,
+    Plan,
+    counting,
+    final,
+    names_asked,
+    samples_file,
+    shared_out,
+    summary,
+)
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 
@@ -34,11 +44,12 @@ LONG = 20  # epochs: more than all stops take
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     plan = Plan(tmp_path_factory.mktemp("runs"))
     words = [*counting(samples_file(plan.folder, N)), "--mode", "sync", "--batch-size", "8"]
     words += ["--checkpoint-every", "5steps", "--keep", "1000"]
-    for name, (ranks, text) in PLAIN.items():
+    for name in filter(names_asked(request).__contains__, PLAIN):
+        ranks, text = PLAIN[name]
         length = [] if "--steps" in text else ["--epochs", str(EPOCHS)]
         plan.add(name, ranks, [*words, *length, *text.split()])
     words[words.index("--problem") + 1] = words[1].replace(":Counting", ":StoppingCounting")
@@ -60,7 +71,7 @@ def assert_rounds(out: Path) -> None:
         np.testing.assert_allclose(updates, found.step, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", shared_out(PLAIN, ["one backup", "nodes of two"]))
 def test_accounts_are_exact(name: str, runs: Plan) -> None:
     """Every push is in a round or dropped, and a round has as many as it needs, or fewer."""
     out, (_, text) = runs.out(name), PLAIN[name]

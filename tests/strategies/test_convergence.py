@@ -14,6 +14,26 @@ from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, c
 from mpips.bench.jobs import Failed
 from mpips.config.jobfile import read_toml
 
+# Of those of a kind one is run: a mode with servers, and one in rounds; a codec that is an option,
+# one that is in the job file. tests/config/test_jobs.py has the job files of the others.
+LEFT_OUT = (
+    "ssp",
+    "sync, 1 backup",
+    "local_sgd",
+    "easgd",
+    "bf16, adam",
+    "int8, adam",
+    "onebit, sgd",
+)
+SOME = f"""
+import sys
+from mpips.bench import convergence
+from mpips.bench.__main__ import main
+convergence.PROBLEMS = convergence.PROBLEMS[:1]
+for name in {LEFT_OUT}:
+    del convergence.CASES[name]
+sys.exit(main(sys.argv[1:]))
+"""
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 
 
@@ -90,13 +110,14 @@ def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_a_quick_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mpips.bench", "convergence", "--quick", "--json", "rows.json"]
+    """Of one of the problems; tests/config/test_jobs.py has the jobs of both."""
+    command = [sys.executable, "-c", SOME, "convergence", "--quick", "--json", "rows.json"]
     done = subprocess.run(
         command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     shown = [row["case"].partition(":")[0] for row in rows]
-    assert shown == [f"{problem}, {name}" for problem in PROBLEMS for name in CASES]
+    assert shown == [f"{PROBLEMS[0]}, {name}" for name in CASES if name not in LEFT_OUT]
     assert all(0 < row["value"] <= 100 and row["reach"] is None for row in rows), rows
     assert sum(line.startswith("accuracy") for line in done.stdout.splitlines()) == len(rows)

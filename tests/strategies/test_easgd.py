@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from references import TOLERANCE, serial_easgd
-from runs import Plan, counting, final, samples_file, summary
+from runs import Plan, counting, final, names_asked, samples_file, shared_out, summary
 
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
@@ -32,15 +32,17 @@ COUNTED = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module."""
-    plan = Plan(tmp_path_factory.mktemp("runs"))
-    for name, (ranks, options, epochs) in ALONE.items():
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    for name in filter(asked.__contains__, ALONE):
+        ranks, options, epochs = ALONE[name]
         for k, last in enumerate(epochs):
             more = ["--epochs", str(last), *["--resume"] * bool(k)]
             plan.add(name, ranks, [*JOB.split(), *options.split(), *more])
     data = samples_file(plan.folder, N)
-    for name, (ranks, options) in COUNTED.items():
+    for name in filter(asked.__contains__, COUNTED):
+        ranks, options = COUNTED[name]
         words = [*counting(data), "--mode", "easgd", "--checkpoint-every", "3steps"]
         plan.add(name, ranks, [*words, *options.split(), "--epochs", str(EPOCHS)])
     stopping = [*counting(data, kind="StoppingCounting"), "--mode", "easgd", "--tau", "2"]
@@ -57,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", shared_out(ALONE, ["adam", "resumed"]))
 def test_one_worker_equals_a_serial_run(name: str, runs: Plan) -> None:
     _, options, epochs = ALONE[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
@@ -72,7 +74,7 @@ def test_one_worker_equals_a_serial_run(name: str, runs: Plan) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", shared_out(COUNTED, ["carried"]))
 def test_the_centre_is_drawn_by_every_batch_and_not_beyond(name: str, runs: Plan) -> None:
     """Centre and replicas together have counted each sample 3 times, each of them some of it."""
     checkpoint = final(runs.out(name))

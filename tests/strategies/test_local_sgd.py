@@ -70,12 +70,15 @@ def rate_of(config: Config) -> Callable[[int, int], float]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module."""
-    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request) | {"alone"}
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
+    if "test_summary_counts_steps_and_rounds" in asked:
+        asked.add("alone")
     for name in filter(asked.__contains__, CASES):
         ranks, options = CASES[name]
         plan.add(name, ranks, [*JOB.split(), *options.split()])
-    plan.add("sync", 3, ["--mode", "sync", *SAME])
-    plan.add("one step", 3, ["--mode", "local_sgd", "--local-steps", "1", *SAME])
+    if "test_one_local_step_of_sgd_is_a_synchronous_round" in asked:
+        plan.add("sync", 3, ["--mode", "sync", *SAME])
+        plan.add("one step", 3, ["--mode", "local_sgd", "--local-steps", "1", *SAME])
     for name in filter(asked.__contains__, STOPPED):
         ranks, options = STOPPED[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", "--mode", "local_sgd", "--hidden", "8"]
@@ -85,7 +88,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             more = ["1000000", *["--resume"] * k]
             plan.add(f"{name} parts", ranks, [*words, *more], code=85)
         plan.add(f"{name} parts", ranks, [*words, "2", "--resume"])
-    add_changes_of_mode(plan)
+    if "test_a_run_may_go_on_in_another_mode" in asked:
+        add_changes_of_mode(plan)
     plan.run(250)
     return plan
 

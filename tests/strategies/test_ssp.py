@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from launch import Running, train
-from runs import COUNT, HERE, SAVED, Plan, samples_file, summary, wait_until_training
+from runs import (
+    COUNT,
+    HERE,
+    SAVED,
+    Plan,
+    names_asked,
+    samples_file,
+    shared_out,
+    summary,
+    wait_until_training,
+)
 
 pytestmark = pytest.mark.launch
 
@@ -27,6 +37,7 @@ CASES = {  # ranks, servers, slow rank, options
     "private": (4, 1, 2, "--staleness-bound 2 --window private"),
     "nobody slow": (5, 1, NOBODY, ""),
 }
+BOTH = ("near", "lock step on nodes", "means of nodes")
 
 
 def options(data: str, ranks: int, servers: int, slow: int, text: str) -> list[str]:
@@ -39,17 +50,18 @@ def options(data: str, ranks: int, servers: int, slow: int, text: str) -> list[s
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     plan = Plan(tmp_path_factory.mktemp("runs"))
     data = samples_file(plan.folder, BATCHES)
-    for name, (ranks, servers, slow, text) in CASES.items():
+    for name in filter(names_asked(request).__contains__, CASES):
+        ranks, servers, slow, text = CASES[name]
         words = options(data, ranks, servers, slow, text)
         plan.add(name, ranks, [*words, "--mode", "ssp", "--checkpoint-every", "7steps"])
     plan.run(200)
     return plan
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", shared_out(CASES, BOTH))
 def test_reads_hold_what_their_clocks_say(name: str, runs: Plan) -> None:
     """The problem has checked every read; the summary tells the largest distance."""
     s, text = summary(runs.out(name)), CASES[name][3]

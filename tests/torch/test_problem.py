@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
-from runs import HERE, Plan, final, newest, summary
+from runs import HERE, Plan, final, names_asked, newest, summary
 
 torch = pytest.importorskip("torch")
 
@@ -189,11 +189,13 @@ def files(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     folder = tmp_path_factory.mktemp("modules")
     plan = Plan(folder)
     data, modes = files(folder), ("async", "sync", "ssp", "local_sgd", "easgd", "async")
     for (kind, name), mode in zip(data.items(), modes, strict=True):
+        if "test_every_reader_and_mode" not in names_asked(request):
+            continue
         options = ("--problem", f"{MODULES}:Affine", "--dataset", name, "--mode", mode)
         plan.add(kind, 3, (*options, "--epochs", "2", "--batch-size", "8", "--threads", "1"))
     conv = ("--problem", f"{MODULES}:Threads", "--batch-size", "16", "--threads", "1")
@@ -209,6 +211,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_every_reader_and_mode(plan: Plan) -> None:
     for kind in ("npz", "real", "npy", "hdf5", "libsvm", "spirals"):
         found = summary(plan.out(kind))

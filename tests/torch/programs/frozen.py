@@ -66,7 +66,7 @@ STILL: dict[str, dict[str, Any]] = {
     "low rank": {"mode": "sync", "node_size": 1, "codec": "powersgd"},
     "backup": {"mode": "sync", "servers": 1, "backup_workers": 1},
 }
-QUICK = ("nodes", "far", "async")
+QUICK = ("nodes", "async")
 
 
 def net() -> nn.Module:
