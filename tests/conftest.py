@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MULTI_RANK = HERE / "mpi"
-LONGEST = (HERE / "test_worlds.py", HERE / "slurm" / "test_slurm_shell.py")
+LONGEST = [  # each of a minute or more, if with its long tests, the longest first
+    HERE / f"{name}.py"
+    for name in (
+        *("chaos/test_chaos", "test_worlds", "config/test_jobs", "cut/test_resume"),
+        *("bench/test_bench", "config/test_job_scripts", "cut/test_worker_state"),
+        *("strategies/test_convergence", "torch/test_torch", "rounds/test_serial"),
+        *("cut/test_exactly_once", "cut/test_storage", "test_guide", "checkpoint/test_damage"),
+        *("session/test_bad_input", "slurm/test_slurm_shell"),
+    )
+]
 PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out
 # Where it is set, and packages were not compiled as they were installed, each rank of each job
 # compiles all that it imports: 1.7 s of processor in place of 0.6.
@@ -58,13 +67,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     every = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if not every or config.getoption("--with-mpi") or config.option.markexpr != "not long":
         return 0
-    return min(len(os.sched_getaffinity(0)), PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 1, PROCESSES)  # one more, as each often waits
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what takes longest first, so that no process is left with a long file at the end."""
     starts_jobs = {item.path for item in items if item.get_closest_marker("launch")}
-    items.sort(key=lambda item: (item.path not in LONGEST, item.path not in starts_jobs))
+    rank = {path: k for k, path in enumerate(LONGEST)}
+    items.sort(key=lambda i: (rank.get(i.path, len(rank)), i.path not in starts_jobs))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
