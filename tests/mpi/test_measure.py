@@ -9,7 +9,7 @@ from mpips.bench.measure import in_turn
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
-from mpips.ps import server
+from mpips.ps import served
 
 pytestmark = pytest.mark.mpi
 REPEATS, NAP_S = 3, 0.01
@@ -41,7 +41,7 @@ def test_a_turn_applies_pushes_for_so_long(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
     """Both of every near worker, or one; far ones come when they come."""
-    monkeypatch.setattr(server, "TURN_S", turn_s)
+    monkeypatch.setattr(served, "TURN_S", turn_s)
     exchange = Exchange(make_job(cluster, 1000, "async", servers=1))
     workers = cluster.roles.workers
     near = cluster.nodes == 1
