@@ -8,6 +8,7 @@ COMMANDS = {
     "train": "train a model, on the ranks that mpirun or srun starts",
     "launch": "train on ranks that it starts, and starts again when they die or hang",
     "chaos": "kill, stop and starve a job under mpips launch, and judge what comes of it",
+    "ps": "show where each rank of a running job is, and what it waits for",
     "guide": "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
     "jobs": "list, show or copy the job files that come with mpips",
     "results": "show runs side by side",

@@ -341,7 +341,7 @@ def check_unrun(line: str) -> None:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])
         case ["python", "-m", "mpips.bench", *rest]:
             bench_parser().parse_args(rest)
-        case ["python", "-m", "mpips.results", *folders]:
+        case ["python", "-m", "mpips.results" | "mpips.ps", *folders]:
             assert folders
         case ["sbatch", *rest]:
             (at,) = (k for k, word in enumerate(rest) if word.endswith(".sbatch"))

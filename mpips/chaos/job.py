@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mpips.cluster import segments
+from mpips.cluster.process import PARENT, stat_of
 from mpips.launch import mpirun
-from mpips.launch.process import PARENT, stat_of
 from mpips.launch.supervise import PREFIX
 
 MARK = "MPIPS_CHAOS"  # variable of all processes of a job, which tells them from others

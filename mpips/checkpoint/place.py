@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -91,6 +93,24 @@ def claim(out: Path) -> None:
         if problem.errno not in NO_LOCKS:  # a file system without locks goes without
             raise
     _held.append(lock)
+
+
+def note_ranks(out: Path, where: Sequence[tuple[str, int, int]]) -> None:
+    """Note where the words of a job's ranks are: hosts, process ids and file descriptors.
+
+    It goes with the lock. No job fails for it.
+    """
+    with contextlib.suppress(OSError):
+        (out / LOCK).write_text(json.dumps(where))
+
+
+def noted_ranks(out: Path) -> list[tuple[str, int, int]]:
+    """Return what the last job in a run's folder has noted; [] where there is nothing."""
+    try:
+        found = json.loads((out / LOCK).read_text())
+        return [(str(host), int(pid), int(file)) for host, pid, file in found]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def is_claimed(out: Path) -> bool:

@@ -39,10 +39,10 @@ def abort(message: str, code: int) -> NoReturn:
     else:
         time.sleep(KILLED_S)
     segments.remove_noted()  # MPICH's Abort leaves them for ever
-    _end_all(code)
+    end_all(code)
 
 
-def _end_all(code: int) -> NoReturn:
+def end_all(code: int) -> NoReturn:
     """Do what MPI_Abort does, silently and without running anything more in this process.
 
     MPICH's ends in `exit`, which takes down libraries that other threads of this rank (one that

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from mpips.cluster import words
 from mpips.cluster.collectives import begin_barrier
 from mpips.cluster.failures import Failures
 from mpips.cluster.messages import Arrays, Mailbox
@@ -97,8 +98,12 @@ class Cluster:
         """
         self.failures.attempt(self.comm.Iprobe, MPI.ANY_SOURCE, TAG_NEVER)
 
-    def wait(self, ready: Callable[[], bool]) -> float:
+    def wait(self, ready: Callable[[], bool], what: int = words.OTHERS) -> float:
         """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.
+
+        Args:
+            ready: Asked now and then.
+            what: What is waited for, one of `mpips.cluster.words`.
 
         Returns:
             The seconds waited.
@@ -106,10 +111,13 @@ class Cluster:
         if ready():
             return 0.0
         start = time.perf_counter()
-        backoff = Backoff(self.ranks_per_core)
-        while not ready():
-            self.progress()
-            backoff.pause()
+        backoff, before = Backoff(self.ranks_per_core), words.begin_wait(what, start)
+        try:
+            while not ready():
+                self.progress()
+                backoff.pause()
+        finally:
+            words.end_wait(before)
         return time.perf_counter() - start
 
     def wait_request(self, request: MPI.Request) -> float:

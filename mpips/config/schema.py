@@ -38,7 +38,7 @@ LAYOUT_FIELDS = (
     *("accumulate", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
-SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "inject_delay")
+SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "timeout", "inject_delay")
 UNITS_S = {"s": 1, "min": 60, "h": 3600}
 PERIOD = re.compile(
     r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
@@ -71,6 +71,11 @@ class Config:
         "file; unused on --resume", metavar="CHECKPOINT", unset="a random start",
     )  # fmt: skip
     threads: int = setting("run", 0, "BLAS threads a rank; 0: cores over ranks of a node", ">= 0")
+
+    timeout: float = setting(
+        "run", 300.0, "end a job in which ranks have waited for so many seconds and nobody has got "
+        "on; 0: never. Under mpips.launch its own holds", ">= 0",
+    )  # fmt: skip
 
     inject_delay: str = setting(
         "run", "", "have workers take FACTOR times as long for a gradient, by sleeping",

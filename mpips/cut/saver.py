@@ -26,6 +26,7 @@ from mpips import checkpoint
 from mpips.checkpoint import Pieces, ShardRecord
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
+from mpips.cluster import words
 from mpips.cluster.world import Cluster
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
@@ -57,9 +58,8 @@ class Snapshots(ABC):
 
     def __init__(self, cluster: Cluster, live: Sequence[np.ndarray], stall: bool) -> None:
         self._cluster, self._live, self._stall = cluster, list(live), stall
-        self._copies: list[np.ndarray] = []
         self._step: int | None = None
-        self._taken = False
+        self._taken, self._copies = False, list[np.ndarray]()
         self._folder: str | None = None
         self._writing: Future[ShardRecord | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -118,11 +118,12 @@ class Snapshots(ABC):
 
     def _write(self, step: int, folder: str) -> None:
         self._writing = self._thread.submit(self._write_file, folder, step, self._copies)
+        words.tell(words.WRITING, 1)
 
     def _report(self, answer: Answer) -> None:
         self._step = self._folder = self._writing = None
-        self._taken = False
-        self._copies = []  # given back: between checkpoints a server holds its state once
+        words.tell(words.WRITING, 0)
+        self._taken, self._copies = False, []  # between checkpoints a server has its state once
         self._cluster.send(self._cluster.roles.chief, self.kind, answer)
 
 
@@ -355,6 +356,7 @@ class Committer:
         except OSError as error:  # of an older one: the index is there
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
+        words.tell(words.SAVED, pending.step)
         self._log.event("checkpoint", self.saved_step)
         return True
 

@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     parsers = {
         "train": _train(), "launch": launch_parser(), "chaos": chaos_parser(),
+        "ps": _ps(),
         "guide": _guide(), "jobs": jobs_parser(), "results": _results(),
         "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
         "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
@@ -78,6 +79,12 @@ def _results() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mpips results")
     parser.add_argument("--csv", action="store_true", help="comma-separated values")
     parser.add_argument("folder", nargs="+", metavar="FOLDER", help="a run, or a folder of runs")
+    return parser
+
+
+def _ps() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mpips ps")
+    parser.add_argument("folder", metavar="FOLDER", help="of the run")
     return parser
 
 

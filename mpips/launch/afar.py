@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import segments
-from mpips.launch.process import NAME, PARENT, STARTED, STATE, stat_of
+from mpips.cluster.process import NAME, PARENT, STARTED, STATE, stat_of
 
 ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
 DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher

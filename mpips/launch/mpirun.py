@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mpips.cluster import segments
+from mpips.cluster.process import PARENT, SESSION, STATE, stat_of
 from mpips.errors import UserError
-from mpips.launch.process import PARENT, SESSION, STATE, stat_of
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from mpips.cluster.process import STARTED, stat_of
 from mpips.errors import UserError
-from mpips.launch.process import STARTED, stat_of
 
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
@@ -108,6 +108,11 @@ def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] =
         with _explained(Path(_files[0].name).parent):
             known = {"resume": resume, "log_every_s": log_every_s, "spares": spares}
             _tell(run=str(out.absolute()), size=size, **known)
+
+
+def is_supervised() -> bool:
+    """Whether there is a supervisor, which ends the job when it hangs."""
+    return bool(_files)
 
 
 def beat() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.launch.process import NAME, PARENT, stat_of
+from mpips.cluster.process import NAME, PARENT, stat_of
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
 TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes what ranks print

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
-from mpips.launch.process import STARTED, STATE, stat_of
-from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, STACKS, TOLD, watch_over
+from mpips.cluster.process import STARTED, STATE, shown_stacks, stat_of
+from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, STACKS, TOLD
 
-# Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
-LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
 STOPPED, GONE = "is stopped", "is gone"
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
@@ -214,10 +211,7 @@ class Signs:
 
     def _stacks(self, rank: Rank) -> str:
         text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
-        threads = [
-            thread for thread in text.split("\n\n") if f" in {watch_over.__name__}\n" not in thread
-        ]
-        return LEFT_OUT.sub("", "\n\n".join(threads))
+        return shown_stacks(text)
 
 
 def _names(ranks: Iterable[Rank]) -> str:

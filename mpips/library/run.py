@@ -151,6 +151,7 @@ def run_program(
             raise
         except BaseException as error:  # this rank's alone: the others wait for it
             if world.size == 1:
+                start.hide()
                 raise
             ending.abort(ending.raised(error), 1)
         result = _result(start, ended, late)

@@ -1,5 +1,6 @@
 """How a run of a program begins on every rank: options, ranks, then the job, all agreed on."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
 from mpips.session import folder
-from mpips.session.setup import assign_roles, held_run, make_job
+from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks
 from mpips.session.training import Ended, train
 
 # What the program says in its own way: its model, its data.
@@ -109,6 +110,8 @@ class Start:
         everywhere(self.comm, lambda: check_layouts(layouts))
         everywhere(self.comm, lambda: _check_states(states))
         self.ranks: Cluster = assign_roles(self.comm, self.config)
+        self._shown = contextlib.ExitStack()
+        self._where = self._shown.enter_context(shown(self.ranks, self.config))
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
         self.sets_rate = False
@@ -146,6 +149,7 @@ class Start:
         more = everywhere(comm, lambda: checked(mine, None))
         more = broadcast(comm, more, first)
         with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
+            tell_ranks(self.ranks, run.out, self._where)
             self.job = make_job(run, self.ranks, self._started, self._opener(make), self._problem)
             self.job.sets_rate = self.sets_rate
             ended: Ended = yield from train(self.job, run, True, self.callbacks.event)
@@ -190,8 +194,13 @@ class Start:
         """Wait for an operation of the workers."""
         self.ranks.wait_request(request)
 
+    def hide(self) -> None:
+        """Show no more where this rank is."""
+        self._shown.close()
+
     def free(self) -> None:
         """Free the communicators. Collective: yes."""
+        self.hide()
         if not self.ranks.failures.lost:  # it would wait for the dead
             free(self.workers)
         self.ranks.free()

@@ -28,10 +28,10 @@ import time
 from dataclasses import dataclass
 
 from mpips.cluster.failures import Lost
+from mpips.cluster.process import STARTED, STATE, stat_of
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
 from mpips.kernels.atomics import observe
-from mpips.launch.process import STARTED, STATE, stat_of
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.journal import process_of, process_space

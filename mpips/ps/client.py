@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
@@ -98,7 +99,7 @@ class GrantedReads(NearReads):
         count = self._count
         for server, granted, shard in self._each:
             publish(self._wants, server, count)
-            self._cluster.wait(lambda g=granted: observe(g, worker) == count)  # type: ignore[misc]
+            self._cluster.wait(lambda g=granted: observe(g, worker) == count, words.SHARD)  # type: ignore[misc]
             torn += shard.read(out, versions, clocks)
             publish(self._reads, server, count)
         return torn
@@ -214,10 +215,10 @@ class Puller:
             UserError: If the read breaks the staleness bound.
         """
         if self.controller is not None:
-            self._cluster.wait(self.controller.ready)
+            self._cluster.wait(self.controller.ready, words.CLOCKS)
         torn = self._near.read(self._out, self.versions, self._clocks)
         if self._far is not None:
-            self._cluster.wait(self._far.advance)
+            self._cluster.wait(self._far.advance, words.SHARD)
             torn += self._far.result(self.versions)
         if self.controller is not None:
             self.usable = self.controller.accepts(self._clocks_read(), self._versions_read(), torn)

@@ -3,6 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
+from mpips.cluster import words
 from mpips.cut.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
@@ -58,6 +59,8 @@ class Chief:
         self._absent: set[int] = set()  # ranks without which it is being cut
         self._again = False  # it is given up, and another one is due
         committer.saved_step = job.base_step if job.checkpoint else None
+        if job.checkpoint:
+            words.tell(words.SAVED, job.base_step)
         self.samples = self._saved_samples = self._cut_samples = job.base_samples
         self.diverged: str | None = None
         self.unsaved = ""
@@ -180,6 +183,8 @@ class Chief:
             self._again = False
             return True
         if self._committer.failed_for(RETRY_S):
+            return True
+        if words.asked_to_save() and self.step > self._last_step:
             return True
         if seconds is not None and time.perf_counter() - self._last_s >= seconds:
             return self.step > self._last_step

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpips.cluster.process import STARTED, stat_of
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
-from mpips.launch.process import STARTED, stat_of
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push

@@ -5,10 +5,11 @@ them are applied. Server 0, the chief, has a second duty: see `mpips.ps.coordina
 comes about: see `mpips.cut.agreement`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from mpips.cluster import signals
+from mpips.cluster import signals, words
 from mpips.cluster.waiting import take_turns
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
@@ -65,6 +66,7 @@ class AsyncServer:
             Lost: If a rank dies that the run cannot do without.
         """
         self._cluster.failures.spare(spared(self._job))
+        words.enter(words.SERVING, time.perf_counter())
         self.serve_until(lambda: self.reason is not None)
         self.close()
         assert self.reason is not None
@@ -96,7 +98,10 @@ class AsyncServer:
         busy = self._own.apply_some(self.chief.applied if self.chief else None)
         for adoption in self.adoptions:
             busy |= adoption.served.apply_some()
-        self._job.begun |= busy
+        if busy:
+            self._job.begun = True
+            words.tell(words.CLOCK, self.store.version)
+            words.tell(words.HANDLED, self.store.tally.handled)
         return busy
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:

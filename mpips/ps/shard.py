@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
@@ -134,7 +135,7 @@ class Grants:
             def has_read(rank: int = rank, reads: np.ndarray = reads, want: int = want) -> bool:
                 return observe(reads, self._server) >= want or rank in lost
 
-            self._cluster.wait(has_read)
+            self._cluster.wait(has_read, words.SHARD)
 
 
 class Server:

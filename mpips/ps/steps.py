@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpips.checkpoint import Pieces
+from mpips.cluster import words
 from mpips.cluster.waiting import Background
 from mpips.cut.worker_state import SUMS
 from mpips.datasets import Batch
@@ -169,7 +170,7 @@ class GradientSteps(Steps):
     def read_whole(self) -> None:
         """See `Steps.read_whole`."""
         if self._puller.reading and not self._ready:
-            self._cluster.wait(self.may_read)
+            self._cluster.wait(self.may_read, words.CLOCKS)
         if self._puller.reading and not self._ready:
             self._read()
             self._ready = True
@@ -178,10 +179,12 @@ class GradientSteps(Steps):
         """See `Steps.compute`. Blocks: until two pushes ago was applied everywhere."""
         times, half, seq = self.times, self.half, self._sender.seq + 1
         if not half.writable(seq):
-            times.wait_s += self._cluster.wait(lambda: half.writable(seq))
+            times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
         start = time.perf_counter()
+        words.enter(words.PULLING, start)
         self._read()
         pulled = time.perf_counter()
+        words.enter(words.COMPUTING, pulled)
         grad, params = self._sender.buffer(seq), self._params[self._current]
         args = params, batches, batch[2] - batch[1], self._grads[seq % 2], grad
         if self.background is not None and self._long and half.under_way():
@@ -231,7 +234,7 @@ class GradientSteps(Steps):
         ahead = puller.looks_ahead and puller.controller is None  # else the next batch is not known
         if ahead:
             seq, half = self._sender.seq + 2, self.half
-            times.wait_s += self._cluster.wait(lambda: half.writable(seq))
+            times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
             start = time.perf_counter()
             if self._ahead:
                 self.versions[:] = puller.finish()
@@ -239,6 +242,7 @@ class GradientSteps(Steps):
             self._begin(seq)
             times.pull_s += time.perf_counter() - start
         start = time.perf_counter()
+        words.enter(words.PUSHING, start)
         self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)
         times.push_s += time.perf_counter() - start
         if ahead:

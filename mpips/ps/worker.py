@@ -3,11 +3,12 @@
 import contextlib
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from mpips.cluster import signals
+from mpips.cluster import signals, words
 from mpips.cut.worker_state import keeper_of
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range
@@ -66,6 +67,7 @@ class AsyncWorker:
                 batch = self._queue.popleft()
                 self._number = self._feed.numbers[0] if bounded else self._feed.take()
                 steps = self._steps.local(batch)
+                words.enter(words.READING, time.perf_counter())
                 batches = itertools.chain(*(taken(self._job, loader, step) for step in steps))
                 yield from self.step(batch, next(batches), batches)
                 if bounded:  # what waits behind a slow step would hold the others up
@@ -97,10 +99,12 @@ class AsyncWorker:
             self._fail(loss)
             return
         if self._keeper is not None:
-            self.times.wait_s += self._cluster.wait(self._may_push)
+            self.times.wait_s += self._cluster.wait(self._may_push, words.SAVE)
         if self._telling.begin(self._half.sender.seq + 1, self._steps.frozen):
             self.times.wait_s += self._cluster.wait(self._has_told)
         self._steps.push(batch, loss, self._number)
+        words.tell(words.CLOCK, self._half.sender.seq)
+        words.enter(words.BETWEEN, time.perf_counter())
         yield None
 
     def _attend(self) -> None:
@@ -169,10 +173,13 @@ class AsyncWorker:
                 return False
             if self._stopping or self._failed:
                 return True
-            return steps.may_read() if self._queue else feed.exhausted
+            if not self._queue:
+                return feed.exhausted
+            words.waits_for(words.CLOCKS)
+            return steps.may_read()
 
         pulled_s = self.times.pull_s
-        waited_s = self._cluster.wait(ready) - (self.times.pull_s - pulled_s)
+        waited_s = self._cluster.wait(ready, words.BATCH) - (self.times.pull_s - pulled_s)
         self.times.wait_s += max(0.0, waited_s)  # a pull at once is no wait
         return bool(self._queue) and not self._stopping and not self._failed
 
@@ -195,7 +202,7 @@ class AsyncWorker:
             sent = self._half.sender.sent()  # of its neighbours too, so that it gets on anyway
             return sent and self.reason is not None
 
-        self.times.wait_s += self._cluster.wait(ended)
+        self.times.wait_s += self._cluster.wait(ended, words.END)
 
 
 class _Evaluation:
@@ -214,6 +221,7 @@ class _Evaluation:
         if not info.n_test or epoch < self._next:
             return
         self._next = next_evaluation(epoch, every)
+        words.enter(words.EVALUATING, time.perf_counter())
         self._steps.read_whole()
         params = job.layout.views(self._steps.replica, writable=False)
         sums = evaluate(job, params, 0, info.n_test)

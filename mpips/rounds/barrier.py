@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.barrier import meet, meet_and_add
@@ -86,7 +87,7 @@ class NodeBarrier:
         return tuple.__new__(Report, REPORT.unpack_from(self._agreed))  # `_make` is a call more
 
     def _look_on(self, met: Callable[..., bool], *rows: np.ndarray) -> None:
-        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows))
+        self._cluster.wait(lambda: met(self._words, self._turn, 0, *rows), words.ROUND)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.collectives import begin_sum, cluster_subset, free, gather_polled
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.waiting import all_done
@@ -93,7 +94,7 @@ class Transfers:
 
     def wait(self, requests: list[Request]) -> None:
         """Wait until all are complete."""
-        self.waited_s += self._cluster.wait(lambda: all_done(requests))
+        self.waited_s += self._cluster.wait(lambda: all_done(requests), words.ROUND)
 
 
 class Round(ABC):

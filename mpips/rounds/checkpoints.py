@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.collectives import begin_broadcast, gather_polled
 from mpips.cut.saver import (
     LAST_PAUSE_S,
@@ -94,7 +95,9 @@ class RoundCheckpoints:
             given = handout.state()
             given["clocks"] *= len(self._cluster.roles.workers)
             self._committer.open(step, self._job.state(step, given, samples, skipped))
-        self._cluster.wait(lambda: not self.attend() or not any(s.holds for s in self._savers))
+        self._cluster.wait(
+            lambda: not self.attend() or not any(s.holds for s in self._savers), words.SAVE
+        )
 
     def _skipped(self) -> dict[Range, int]:
         """Return how many updates were made without an array, the most on any rank.
@@ -113,7 +116,7 @@ class RoundCheckpoints:
         for _ in range(LAST_TRIES):
             if not self._agree(lambda c: not (c.refused or c.has_saved(step))):
                 return
-            self._cluster.wait(lambda: not self._pauses())
+            self._cluster.wait(lambda: not self._pauses(), words.SAVE)
             self.save(step, samples, handout)
             self.finish()
 
@@ -147,7 +150,7 @@ class RoundCheckpoints:
 
     def finish(self) -> None:
         """Wait until none is under way here."""
-        self._cluster.wait(lambda: not self.attend())
+        self._cluster.wait(lambda: not self.attend(), words.SAVE)
 
     def _handle(self, kind: str, payload: object) -> None:
         if kind == "write":

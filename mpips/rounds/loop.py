@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpips.cluster import signals
+from mpips.cluster import signals, words
 from mpips.cut.saver import Snapshots
 from mpips.datasets.ledger import Range, split
 from mpips.planning.job import STOPPED, Job
@@ -95,6 +95,7 @@ class RoundLoop:
     def _round(self, batch: Range) -> Tasks[str]:
         """Run one round; returns why the run ends with it, or an empty text."""
         found = 0.0, 0
+        words.enter(words.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)
         n = batch[2] - batch[1]
@@ -104,12 +105,16 @@ class RoundLoop:
             self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
+        words.enter(words.SUMMING, start)
         agreed = self._rounds.exchange(self._step + 1, self._weights[n], report)
         waited = transfers.waited_s - waited
         self._times.wait_s += waited
-        self._times.push_s += time.perf_counter() - start - waited
+        end = time.perf_counter()
+        self._times.push_s += end - start - waited
         self._job.begun = True
         self._step += 1
+        words.tell(words.CLOCK, self._step)
+        words.enter(words.BETWEEN, end)
         self._job.versions[0] = self._step
         self._samples += n
         self._handout.applied(0, batch)

@@ -12,7 +12,7 @@ from mpips.problems.accumulate import follow
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder
 from mpips.session.folder import Run
-from mpips.session.setup import assign_roles, held_run, make_cluster, make_job
+from mpips.session.setup import assign_roles, held_run, make_cluster, make_job, shown, tell_ranks
 from mpips.session.training import train
 
 
@@ -58,11 +58,14 @@ def _find(line: CommandLine, comm: Comm) -> Run:
 
 def _run(found: Run, comm: Comm, started: float) -> int:
     ranks = assign_roles(comm, found.config)
-    job = make_job(found, ranks, started)
-    if found.config.eval_only:
-        code = _evaluate_only(job, found)
-    else:
-        code = follow(job.problem, train(job, found)).code
+    with shown(ranks, found.config) as where:
+        if not found.config.eval_only:
+            tell_ranks(ranks, found.out, where)
+        job = make_job(found, ranks, started)
+        if found.config.eval_only:
+            code = _evaluate_only(job, found)
+        else:
+            code = follow(job.problem, train(job, found)).code
     ranks.free()
     return code
 

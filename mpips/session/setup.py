@@ -2,19 +2,23 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
+from mpips.cluster import words
 from mpips.cluster.agreement import Agreed, everywhere, on_root
 from mpips.cluster.collectives import broadcast
+from mpips.cluster.stall import watched
 from mpips.cluster.start import Comm
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.errors import UserError
+from mpips.launch import signs
 from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign
 from mpips.planning.job import Job
@@ -52,6 +56,20 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
 def make_cluster(comm: Comm, config: Config) -> Cluster:
     """Return the job's ranks, on the nodes that the job sees. Collective: yes."""
     return Cluster(comm, 1 if config.window == "private" else config.node_size)
+
+
+def shown(ranks: Cluster, config: Config) -> contextlib.AbstractContextManager[list[words.Address]]:
+    """Show where the ranks are within a block, which ends the job when it stands still.
+
+    Under a supervisor that is the one to end it. Collective: yes, the beginning.
+    """
+    return watched(ranks, 0.0 if signs.is_supervised() else config.timeout)
+
+
+def tell_ranks(ranks: Cluster, out: Path, where: list[words.Address]) -> None:
+    """Note in the run's folder how to find what `shown` shows."""
+    if ranks.rank == 0:
+        place.note_ranks(out, where)
 
 
 def assign_roles(comm: Comm, config: Config) -> Cluster:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster import signals
+from mpips.cluster import signals, words
 from mpips.cluster.collectives import begin_broadcast, begin_sum
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
@@ -88,7 +88,9 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
         log.start_at(job.base_samples)
         outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)
         train_s = time.perf_counter() - begun
+        words.enter(words.EVALUATING, begun + train_s)
         evaluation = _final_evaluation(job, outcome)
+        words.enter(words.ENDING, time.perf_counter())
         summary = _gather(job, outcome, evaluation, train_s)
         for _, kind, payload in job.cluster.poll():
             if kind in ("eval", "log"):  # overtaken by the end

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.checkpoint import Pieces
+from mpips.cluster import words
 from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
@@ -105,6 +106,7 @@ class ElasticSteps(Steps):
             self._pull()
             np.copyto(self._own.params, self._centre)
         busy = self._own.busy_s
+        words.enter(words.COMPUTING, time.perf_counter())
         if self.background is not None:  # neighbours' pushes may come to be carried
             with self.background:
                 loss = yield from self._train(batch, batches)
@@ -132,9 +134,10 @@ class ElasticSteps(Steps):
         """
         times, half, sender = self.times, self.half, self.half.sender
         seq = sender.seq + 1
-        times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1))
+        times.wait_s += self.job.cluster.wait(lambda: half.writable(seq + 1), words.BUFFER)
         self._pull()
         start = time.perf_counter()
+        words.enter(words.PUSHING, start)
         change = sender.buffer(seq)
         elastic(self._own.params, self._centre, change, self._elastic_rate)
         sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
@@ -142,5 +145,6 @@ class ElasticSteps(Steps):
 
     def _pull(self) -> None:
         start = time.perf_counter()
+        words.enter(words.PULLING, start)
         self.versions[:] = self.half.puller.pull(self._centre)
         self.times.pull_s += time.perf_counter() - start

@@ -1,0 +1,29 @@
+"""A process of this host, as the kernel tells of it. Loads nothing heavy: every rank has it."""
+
+import re
+from pathlib import Path
+
+NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
+
+# Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
+LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
+LOOK_ON = re.compile(r" in (watch_over|tell_and_judge)\n")  # threads that are of no interest
+
+
+def shown_stacks(text: str) -> str:
+    """Return the stacks that faulthandler has written, without what nobody wants to see."""
+    threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
+    return LEFT_OUT.sub("", "\n\n".join(threads))
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` (proc(5)) behind the process id.
+
+    Among them are its name, its state, such as ``T``, its parent and session, what it has used of
+    processors in user and system mode, and when it started, in ticks since the boot.
+
+    Raises:
+        OSError: If there is none.
+    """
+    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    return [head.partition("(")[2], *tail.split()]

@@ -1,0 +1,172 @@
+"""What the words of a node's ranks come to: a table, who waits for whom, who stands still.
+
+Loads no MPI.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mpips.cluster import process, words
+from mpips.cluster.words import Record
+
+STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
+NAMED = 4  # ranks, of those that one waits for
+HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
+AT_WORK = 0.1  # of a core, from which on a rank that does not wait is at work
+PATIENCE = 12  # times the limit, for a rank that is at work
+TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+def trouble(record: Record) -> str:
+    """Return why a process gets no further now; else empty."""
+    try:
+        known = process.stat_of(record.pid)
+    except OSError:
+        return GONE
+    if int(known[process.STARTED]) != record.started or known[process.STATE] in "ZX":
+        return GONE
+    return {"T": STOPPED, "t": TRACED}.get(known[process.STATE], "")
+
+
+def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:
+    """Return those of a node's ranks that one of them waits for, as far as words say."""
+    if not one.waits:
+        return []
+    others = [r for r in ranks if r.rank != one.rank]
+    if one.phase == words.BATCH:
+        return [r for r in others if r.rank == chief]
+    if one.phase == words.SAVE and any(r.writing for r in others):
+        return [r for r in others if r.writing]
+    if one.phase in (words.BUFFER, words.SHARD):
+        found = [r for r in others if r.is_server]
+    elif one.phase in (words.CLOCKS, words.END):
+        found = [r for r in others if not r.is_server]
+    else:
+        found = others
+    behind = [r for r in found if not r.waits or trouble(r)]
+    return behind or [r for r in found if r.phase != one.phase]
+
+
+def table(ranks: Sequence[Record], chief: int, host: str, now: float, whole: bool) -> str:
+    """Return a line for each of a node's ranks.
+
+    Args:
+        ranks: They.
+        chief: The rank that hands out data.
+        host: The node's name.
+        now: A time of `time.perf_counter`.
+        whole: Whether they are all ranks of the job: then it is known how many pushes wait.
+    """
+    pushed = sum(r.clock for r in ranks if not r.is_server)
+    rows: list[tuple[str, ...]] = [HEADER]
+    for one in ranks:
+        queue = f"{max(0, pushed - one.handled)}" if one.is_server and whole else "-"
+        since, beat = _seconds(now - one.since), _seconds(now - one.beat)
+        phase = " ".join([words.PHASES.get(one.phase, "?"), *_remark(one, ranks, chief)])
+        row = (one.name, host, one.pid, phase, one.call or "-", since, one.clock, queue, beat)
+        rows.append((f"{one.rank}", *map(str, row)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        + "\n"
+        for row in rows
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{max(0.0, value):.1f} s"
+
+
+def _remark(one: Record, ranks: Sequence[Record], chief: int) -> list[str]:
+    """Return what is to be said behind a phase."""
+    if what := trouble(one):
+        return [f"and {what}"]
+    found = [f"{r.rank}" for r in awaited(one, ranks, chief)]
+    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+    who = [f"(rank{'s' if len(found) > 1 else ''} {', '.join(found[:NAMED])})"] if found else []
+    return [*who, *more, *(["and writes"] if one.writing else [])]
+
+
+class Judge:
+    """Tells whether a job stands still, by the words of a node's ranks.
+
+    It does so if for `limit_s` nothing has changed in them, and one of the ranks has waited or been
+    stopped for so long. While another that does not wait is at work (it has used a tenth of a core,
+    or its files are), that takes `PATIENCE` times as long. Ranks that compute while nobody waits
+    are nobody's business, nor is a rank that a debugger holds. Time in which nobody looked does
+    not count: this process may have been stopped with the others.
+
+    Args:
+        limit_s: How long nothing may change.
+        look_s: Between two looks.
+    """
+
+    def __init__(self, limit_s: float, look_s: float) -> None:
+        self._limit_s, self._look_s = limit_s, look_s
+        self._state: object = None
+        self._since = self._looked = 0.0
+        self._used: tuple[float, dict[int, int]] | None = None
+
+    def look(self, ranks: Sequence[Record], now: float) -> float:
+        """Look at the ranks; returns for how many seconds they have stood still, 0 if they do not.
+
+        Args:
+            ranks: Of this node.
+            now: A time of `time.perf_counter`.
+        """
+        state = [(r.phase, r.since, r.clock, r.handled, r.saved, r.writing) for r in ranks]
+        paused = now - self._looked > 10 * self._look_s + 5
+        self._looked = now
+        if state != self._state or paused:
+            self._state, self._since, self._used = state, now, None
+        quiet_s = now - self._since
+        if self._used is None and quiet_s >= self._limit_s / 2:
+            self._used = now, {r.pid: _used(r) for r in ranks}
+        if quiet_s < self._limit_s:
+            return 0.0
+        states = {r.rank: trouble(r) for r in ranks}
+        if TRACED in states.values():
+            self._state = None
+            return 0.0
+        waited = any(r.waits and now - r.since >= self._limit_s for r in ranks)
+        if not waited and STOPPED not in states.values():
+            return 0.0
+        free = [r for r in ranks if not states[r.rank]]
+        patient = quiet_s < PATIENCE * self._limit_s
+        return 0.0 if patient and self._at_work(free, now) else quiet_s
+
+    def _at_work(self, ranks: Iterable[Record], now: float) -> bool:
+        """Whether any of the ranks gets on with something that is not seen in its words."""
+        assert self._used is not None, "noted when half the time was over"
+        begun, before = self._used
+        after = {r.pid: _used(r) for r in ranks}
+        enough = AT_WORK * (now - begun) * TICKS_S
+        if now - begun > self._limit_s:
+            self._used = None
+        return any(
+            r.phase == words.STARTING
+            or ((not r.waits or r.writing) and _in_files(r.pid))
+            or (not r.waits and r.phase != words.SERVING
+                and after[r.pid] - before.get(r.pid, 0) >= enough)
+            for r in ranks
+        )  # fmt: skip
+
+
+def _used(record: Record) -> int:
+    """Return how many ticks of a processor a process has used."""
+    try:
+        known = process.stat_of(record.pid)
+    except OSError:
+        return 0
+    return int(known[process.USER]) + int(known[process.SYSTEM])
+
+
+def _in_files(pid: int) -> bool:
+    """Whether a thread of a process waits for a disk, or for a server of files."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False

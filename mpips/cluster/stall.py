@@ -1,0 +1,223 @@
+"""A rank that tells of itself, and a job that ends when it stands still.
+
+Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
+judges by the words of its ranks (`mpips.cluster.progress.Judge`): that of the first rank whose
+thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no rank
+has to answer for that.
+"""
+
+import contextlib
+import faulthandler
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mpips.cluster import ending, failures, process, segments, words
+from mpips.cluster.collectives import broadcast, gather_all
+from mpips.cluster.progress import Judge, table, trouble
+from mpips.cluster.start import MPI
+from mpips.cluster.waiting import take_turns
+from mpips.cluster.words import Address, Board, Record
+from mpips.cluster.world import Cluster
+from mpips.errors import UserError
+
+BEAT_S = 1.0
+DEAF_S = 5.0  # without a beat, after which another rank judges
+JUDGES = 2  # the second knows how long the job has stood still, if the first is stopped
+SAVING_S = 10.0  # that the servers have to save what they have
+STACKS_S = 1.5
+FIRST_S = 5.0  # that others leave the one who tells, to end the job
+FAR = 2  # times the limit where the chief is on another node, whose ranks may get on
+DUMP = signal.SIGUSR2  # as under a supervisor
+WAITS = (Cluster.wait.__code__, take_turns.__code__)
+
+_stacks: list[int] = []  # where this process writes them, for all its life; -1 if it does not
+
+
+@contextlib.contextmanager
+def watched(cluster: Cluster, timeout_s: float) -> Iterator[list[Address]]:
+    """Show where the ranks are, and end the job when it stands still, within the block.
+
+    Args:
+        cluster: The job's ranks, with their roles.
+        timeout_s: How long it may stand still; 0 for ever.
+
+    Yields:
+        By rank, where the words of its node are found.
+
+    Collective: yes, the beginning of the block.
+    """
+    board, index = _board(cluster)
+    thread = None
+    if board is not None:
+        words.write_to(board.record(index), board.job)
+        role = words.SERVER if cluster.rank in cluster.roles.servers else words.WORKER
+        ranks = cluster.roles.servers if role == words.SERVER else cluster.roles.workers
+        number = ranks.index(cluster.rank)
+        words.begin(cluster.rank, role, number, _stacks_file(), time.perf_counter())
+        far = not cluster.near(cluster.roles.chief)
+        thread = _Thread(board, timeout_s * FAR if far else timeout_s)
+    try:
+        yield gather_all(
+            cluster.comm, (platform.node(), os.getpid(), board.file if board is not None else -1)
+        )
+    finally:
+        if thread is not None:
+            thread.end()
+
+
+def _board(cluster: Cluster) -> tuple[Board | None, int]:
+    """Return the words of this host's ranks, if there can be any, and this rank's place there.
+
+    Collective: yes.
+    """
+    here: MPI.Intracomm = cluster.comm.Split_type(MPI.COMM_TYPE_SHARED, key=cluster.rank)  # type: ignore[assignment]
+    made: Board | None = None
+    if here.rank == 0:
+        with contextlib.suppress(OSError, AttributeError):  # no such call in this kernel
+            made = Board.make(here.size, cluster.roles.chief)
+    pid, file = broadcast(here, (os.getpid(), made.file if made is not None else -1))
+    if here.rank and file >= 0:
+        with contextlib.suppress(OSError):  # a process of its own container
+            made = Board.open(pid, file, writes=True)
+    index = here.rank
+    here.Free()
+    return made, index
+
+
+def _stacks_file() -> int:
+    """Have this process write the stacks of its threads at a signal; returns where, or -1."""
+    if not _stacks:
+        _stacks.append(-1)
+        if signal.getsignal(DUMP) == signal.SIG_DFL and not _is_registered():
+            _stacks[0] = os.memfd_create("mpips-stacks")
+            faulthandler.register(DUMP, _stacks[0])
+    return _stacks[0]
+
+
+def _is_registered() -> bool:
+    """Whether the signal does something already, as far as Python does not know."""
+    text = Path("/proc/self/status").read_text()
+    return bool(int(text.partition("SigCgt:")[2].split()[0], 16) >> (DUMP - 1) & 1)
+
+
+class _Thread:
+    """Beats, judges, and ends this process when the job is over."""
+
+    def __init__(self, board: Board, limit_s: float) -> None:
+        self._board, self._limit_s = board, limit_s
+        self._look_s = min(BEAT_S, limit_s / 10) if limit_s else BEAT_S
+        self._main = threading.main_thread().ident
+        self._ended = threading.Event()
+        self._judge = Judge(limit_s, self._look_s)
+        self._thread = threading.Thread(target=self.tell_and_judge, name="words", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Show and judge no more."""
+        self._ended.set()
+        self._thread.join()
+        words.write_to_own()
+        self._board.close()
+
+    def tell_and_judge(self) -> None:
+        """Beat, and look at the others, until the end."""
+        board = self._board
+        while not self._ended.wait(self._look_s):
+            now = time.perf_counter()
+            words.beat(now, _call(sys._current_frames().get(self._main or 0)))
+            if board.job[words.OVER]:
+                self._leave()
+            found = board.read()
+            judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
+            if self._limit_s and os.getpid() in judges:
+                quiet_s = self._judge.look(found, now)
+                if quiet_s and os.getpid() == judges[0] and board.is_first():
+                    self._end_job(found, quiet_s)
+
+    def _leave(self) -> None:
+        """End with the job; the rank that tells why ends first, and by that all others."""
+        if not self._ended.wait(FIRST_S):
+            _end_process()
+
+    def _end_job(self, ranks: Sequence[Record], quiet_s: float) -> None:
+        board, chief = self._board, self._board.job[words.CHIEF]
+        lines = table(ranks, chief, platform.node(), time.perf_counter(), whole=False)
+        stacks = _stacks_of(ranks)
+        saved = self._save(chief)
+        if self._ended.is_set():
+            return
+        got = f"no progress for {quiet_s:.0f} s, and ranks wait"
+        remedy = f"see where they are; --timeout is for longer steps, 0 for none\n{lines}{stacks}"
+        text = UserError(got, f"some within --timeout {self._limit_s:g}", remedy + saved)
+        sys.stdout.flush()
+        print(f"mpips: {text}", file=sys.stderr, flush=True)
+        board.job[words.OVER] = 1
+        time.sleep(ending.HEARD_S)
+        if failures.switched_on():  # nobody else would end them
+            for one in ranks:
+                if one.pid != os.getpid() and trouble(one):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(one.pid, signal.SIGKILL)
+        _end_process()
+
+    def _save(self, chief: int) -> str:
+        """Have the servers save what they have applied, if they can; returns what is saved."""
+        deadline = time.monotonic() + SAVING_S
+        self._board.job[words.ASKED] = 1
+        while found := [r for r in self._board.read() if r.rank == chief]:
+            (one,) = found
+            serves = one.phase == words.SERVING and not trouble(one)
+            if not serves or one.saved >= one.clock or time.monotonic() > deadline:
+                saved = f"step {one.saved} is saved" if one.saved >= 0 else "nothing is saved"
+                return f"{saved}: --resume goes on from the newest checkpoint"
+            time.sleep(BEAT_S / 20)
+        return "--resume goes on from the newest checkpoint"
+
+
+def _end_process() -> None:
+    """End this process, and with it the job, whatever its other threads do."""
+    segments.remove_noted()
+    with open(os.devnull, "w") as nothing:  # C ends it if the MPI does not
+        faulthandler.dump_traceback_later(FIRST_S, exit=True, file=nothing)
+        if failures.switched_on():
+            os.kill(os.getpid(), signal.SIGKILL)
+        ending.end_all(1)
+
+
+def _stacks_of(ranks: Sequence[Record]) -> str:
+    """Return the stacks of the ranks' threads, those that are alike once."""
+    asked = [r for r in ranks if r.stacks >= 0 and not trouble(r)]
+    for one in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, DUMP)
+    time.sleep(STACKS_S)
+    texts: dict[str, list[str]] = {}
+    for one in asked:
+        texts.setdefault(_written(one), []).append(f"rank {one.rank}")
+    return "".join(f"{', '.join(names)}:\n{text}" for text, names in texts.items())
+
+
+def _written(one: Record) -> str:
+    try:
+        with open(f"/proc/{one.pid}/fd/{one.stacks}", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return "  does not answer\n"
+    return process.shown_stacks(text)
+
+
+def _call(frame: FrameType | None) -> str:
+    """Return the function that a stack is in; of one that waits, the function that has to."""
+    found = frame
+    while frame is not None:
+        if frame.f_code in WAITS:
+            found = frame.f_back
+        frame = frame.f_back
+    return "" if found is None else found.f_code.co_qualname.partition(".<locals>")[0]

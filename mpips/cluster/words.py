@@ -1,0 +1,249 @@
+"""Where a rank is: words in memory of its node, which others there read.
+
+A rank stores what it does and since when, and what it has done, without asking anybody: each word
+has one writer and is stored whole, but those of one rank may be of different moments. A thread adds
+once a second that the rank lives, and in which call it is (`mpips.cluster.stall`).
+
+The memory has no name (memfd_create(2)): one rank of a node makes it, and the others, or whoever
+looks on from another terminal, open it as ``/proc/PID/fd/NUMBER``. It is gone with the last of
+them, however they end. Outside `mpips.cluster.stall.watched` a rank writes to memory of its own.
+
+Loads no MPI.
+"""
+
+import fcntl
+import mmap
+import os
+from typing import NamedTuple
+
+# What a rank does; from WAITING on, what it waits for.
+STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALUATING, ENDING = (
+    range(10)
+)
+WAITING = 16
+OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END = range(WAITING, WAITING + 8)
+PHASES = {
+    STARTING: "starting", SERVING: "serving", READING: "reading data", PULLING: "pulling",
+    COMPUTING: "computing", PUSHING: "pushing", SUMMING: "in a round", BETWEEN: "between steps",
+    EVALUATING: "evaluating", ENDING: "ending",
+    OTHERS: "waits for others", BATCH: "waits for a batch", BUFFER: "waits for a buffer",
+    CLOCKS: "waits for a clock", ROUND: "waits for the round", SHARD: "waits for a shard",
+    SAVE: "waits until it is saved", END: "waits for the end",
+}  # fmt: skip
+
+RECORD = 256  # bytes of a rank; of the memory's first record the first words are the job's
+WORD = 8
+TEXT = 128  # where the text of a record begins
+RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT = (
+    range(13)
+)
+MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
+IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
+SERVER, WORKER = 1, 2  # of ROLE
+NAME = "mpips-words"
+Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
+
+
+class Record(NamedTuple):
+    """The words of a rank, as they were read.
+
+    Attributes:
+        rank: In its world; `role` is SERVER or WORKER, `number` the one in that role.
+        pid: Its process on this host, which started in tick `started` since the boot.
+        stacks: The file descriptor that it writes the stacks of its threads to at a signal; or -1.
+        phase: One of `PHASES`; `since` when, by `time.perf_counter`.
+        clock: Pushes made in this start, updates applied by a server, rounds.
+        handled: Pushes that a server has applied or dropped in this start.
+        saved: The step of the newest checkpoint of this job, on the chief; -1 where there is none.
+        writing: Whether it writes a checkpoint.
+        beat: When it was last seen to live.
+        call: The call that it was in then.
+    """
+
+    rank: int
+    pid: int
+    started: int
+    role: int
+    number: int
+    stacks: int
+    phase: int
+    since: float
+    clock: int
+    handled: int
+    saved: int
+    writing: bool
+    beat: float
+    call: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for something."""
+        return self.phase >= WAITING
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is a server."""
+        return self.role == SERVER
+
+    @property
+    def name(self) -> str:
+        """Its number in its role, in words."""
+        return f"{'server' if self.is_server else 'worker'} {self.number}"
+
+
+class Board:
+    """The words of a node's ranks, in memory that they share.
+
+    Args:
+        file: A file descriptor of that memory, which is closed with the board.
+        writes: Whether this process is one of the ranks.
+
+    Raises:
+        OSError: If it cannot be mapped, or is something else.
+    """
+
+    def __init__(self, file: int, writes: bool = False) -> None:
+        self.file = file
+        access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ
+        try:
+            size = os.fstat(file).st_size
+            if size < RECORD:
+                raise OSError("no words of mpips")
+            self._memory = mmap.mmap(file, size, access=access)
+        except (OSError, ValueError):
+            os.close(file)
+            raise OSError("no words of mpips") from None
+        self.job = memoryview(self._memory)[:RECORD].cast("q")
+        if self.job[MAGIC] != IS_MPIPS:
+            raise OSError("no words of mpips")
+
+    @classmethod
+    def make(cls, ranks: int, chief: int) -> "Board":
+        """Make the memory for so many ranks of a node."""
+        file = os.memfd_create(NAME)
+        os.ftruncate(file, RECORD * (1 + ranks))
+        first = memoryview(bytearray(RECORD)).cast("q")
+        first[MAGIC], first[COUNT], first[CHIEF] = IS_MPIPS, ranks, chief
+        os.pwrite(file, first.cast("B"), 0)
+        return cls(file, writes=True)
+
+    @classmethod
+    def open(cls, pid: int, number: int, writes: bool = False) -> "Board":
+        """Open that of another process, in which it has this number.
+
+        Raises:
+            OSError: If there is none, or the process is somebody else's.
+        """
+        path = f"/proc/{pid}/fd/{number}"
+        if f"memfd:{NAME}" not in os.readlink(path):
+            raise OSError("no words of mpips")
+        return cls(os.open(path, os.O_RDWR if writes else os.O_RDONLY), writes)
+
+    def record(self, index: int) -> memoryview:
+        """Return the memory of a rank of the node, as bytes."""
+        return memoryview(self._memory)[RECORD * (1 + index) : RECORD * (2 + index)]
+
+    def read(self) -> list[Record]:
+        """Return the words of all ranks of the node that have begun to write."""
+        records = (_read(bytes(self.record(k))) for k in range(self.job[COUNT]))
+        return [record for record in records if record.pid]
+
+    def is_first(self) -> bool:
+        """Whether this process is the first of its node to call this; it stays that."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file; the memory goes when nobody uses it."""
+        os.close(self.file)
+
+
+def _read(record: bytes) -> Record:
+    ints, times = memoryview(record).cast("q"), memoryview(record).cast("d")
+    text = record[TEXT:].partition(b"\0")[0].decode(errors="replace")
+    return Record(
+        ints[RANK], ints[PID], ints[STARTED], ints[ROLE], ints[NUMBER], ints[STACKS],
+        ints[PHASE], times[SINCE], ints[CLOCK], ints[HANDLED], ints[SAVED], bool(ints[WRITING]),
+        times[BEAT], text,
+    )  # fmt: skip
+
+
+# Those of this process ------------------------------------------------------------------------
+
+_alone = memoryview(bytearray(RECORD))
+_ints, _times = _alone.cast("q"), _alone.cast("d")
+_text = _alone[TEXT:]
+_job = memoryview(bytes(RECORD)).cast("q")
+
+
+def write_to(record: memoryview, job: memoryview = _job) -> None:
+    """Write this process's words into a record of a board from now on; read those of its job."""
+    global _ints, _times, _text, _job
+    _ints, _times, _text, _job = record.cast("q"), record.cast("d"), record[TEXT:], job
+
+
+def write_to_own() -> None:
+    """Write them into memory of this process's own again."""
+    write_to(_alone, memoryview(bytes(RECORD)).cast("q"))
+
+
+def asked_to_save() -> bool:
+    """Whether what can be saved is to be saved: the job is about to end."""
+    return bool(_job[ASKED])
+
+
+def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
+    """Say who this process is; with its process id last, it is seen."""
+    from mpips.cluster import process
+
+    pid = os.getpid()
+    values = {RANK: rank, ROLE: role, NUMBER: number, STACKS: stacks, SAVED: -1, CLOCK: 0}
+    values |= {HANDLED: 0, WRITING: 0, STARTED: int(process.stat_of(pid)[process.STARTED])}
+    for word, value in values.items():
+        _ints[word] = value
+    enter(STARTING, now)
+    beat(now, "")
+    _ints[PID] = pid
+
+
+def enter(phase: int, now: float) -> None:
+    """Say what this rank does from `now` on, a time of `time.perf_counter`. Costs 0.1 us."""
+    _times[SINCE] = now
+    _ints[PHASE] = phase
+
+
+def begin_wait(what: int, now: float) -> tuple[int, float] | None:
+    """Say what this rank waits for; returns what `end_wait` is given."""
+    before = _ints[PHASE]
+    if before >= WAITING:  # the outer wait is the one to be told of
+        return None
+    since = _times[SINCE]
+    enter(what, now)
+    return before, since
+
+
+def end_wait(before: tuple[int, float] | None) -> None:
+    """Say that it goes on with what it did before."""
+    if before is not None:
+        enter(*before)
+
+
+def waits_for(what: int) -> None:
+    """Say more closely what it waits for, if it waits."""
+    if _ints[PHASE] >= WAITING:
+        _ints[PHASE] = what
+
+
+def tell(word: int, value: int) -> None:
+    """Say how far this rank is: CLOCK, HANDLED, SAVED or WRITING."""
+    _ints[word] = value
+
+
+def beat(now: float, call: str) -> None:
+    """Say that this process lives, and the call that it is in."""
+    text = call.encode()[: len(_text) - 1]
+    _text[: len(text) + 1] = text + b"\0"
+    _times[BEAT] = now

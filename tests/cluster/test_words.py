@@ -1,0 +1,157 @@
+"""Words that ranks write in memory of their node, and what is made of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpips.checkpoint.place import note_ranks
+from mpips.cluster import process, words
+from mpips.cluster.progress import GONE, STOPPED, Judge, awaited, table, trouble
+from mpips.cluster.words import Board, Record
+from mpips.ps import __main__ as command
+
+LIMIT_S = 10.0
+READER = """
+import sys
+from mpips.cluster.words import Board
+board = Board.open(*map(int, sys.argv[1:]))
+print([(r.name, r.pid, r.phase, r.clock, r.call) for r in board.read()])
+"""
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    """Of two ranks, of which this process is the second."""
+    board = Board.make(2, chief=0)
+    words.write_to(board.record(1), board.job)
+    yield board
+    words.write_to_own()
+    board.close()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(["sleep", "600"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def record(pid: int, rank: int = 0, phase: int = words.COMPUTING, since: float = 0.0) -> Record:
+    started = int(process.stat_of(pid)[process.STARTED])
+    role = words.SERVER if rank == 0 else words.WORKER
+    who = rank, pid, started, role, max(0, rank - 1), -1
+    return Record(*who, phase, since, 0, 0, -1, False, since, "call")
+
+
+def test_what_another_process_reads(board: Board) -> None:
+    now = time.perf_counter()
+    words.begin(1, words.WORKER, 0, -1, now)
+    words.enter(words.COMPUTING, now)
+    words.tell(words.CLOCK, 17)
+    words.beat(now, "x" * 300)
+    words.beat(now, "Model.gradient")
+    read = subprocess.run(
+        [sys.executable, "-c", READER, f"{os.getpid()}", f"{board.file}"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    found = [("worker 0", os.getpid(), words.COMPUTING, 17, "Model.gradient")]
+    assert read.stdout.strip() == f"{found}"
+
+
+def test_an_inner_wait_is_not_told_of(board: Board) -> None:
+    words.begin(1, words.WORKER, 0, -1, 1.0)
+    words.enter(words.PULLING, 2.0)
+    outer = words.begin_wait(words.BATCH, 3.0)
+    inner = words.begin_wait(words.SHARD, 4.0)
+    (told,) = board.read()
+    assert (told.phase, told.since, told.waits) == (words.BATCH, 3.0, True)
+    words.end_wait(inner)
+    words.waits_for(words.CLOCKS)
+    assert board.read()[0].phase == words.CLOCKS
+    words.end_wait(outer)
+    words.waits_for(words.CLOCKS)
+    assert (board.read()[0].phase, board.read()[0].since) == (words.PULLING, 2.0)
+
+
+def test_no_other_file_is_taken_for_words(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb+") as file, pytest.raises(OSError, match="no words"):
+        Board.open(os.getpid(), file.fileno())
+    other = os.memfd_create(words.NAME)
+    os.ftruncate(other, 4096)
+    with pytest.raises(OSError, match="no words"):
+        Board.open(os.getpid(), other)
+    os.close(other)
+
+
+def test_who_is_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
+    server = record(os.getpid(), 0, words.SERVING)
+    slow, waiting = record(sleeper.pid, 1), record(os.getpid(), 2, words.ROUND)
+    ranks = [server, slow, waiting]
+    assert awaited(slow, ranks, 0) == []
+    assert awaited(waiting._replace(phase=words.BATCH), ranks, 0) == [server]
+    assert awaited(waiting._replace(phase=words.BUFFER), ranks, 0) == [server]
+    assert awaited(waiting._replace(phase=words.CLOCKS), ranks, 0) == [slow]
+    text = table(ranks, 0, "here", 3.0, whole=True)
+    assert "waits for the round (ranks 0, 1)" in text
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    while trouble(slow) != STOPPED:
+        time.sleep(0.01)
+    assert "computing and is stopped" in table(ranks, 0, "here", 3.0, whole=True)
+    sleeper.kill()
+    sleeper.wait()
+    assert trouble(slow) == GONE
+
+
+def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
+    asleep = record(sleeper.pid, 1)
+    waits, computes = record(os.getpid(), 2, words.ROUND), record(os.getpid(), 2)
+
+    def looks(*ranks: Record, until: float, anew: float = -1.0) -> float:
+        judge, found = Judge(LIMIT_S, 1.0), 0.0
+        for now in range(1, int(until)):
+            clock = int(now > anew >= 0)
+            found = judge.look([one._replace(clock=clock) for one in ranks], float(now))
+            if found:
+                return now
+        return 0.0
+
+    assert looks(asleep, waits, until=100) == LIMIT_S + 1
+    assert looks(asleep, waits, until=100, anew=8) == 9 + LIMIT_S, "somebody had got on"
+    assert looks(asleep, computes, until=100) == 0.0, "nobody waits"
+    starts = asleep._replace(phase=words.STARTING)
+    assert looks(starts, waits, until=100) == 0.0
+    assert looks(starts, waits, until=200) == 12 * LIMIT_S + 1, "for ever is too long"
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    while trouble(asleep) != STOPPED:
+        time.sleep(0.01)
+    assert looks(asleep, record(os.getpid(), 0, words.SERVING), until=100) == LIMIT_S + 1
+
+
+def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
+    ranks = [record(sleeper.pid, 1), record(os.getpid(), 2, words.ROUND)]
+    judge = Judge(LIMIT_S, 1.0)
+    judge.look(ranks, 1.0)
+    assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
+    assert judge.look(ranks, 1000.0 + LIMIT_S) == LIMIT_S
+
+
+def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(code: int) -> str:
+        assert command.main([str(tmp_path)]) == code
+        return capsys.readouterr().err
+
+    assert "expected the folder of a run" in told(2)
+    (tmp_path / "config.toml").touch()
+    assert "has ended, expected one that runs; --resume goes on" in told(1)
+    note_ranks(tmp_path, [("elsewhere", 1, 1)])
+    assert "it has ended, or runs on elsewhere" in told(1)
+    (tmp_path / "DONE").touch()
+    assert "has ended, and is complete" in told(1)
+    assert command.main([]) == 2

@@ -1,0 +1,77 @@
+"""Jobs that stand still: what is told of them, and that they end."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from launch import Running
+from runs import ENDLESS, counting, newest, samples_file
+
+from mpips.cluster import words
+from mpips.ps.__main__ import shown
+
+WAIT_S = 60.0
+PROGRAM = """
+import sys, time
+import numpy as np
+import mpips
+def hangs():
+    time.sleep(600)
+def train(worker):
+    for batch in worker.batches(1000, batch_size=5):
+        worker.grads["x"][:] = 1
+        if worker.id == 1 and worker.pull()["x"][0] < -2:
+            hangs()
+        worker.push(1.0)
+mpips.run(
+    train, {"x": np.zeros(8)}, mpips.SGD(0.1), mode="sync", timeout=3, out=sys.argv[1], quiet=True
+)
+"""
+
+
+def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
+    """The others come to wait for its clock; what is applied is saved."""
+    out = tmp_path / "out"
+    options = [*counting(samples_file(tmp_path, 230), kind="SlowCounting"), "--out", str(out)]
+    options += ["--mode", "ssp", "--servers", "1", "--batch-size", "4", "--epochs", f"{ENDLESS}"]
+    options += ["--checkpoint-every", "0", "--timeout", "3"]
+    with Running(3, ["-m", "mpips.train", *options], tmp_path) as job:
+        deadline = time.monotonic() + WAIT_S
+        seen = ""
+        while not re.search(r"server 0 .* [1-9]\d+ +\d+ +\d", seen):
+            assert time.monotonic() < deadline, f"{seen}\n{job.output()}"
+            time.sleep(0.2)
+            seen = shown(out) if (out / ".lock").exists() and has_words(out) else ""
+        os.kill(json.loads((out / ".lock").read_text())[2][1], signal.SIGSTOP)
+        while "no progress" not in job.output():
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.2)
+        done = job.wait(20)
+    assert done.code, done.output
+    assert re.search(r"1 +worker 0 .* waits for a clock \(rank 2\) +\S+ ", done.output), done.output
+    assert re.search(r"2 +worker 1 .* and is stopped ", done.output), done.output
+    saved = newest(out).step
+    assert saved > 0
+    assert f"step {saved} is saved" in done.output
+
+
+def has_words(out: Path) -> bool:
+    try:
+        _, pid, file = json.loads((out / ".lock").read_text())[0]
+        words.Board.open(pid, file).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def test_a_program_whose_function_hangs(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with Running(2, ["program.py", str(tmp_path / "out")], tmp_path) as job:
+        done = job.wait(WAIT_S)
+    assert done.code == 1, done.output
+    assert re.search(r"0 +worker 0 .* waits for the round \(rank 1\) ", done.output), done.output
+    assert re.search(r"1 +worker 1 .* hangs ", done.output), done.output
+    assert re.search(r'rank 1:\n(.*\n)*  File ".*program.py", line \d+ in hangs', done.output)
