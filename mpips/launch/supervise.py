@@ -18,6 +18,7 @@ from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher, survivors_launcher
 from mpips.launch.placement import Placement
+from mpips.launch.ranks import ranks_table
 from mpips.launch.reach import Reach
 from mpips.launch.verdict import FAILED, Attempt, Verdict, verdict
 from mpips.launch.watch import Run, Signs, Watch
@@ -220,6 +221,9 @@ class Supervisor:
                 trouble = self._watch(job, signs)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
+                    if signs.runs:
+                        with contextlib.suppress(UserError):  # of other hosts alone
+                            _say(ranks_table(signs.runs[-1].out))
                     _say(signs.ask_for_stacks(job.process.pid, STACKS_S).rstrip())
                 signs.end()
                 job.kill(signs.alive())

@@ -1,6 +1,7 @@
 """Words that ranks write in memory of their node, and what is made of them."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert "expected the folder of a run" in told(2)
     (tmp_path / "config.toml").touch()
+    assert "no job has begun" in told(1)
+    note_ranks(tmp_path, [(platform.node(), os.getpid(), 0)])
     assert "has ended, expected one that runs; --resume goes on" in told(1)
     note_ranks(tmp_path, [("elsewhere", 1, 1)])
     assert "it has ended, or runs on elsewhere" in told(1)

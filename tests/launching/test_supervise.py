@@ -166,7 +166,9 @@ def test_a_server_that_is_stopped(hanging: tuple[Supervised, int]) -> None:
     told = job.wait(0)
     assert f"rank 0 (process {server} on " in told
     assert re.search(r" is stopped for \d+ s: ending the job; where its ranks are:\n", told)
+    assert re.search(r"\n.*: 0 +server 0 .* and is stopped ", told)
     for rank in (1, 2):
+        assert re.search(rf"\n.*: {rank} +worker {rank - 1} .* waits for .* \(rank 0\) ", told)
         assert re.search(
             rf"rank {rank} \(process \d+ on .*:\nmpips.launch: (Current t|T)hread", told
         )

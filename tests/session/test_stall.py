@@ -11,7 +11,7 @@ from launch import Running
 from runs import ENDLESS, counting, newest, samples_file
 
 from mpips.cluster import words
-from mpips.ps.__main__ import shown
+from mpips.launch.ranks import ranks_table
 
 WAIT_S = 60.0
 PROGRAM = """
@@ -44,7 +44,7 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
         while not re.search(r"server 0 .* [1-9]\d+ +\d+ +\d", seen):
             assert time.monotonic() < deadline, f"{seen}\n{job.output()}"
             time.sleep(0.2)
-            seen = shown(out) if (out / ".lock").exists() and has_words(out) else ""
+            seen = ranks_table(out) if (out / ".lock").exists() and has_words(out) else ""
         os.kill(json.loads((out / ".lock").read_text())[2][1], signal.SIGSTOP)
         while "no progress" not in job.output():
             assert time.monotonic() < deadline, job.output()

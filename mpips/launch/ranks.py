@@ -1,0 +1,60 @@
+"""Where the ranks of a running job are, found from its folder. Starts no MPI, and only reads."""
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpips.checkpoint.place import CONFIG, DONE, LOCK, noted_ranks
+from mpips.cluster import words
+from mpips.cluster.progress import GONE, table, trouble
+from mpips.cluster.words import Address, Board
+from mpips.errors import UserError
+
+
+def ranks_table(out: Path) -> str:
+    """Return the table of the ranks of this host.
+
+    Raises:
+        UserError: If there are none, with exit code 1; or if there is no run.
+    """
+    if not out.is_dir() or not any((out / name).exists() for name in (CONFIG, LOCK)):
+        raise UserError(f"{out}", "the folder of a run", "give the one that --out says")
+    where, host = noted_ranks(out), platform.node()
+    now = time.perf_counter()
+    for board in _boards(where, host):
+        found = board.read()
+        chief, whole = board.job[words.CHIEF], board.job[words.COUNT] == len(where)
+        if any(trouble(one) != GONE for one in found):
+            others = sorted({other for other, _, _ in where} - {host})
+            more = f"further ranks are on {', '.join(others)}\n" if others else ""
+            return table(found, chief, host, now, whole) + more
+    raise _absent(out, where, host)
+
+
+def _boards(where: Sequence[Address], host: str) -> list[Board]:
+    """Return the words of this host's ranks, by the first of these who lives."""
+    for other, pid, file in where:
+        if other == host and file >= 0:
+            try:
+                return [Board.open(pid, file)]
+            except OSError:
+                continue
+    return []
+
+
+def _absent(out: Path, where: Sequence[Address], host: str) -> UserError:
+    """Return why there is nothing to be seen."""
+    hosts = sorted({other for other, _, _ in where})
+    if (out / DONE).exists():
+        error = UserError(f"the job in {out} has ended, and is complete", "one that runs")
+    elif hosts and host not in hosts:
+        remedy = f"ask there: it has ended, or runs on {', '.join(hosts)}"
+        error = UserError(f"the job in {out} is not on {host}", "one of this host", remedy)
+    elif where:
+        remedy = "--resume goes on; a job of another user is not seen"
+        error = UserError(f"the job in {out} has ended", "one that runs", remedy)
+    else:
+        error = UserError(f"no job has begun in {out}", "one that runs", "ask again in a second")
+    error.code = 1
+    return error
