@@ -361,7 +361,7 @@ class Committer:
         return True
 
     def _all_here(self, pending: Pending) -> None:
-        answers = [*pending.shards, *pending.own]
+        answers, c = [*pending.shards, *pending.own], self._plan
         if None in answers:
             _discard(pending)
             self.refused, self._pending = True, None
@@ -372,7 +372,6 @@ class Committer:
             return
         shards = [r for r in pending.shards if isinstance(r, ShardRecord)]
         own = [r for r in pending.own if isinstance(r, ShardRecord)]
-        c = self._plan
         assert pending.folder is not None, "its files are written"
         self._committing = self._thread.submit(
             checkpoint.commit, pending.folder, step=pending.step, layout=c.layout, dtype=c.dtype,
@@ -389,9 +388,8 @@ class Committer:
     @property
     def kept(self) -> str:
         """Which checkpoint there is, in words."""
-        if self.saved_step is None:
-            return "none is saved"
-        return f"the newest whole checkpoint is that of step {self.saved_step}"
+        newest = f"the newest whole checkpoint is that of step {self.saved_step}"
+        return "none is saved" if self.saved_step is None else newest
 
 
 def _discard(pending: Pending) -> None:

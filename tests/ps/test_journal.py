@@ -95,7 +95,7 @@ def cluster(rank: int) -> Any:
     )
 
 
-def _wait(ready: Any) -> None:
+def _wait(ready: Any, what: int) -> None:
     assert ready(), "nobody reads"
 
 
