@@ -176,11 +176,12 @@ def _compile(
 
     It takes seconds: a gradient that waited for it would be as many updates old.
     """
-    for count in {min(size, samples.n), samples.n % size} - {0}:
+    whole = min(size, samples.n)
+    for count in {whole, samples.n % size} - {0}:
         ids = np.arange(count)
         batch = Batch(*samples.read(ids), ids)
         gradient(params, batch, {name: array.copy() for name, array in params.items()})
-        if means is not None and count == size:  # as `batches` tries it
+        if means is not None and count == whole:  # as `batches` tries it
             means(params, batch)
 
 
