@@ -167,9 +167,8 @@ def _often_saved(words: list[str]) -> list[str]:
     Raises:
         UserError: If its job file cannot be read.
     """
-    return (
-        words if "checkpoint_every" in given_values(words) else [*words, "--checkpoint-every", "1"]
-    )
+    said = "checkpoint_every" in given_values(words)
+    return words if said else [*words, "--checkpoint-every", "1"]
 
 
 if __name__ == "__main__":

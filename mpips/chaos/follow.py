@@ -11,8 +11,9 @@ from mpips.chaos.job import Job
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.place import METRICS
+from mpips.cluster.process import GONE
 from mpips.errors import UserError
-from mpips.launch.watch import GONE, Rank, Signs, new_lines
+from mpips.launch.watch import Rank, Signs, new_lines
 
 LOOK_S = 0.2  # between two looks at all processes of this host
 SAVING_S, SAVING_POLL_S = 20.0, 0.002  # how long to wait for a file that is there for milliseconds

@@ -5,6 +5,8 @@ from pathlib import Path
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
 
+STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
+
 # Of a stack: what differs from rank to rank, and how Python got to the first line of a program.
 LEFT_OUT = re.compile(r' ?0x[0-9a-f]+|^  File "(<frozen runpy>|.*/mpips/launch/rank.py)".*\n', re.M)
 LOOK_ON = re.compile(r" in (watch_over|tell_and_judge)\n")  # threads that are of no interest
@@ -14,6 +16,22 @@ def shown_stacks(text: str) -> str:
     """Return the stacks that faulthandler has written, without what nobody wants to see."""
     threads = [thread for thread in text.split("\n\n") if not LOOK_ON.search(thread)]
     return LEFT_OUT.sub("", "\n\n".join(threads))
+
+
+def trouble(pid: int, started: int) -> str:
+    """Return why a process gets no further now: STOPPED, GONE or TRACED; else empty.
+
+    Args:
+        pid: Its process id.
+        started: When it started, which tells it from another process of that id.
+    """
+    try:
+        known = stat_of(pid)
+    except OSError:
+        return GONE
+    if int(known[STARTED]) != started or known[STATE] in "ZX":
+        return GONE
+    return {"T": STOPPED, "t": TRACED}.get(known[STATE], "")
 
 
 def stat_of(pid: int) -> list[str]:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import process, words
+from mpips.cluster.process import STOPPED, TRACED
 from mpips.cluster.words import Record
 
-STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 NAMED = 4  # ranks, of those that one waits for
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
 AT_WORK = 0.1  # of a core, from which on a rank that does not wait is at work
@@ -21,13 +21,7 @@ TICKS_S = os.sysconf("SC_CLK_TCK")
 
 def trouble(record: Record) -> str:
     """Return why a process gets no further now; else empty."""
-    try:
-        known = process.stat_of(record.pid)
-    except OSError:
-        return GONE
-    if int(known[process.STARTED]) != record.started or known[process.STATE] in "ZX":
-        return GONE
-    return {"T": STOPPED, "t": TRACED}.get(known[process.STATE], "")
+    return process.trouble(record.pid, record.started)
 
 
 def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:

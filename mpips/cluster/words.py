@@ -32,7 +32,6 @@ PHASES = {
 }  # fmt: skip
 
 RECORD = 256  # bytes of a rank; of the memory's first record the first words are the job's
-WORD = 8
 TEXT = 128  # where the text of a record begins
 RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT = (
     range(13)

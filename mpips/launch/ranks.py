@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mpips.checkpoint.place import CONFIG, DONE, LOCK, noted_ranks
 from mpips.cluster import words
-from mpips.cluster.progress import GONE, table, trouble
+from mpips.cluster.process import GONE
+from mpips.cluster.progress import table, trouble
 from mpips.cluster.words import Address, Board
 from mpips.errors import UserError
 

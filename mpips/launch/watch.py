@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
-from mpips.cluster.process import STARTED, STATE, shown_stacks, stat_of
+from mpips.cluster.process import GONE, TRACED, shown_stacks, trouble
 from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, STACKS, TOLD
 
-STOPPED, GONE = "is stopped", "is gone"
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
@@ -53,13 +52,8 @@ class Rank(NamedTuple):
         """Why nothing can come of it now, as far as that is seen from here; else empty."""
         if not self.is_here:
             return ""
-        try:
-            known = stat_of(self.pid)
-        except OSError:
-            return GONE
-        if int(known[STARTED]) != self.started or known[STATE] in "ZX":
-            return GONE
-        return STOPPED if known[STATE] == "T" else ""
+        found = trouble(self.pid, self.started)
+        return "" if found == TRACED else found
 
     def __str__(self) -> str:
         return f"rank {self.name} (process {self.pid} on {self.host})"

@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 
 from mpips.cluster.failures import Lost
-from mpips.cluster.process import STARTED, STATE, stat_of
+from mpips.cluster.process import GONE, trouble
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
 from mpips.kernels.atomics import observe
@@ -117,11 +117,7 @@ def ended(pid: int, started: int, within_s: float = GONE_S) -> bool:
     """
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        try:
-            known = stat_of(pid)
-        except OSError:
-            return True
-        if int(known[STARTED]) != started or known[STATE] in "ZX":
+        if trouble(pid, started) == GONE:
             return True
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -13,7 +13,8 @@ import pytest
 
 from mpips.checkpoint.place import note_ranks
 from mpips.cluster import process, words
-from mpips.cluster.progress import GONE, STOPPED, Judge, awaited, table, trouble
+from mpips.cluster.process import GONE, STOPPED
+from mpips.cluster.progress import Judge, awaited, table, trouble
 from mpips.cluster.words import Board, Record
 from mpips.ps import __main__ as command
 

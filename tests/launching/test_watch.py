@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from launch import environment
 
+from mpips.cluster.process import GONE, STOPPED
 from mpips.launch import signs
-from mpips.launch.watch import GONE, STOPPED, Rank, Signs, Watch
+from mpips.launch.watch import Rank, Signs, Watch
 from mpips.session.metrics import Log
 
 TIMEOUT_S = 60.0
