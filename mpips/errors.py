@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -26,12 +27,28 @@ class UserError(Exception):
         super().__init__(f"{message}; {remedy}" if remedy else message)
 
 
+def write_line(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` and its line's end in one write, to stdout unless a stream is given.
+
+    Where Python does not buffer, ``print`` writes the end by itself, and what another rank prints
+    may come between: launchers hand on what they read.
+    """
+    stream = sys.stdout if stream is None else stream
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def complain(error: object) -> None:
+    """Print an error, or what is said as one, to stderr."""
+    write_line(f"mpips: {error}", sys.stderr)
+
+
 def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
     """Print what a command makes of its words, or its error; returns the exit code."""
     try:
         print(text(argv), end="")
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return error.code
     return 0
 

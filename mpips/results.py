@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.session.results import find_runs, results, table
 
 USAGE = """usage: python -m mpips.results [--csv] FOLDER...
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(table(rows), end="")
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

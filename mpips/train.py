@@ -15,7 +15,7 @@ from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 from mpips.config import command_line  # noqa: E402
-from mpips.errors import UserError  # noqa: E402
+from mpips.errors import UserError, complain  # noqa: E402
 
 if TYPE_CHECKING:
     from mpips.config.command_line import CommandLine
@@ -100,7 +100,7 @@ def refuse(error: UserError, rank: str | None) -> int:
             rank = str(world.rank)
         barrier(world)  # a launcher may kill the others when the first one leaves
     if rank in (None, "0"):
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
     if rank is not None:
         barrier(world)
     return error.code

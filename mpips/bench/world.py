@@ -2,7 +2,6 @@
 
 import datetime
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mpips.cluster.agreement import Agreed, everywhere, together
 from mpips.cluster.library import check_world, mpi_name
 from mpips.cluster.start import cores, whole_world
 from mpips.cluster.world import Cluster
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.planning.job import cpu_name
 from mpips.session.metrics import write_json
 
@@ -67,7 +66,7 @@ def refuse(error: UserError) -> int:
     comm = whole_world()
     together(comm, None)  # a launcher may kill the others when the first one leaves
     if comm.rank == 0:
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
     together(comm, None)
     return 2
 

@@ -21,7 +21,7 @@ from mpips.chaos.plan import DEFAULT, FAULTS, parse_faults
 from mpips.config.arguments import Parser
 from mpips.config.command_line import given_values, load
 from mpips.config.option import HELP_WIDTH
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.launch.__main__ import check
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         args = make_parser().parse_args(ours)
         return _run(args, words)
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return error.code
     except KeyboardInterrupt:
         print("mpips.chaos: interrupted; its job is ended", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ import numpy as np
 from mpips.cluster import failures, segments
 from mpips.cluster.start import MPI
 from mpips.cluster.tags import TAG_SPEAKS
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 STDERR = 2
 TURN_S, TURNS_S = 0.1, 2.0
@@ -34,7 +33,7 @@ def abort(message: str, code: int) -> NoReturn:
     if failures.switched_on():
         failures.end_all(message)
     if _is_first():
-        print(f"mpips: {message}", file=sys.stderr, flush=True)
+        complain(message)
         time.sleep(HEARD_S)
     else:
         time.sleep(KILLED_S)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpips.cluster import segments
 from mpips.cluster.start import MPI, Comm
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
 HEARD_S = 0.5
@@ -200,7 +200,7 @@ def end_all(message: str) -> NoReturn:
     """
     sys.stdout.flush()
     if message:
-        print(f"mpips: {message}", file=sys.stderr, flush=True)
+        complain(message)
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
                 comm.Revoke()

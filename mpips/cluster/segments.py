@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = (
@@ -181,7 +181,7 @@ def require_room() -> None:
     if error is None:
         return
     if os.environ.get("MPI_LOCALRANKID", os.environ.get("SLURM_LOCALID", "0")) == "0":
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
     else:
         time.sleep(HEARD_S)  # the launcher ends them all with the first that leaves
     sys.exit(2)

@@ -25,7 +25,7 @@ from mpips.cluster.start import MPI
 from mpips.cluster.waiting import take_turns
 from mpips.cluster.words import Address, Board, Record
 from mpips.cluster.world import Cluster
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 BEAT_S = 1.0
 DEAF_S = 5.0  # without a beat, after which another rank judges
@@ -157,7 +157,7 @@ class _Thread:
         remedy = f"see where they are; --timeout is for longer steps, 0 for none\n{lines}{stacks}"
         text = UserError(got, f"some within --timeout {self._limit_s:g}", remedy + saved)
         sys.stdout.flush()
-        print(f"mpips: {text}", file=sys.stderr, flush=True)
+        complain(text)
         board.job[words.OVER] = 1
         time.sleep(ending.HEARD_S)
         if failures.switched_on():  # nobody else would end them

@@ -1,6 +1,5 @@
 """The report as it grows, so that what was found is printed even if a later check hangs."""
 
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from mpips import __version__
 from mpips.doctor.finding import Finding, exit_code, fail, lines, summary, worst
+from mpips.errors import complain
 from mpips.session.metrics import write_json
 
 
@@ -48,7 +48,7 @@ class Report:
             try:
                 write_json(self._path, self.to_json(seconds))
             except OSError as error:
-                print(f"mpips: --json {self._path}: {error.strerror}", file=sys.stderr, flush=True)
+                complain(f"--json {self._path}: {error.strerror}")
                 return 1
         return exit_code(self.findings)
 

@@ -22,7 +22,7 @@ from mpips.doctor.machine import judge_machines
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import Watch
-from mpips.errors import UserError
+from mpips.errors import UserError, write_line
 from mpips.optim import make_rule, warm
 
 COMPILING_S = 180.0
@@ -278,7 +278,7 @@ def _take(visit: Visit, check: Check) -> list[Finding]:
     except Exception as error:
         text = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
         problem = fail(check.name, text, "mend what it names, and run the doctor again")
-        print(f"mpips.doctor, {check.name}: {text}", file=sys.stderr, flush=True)
+        write_line(f"mpips.doctor, {check.name}: {text}", sys.stderr)
     problems = ranks.gather(problem)
     ranks.barrier()
     told_once = {p.found: p for p in problems or [] if p is not None}

@@ -18,7 +18,7 @@ from mpips.config.command_line import FLAGS, QUESTIONS
 from mpips.config.jobs import make_parser as jobs_parser
 from mpips.config.option import metavar
 from mpips.doctor.__main__ import make_parser as doctor_parser
-from mpips.errors import UserError, unknown
+from mpips.errors import UserError, complain, unknown
 from mpips.guide.pages import TOPICS
 from mpips.launch.__main__ import make_parser as launch_parser
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
             raise unknown("shell", " ".join(argv), SHELLS)
         print(_script(argv[0]))
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mpips.config.arguments import Parser
 from mpips.config.command_line import parse_command_line
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 if TYPE_CHECKING:
     from mpips.launch.supervise import Crew, Order
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         check(order)
         return supervise(order)
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return error.code
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpips.errors import UserError
+from mpips.errors import UserError, write_line
 from mpips.launch import signs
 from mpips.launch.mpirun import rank_of
 
@@ -79,7 +79,7 @@ def _leave(message: str, code: int, rank: int) -> NoReturn:
     time.sleep(min(TURN_S * rank, TURNS_S))
     sys.stdout.flush()
     if not signs.another_failed():
-        print(message, file=sys.stderr, flush=True)
+        write_line(message, sys.stderr)
     signs.tell_end(code)
     os._exit(code)
 

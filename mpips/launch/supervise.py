@@ -13,7 +13,7 @@ from pathlib import Path
 from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
 from mpips.config.command_line import given_values, load
-from mpips.errors import UserError
+from mpips.errors import UserError, write_line
 from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher, survivors_launcher
@@ -337,4 +337,4 @@ def _wait(seconds: float) -> Verdict | None:
 def _say(text: str) -> None:
     """Print what the supervisor has to say, each line as its own."""
     for line in text.splitlines():
-        print(f"mpips.launch: {line}", file=sys.stderr, flush=True)
+        write_line(f"mpips.launch: {line}", sys.stderr)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.launch.ranks import ranks_table
 
 USAGE = """usage: python -m mpips.ps RUN
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(ranks_table(Path(argv[0])), end="")
     except UserError as error:
-        print(f"mpips: {error}", file=sys.stderr)
+        complain(error)
         return error.code
     return 0
 

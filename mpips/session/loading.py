@@ -7,6 +7,7 @@ from mpips.cluster.collectives import begin_barrier, gather_all
 from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
+from mpips.errors import write_line
 from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule, warm
 from mpips.session.probe import possible
@@ -70,7 +71,7 @@ class _Watch:
     def compiling(self) -> None:
         """Called before each loop that is compiled here, and while somebody else compiles."""
         if not self._said:
-            print("compiling loops for this type of processor, this once ...", flush=True)
+            write_line("compiling loops for this type of processor, this once ...")
             self._said = True
         self.look()
         if self.stop is not None:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpips.errors import human_bytes
+from mpips.errors import complain, human_bytes, write_line
 from mpips.launch import signs
 from mpips.session.metrics_file import MetricsFile, finite
 from mpips.session.progress import Progress
@@ -122,7 +121,7 @@ class Log:
         if self._file is not None:
             self.note(text)
             self._progress.end_bar()
-            print(f"mpips: warning: {text}", file=sys.stderr, flush=True)
+            complain(f"warning: {text}")
 
     def note(self, text: str) -> None:
         """Keep a warning for ``metrics.jsonl`` and the summary, and do not print it."""
@@ -189,7 +188,7 @@ class Log:
         """Print `text`, unless quiet or not the chief."""
         if self._file is not None and not self._quiet:
             self._progress.end_bar()
-            print(text, flush=True)
+            write_line(text)
 
 
 def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:

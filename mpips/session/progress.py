@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mpips.errors import write_line
 from mpips.launch.terminal import Terminal, find_terminal
 
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
@@ -28,7 +29,7 @@ class Progress:
         if terminal is not None:
             self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
         if lines:
-            print(f"[{gone_s:7.1f} s] step {step:>8d}  {'  '.join(words)}", flush=True)
+            write_line(f"[{gone_s:7.1f} s] step {step:>8d}  {'  '.join(words)}")
 
     def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
         if self._bar is None:

@@ -6,6 +6,7 @@ from mpips.cluster.library import check_world
 from mpips.cluster.start import Comm, whole_world
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
+from mpips.errors import write_line
 from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
@@ -82,7 +83,7 @@ def _evaluate_only(job: Job, found: Run) -> int:
     means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
     if gathered is not None and not job.config.quiet:
         for note in found.notes:
-            print(note)
+            write_line(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
-        print(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}", flush=True)
+        write_line(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}")
     return 0

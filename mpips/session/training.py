@@ -13,7 +13,7 @@ from mpips.checkpoint import place
 from mpips.cluster import signals, words
 from mpips.cluster.collectives import begin_broadcast, begin_sum
 from mpips.cluster.world import Cluster
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
@@ -227,19 +227,18 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
     sys.stdout.flush()
     if outcome.unsaved:
         got = f"step {outcome.step} is not saved: {outcome.unsaved}"
-        print(f"mpips: {got}", file=sys.stderr, flush=True)
+        complain(got)
     elif job.place.moved or there is None:
         got = job.place.moved or f"{job.out} was removed while the job ran"
         remedy = f"what is saved is in {there}: --resume goes on there" if there else ""
         error = UserError(got, "a folder that stays", remedy)
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
     job.place.close()
     if outcome.reason == "diverged":
-        print(
-            f"mpips: {outcome.detail}, expected a finite loss; the checkpoints in "
-            f"{job.out / place.CHECKPOINTS} are from before it; use a smaller --lr, or --clip",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        complain(
+            f"{outcome.detail}, expected a finite loss; the checkpoints in "
+            f"{job.out / place.CHECKPOINTS} are from before it; use a smaller --lr, or --clip"
+        )
     log.say(summary_text(job, summary))
     return code
 
@@ -261,5 +260,5 @@ def _mark_done(path: Path, reason: str) -> int:
             path.unlink(missing_ok=True)  # an empty one would say the same
         remedy = "the run is over and saved: free some space, and --resume writes it"
         error = UserError(f"{path}: {problem.strerror}", "a file that can be written", remedy)
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
         return 1
