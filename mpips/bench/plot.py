@@ -1,7 +1,8 @@
 """The picture of the scaling table: time of a step over the size, with the fits."""
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,25 +56,39 @@ def draw(points: Points, path: Path) -> None:
         points: At least one.
         path: Of the picture; its ending says of which kind.
     """
+    found = {s: t for s, t in by_series(points.times).items() if s.servers <= 1}
+    ranks = sorted({series.ranks for series in found})
+    modes = [mode for mode in TITLES if any(s.mode == mode for s in found)]
+    with drawing(path, len(modes), (0.8 + 4.2 * len(modes), 3.9)) as panels:
+        for axes, mode in zip(panels, modes, strict=True):
+            _panel(axes, {s: t for s, t in found.items() if s.mode == mode}, ranks)
+            axes.set_title(TITLES[mode], fontsize=9)
+        panels[0].set_ylabel("time per step, ms")
+
+
+@contextlib.contextmanager
+def drawing(path: Path, columns: int, inches: tuple[float, float]) -> Iterator[list["Axes"]]:
+    """Yield panels that stand beside each other; what is drawn into them is saved in the end.
+
+    Args:
+        path: Of the picture; its ending says of which kind.
+        columns: How many panels.
+        inches: Width and height.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = {s: t for s, t in by_series(points.times).items() if s.servers <= 1}
-    ranks = sorted({series.ranks for series in found})
-    modes = [mode for mode in TITLES if any(s.mode == mode for s in found)]
     with matplotlib.rc_context(STYLE):
-        size = 0.8 + 4.2 * len(modes), 3.9
-        figure, all_axes = pyplot.subplots(
-            1, len(modes), figsize=size, sharey=True, squeeze=False, layout="constrained"
+        figure, axes = pyplot.subplots(
+            1, columns, figsize=inches, sharey=True, squeeze=False, layout="constrained"
         )
-        for axes, mode in zip(all_axes[0], modes, strict=True):
-            _panel(axes, {s: t for s, t in found.items() if s.mode == mode}, ranks)
-            axes.set_title(TITLES[mode], fontsize=9)
-        all_axes[0][0].set_ylabel("time per step, ms")
-        figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
-    pyplot.close(figure)
+        try:
+            yield list(axes[0])
+            figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
+        finally:
+            pyplot.close(figure)
 
 
 def _panel(axes: "Axes", found: Mapping[Series, Mapping[int, float]], ranks: list[int]) -> None:

@@ -73,6 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, metavar="DIR", help="where it runs; what went wrong is kept "
         "[default: chaos-TIME]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write what is known of the runs")
+    add("--plot", type=Path, metavar="FILE", help="draw the loss of a job of yours as .svg or "
+        ".png, beside a run that nothing is done to")  # fmt: skip
     return parser
 
 
@@ -117,16 +119,18 @@ def _run_all(
     args: argparse.Namespace, order: "Order", modes: list[str], folder: Path
 ) -> list["Result"]:
     """Do the runs, and print what comes of them; returns that."""
-    from mpips.chaos import report
+    from mpips.chaos import plot, report
     from mpips.chaos.run import run
 
     facts = {"command": shlex.join(["python", "-m", "mpips.chaos", *sys.argv[1:]])}
     results, undisturbed = [], folder / "undisturbed"
-    if not modes[0] and not order.job.is_program and load(order.job.words).in_rounds:
+    in_rounds = not modes[0] and not order.job.is_program and load(order.job.words).in_rounds
+    if in_rounds or args.plot:
         first = run(dataclasses.replace(order, faults=(), most=0), args.seed, "", undisturbed)
         print(report.line(first, undisturbed), flush=True)
         if first.wrong:
             return [first]
+    if in_rounds:
         order = dataclasses.replace(order, same_as=undisturbed / "out")
     for k in range(args.runs):
         seed = args.seed + k
@@ -137,6 +141,8 @@ def _run_all(
             shutil.rmtree(where)
         if args.json:
             report.write(args.json, results, {**facts, "ranks": args.ranks})
+        if args.plot:
+            plot.draw(first, results, args.plot)
     print(f"\n{report.table(results)}")
     if not any(result.wrong for result in results):
         shutil.rmtree(undisturbed, ignore_errors=True)
@@ -155,6 +161,12 @@ def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
     ):
         if not least <= value < 1e9:
             raise UserError(f"{flag} {value:g}", f"a number >= {least}")
+    if args.plot:
+        from mpips.bench.plot import check as check_plot
+
+        check_plot(args.plot)
+        if not words:
+            raise UserError("--plot without a job", "one of yours behind --", "see --help")
     if words and args.modes:
         raise UserError("--modes and a job", "one of the two", "leave out --modes")
     if any(word == "--out" or word.startswith("--out=") for word in words):

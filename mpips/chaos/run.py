@@ -71,6 +71,8 @@ class Result:
         struck: Those that have come.
         attempts: How often the job was started.
         seconds: How long all took.
+        begun: When it began, on the monotonic clock.
+        curve: Of the training's lines: when each came, and its loss.
         wrong: What is wrong, a line each.
         is_known: Whether it is known which parameters it has to end with.
     """
@@ -81,6 +83,8 @@ class Result:
     struck: list[Struck] = field(default_factory=list)
     attempts: int = 0
     seconds: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
+    curve: list[tuple[float, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     is_known: bool = False
 
@@ -118,10 +122,9 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
     words = _command(words, given.is_program, result.plan, out)
     options = ["--restarts", f"{len(result.plan) + RESTARTS}", "--timeout", f"{given.timeout_s:g}"]
     options += ["--mpirun", shlex.join(given.launcher)] if given.launcher else []
-    begin = time.monotonic()
     with (
         Job(folder, given.ranks, words, options, Path.cwd()) as job,
-        contextlib.closing(Follower(job, begin + order.limit_s)) as follower,
+        contextlib.closing(Follower(job, result.begun + order.limit_s)) as follower,
     ):
         try:
             _disturb(follower, result)
@@ -130,8 +133,9 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
             result.wrong += _judge(follower, result, order.same_as)
         except TimeoutError:
             result.wrong.append(f"not over after {order.limit_s:g} s")
+        result.curve = [(row.seen, row.loss) for row in follower.rows if row.loss is not None]
         result.attempts = job.output.count("mpips.launch: starting again ") + 1
-    result.seconds = time.monotonic() - begin
+    result.seconds = time.monotonic() - result.begun
     return result
 
 

@@ -58,6 +58,8 @@ def test_a_list_of_faults() -> None:
         ("--faults ,", "--faults ',', expected some of kill:worker, "),
         ("--modes async,snyc", "unknown built-in job 'snyc', expected one of async, "),
         ("--modes sync -- --epochs 3", "--modes and a job, expected one of the two"),
+        ("--plot a.svg", "--plot without a job, expected one of yours behind --"),
+        ("--plot a.gif -- --epochs 3", "--plot a.gif, expected a name that ends in .svg or .png"),
         ("--runs 0", "--runs 0, expected a number >= 1"),
         ("--limit nan", "--limit nan, expected a number >= 1"),
         ("-n 0", "-n 0, expected an integer >= 1"),
