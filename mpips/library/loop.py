@@ -47,6 +47,7 @@ class Loop:
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
         self._next: Task | None = None  # the one after it, which is here already
+        self._last: Task | None = None  # the batch in work, or the one before
         self._over = False  # whether the loop was told that there is no batch left
 
     def log(self, /, **values: Any) -> None:
@@ -143,12 +144,14 @@ class Loop:
     ) -> dict[str, float]:
         """Return the means over samples: those that all workers find together, where they share.
 
-        They do where their parameters are the same: in mode sync, and after the loop.
+        They do where their parameters are the same: after the loop, and in mode sync, but with a
+        round of fewer samples than workers, of which some are in the next round already.
         """
         if self._tasks is None:
             raise UserError("evaluate() before the loop over the batches", "a call in it, or after")
-        params, job = self._whole_params(), self._start.job
-        together = self._over or (job.config.mode == "sync" and job.config.in_rounds)
+        job = self._start.job
+        together = self._over or (self._in_step and not job.few)
+        params = self._whole_params()
         together = together and not self._start.ranks.failures.left_out  # else each finds it all
         begin, end = 0, samples.n
         if together:
@@ -161,12 +164,20 @@ class Loop:
             sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
 
+    @property
+    def _in_step(self) -> bool:
+        """Whether all workers have the same parameters, which are whole between two rounds."""
+        config = self._start.job.config
+        return config.mode == "sync" and config.in_rounds
+
     def _whole_params(self) -> Arrays:
         """Return those of the batch in work, or of the next one, or of the end.
 
-        Blocks: until a batch is here, where none is in work: between two of them a read of the
-        parameters may be under way.
+        Blocks: but in mode sync until a batch is here, where none is in work: between two of them a
+        read of the parameters may be under way.
         """
+        if self._in_step and self.ended is None and self._last is not None:
+            return self._last.params
         while self._task is None and self._next is None and self.ended is None:
             self._next = self._advance()
         task = self._task or self._next
@@ -211,9 +222,11 @@ class Loop:
 
     def _take(self) -> Task | None:
         """Return the next batch, or None at the end."""
+        self._last = None  # the memory of its arrays ends with the run
         while self._next is None and self.ended is None:
             self._next = self._advance()
         self._task, self._next = self._next, None
+        self._last = self._task
         self._over = self._task is None
         self._callbacks.batch(self, None if self._task is None else self._task.batch.epoch)
         return self._task

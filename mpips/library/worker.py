@@ -112,9 +112,10 @@ class Worker(Loop):
         """Return the means over held-out samples.
 
         After the loop the workers share the samples, and in mode sync in the loop as well: there
-        every worker calls it, between the same two steps. In the loop of another mode a worker has
-        parameters of its own, those of its batch in work or else of its next one: it evaluates all
-        samples by itself, and nobody waits for it or has to call it.
+        every worker that has a batch calls it, between the same two steps; where a last batch of an
+        epoch does not go round, each of them evaluates all samples. In the loop of another mode a
+        worker has parameters of its own, those of its batch in work or else of its next one: it
+        evaluates all samples by itself, and nobody waits for it or has to call it.
 
         Args:
             metrics: ``metrics(params, batch)`` returns means over a batch, ``loss`` among them.

@@ -69,6 +69,7 @@ class Job:
         begun: Whether training has begun, as far as this rank has seen: it has computed a
             gradient, or applied one.
         stopping: Whether this rank's program has asked for the end; see `STOPPED`.
+        few: Whether the round in work, or else the last one, has fewer samples than workers.
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
@@ -88,6 +89,7 @@ class Job:
     place: Place | None = None
     begun: bool = False
     stopping: bool = False
+    few: bool = False
     sets_rate: bool = False
     rate_factor: float = 1.0
     frozen: Ranges = ()

@@ -94,11 +94,11 @@ class RoundLoop:
 
     def _round(self, batch: Range) -> Tasks[str]:
         """Run one round; returns why the run ends with it, or an empty text."""
-        found = 0.0, 0
+        found, n = (0.0, 0), batch[2] - batch[1]
+        self._job.few = n < len(self._cluster.roles.workers)
         words.enter(words.COMPUTING, time.perf_counter())
         if self._worker is not None:
             found = yield from self._worker.compute(batch, self._step)
-        n = batch[2] - batch[1]
         report = self._report(*found, n)
         if n not in self._weights:
             parts = split(batch, len(self._cluster.roles.workers))

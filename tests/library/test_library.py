@@ -116,7 +116,7 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> No
 @pytest.mark.launch
 def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
-    assert found.output.count("8 modes") == 3
+    assert found.output.count("9 modes") == 3
 
 
 @pytest.mark.launch

@@ -16,11 +16,12 @@ MODES: dict[str, dict[str, Any]] = {
     "ssp": {"mode": "ssp", "staleness_bound": 1},
     "sync": {"mode": "sync"},
     "nodes": {"mode": "sync", "node_size": 1},
+    "few": {"mode": "sync", "steps": STEPS + 1},
     "local": {"mode": "local_sgd", "local_steps": 3},
     "easgd": {"mode": "easgd", "tau": 2},
     "backup": {"mode": "sync", "servers": 1, "backup_workers": 1},
 }
-TOGETHER = ("sync", "nodes")
+TOGETHER = ("sync", "nodes", "few")
 
 
 def main(out: Path) -> None:
@@ -36,8 +37,10 @@ def main(out: Path) -> None:
             return float(params["w"].sum()) + (HELD_OUT - 1) / 2
 
         def train(worker: mpips.Worker, name: str = name, seen: list[int] = seen) -> None:
-            part = HELD_OUT // worker.workers if name in TOGETHER else HELD_OUT
-            for k, batch in enumerate(worker.batches(N, batch_size=4)):
+            n = N + (name == "few")  # its last batch is one worker's alone
+            for k, batch in enumerate(worker.batches(n, batch_size=4)):
+                shared = name in TOGETHER and k < STEPS
+                part = HELD_OUT // worker.workers if shared else HELD_OUT
                 if name in TOGETHER or (worker.id, k) == (0, 3):
                     params = worker.pull()
                     before = value(params)
