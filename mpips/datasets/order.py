@@ -5,9 +5,15 @@ are permuted, then the samples within each, so that reads are contiguous and not
 of the dataset is ever held.
 
 The permutations sort random bits of Philox instead of calling `Generator.permutation`: NumPy
-promises that the bits stay the same from release to release, and a resumed run needs that.
+promises that the bits stay the same from release to release, and a resumed run needs that. The
+order of very many blocks is not sorted, which would take memory, but computed place by place, by a
+Feistel cipher whose rounds are keyed by such bits.
+
+Reference: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (the
+generalised Feistel cipher, and the walk along its cycles).
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +21,14 @@ import numpy as np
 WHOLE, BLOCKS, WITHIN, SPLIT = range(4)
 CACHED_BLOCKS = 8
 CACHED_EPOCHS = 2
+MOST_SORTED = 1 << 16  # blocks: the order of more is computed
+ROUNDS = 8
+MASK = (1 << 64) - 1
+
+
+def _philox(*key: int) -> np.random.Philox:
+    words = [half for number in (len(key), *key) for half in (number & 0xFFFFFFFF, number >> 32)]
+    return np.random.Philox(np.random.SeedSequence(words))
 
 
 def shuffled(n: int, *key: int) -> np.ndarray:
@@ -24,8 +38,7 @@ def shuffled(n: int, *key: int) -> np.ndarray:
         n: Length.
         key: Non-negative numbers below 2**64; each tuple names another permutation.
     """
-    words = [half for number in (len(key), *key) for half in (number & 0xFFFFFFFF, number >> 32)]
-    keys = np.random.Philox(np.random.SeedSequence(words)).random_raw(n)
+    keys = _philox(*key).random_raw(n)
     # Random bits above, the index below: all keys differ, so that every sort gives one order.
     bits = np.uint64(max(n - 1, 0).bit_length())
     keys <<= bits
@@ -33,6 +46,54 @@ def shuffled(n: int, *key: int) -> np.ndarray:
     keys.sort()
     keys &= (np.uint64(1) << bits) - np.uint64(1)
     return keys.view(np.int64)
+
+
+class Cipher:
+    """A permutation of 0 to n-1 of which any element is computed by itself, either way.
+
+    Args:
+        n: Length.
+        key: As for `shuffled`.
+    """
+
+    def __init__(self, n: int, *key: int) -> None:
+        self.n = n
+        self._bits = max(1, (max(n - 1, 1).bit_length() + 1) // 2)  # of a half
+        self._keys: list[int] = _philox(*key).random_raw(ROUNDS).tolist()
+
+    def at(self, place: int) -> int:
+        """Return the element at a place."""
+        return self._walk(place, self._encrypt)
+
+    def place_of(self, element: int) -> int:
+        """Return the place of an element."""
+        return self._walk(element, self._decrypt)
+
+    def _walk(self, number: int, step: Callable[[int], int]) -> int:
+        """Go on until the number is in range: the domain of the cipher is at most four times it."""
+        number = step(number)
+        while number >= self.n:
+            number = step(number)
+        return number
+
+    def _encrypt(self, number: int) -> int:
+        left, right = number >> self._bits, number & ((1 << self._bits) - 1)
+        for key in self._keys:
+            left, right = right, left ^ self._mix(right, key)
+        return left << self._bits | right
+
+    def _decrypt(self, number: int) -> int:
+        left, right = number >> self._bits, number & ((1 << self._bits) - 1)
+        for key in reversed(self._keys):
+            left, right = right ^ self._mix(left, key), left
+        return left << self._bits | right
+
+    def _mix(self, half: int, key: int) -> int:
+        """Return bits that depend on all of both (the finaliser of SplitMix64)."""
+        word = (half + key) & MASK
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
+        return (word ^ word >> 31) >> 64 - self._bits
 
 
 class Order:
@@ -89,22 +150,26 @@ class Order:
 
     def _block_at(self, epoch: int, position: int) -> tuple[int, int]:
         """Return the block that covers `position` and the position at which it begins."""
-        blocks, short_at = self._blocks(epoch)
+        block_at, short_at = self._blocks(epoch)
         missing = -self.n % self.block
         if position < (short_at + 1) * self.block - missing:
             place = position // self.block
-            return int(blocks[place]), place * self.block
+            return block_at(place), place * self.block
         # Past the short block every block begins that much earlier.
         place = (position + missing) // self.block
-        return int(blocks[place]), place * self.block - missing
+        return block_at(place), place * self.block - missing
 
     def _permute_all(self, epoch: int) -> np.ndarray:
         return shuffled(self.n, WHOLE, self.seed, epoch)
 
-    def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, int]:
-        """Return the order of the blocks, and the place in it of the last, maybe short, one."""
-        blocks = shuffled(-(-self.n // self.block), BLOCKS, self.seed, epoch)
-        return blocks, int(np.argmax(blocks))
+    def _permute_blocks(self, epoch: int) -> tuple[Callable[[int], int], int]:
+        """Return which block is at a place, and the place of the last, maybe short, one."""
+        count = -(-self.n // self.block)
+        if count > MOST_SORTED:
+            cipher = Cipher(count, BLOCKS, self.seed, epoch)
+            return cipher.at, cipher.place_of(count - 1)
+        blocks = shuffled(count, BLOCKS, self.seed, epoch)
+        return blocks.item, int(np.argmax(blocks))
 
     def _permute_block(self, epoch: int, number: int) -> np.ndarray:
         size = min(self.block, self.n - number * self.block)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.datasets.order import Order, shuffled
+from mpips.datasets import order as module
+from mpips.datasets.order import Cipher, Order, shuffled
 
 
 def epoch_of(order: Order, epoch: int, step: int) -> np.ndarray:
@@ -139,3 +140,58 @@ def test_ten_million_samples_in_blocks_cost_nothing() -> None:
     tracemalloc.stop()
     assert peak < 2_000_000
     assert spent < 2
+
+
+# Very many blocks, whose order is computed place by place.
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
+def test_a_cipher_is_a_permutation_that_can_be_inverted(n: int, key: int) -> None:
+    cipher = Cipher(n, key)
+    found = [cipher.at(place) for place in range(n)]
+    assert sorted(found) == list(range(n))
+    assert [cipher.place_of(element) for element in found] == list(range(n))
+
+
+def test_a_cipher_is_even() -> None:
+    counts = np.zeros((5, 5), int)
+    for key in range(4000):
+        cipher = Cipher(5, key)
+        for place in range(5):
+            counts[place, cipher.at(place)] += 1
+    assert np.all(np.abs(counts - 800) < 130)  # five standard deviations
+
+
+def test_a_cipher_leaves_no_neighbours_together() -> None:
+    cipher = Cipher(100_000, 0, 1)
+    found = np.array([cipher.at(place) for place in range(20_000)])
+    assert np.count_nonzero(np.abs(np.diff(found)) == 1) < 5
+    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.04
+
+
+def test_a_cipher_is_the_same_on_every_machine() -> None:
+    assert [Cipher(70_000, 1, 2, 3).at(place) for place in range(4)] == [18454, 61396, 28862, 4384]
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 300), block=st.integers(1, 40), step=st.integers(1, 60))
+def test_very_many_blocks_are_visited_once(n: int, block: int, step: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_SORTED", 0)
+        order = Order(n, 1, block, seed=1)
+        whole = order.sample_ids(2, 0, n)
+        assert np.array_equal(np.sort(whole), np.arange(n))
+        assert np.array_equal(epoch_of(order, 2, step), whole)
+
+
+def test_memory_does_not_grow_with_the_samples() -> None:
+    peaks = []
+    for n in (10_000_000, 100_000_000_000):
+        tracemalloc.start()
+        order = Order(n, 32, 1280, seed=0)
+        for position in range(0, n, n // 40):
+            order.sample_ids(position % 3, position, position + 32)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 100_000
