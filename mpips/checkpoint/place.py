@@ -16,6 +16,7 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("summary.json", "DONE"),
 )
 LOCK = ".lock"
+DATA = "data.json"  # the index of a dataset of many files
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),

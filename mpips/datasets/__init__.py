@@ -5,7 +5,7 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,8 @@ from mpips.datasets.base import (
     Source,
     iterate,
 )
+from mpips.datasets.files import Files, find_files
+from mpips.datasets.index import Counted, Entry, Held, count
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file
@@ -30,11 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Counted",
     "DataInfo",
     "Dataset",
+    "Entry",
+    "Files",
     "Parts",
     "Source",
+    "count_file",
     "describe",
+    "find_many",
     "iterate",
     "make_dataset",
     "open_dataset",
@@ -53,6 +60,7 @@ READERS = {
     ".txt": "libsvm.open_libsvm",
 }
 IDX = "idx.open_idx"
+HDF5, LIBSVM = "hdf5.open_hdf5", "libsvm.open_libsvm"
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
@@ -84,16 +92,46 @@ def open_dataset(config: "Config") -> Dataset:
         raise
 
 
-def open_parts(config: "Config") -> Parts:
+def find_many(config: "Config") -> dict[str, Files]:
+    """Return the files of the configured data by option, where it is of many files.
+
+    Raises:
+        UserError: As `open_dataset`, for what no file matches.
+    """
+    names = {option: getattr(config, option) for option in ("dataset", "test_dataset")}
+    found = {option: find_files(name, _format) for option, name in names.items() if name}
+    return {option: files for option, files in found.items() if files is not None}
+
+
+def count_file(files: Files, path: str) -> Entry:
+    """Look at one file of many: what it holds, and how it is known again.
+
+    Raises:
+        UserError: If it is missing, damaged or has no such arrays.
+    """
+    reader = _format(path)
+    return count(path, _opener(files, reader) if reader == HDF5 else None)
+
+
+def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -> Parts:
     """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
+
+    Args:
+        config: As for `open_dataset`.
+        counted: The data of many files by option; None to find and to count them here.
 
     Raises:
         UserError: As `open_dataset`.
     """
+    if counted is None:
+        counted = {
+            option: Counted(files, [count_file(files, path) for path in files.paths])
+            for option, files in find_many(config).items()
+        }
     with ExitStack() as opened:
-        train, test = _open_tables(config.dataset, opened)
+        train, test = _open_tables(config.dataset, counted.get("dataset"), opened)
         if config.test_dataset:
-            test, _ = _open_tables(config.test_dataset, opened)
+            test, _ = _open_tables(config.test_dataset, counted.get("test_dataset"), opened)
         if test is not None:
             train.match(test)
             parts = Parts(train, range(train.n), test, range(test.n))
@@ -152,8 +190,14 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
     return Dataset(info, train, test)
 
 
-def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
-    """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
+def _open_tables(
+    name: str, counted: Counted | None, opened: ExitStack
+) -> tuple[Table, Table | None]:
+    """Open a dataset's files or, of a folder with MNIST's files, both of its parts."""
+    if counted is not None:
+        many = _open_many(counted)
+        opened.callback(many.close)
+        return many, None
     name = os.path.expanduser(name)
     is_folder = name not in BUILT_IN and os.path.isdir(name)
     paths = _reader("idx.find_mnist")(name) if is_folder else (name,)
@@ -164,14 +208,43 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
     return tables[0], tables[1] if len(tables) > 1 else None
 
 
+def _open_many(counted: Counted) -> Table:
+    files = counted.files
+    reader = _format(files.paths[0])
+    if reader == LIBSVM:
+        return _reader("libsvm.LibsvmTable")(files.title, files.paths)
+    make = _reader("many.ManyTable")
+    held = [entry.held for entry in counted.entries if entry.held is not None]
+    if held:
+        return make(files, held, _opener(files, "hdf5.open_hdf5_of_many"))
+    tables = [_opener(files, reader)(path) for path in files.paths]
+    return make(files, [Held.of(table) for table in tables], tables=tables)
+
+
+def _opener(files: Files, reader: str) -> Callable[[str], Table]:
+    """Return what opens one file of many."""
+    open_file = _reader(reader)
+    return lambda path: open_file(path, files.arrays)
+
+
+def _format(path: str) -> str:
+    """Return the name of a file's format, as its suffix says."""
+    return READERS.get(_suffix(path), IDX)
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix of a path, or of the first of two, that tells its format, or ""."""
+    suffixes = Path(path.partition(",")[0]).suffixes
+    known = [s.lower() for s in suffixes[-2:] if s.lower() in READERS]
+    return known[-1] if known else ""
+
+
 def _open_table(name: str) -> Table:
     if name in BUILT_IN:
         return _reader(BUILT_IN[name])()
     path, mark, arrays = name.partition("::")
-    suffixes = Path(path.partition(",")[0]).suffixes
-    known = [s.lower() for s in suffixes[-2:] if s.lower() in READERS]
-    if known:
-        return _reader(READERS[known[-1]])(path, arrays)
+    if _suffix(path):
+        return _reader(_format(path))(path, arrays)
     first = path.partition(",")[0]
     if not (mark or os.path.exists(first) or os.sep in path or "," in path or "ubyte" in path):
         raise UserError(

@@ -179,7 +179,7 @@ class Source:
         if not finite.all():
             sample, *where = np.argwhere(~finite)[0].tolist()
             row, value = self._row(begin + sample), values[(sample, *where)]
-            raise not_finite(self.table.path, array, row, where, value)
+            raise not_finite(self.table, array, row, where, value)
 
     def _check_targets(self, raw: np.ndarray, y: np.ndarray, begin: int) -> None:
         if self.info.classes is None:
@@ -192,18 +192,19 @@ class Source:
             bad = (y < 0) | (y >= self.info.classes) | (raw != y)
         if bad.any():
             sample = int(np.argmax(bad))
+            path, row = self.table.where(self._row(begin + sample))
             raise UserError(
-                f"{self.table.path}: array {self.table.y.name!r}, sample "
-                f"{self._row(begin + sample)} has label {raw[sample]}",
+                f"{path}: array {self.table.y.name!r}, sample {row} has label {raw[sample]}",
                 f"whole numbers from 0 to {self.info.classes - 1}",
                 "give the right number of --classes or mend the labels",
             )
 
 
 def not_finite(
-    path: str, array: ArrayInfo, row: int, where: Sequence[int], value: np.generic
+    table: Table, array: ArrayInfo, row: int, where: Sequence[int], value: np.generic
 ) -> UserError:
     """Make the error for a number of a table that is not finite; `where` is in its row."""
+    path, row = table.where(row)
     element = f", element {tuple(where)}" if where else ""
     got = f"{path}: array {array.name!r}, sample {row}{element} is {value} in {value.dtype}"
     return UserError(got, "finite numbers", "remove or replace the sample")

@@ -16,6 +16,7 @@ from mpips.errors import UserError, nearest
 
 FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
+CACHE_BYTES = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
 
 
 class Hdf5Table(Table):
@@ -24,6 +25,7 @@ class Hdf5Table(Table):
     Args:
         path: The file.
         names: Inputs and targets in it.
+        cache_bytes: Chunks of an array that are kept.
 
     Raises:
         UserError: If the file is missing, empty, truncated or not HDF5, or has no such arrays.
@@ -31,8 +33,10 @@ class Hdf5Table(Table):
 
     in_memory = False
 
-    def __init__(self, path: str, names: tuple[str, str] = ("x", "y")) -> None:
-        self._file = _open(path)
+    def __init__(
+        self, path: str, names: tuple[str, str] = ("x", "y"), cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._file = _open(path, cache_bytes)
         try:
             self._x, self._y = (_array(self._file, path, name) for name in names)
             x = ArrayInfo(names[0], self._x.shape, self._x.dtype)
@@ -69,12 +73,17 @@ class Hdf5Table(Table):
             return array[rows]
 
 
-def open_hdf5(path: str, names: str = "") -> Hdf5Table:
+def open_hdf5(path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> Hdf5Table:
     """Open `path`; `names` is ``inputs,targets``, by default ``x,y``."""
     pair = tuple((names or "x,y").split(","))
     if len(pair) != 2 or not all(pair):
         raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
-    return Hdf5Table(path, (pair[0], pair[1]))
+    return Hdf5Table(path, (pair[0], pair[1]), cache_bytes)
+
+
+def open_hdf5_of_many(path: str, names: str = "") -> Hdf5Table:
+    """Open one file of many, of which none keeps chunks: blocks are read in any order."""
+    return open_hdf5(path, names, 0)
 
 
 def load_hdf5(path: str) -> MemoryTable:
@@ -87,12 +96,11 @@ def load_hdf5(path: str) -> MemoryTable:
         table.close()
 
 
-def _open(path: str) -> Any:
+def _open(path: str, cache_bytes: int) -> Any:
     check_file(path)
     with reading(path, FORMAT):
-        # Locks fail on some file systems and protect nothing here: the file is only read. The
-        # cache holds the chunk that two neighbouring blocks share.
-        return h5py.File(path, "r", locking=False, rdcc_nbytes=2 * BLOCK_BYTES)
+        # Locks fail on some file systems and protect nothing here: the file is only read.
+        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
 
 
 def _array(file: Any, path: str, name: str) -> Any:

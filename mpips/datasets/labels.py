@@ -1,8 +1,8 @@
 """The targets of a dataset, looked at before training: what they are, what of them is odd.
 
-All of them are read once, in blocks; of inputs nothing is. Data that would be trained on without
-a word, and to no end, is refused (labels that are not class numbers, a held-out part of classes
-that training never sees); ``--classes`` says that it is meant. What is merely odd is told.
+They are read once, in blocks, of very many a part; of inputs nothing is. Data that would be trained
+on without a word, and to no end, is refused (labels that are not class numbers, a held-out part of
+classes that training never sees); ``--classes`` says that it is meant. What is merely odd is told.
 """
 
 import math
@@ -16,6 +16,7 @@ from mpips.datasets.table import Table
 from mpips.errors import UserError
 
 STEP = 1 << 20  # rows that are read at once
+MOST_LOOKED, STRETCH = 1 << 26, 1 << 16  # of more targets than that stretches are looked at
 SPREAD = 4  # labels are counted by their value where these are at most so many times as many
 SPARSE = 10  # of more classes than this for each that occurs, labels are no class numbers
 LEAST_JUDGED = 10  # samples: of fewer, anything may come by chance
@@ -143,9 +144,8 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
     _judge_parts(odd, parts, train, test, max(2, found))
     if odd.errors and strict and not classes:
         raise odd.errors[0]
-    return Labels(
-        classes or found, signs, notes=(_told(seen, train, classes or found, signs), *odd.notes)
-    )
+    told = (_told(seen, train, classes or found, signs), *_told_part(parts), *odd.notes)
+    return Labels(classes or found, signs, notes=told)
 
 
 def tally(table: Table, rows: Rows) -> Tally:
@@ -155,10 +155,11 @@ def tally(table: Table, rows: Rows) -> Tally:
         UserError: If a label is no whole number.
     """
     values, counts, runs, last = np.zeros(0, "i8"), np.zeros(0, "i8"), 0, None
-    for raw in _pieces(table, rows):
+    for _, raw in _pieces(table, rows):
         labels = as_labels(raw)
         if raw.dtype.kind not in "bi" and (raw != labels).any():
-            raise _outside(table, lambda y: y != as_labels(y), "whole numbers", "mend the labels")
+            remedy = "mend the labels"
+            raise _outside(table, rows, lambda y: y != as_labels(y), "whole numbers", remedy)
         here, often = _count(labels)
         both = np.union1d(values, here)
         merged = np.zeros(both.size, "i8")
@@ -176,15 +177,26 @@ def as_labels(raw: np.ndarray) -> np.ndarray:
         return raw.astype(np.int64, copy=False)
 
 
-def _pieces(table: Table, rows: Rows) -> Iterator[np.ndarray]:
-    """Yield the targets of some rows in blocks, each of shape (n,)."""
+def _pieces(table: Table, rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the targets of some rows in blocks, each of shape (n,), with the first one's row.
+
+    Of more than `MOST_LOOKED` of a file, stretches are taken that lie evenly in it.
+    """
     if not isinstance(rows, range):  # in memory
         whole = table.read_y(0, table.n).reshape(table.n)
-        yield from (whole[rows[at : at + STEP]] for at in range(0, len(rows), STEP))
+        for at in range(0, len(rows), STEP):
+            yield int(rows[at]), whole[rows[at : at + STEP]]
         return
-    for at in range(rows.start, rows.stop, STEP):
-        end = min(at + STEP, rows.stop)
-        yield table.read_y(at, end).reshape(end - at)
+    step = STRETCH if is_sampled(table, len(rows)) else STEP
+    every = len(rows) * STRETCH // MOST_LOOKED if step == STRETCH else STEP
+    for at in range(rows.start, rows.stop, every):
+        end = min(at + step, rows.stop)
+        yield at, table.read_y(at, end).reshape(end - at)
+
+
+def is_sampled(table: Table, n: int) -> bool:
+    """Whether of `n` targets of a table only a part is looked at as a run begins."""
+    return n > MOST_LOOKED and not table.in_memory
 
 
 def _count(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -197,16 +209,25 @@ def _count(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return there + low, often[there]
 
 
+def _scanned(parts: Parts) -> Iterator[tuple[Table, Rows]]:
+    """Yield the tables with their rows, in the order in which bad ones are looked for."""
+    if parts.train.in_memory or parts.train is not parts.test:
+        yield from ((table, range(table.n)) for table in parts.tables)
+        return
+    yield from ((parts.train, rows) for rows in (parts.rows, parts.test_rows))
+
+
 def _outside(
-    table: Table, bad: Callable[[np.ndarray], np.ndarray], expected: str, remedy: str
+    table: Table, rows: Rows, bad: Callable[[np.ndarray], np.ndarray], expected: str, remedy: str
 ) -> UserError:
-    """Make the error for the first label of a table that is `bad`, as at least one is."""
-    for number, raw in enumerate(_pieces(table, range(table.n))):
+    """Make the error for the first label of some rows that is `bad`, as at least one is."""
+    for begin, raw in _pieces(table, range(table.n) if table.in_memory else rows):
         found = bad(raw)
         if found.any():
             at = int(np.argmax(found))
-            where = f"array {table.y.name!r}, sample {number * STEP + at}"
-            return UserError(f"{table.path}: {where} has label {raw[at]}", expected, remedy)
+            path, row = table.where(begin + at)
+            where = f"array {table.y.name!r}, sample {row}"
+            return UserError(f"{path}: {where} has label {raw[at]}", expected, remedy)
     raise AssertionError(f"no such label in {table.path}")
 
 
@@ -227,8 +248,12 @@ def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
         labels = as_labels(raw)
         return (labels < 0) | (bool(classes) & (labels >= classes))
 
-    table = next(t for t in parts.tables if any(bad(raw).any() for raw in _pieces(t, range(t.n))))
-    raise _outside(table, bad, expected, f"{remedy}, or mend the labels")
+    table, rows = next(
+        (t, rows)
+        for t, rows in _scanned(parts)
+        if any(bad(raw).any() for _, raw in _pieces(t, rows))
+    )
+    raise _outside(table, rows, bad, expected, f"{remedy}, or mend the labels")
 
 
 def _judge_numbers(odd: _Odd, table: Table, seen: np.ndarray, signs: bool) -> None:
@@ -289,6 +314,16 @@ def _told(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
     return f"labels {span}: {some}{classes:,} classes, {each} training samples each"
 
 
+def _told_part(parts: Parts) -> list[str]:
+    """Return a line about targets of which a part was looked at."""
+    if not any(is_sampled(t, len(r)) for t, r in _scanned(parts)):
+        return []
+    return [
+        f"about {MOST_LOOKED:,} of {len(parts.rows):,} targets were looked at, all are checked as "
+        "they are read: give --classes if a class is rare"
+    ]
+
+
 def _listed(values: np.ndarray) -> str:
     shown = ", ".join(f"{value}" for value in values[:SHOWN].tolist())
     return shown if len(values) <= SHOWN else f"{shown} and {len(values) - SHOWN:,} more"
@@ -304,19 +339,19 @@ def _look_at_targets(parts: Parts) -> Labels:
         return Labels(None)
     low, high, total, n, whole = math.inf, -math.inf, 0.0, 0, True
     for table in parts.tables:
-        for number, raw in enumerate(_pieces(table, range(table.n))):
+        for begin, raw in _pieces(table, range(table.n)):
             if not (finite := np.isfinite(raw)).all():
                 at = int(np.argmin(finite))
-                raise not_finite(table.path, table.y, number * STEP + at, (), raw[at])
+                raise not_finite(table, table.y, begin + at, (), raw[at])
             low, high = min(low, float(raw.min())), max(high, float(raw.max()))
             total, n = total + float(raw.sum(dtype="f8")), n + len(raw)
             whole = whole and bool((raw == np.rint(raw)).all())
-    note = f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}"
+    notes = [f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}", *_told_part(parts)]
     countable = _countable(parts, low, high) if whole else 0
     if not countable:
-        return Labels(None, notes=(note,))
+        return Labels(None, notes=tuple(notes))
     hint = f"they are whole numbers: if they are class labels, give --classes {countable}"
-    return Labels(None, countable=countable, notes=(note, hint))
+    return Labels(None, countable=countable, notes=(*notes, hint))
 
 
 def _countable(parts: Parts, low: float, high: float) -> int:

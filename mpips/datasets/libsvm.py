@@ -7,10 +7,12 @@ Labels: a file in which every label is written as an integer has classes. A labe
 point or an exponent makes them real-valued targets.
 """
 
+import bisect
 import gzip
 import math
 import os
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, cast
 
@@ -26,10 +28,11 @@ MAX_TOKEN_SHOWN = 40
 
 
 class LibsvmTable(Table):
-    """The rows of a libsvm file, kept sparse, given dense.
+    """The rows of a libsvm file, or of several, kept sparse, given dense.
 
     Args:
-        path: The file.
+        path: The file, or what messages call them.
+        paths: The files, if they are several.
 
     Raises:
         UserError: If the file is missing, empty or has a malformed line, which is named.
@@ -37,8 +40,11 @@ class LibsvmTable(Table):
 
     checks_inputs = True
 
-    def __init__(self, path: str) -> None:
-        rows = _parse(path)
+    def __init__(self, path: str, paths: Sequence[str] = ()) -> None:
+        rows, self._paths, self._ends = _Rows(), paths or (path,), []
+        for each in self._paths:
+            _parse(each, rows)
+            self._ends.append(len(rows.labels))
         self._starts = np.frombuffer(rows.starts, np.int64)
         self._indices = np.frombuffer(rows.indices, np.int32)
         self._values = np.frombuffer(rows.values, np.float64)
@@ -49,6 +55,11 @@ class LibsvmTable(Table):
         x = ArrayInfo("features", (len(self._labels), width), self._values.dtype)
         y = ArrayInfo("labels", self._labels.shape, self._labels.dtype)
         super().__init__(path, x, y)
+
+    def where(self, row: int) -> tuple[str, int]:
+        """Return the file of a row, and the row's number in it."""
+        number = bisect.bisect_right(self._ends, row)
+        return self._paths[number], row - (self._ends[number - 1] if number else 0)
 
     def read_x(self, begin: int, end: int) -> np.ndarray:
         """Return the stored inputs of rows ``[begin, end)``, dense."""
@@ -100,9 +111,10 @@ def open_libsvm(path: str, names: str = "") -> LibsvmTable:
     return LibsvmTable(path)
 
 
-def _parse(path: str) -> _Rows:
+def _parse(path: str, rows: _Rows) -> None:
+    """Add the samples of a file."""
     check_file(path)
-    rows = _Rows()
+    before = len(rows.labels)
     with reading(path, "libsvm"), _open(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -113,9 +125,8 @@ def _parse(path: str) -> _Rows:
                 raise UserError(
                     f"{path}, line {number}: {error}", "label index:value ...", remedy
                 ) from None
-    if not rows.labels:
+    if len(rows.labels) == before:
         raise UserError(f"{path} has no samples", "lines of label index:value ...")
-    return rows
 
 
 def _open(path: str) -> BinaryIO:

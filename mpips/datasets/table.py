@@ -43,7 +43,7 @@ class Table(ABC):
         UserError: If the lengths differ, an array is empty, or one does not hold numbers.
     """
 
-    in_memory: ClassVar[bool] = True
+    in_memory: bool = True
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
@@ -64,6 +64,10 @@ class Table(ABC):
     def chunk(self) -> int:
         """Number of samples that the file stores together; 1 if it does not matter."""
         return 1
+
+    def where(self, row: int) -> tuple[str, int]:
+        """Return the file of a row, and the row's number in it, for messages."""
+        return self.path, row
 
     @abstractmethod
     def read_x(self, begin: int, end: int) -> np.ndarray:

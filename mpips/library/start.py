@@ -157,17 +157,15 @@ class Start:
 
     def _opener(
         self, make: Callable[[], Samples] | None
-    ) -> Callable[[Config, Cluster, bool], tuple[DataInfo, Dataset | None]]:
-        def open_data(
-            config: Config, ranks: Cluster, strict: bool
-        ) -> tuple[DataInfo, Dataset | None]:
+    ) -> Callable[[folder.Run, Cluster], tuple[DataInfo, Dataset | None]]:
+        def open_data(run: folder.Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
             def build() -> Dataset | None:
                 return dataset(DATASET, make(), self._held_out()) if make is not None else None
 
             found = everywhere(self.comm, build)
             infos = gather_all(self.comm, None if found is None else found.info)
             info = next(info for info in infos if info is not None)
-            everywhere(self.comm, lambda: _check_data(config, info, infos))
+            everywhere(self.comm, lambda: _check_data(run.config, info, infos))
             return info, found
 
         return open_data

@@ -18,7 +18,7 @@ from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.exchange import is_parameter_file
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.index import read_index
-from mpips.checkpoint.place import CHECKPOINTS, CONFIG, LOCK, METRICS, claim, unwritable
+from mpips.checkpoint.place import CHECKPOINTS, CONFIG, DATA, LOCK, METRICS, claim, unwritable
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
@@ -157,7 +157,7 @@ def forget(out: Path) -> None:
     """Remove what a job has made that was refused before it saved anything."""
     if _was_saved(out):
         return
-    for name in (CONFIG, METRICS, LOCK):
+    for name in (CONFIG, DATA, METRICS, LOCK):
         (out / name).unlink(missing_ok=True)
     for folder in (out / CHECKPOINTS, out):
         if folder.is_dir() and not any(folder.iterdir()):
@@ -237,14 +237,14 @@ def _taken(out: Path) -> UserError:
 
 def _take_over(out: Path) -> bool:
     """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
-    left = {CONFIG, f"{CONFIG}.tmp", METRICS, CHECKPOINTS, LOCK}
+    left = {CONFIG, f"{CONFIG}.tmp", DATA, METRICS, CHECKPOINTS, LOCK}
     if not _is_file(out / CONFIG):
         return False
     try:
         if {path.name for path in out.iterdir()} - left or _has_begun(out):
             return False
         claim(out)
-        for name in (CONFIG, METRICS):
+        for name in (CONFIG, DATA, METRICS):
             (out / name).unlink(missing_ok=True)
     except OSError as problem:
         raise unwritable(out, problem) from None
@@ -262,7 +262,7 @@ def _has_begun(out: Path) -> bool:
 
 def _is_unused(out: Path) -> bool:
     """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
-    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp", LOCK}
+    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp", DATA, LOCK}
 
 
 def _fresh(out: Path) -> Path:

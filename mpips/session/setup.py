@@ -16,7 +16,7 @@ from mpips.cluster.start import Comm
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.delay import check_delays
-from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
+from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError
 from mpips.launch import signs
 from mpips.layout import Layout
@@ -25,10 +25,11 @@ from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
 from mpips.problems import Problem, load_problem
 from mpips.session import folder
+from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.loading import load_loops
 
-OpenData: TypeAlias = Callable[[Config, Cluster, bool], tuple[DataInfo, Dataset | None]]
+OpenData: TypeAlias = Callable[[Run, Cluster], tuple[DataInfo, Dataset | None]]
 MakeProblem: TypeAlias = Callable[[str, DataInfo, Config], Problem]
 
 
@@ -99,24 +100,6 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
     return roles
 
 
-def open_data(config: Config, ranks: Cluster, strict: bool) -> tuple[DataInfo, Dataset | None]:
-    """Open the data on workers; one of them looks at the targets for all. Collective: yes.
-
-    Returns:
-        What the data is, on every rank, and the data itself, on workers.
-
-    Raises:
-        Agreed: As `mpips.datasets.open_dataset`; with `strict` alone for odd labels.
-    """
-    comm, first = ranks.comm, ranks.roles.workers[0]
-    works = ranks.rank in ranks.roles.workers
-    parts = everywhere(comm, lambda: open_parts(config) if works else None)
-    looks = parts if ranks.rank == first else None
-    found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
-    info: DataInfo = broadcast(comm, found, first)
-    return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
-
-
 def make_job(
     found: Run,
     ranks: Cluster,
@@ -137,7 +120,7 @@ def make_job(
         Agreed: If anything about them is wrong, on every rank.
     """
     config, comm = found.config, ranks.comm
-    info, dataset = open_data(config, ranks, not (found.resumed or config.eval_only))
+    info, dataset = open_data(found, ranks)
     block = dataset.train.block(config.batch_size) if dataset else 0
     block = broadcast(comm, block, ranks.roles.workers[0])
     load_loops(ranks, config)

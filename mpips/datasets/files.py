@@ -1,0 +1,116 @@
+"""Datasets of many files: which files a pattern or a list names.
+
+``train-*.h5::x,y`` names the files that it matches, in the order of their names, and
+``a.h5,b-*.h5`` those of each part, in the order of the parts. Formats of two files a dataset take a
+pattern for each: ``x-*.npy,y-*.npy``.
+"""
+
+import glob
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpips.errors import UserError
+
+SHOWN = 3
+PAIRED = ("numpy_files.open_npy", "idx.open_idx")  # readers of formats of two files a dataset
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a dataset of many.
+
+    Attributes:
+        name: The pattern or list, as it was given.
+        paths: The files, each as its format's reader takes it: of two files, ``x.npy,y.npy``.
+        arrays: What stands behind ``::``.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    arrays: str
+
+    @property
+    def title(self) -> str:
+        """What messages call the whole of it."""
+        path = self.name.partition("::")[0]
+        return path if "," not in path else f"{self.paths[0]} and {len(self.paths) - 1} more files"
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path stands for those that it matches; one that exists is a file's own name."""
+    return glob.has_magic(path) and not os.path.exists(path)
+
+
+def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
+    """Return the files that `name` stands for, or None where it names one dataset by itself.
+
+    Args:
+        name: Patterns and paths, separated by commas, and perhaps ``::`` and names of arrays.
+        format_of: Returns the name of the reader of a file.
+
+    Raises:
+        UserError: If a pattern matches nothing, a file is named twice, or formats are mixed.
+    """
+    path, _, arrays = name.partition("::")
+    items = [os.path.expanduser(item) for item in path.split(",")]
+    patterns = any(map(is_pattern, items))
+    if not patterns and len(items) == 1:
+        return None
+    found = [matching(item) for item in items]
+    in_pairs = len(items) > 1 and format_of(found[0][0]) in PAIRED
+    if in_pairs and not patterns:
+        return None
+    paths = _pairs(items, found) if in_pairs else tuple(file for files in found for file in files)
+    if len(set(paths)) < len(paths):
+        twice = next(file for file in paths if paths.count(file) > 1)
+        got = f"dataset {path!r} names {twice} twice"
+        raise UserError(got, "each file once", "leave it out, or narrow the pattern")
+    for file in paths:
+        if format_of(file) != format_of(paths[0]):
+            got = f"dataset {path!r} names {file} beside {paths[0]}"
+            raise UserError(got, "files of one format", "narrow the pattern")
+    return Files(name, paths, arrays)
+
+
+def matching(item: str) -> list[str]:
+    """Return the files that a pattern matches, in the order of their names; of a path, itself.
+
+    Raises:
+        UserError: If there is none.
+    """
+    if not is_pattern(item):
+        return [item]
+    found = sorted(glob.glob(item, recursive=True))
+    if found:
+        return found
+    folder = Path(item).parent
+    if glob.has_magic(str(folder)) or not folder.is_dir():
+        known = f"under {os.getcwd()}" if not folder.is_absolute() else "there"
+        remedy = f"check the folder {folder}, or the pattern"
+    else:
+        known = f"in {folder.resolve()}"
+        remedy = _there(folder)
+    got = f"dataset pattern {item!r} matches no file {known}"
+    raise UserError(got, "at least one", remedy)
+
+
+def _there(folder: Path) -> str:
+    files = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    if not files:
+        return "the folder has no file"
+    many = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
+    return f"it has {', '.join(files[:SHOWN])}{many}"
+
+
+def _pairs(items: Sequence[str], found: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return a pair for each file of inputs, with the file of targets in the same place."""
+    if len(items) != 2:
+        got = f"dataset {','.join(items)!r} of {len(items)} parts"
+        remedy = "write it as x-*.npy,y-*.npy"
+        raise UserError(got, "a pattern for inputs and one for targets", remedy)
+    if len(found[0]) != len(found[1]):
+        got = f"{items[0]!r} matches {len(found[0])} files and {items[1]!r} {len(found[1])}"
+        raise UserError(got, "as many of each: they go together in the order of their names")
+    return tuple(f"{x},{y}" for x, y in zip(*found, strict=True))

@@ -1,0 +1,213 @@
+"""The index of a dataset of many files: what each holds, and how it is known again.
+
+Files are looked at once, as a run begins. A resumed run counts nothing: it compares each file's
+size, time and the sum of its head with those of the index, which lies in the run's folder.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path, PurePath
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from mpips.datasets.files import Files
+from mpips.datasets.table import ArrayInfo, Table, check_file
+from mpips.errors import UserError
+
+HEAD_BYTES = 1 << 16
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """How a file is known again: size, time of its last change (s), CRC-32 of its first 64 KB."""
+
+    size: int
+    time_s: int
+    head: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a file holds: its arrays, the factor of the inputs, the samples stored together."""
+
+    x: ArrayInfo
+    y: ArrayInfo
+    scale: float
+    chunk: int
+
+    @staticmethod
+    def of(table: Table) -> "Held":
+        """Return what an open file holds."""
+        return Held(table.x, table.y, table.scale, table.chunk)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one of many files.
+
+    Attributes:
+        path: As its format's reader takes it.
+        stamps: Of the file, or of the two.
+        held: What it holds; None where each worker reads the whole of it anyway.
+    """
+
+    path: str
+    stamps: tuple[Stamp, ...]
+    held: Held | None
+
+
+Index = dict[str, list[Entry]]  # by the option that names the data
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The files of a dataset, and what is known of each."""
+
+    files: Files
+    entries: Sequence[Entry]
+
+
+def count(path: str, open_table: Callable[[str], Table] | None) -> Entry:
+    """Look at a file, and read no sample of it.
+
+    Args:
+        path: The file, as its format's reader takes it.
+        open_table: Opens it; None where it is not to be opened.
+
+    Raises:
+        UserError: If it is missing, damaged or has no such arrays.
+    """
+    stamps = stamps_of(path)
+    if open_table is None:
+        return Entry(path, stamps, None)
+    table = open_table(path)
+    try:
+        return Entry(path, stamps, Held.of(table))
+    finally:
+        table.close()
+
+
+def stamps_of(path: str) -> tuple[Stamp, ...]:
+    """Return what a file, or two with a comma between them, are known by.
+
+    Raises:
+        UserError: If one is missing or cannot be read.
+    """
+    return tuple(_stamp(file) for file in path.split(","))
+
+
+def _stamp(path: str) -> Stamp:
+    check_file(path)
+    try:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            return Stamp(about.st_size, int(about.st_mtime), crc32(file.read(HEAD_BYTES)))
+    except OSError as problem:
+        got = f"data file {path} cannot be read ({problem.strerror})"
+        raise UserError(got, "a readable file") from None
+
+
+def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
+    """Check that a dataset has the files that it had, by their names and their order.
+
+    Raises:
+        UserError: If one has come or gone; it is named.
+    """
+    before, now = [_names(entry.path) for entry in kept], [_names(path) for path in files.paths]
+    if before == now:
+        return
+    come, gone = [n for n in now if n not in set(before)], [n for n in before if n not in set(now)]
+    what = "another order of files"
+    if come or gone:
+        what = f"{come[0]}, which is new" if come else f"no {gone[0]}"
+    got = f"dataset {files.name!r} of {len(now):,} files with {what}"
+    remedy = f"put the files back, or begin a new run with --init-from {index.parent}"
+    raise UserError(got, f"the {len(before):,} of the run that is resumed", remedy)
+
+
+def recognise(entry: Entry, path: str, index: Path) -> Entry:
+    """Return the entry of a file, which may have been moved, if it is the one that was counted.
+
+    Raises:
+        UserError: If it is missing, or its size, time or head is another.
+    """
+    names = path.split(",")
+    for name, before, now in zip(names, entry.stamps, stamps_of(path), strict=True):
+        if before == now:
+            continue
+        old, new = "the same first bytes", "others"
+        if before.size != now.size:
+            old, new = f"{before.size:,} bytes", f"{now.size:,} bytes"
+        elif before.time_s != now.time_s:
+            old, new = f"one of {_when(before.time_s)}", f"changed {_when(now.time_s)}"
+        got = f"{name} is not what it was when the run began: {new}"
+        remedy = (
+            f"put it back (its time, too: cp -p), begin a new run with --init-from {index.parent}, "
+            f"or remove {index} if all samples are the same in the same order"
+        )
+        raise UserError(got, old, remedy)
+    return replace(entry, path=path)
+
+
+def save(path: Path, index: Index) -> None:
+    """Write an index, whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    found = {option: [_plain(entry) for entry in entries] for option, entries in index.items()}
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps({"version": VERSION, "files": found}) + "\n")
+    os.replace(temporary, path)
+
+
+def load(path: Path) -> Index:
+    """Read what `save` has written; an empty index where there is no file.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']}")
+        return {option: [_entry(e) for e in entries] for option, entries in found["files"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        got = f"{path} cannot be read ({problem})"
+        remedy = "remove it: the files are counted again, and not compared with what they were"
+        raise UserError(got, "the index of the run's data", remedy) from None
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    plain = asdict(entry)
+    if entry.held is not None:
+        for array in (plain["held"]["x"], plain["held"]["y"]):
+            array["dtype"] = array["dtype"].str
+    return plain
+
+
+def _entry(plain: dict[str, Any]) -> Entry:
+    stamps, held = tuple(Stamp(**stamp) for stamp in plain["stamps"]), plain["held"]
+    if held is not None:
+        x, y = (
+            ArrayInfo(a["name"], tuple(a["shape"]), np.dtype(a["dtype"]))
+            for a in (held["x"], held["y"])
+        )
+        held = Held(x, y, held["scale"], held["chunk"])
+    return Entry(plain["path"], stamps, held)
+
+
+def _names(path: str) -> str:
+    return ",".join(PurePath(file).name for file in path.split(","))
+
+
+def _when(time_s: int) -> str:
+    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}"

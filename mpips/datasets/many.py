@@ -1,0 +1,154 @@
+"""Many files as one table: their samples stand one behind the other, in the order of the files.
+
+A sample's row is the number of samples in the files before its own, and its row there. Of HDF5
+files a few are open at a time, so that thousands cost neither handles nor memory; files of other
+formats are held in memory, as one would be.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from mpips.datasets.files import Files
+from mpips.datasets.index import Held
+from mpips.datasets.table import ArrayInfo, Table
+from mpips.errors import UserError
+
+OPEN_FILES = 16
+
+
+class ManyTable(Table):
+    """The samples of many files of one format.
+
+    Args:
+        files: The files.
+        held: What each of them holds.
+        open_table: Opens one, where they are not in memory.
+        tables: All of them, where they are.
+
+    Raises:
+        UserError: If a file's samples differ from those of the first one in shape, type or scale.
+
+    Threads may share it.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        held: Sequence[Held],
+        open_table: Callable[[str], Table] | None = None,
+        tables: Sequence[Table] = (),
+    ) -> None:
+        first = held[0]
+        for path, other in zip(files.paths[1:], held[1:], strict=True):
+            _match(first, files.paths[0], other, path)
+        self.in_memory = bool(tables)
+        self._paths = files.paths
+        self._open_table = open_table
+        self._starts = np.cumsum([0, *(each.x.shape[0] for each in held)])
+        self._chunk = first.chunk if all(each.chunk == first.chunk for each in held) else 1
+        self._open: OrderedDict[int, Table] = OrderedDict(enumerate(tables))
+        self._lock = threading.Lock()
+        n = int(self._starts[-1])
+        x, y = (
+            ArrayInfo(a.name if a.name == b.name else word, (n, *a.shape[1:]), _native(a.dtype))
+            for a, b, word in ((first.x, held[-1].x, "inputs"), (first.y, held[-1].y, "targets"))
+        )
+        super().__init__(files.title, x, y, first.scale)
+
+    @property
+    def chunk(self) -> int:
+        """Number of samples that the files store together, where all blocks can keep to that."""
+        return 1 if (self._starts[1:-1] % self._chunk).any() else self._chunk
+
+    def where(self, row: int) -> tuple[str, int]:
+        """Return the file of a row, and the row's number in it."""
+        number = self._number(row)
+        return self._paths[number], row - int(self._starts[number])
+
+    def read_x(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored inputs of rows ``[begin, end)``, from as many files as they are in."""
+        return self._read(begin, end, lambda table, first, last: table.read_x(first, last))
+
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the stored targets of rows ``[begin, end)``, from as many files."""
+        return self._read(begin, end, lambda table, first, last: table.read_y(first, last))
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return stored inputs and targets of `rows`: each file is asked once."""
+        x, y = (np.empty((len(rows), *a.shape[1:]), a.dtype) for a in (self.x, self.y))
+        numbers = np.searchsorted(self._starts, rows, "right") - 1
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            with self._lock:
+                x[here], y[here] = self._table(number).gather(rows[here] - self._starts[number])
+        return x, y
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        with self._lock:
+            while self._open and not self.in_memory:
+                self._open.popitem()[1].close()
+
+    def _read(
+        self, begin: int, end: int, read: Callable[[Table, int, int], np.ndarray]
+    ) -> np.ndarray:
+        found = []
+        for number, first, last in self._pieces(begin, end):
+            with self._lock:
+                found.append(read(self._table(number), first, last))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the files of some rows, with the first row there and the one behind the last."""
+        number = self._number(begin)
+        while begin < end:
+            start, stop = self._starts[number : number + 2].tolist()
+            yield number, begin - start, min(end, stop) - start
+            begin, number = stop, number + 1
+
+    def _number(self, row: int) -> int:
+        return int(np.searchsorted(self._starts, row, "right")) - 1
+
+    def _table(self, number: int) -> Table:
+        """Return a file, opened if need be in place of the one that was used longest ago."""
+        if number not in self._open:
+            while len(self._open) >= OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[number] = self._opened(number)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _opened(self, number: int) -> Table:
+        assert self._open_table is not None, "tables in memory are all open"
+        table = self._open_table(self._paths[number])
+        rows = int(self._starts[number + 1] - self._starts[number])
+        for mine, theirs in ((self.x, table.x), (self.y, table.y)):
+            shape = rows, *mine.shape[1:]
+            if (shape, mine.dtype) == (theirs.shape, _native(theirs.dtype)):
+                continue
+            table.close()
+            got = f"{table.path}: array {theirs.name!r} is of shape {theirs.shape}, {theirs.dtype}"
+            remedy = "it was changed while the job ran: put it back, and resume the run"
+            raise UserError(got, f"{shape}, {mine.dtype}, as it was counted", remedy)
+        return table
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    return dtype.newbyteorder("=")
+
+
+def _match(first: Held, first_path: str, other: Held, path: str) -> None:
+    """Make sure that two files hold samples of one shape and type."""
+    for mine, theirs in ((first.x, other.x), (first.y, other.y)):
+        kinds = [(a.shape[1:], _native(a.dtype)) for a in (theirs, mine)]
+        if kinds[0] != kinds[1]:
+            got, expected = (f"samples of shape {shape}, {dtype}" for shape, dtype in kinds)
+            what = f"{path}: array {theirs.name!r} has {got}"
+            remedy = "give files of one kind: convert it, or leave it out"
+            raise UserError(what, f"{expected}, as in {first_path}", remedy)
+    if first.scale != other.scale:
+        got = f"{path}: inputs of scale {other.scale:g}"
+        raise UserError(got, f"{first.scale:g}, as in {first_path}", "give files of one kind")

@@ -1,0 +1,90 @@
+"""The data of a run on every rank: files found by one, counted by all workers, opened by each."""
+
+from pathlib import Path
+
+from mpips.checkpoint.place import DATA, unwritable
+from mpips.cluster.agreement import everywhere, on_root
+from mpips.cluster.collectives import broadcast, gather_all
+from mpips.cluster.world import Cluster
+from mpips.datasets import (
+    Counted,
+    DataInfo,
+    Dataset,
+    Entry,
+    Files,
+    count_file,
+    describe,
+    find_many,
+    index,
+    make_dataset,
+    open_parts,
+)
+from mpips.session.folder import Run
+
+
+def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
+    """Open the data on workers; one of them looks at the targets for all. Collective: yes.
+
+    Files of a dataset of many are counted by the workers together, each a part of them. What they
+    found is kept in the run's folder; a run that is resumed compares the files with that.
+
+    Returns:
+        What the data is, on every rank, and the data itself, on workers.
+
+    Raises:
+        Agreed: As `mpips.datasets.open_dataset`; for odd labels in a run that begins alone. If a
+            run is resumed, and its files are others.
+    """
+    comm, config, first = ranks.comm, run.config, ranks.roles.workers[0]
+    works = ranks.rank in ranks.roles.workers
+    many = everywhere(comm, lambda: find_many(config) if ranks.rank == first else {})
+    counted = _count(run, ranks, broadcast(comm, many, first))
+    parts = everywhere(comm, lambda: open_parts(config, counted) if works else None)
+    looks = parts if ranks.rank == first else None
+    strict = not (run.resumed or config.eval_only)
+    found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
+    info: DataInfo = broadcast(comm, found, first)
+    return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
+
+
+def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counted]:
+    """Return what is known of the files of datasets of many, from the index or counted now."""
+    if not many:
+        return {}
+    comm, path = ranks.comm, run.out / DATA
+    compared = run.resumed and not run.config.eval_only
+    kept = on_root(comm, lambda: index.load(path) if compared else {})
+    workers = ranks.roles.workers
+    mine = workers.index(ranks.rank) if ranks.rank in workers else None
+
+    def look() -> index.Index:
+        shares = many if mine is not None else {}
+        return {
+            k: _look(f, kept.get(k, []), path, mine or 0, len(workers)) for k, f in shares.items()
+        }
+
+    looked = gather_all(comm, everywhere(comm, look))
+    parts = [looked[rank] for rank in workers]
+    found = {
+        option: [parts[k % len(parts)][option][k // len(parts)] for k in range(len(files.paths))]
+        for option, files in many.items()
+    }
+    if not (run.config.eval_only or kept.keys() >= many.keys()):
+        on_root(comm, lambda: _save(path, found))
+    return {option: Counted(files, found[option]) for option, files in many.items()}
+
+
+def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) -> list[Entry]:
+    """Look at a worker's part of the files: every file whose number is `mine`, modulo `workers`."""
+    if not kept:
+        return [count_file(files, file) for file in files.paths[mine::workers]]
+    index.check_names(kept, files, path)
+    pairs = zip(kept[mine::workers], files.paths[mine::workers], strict=True)
+    return [index.recognise(entry, file, path) for entry, file in pairs]
+
+
+def _save(path: Path, found: index.Index) -> None:
+    try:
+        index.save(path, found)
+    except OSError as problem:
+        raise unwritable(path.parent, problem) from None
