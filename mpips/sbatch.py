@@ -20,6 +20,7 @@ from mpips.config import OPTIONS, Config
 from mpips.config.arguments import Parser
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
+from mpips.datasets.files import is_pattern, matching
 from mpips.errors import UserError, answer
 from mpips.launch.batch import Request, script
 from mpips.launch.sweep import read_row, read_table, rows_to_run
@@ -125,10 +126,10 @@ def _scratch(folder: str | None, config: Config) -> tuple[tuple[str, ...], list[
     moved: list[str] = []
     for option in ("dataset", "test_dataset"):
         names, colons, arrays = str(getattr(config, option)).partition("::")
-        paths = [os.path.abspath(name) for name in names.split(",") if name and Path(name).exists()]
-        if paths:
-            copied += paths
-            there = ",".join(f"{folder.rstrip('/')}{path}" for path in paths)
+        named = [name for name in names.split(",") if is_pattern(name) or Path(name).exists()]
+        if names and named:
+            copied += [os.path.abspath(path) for name in named for path in matching(name)]
+            there = ",".join(f"{folder.rstrip('/')}{os.path.abspath(name)}" for name in named)
             moved += [OPTIONS[option].flag, there + colons + arrays]
     return (folder.rstrip("/"), *copied), moved
 

@@ -190,11 +190,12 @@ class Config:
 
     dataset: str = setting(
         "data", "digits",
-        "digits, spirals, or a file: .h5[::x,y], .npz, x.npy,y.npy, IDX (.gz), .svm",
+        "digits, spirals, a file, or many ('train-*.h5'): .h5[::x,y], .npz, x.npy,y.npy, IDX "
+        "(.gz), .svm",
         metavar="NAME_OR_PATH",
     )  # fmt: skip
     test_dataset: str = setting(
-        "data", "", "held-out samples in a file of their own", metavar="PATH",
+        "data", "", "held-out samples in a file of their own, or in many", metavar="PATH",
         unset="a part of --dataset",
     )  # fmt: skip
     test_fraction: float = setting("data", 0.2, "part of --dataset that is held out", "in (0, 1)")

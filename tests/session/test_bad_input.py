@@ -52,6 +52,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         with h5py.File(folder / name, "w") as file:
             file["x"], file["y"] = inputs, labels
+    for number in range(12):
+        path = folder / f"part-{number:02d}.h5"
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = x[:, : 2 if number == 9 else 3], y
     whole = (folder / "good.h5").read_bytes()
     (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])
     (folder / "empty.h5").write_bytes(b"")
@@ -186,6 +190,9 @@ REFUSALS = {
     "--dataset {data}/unequal.npz": "unequal.npz: array 'x' has 60 samples and 'y' has 59",
     "--dataset {data}/good.npz --test-dataset digits": "samples of shape .*, expected",
     "--classes 5": "sample 5 has label 5, expected whole numbers from 0 to 4",
+    "--dataset {data}/part-*.h5": r"part-09.h5: array 'x' has samples of shape \(2,\), f",
+    "--dataset {data}/truncated.h5,{data}/good.h5": "truncated.h5 cannot be read .*, expected",
+    "--dataset {data}/prat-*.h5::x,y": "pattern .*/prat-.* matches no file in .*, expected at",
     "--dataset {data}/nan.npz": r"'x', sample 17, element \(1,\) is nan in float32, expected fin",
     "--dataset {data}/infinite-targets.npz": "array 'y', sample .* is inf .*, expected finite",
     "--dataset {data}/infinite-targets.npz --problem softmax": "array 'y', .* is inf",

@@ -133,6 +133,12 @@ def test_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = f"/scratch/ada{tmp_path}"
     assert text.endswith(f" --dataset {there}/x.npy,{there}/y.npy\n")
     assert text.count("--test-dataset") == 0
+    for name in ("x", "y"):
+        np.save(tmp_path / f"{name}-2.npy", np.load(f"{name}.npy"))
+    # A pattern is kept, and its files are copied.
+    text = sbatch.write([*options, "--dataset", "x*.npy,[y-z]*.npy", "--scratch", "/s"])
+    assert f"{tmp_path}/x-2.npy {tmp_path}/x.npy {tmp_path}/y-2.npy {tmp_path}/y.npy\n" in text
+    assert text.endswith(f" --dataset '/s{tmp_path}/x*.npy,/s{tmp_path}/[y-z]*.npy'\n")
     assert f"\nscratch /s {copied}".rstrip() + "\ntrain\n" in sbatch.write(["--scratch", "/s"])
     with pytest.raises(UserError, match="--scratch tmp, expected an absolute path"):
         sbatch.write(["--scratch", "tmp"])

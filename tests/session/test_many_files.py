@@ -1,0 +1,145 @@
+"""Jobs over many files: exact through stops and kills, quick to start, and checked on resume."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from launch import train
+from runs import (
+    COUNT,
+    COUNTING,
+    ENDLESS,
+    SAVED,
+    Plan,
+    assert_counts,
+    final,
+    is_whole,
+    kill_once,
+    newest,
+    summary,
+)
+
+from mpips.checkpoint import list_checkpoints
+from mpips.config import Config
+from mpips.datasets.order import Order
+
+pytestmark = pytest.mark.launch
+
+RECORDING = str(Path(__file__).parent.parent / "problems" / "recording.py")
+FILES, EPOCHS = 40, 20
+WIDE = 1 << 14  # features: a block holds 64 samples
+LIMIT_S = 90.0
+
+
+def write_uneven(folder: Path) -> int:
+    """Write 40 files of 1 to 12 samples, which take no space; returns the number of samples."""
+    sizes = np.random.default_rng(0).integers(1, 13, FILES).tolist()
+    for k, size in enumerate(sizes):
+        with h5py.File(folder / f"train-{k:02d}.h5", "w") as file:
+            file.create_dataset("x", (size, WIDE), "f4", chunks=(1, WIDE))
+            file["y"] = np.arange(size, dtype="f4")
+    np.savez(folder / "test.npz", x=np.zeros((4, WIDE), "f4"), y=np.zeros(4, "f4"))
+    return sum(sizes)
+
+
+def counting(kind: str) -> list[str]:
+    data = ["--dataset", "train-*.h5", "--test-dataset", "test.npz", "--batch-size", "8"]
+    return ["--problem", f"{COUNTING}:{kind}", *data, *COUNT]
+
+
+# Ranks and options of the parts of one run; all but the last are stopped at a random step.
+PARTS = (
+    (4, "--servers 1"), (6, "--servers 2 --node-size 2"), (3, "--servers 2"),
+    (5, "--servers 1 --mode ssp --staleness-bound 1"), (4, "--servers 2"),
+)  # fmt: skip
+
+
+def test_stops_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    n, plan = write_uneven(tmp_path), Plan(tmp_path)
+    words = [*counting("StoppingCounting"), "--checkpoint-every", "4steps"]
+    for k, (ranks, text) in enumerate(PARTS):
+        last = k + 1 == len(PARTS)
+        more = ["--epochs", str(EPOCHS if last else ENDLESS), *["--resume"] * (k > 0)]
+        plan.add("stops", ranks, [*words, *text.split(), *more], 0 if last else SAVED)
+    plan.run(LIMIT_S)
+    out = plan.out("stops")
+    assert_counts(final(out), n, EPOCHS)
+    assert 0 < newest(out).state["block"] < n / 3
+    entries = json.loads((out / "data.json").read_text())["files"]["dataset"]
+    assert sum(entry["held"]["x"]["shape"][0] for entry in entries) == n
+    assert summary(out)["resumed_from"]
+
+    os.utime(tmp_path / "train-07.h5", (10**9, 10**9))
+    more = [*words, "--out", str(out), "--resume", "--epochs", str(EPOCHS + 1)]
+    done = train(3, *more, cwd=tmp_path, timeout_s=LIMIT_S).check(2)
+    (told,) = (line for line in done.output.splitlines() if line.startswith("mpips: "))
+    assert "train-07.h5 is not what it was when the run began: changed 2001-09-09" in told
+    assert "put it back" in told
+    (out / "data.json").unlink()  # as it says
+    train(3, *more, cwd=tmp_path, timeout_s=LIMIT_S).check()
+    assert_counts(final(out), n, EPOCHS + 1)
+    assert (out / "data.json").is_file()
+
+
+@pytest.mark.long
+def test_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    n, out, chance = write_uneven(tmp_path), tmp_path / "out", random.Random(1)
+    common = [*counting("SlowCounting"), "--checkpoint-every", "5steps", "--quiet"]
+    common += ["--hidden", "100000", "--out", str(out), "--resume", "auto"]
+    for when in ("training", "start", "write"):
+        ranks = chance.randint(3, 5)
+        kill_once(out, ranks, [*common, "--servers", "1", "--epochs", str(ENDLESS)], when)
+        if any(map(is_whole, list_checkpoints(out))):
+            assert_counts(newest(out), n)
+    epochs = newest(out).state["handout"]["cursor"][0] + 1
+    train(4, *common, "--servers", "2", "--epochs", str(epochs), cwd=tmp_path).check()
+    assert_counts(final(out), n, epochs)
+
+
+SAMPLES, MANY, STEPS, BATCH = 2_000_000_000, 1000, 6, 64
+
+
+def declare(path: Path, n: int) -> None:
+    """Write a file of `n` samples that takes no space: they are zeros that nobody has written."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (n, 4), "f4", chunks=(1 << 16, 4))
+        file.create_dataset("y", (n,), "f4", chunks=(1 << 16,))
+
+
+def recorded(out: Path) -> tuple[np.ndarray, int]:
+    """Return the samples that the ranks of a run were given, and the memory of the largest, kB."""
+    ids = [np.frombuffer(path.read_bytes(), "i8") for path in out.parent.glob(f"{out.name}.*.ids")]
+    memory = [int(path.read_text()) for path in out.parent.glob(f"{out.name}.*.memory")]
+    return np.concatenate(ids), max(memory)
+
+
+@pytest.mark.long
+def test_two_thousand_million_samples_in_a_thousand_files(tmp_path: Path) -> None:
+    """They cost neither a slow start nor memory, and a resume in the middle is exact."""
+    for k in range(MANY):
+        declare(tmp_path / f"part-{k:04d}.h5", SAMPLES // MANY)
+    declare(tmp_path / "whole.h5", SAMPLES)
+    np.savez(tmp_path / "test.npz", x=np.zeros((4, 4), "f4"), y=np.zeros(4, "f4"))
+    words = ["--problem", f"{RECORDING}:Recording", "--test-dataset", "test.npz", "--mode", "sync"]
+    words += ["--batch-size", str(BATCH), "--quiet"]
+    started, memory = {}, {}
+    for name in ("whole", "part-*"):
+        out = tmp_path / f"run-{name[:4]}"
+        given = ["--dataset", f"{name}.h5", "--out", str(out), *words]
+        train(2, *given, "--steps", str(STEPS), cwd=tmp_path).check()
+        more = ["--steps", str(2 * STEPS), "--resume"]
+        train(2, *given, *more, cwd=tmp_path).check()
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        started[name] = [line["time_s"] for line in lines if line["kind"] == "start"]
+        ids, memory[name] = recorded(out)
+        order = Order(SAMPLES, BATCH, newest(out).state["block"], Config().seed)
+        expected = order.sample_ids(0, 0, 2 * STEPS * 2 * BATCH)
+        np.testing.assert_array_equal(np.sort(ids), np.sort(expected))
+    print(started, memory)
+    for whole, many in zip(started["whole"], started["part-*"], strict=True):
+        assert many < max(10, 2 * whole + 10), started  # the machine may be busy
+    assert memory["part-*"] < memory["whole"] + 100_000, memory
