@@ -207,6 +207,10 @@ class Config:
         "all of them, in the memory of one", ">= 1",
     )  # fmt: skip
     shuffle: bool = setting("data", True, "a new order of the samples in each epoch")
+    data_cache: str = setting(
+        "data", "", "folder on each node's own disk: HDF5 files are copied there while they are "
+        "read, and then read there", metavar="DIR", unset="none",
+    )  # fmt: skip
 
     optimizer: str = setting(
         "optimisation", "adam", "update rule", legal=OPTIMIZERS, metavar="NAME"

@@ -98,9 +98,16 @@ def find_many(config: "Config") -> dict[str, Files]:
     Raises:
         UserError: As `open_dataset`, for what no file matches.
     """
-    names = {option: getattr(config, option) for option in ("dataset", "test_dataset")}
-    found = {option: find_files(name, _format) for option, name in names.items() if name}
-    return {option: files for option, files in found.items() if files is not None}
+    found = {}
+    for option in ("dataset", "test_dataset"):
+        name = getattr(config, option)
+        files = find_files(name, _format) if name else None
+        if files is None and config.data_cache and _format(name.partition("::")[0]) == HDF5:
+            path, _, arrays = name.partition("::")
+            files = Files(name, (os.path.expanduser(path),), arrays)
+        if files is not None:
+            found[option] = files
+    return found
 
 
 def count_file(files: Files, path: str) -> Entry:
@@ -113,12 +120,16 @@ def count_file(files: Files, path: str) -> Entry:
     return count(path, _opener(files, reader) if reader == HDF5 else None)
 
 
-def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -> Parts:
+def open_parts(
+    config: "Config", counted: Mapping[str, Counted] | None = None, copies: bool | None = None
+) -> Parts:
     """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
 
     Args:
         config: As for `open_dataset`.
         counted: The data of many files by option; None to find and to count them here.
+        copies: Whether this process makes the copies of `config.data_cache`, which it reads; None
+            to leave them alone.
 
     Raises:
         UserError: As `open_dataset`.
@@ -129,9 +140,21 @@ def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -
             for option, files in find_many(config).items()
         }
     with ExitStack() as opened:
-        train, test = _open_tables(config.dataset, counted.get("dataset"), opened)
+
+        def tables(option: str) -> tuple[Table, Table | None]:
+            if option not in counted:
+                return _open_tables(getattr(config, option), opened)
+            cache = None if copies is None else (config.data_cache, copies)
+            many = _open_many(counted[option], cache)
+            opened.callback(many.close)
+            return many, None
+
+        train, test = tables("dataset")
         if config.test_dataset:
-            test, _ = _open_tables(config.test_dataset, counted.get("test_dataset"), opened)
+            test, _ = tables("test_dataset")
+        if config.data_cache and train.in_memory:
+            got = f"data_cache {config.data_cache!r} with data that is held in memory"
+            raise UserError(got, "HDF5 files", "leave out --data-cache")
         if test is not None:
             train.match(test)
             parts = Parts(train, range(train.n), test, range(test.n))
@@ -190,14 +213,8 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
     return Dataset(info, train, test)
 
 
-def _open_tables(
-    name: str, counted: Counted | None, opened: ExitStack
-) -> tuple[Table, Table | None]:
-    """Open a dataset's files or, of a folder with MNIST's files, both of its parts."""
-    if counted is not None:
-        many = _open_many(counted)
-        opened.callback(many.close)
-        return many, None
+def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
+    """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
     name = os.path.expanduser(name)
     is_folder = name not in BUILT_IN and os.path.isdir(name)
     paths = _reader("idx.find_mnist")(name) if is_folder else (name,)
@@ -208,7 +225,8 @@ def _open_tables(
     return tables[0], tables[1] if len(tables) > 1 else None
 
 
-def _open_many(counted: Counted) -> Table:
+def _open_many(counted: Counted, cache: tuple[str, bool] | None) -> Table:
+    """Open many files; with the folder of a cache, and whether this process fills it, if any."""
     files = counted.files
     reader = _format(files.paths[0])
     if reader == LIBSVM:
@@ -216,7 +234,8 @@ def _open_many(counted: Counted) -> Table:
     make = _reader("many.ManyTable")
     held = [entry.held for entry in counted.entries if entry.held is not None]
     if held:
-        return make(files, held, _opener(files, "hdf5.open_hdf5_of_many"))
+        copies = _reader("local.Copies")(cache[0], files.paths, cache[1]) if cache else None
+        return make(files, held, _opener(files, "hdf5.open_hdf5_of_many"), copies=copies)
     tables = [_opener(files, reader)(path) for path in files.paths]
     return make(files, [Held.of(table) for table in tables], tables=tables)
 

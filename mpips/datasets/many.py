@@ -13,6 +13,7 @@ import numpy as np
 
 from mpips.datasets.files import Files
 from mpips.datasets.index import Held
+from mpips.datasets.local import Copies
 from mpips.datasets.table import ArrayInfo, Table
 from mpips.errors import UserError
 
@@ -27,6 +28,7 @@ class ManyTable(Table):
         held: What each of them holds.
         open_table: Opens one, where they are not in memory.
         tables: All of them, where they are.
+        copies: Those of them that may be read in their place.
 
     Raises:
         UserError: If a file's samples differ from those of the first one in shape, type or scale.
@@ -40,13 +42,14 @@ class ManyTable(Table):
         held: Sequence[Held],
         open_table: Callable[[str], Table] | None = None,
         tables: Sequence[Table] = (),
+        copies: Copies | None = None,
     ) -> None:
         first = held[0]
         for path, other in zip(files.paths[1:], held[1:], strict=True):
             _match(first, files.paths[0], other, path)
         self.in_memory = bool(tables)
         self._paths = files.paths
-        self._open_table = open_table
+        self._open_table, self._copies = open_table, copies
         self._starts = np.cumsum([0, *(each.x.shape[0] for each in held)])
         self._chunk = first.chunk if all(each.chunk == first.chunk for each in held) else 1
         self._open: OrderedDict[int, Table] = OrderedDict(enumerate(tables))
@@ -87,7 +90,9 @@ class ManyTable(Table):
         return x, y
 
     def close(self) -> None:
-        """Close the files that are open."""
+        """Close the files that are open, and make no more copies."""
+        if self._copies is not None:
+            self._copies.close()
         with self._lock:
             while self._open and not self.in_memory:
                 self._open.popitem()[1].close()
@@ -114,16 +119,21 @@ class ManyTable(Table):
 
     def _table(self, number: int) -> Table:
         """Return a file, opened if need be in place of the one that was used longest ago."""
+        path = self._paths[number]
+        if self._copies is not None:
+            path = self._copies.best(path)
+            if number in self._open and self._open[number].path != path:
+                self._open.pop(number).close()
         if number not in self._open:
             while len(self._open) >= OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[number] = self._opened(number)
+            self._open[number] = self._opened(number, path)
         self._open.move_to_end(number)
         return self._open[number]
 
-    def _opened(self, number: int) -> Table:
+    def _opened(self, number: int, path: str) -> Table:
         assert self._open_table is not None, "tables in memory are all open"
-        table = self._open_table(self._paths[number])
+        table = self._open_table(path)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):
             shape = rows, *mine.shape[1:]

@@ -26,6 +26,7 @@ from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
 from mpips.errors import UserError
 
+STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", LOCK}  # what is written before CONFIG
 LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
@@ -237,7 +238,7 @@ def _taken(out: Path) -> UserError:
 
 def _take_over(out: Path) -> bool:
     """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
-    left = {CONFIG, f"{CONFIG}.tmp", DATA, METRICS, CHECKPOINTS, LOCK}
+    left = {CONFIG, METRICS, CHECKPOINTS, *STARTING}
     if not _is_file(out / CONFIG):
         return False
     try:
@@ -262,7 +263,7 @@ def _has_begun(out: Path) -> bool:
 
 def _is_unused(out: Path) -> bool:
     """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
-    return out.is_dir() and {path.name for path in out.iterdir()} <= {f"{CONFIG}.tmp", DATA, LOCK}
+    return out.is_dir() and {path.name for path in out.iterdir()} <= STARTING
 
 
 def _fresh(out: Path) -> Path:

@@ -44,7 +44,12 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
+    for name in ("data.json", "data.json.tmp"):  # of a job that was killed as it counted
+        folder.find_run(parse_command_line(["--out", str(out)]))
+        release()
+        (out / name).write_text("{}")
     folder.find_run(parse_command_line(["--out", str(out)]))
+    (out / "data.json.tmp").unlink()
     folder.forget(out)
     assert not out.exists()
 
