@@ -69,7 +69,11 @@ class Hdf5Table(Table):
         self._file.close()
 
     def _read(self, array: Any, rows: slice | np.ndarray) -> np.ndarray:
-        with reading(self.path, FORMAT):
+        if isinstance(rows, slice):
+            where = f"samples {rows.start} to {rows.stop - 1}"
+        else:
+            where = f"some of samples {rows[0]} to {rows[-1]}"
+        with reading(f"{self.path}: {array.name}, {where}", FORMAT):
             return array[rows]
 
 

@@ -730,7 +730,7 @@ def test_damage_found_while_reading(tmp_path: Path) -> None:
     data[middle : middle + 64] = bytes(64)
     path.write_bytes(data)
     source = opened(path).train
-    with pytest.raises(UserError, match=r"a\.h5 cannot be read"):
+    with pytest.raises(UserError, match=r"a\.h5: /x, samples 0 to 6 cannot be read"):
         everything(source)
 
 

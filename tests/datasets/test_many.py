@@ -235,6 +235,21 @@ def test_a_bad_number_is_named_by_its_file_and_row(tmp_path: Path, kind: str) ->
         everything(data.train)
 
 
+def test_samples_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """Damage amid a file is seen when it is read, by the filter that a chunk went through."""
+    name = write_many(tmp_path, "h5")
+    x, y = parts(*values())[3]
+    path = write_h5(tmp_path / "3.h5", x, y, chunks=(4, 3), compression="gzip")
+    with h5py.File(path) as file:
+        offset = file["x"].id.get_chunk_info(1).byte_offset
+    with path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"\xff" * 8)
+    told = rf"{tmp_path}/3.h5: /x, samples 4 to 5 cannot be read \(.*\), expected a whole HDF5 file"
+    with opened(name, test_fraction=0) as data, pytest.raises(UserError, match=told):
+        data.train.table.read_x(42, 44)
+
+
 def test_a_bad_line_of_text_is_named(tmp_path: Path) -> None:
     name = write_many(tmp_path, "svm")
     with (tmp_path / "3.svm").open("a") as file:
