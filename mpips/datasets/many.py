@@ -17,7 +17,7 @@ from mpips.datasets.local import Copies
 from mpips.datasets.table import ArrayInfo, Table
 from mpips.errors import UserError
 
-OPEN_FILES = 16
+OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; to open one takes as long as to read some MB
 
 
 class ManyTable(Table):
