@@ -9,11 +9,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Sequence
 
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 SPARE = 0.1  # of the disk is left free
 PIECE = 8 << 20
@@ -73,7 +72,7 @@ class Copies:
                     self._make(path)
         except OSError as problem:  # no job fails for it: the files are where they were
             why = f"{problem.strerror}: {problem.filename or self._folder}"
-            print(f"mpips: --data-cache ends ({why}), files are read directly", file=sys.stderr)
+            complain(f"--data-cache ends ({why}), files are read directly")
 
     def _has_room(self, path: str) -> bool:
         disk = shutil.disk_usage(self._folder)
