@@ -5,6 +5,7 @@ hang, until the run is complete or would get no further.
 """
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips.config.arguments import Parser
-from mpips.config.command_line import parse_command_line
+from mpips.config.command_line import load, parse_command_line
 from mpips.errors import UserError, complain
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="start it again at most so often [default: 5]")  # fmt: skip
     add("--timeout", type=float, default=300.0, metavar="S",
         help="end a job that has done nothing for so many seconds: longer than a start, a step or "
-        "an evaluation takes [default: 300]")  # fmt: skip
+        "an evaluation takes; 0 leaves that to the ranks, by mpips.train's --timeout "
+        "[default: 300]")  # fmt: skip
     add("--ft", action="store_true", help="have Open MPI go on when workers of a program's run "
         "die, as it does with mpips.train in modes async and ssp")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
@@ -80,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
         launcher = shlex.split(args.mpirun)
         crew = _crew(args, launcher)
         ranks = crew.ranks if crew is not None else args.ranks
-        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew, args.ft)
+        runs = _begins_run(words)
+        order = Order(ranks, words, launcher, args.restarts, args.timeout, crew, args.ft, runs)
         check(order)
         return supervise(order)
     except UserError as error:
@@ -98,8 +101,8 @@ def check(order: "Order") -> None:
         raise UserError(f"-n {order.ranks}", "an integer >= 1")
     if order.restarts < 0:
         raise UserError(f"--restarts {order.restarts}", "an integer >= 0")
-    if not 1 <= order.timeout_s < 1e9:
-        raise UserError(f"--timeout {order.timeout_s:g}", "seconds >= 1")
+    if order.timeout_s and not 1 <= order.timeout_s < 1e9:
+        raise UserError(f"--timeout {order.timeout_s:g}", "seconds >= 1, or 0")
     if order.launcher and shutil.which(order.launcher[0]) is None:
         got = f"--mpirun {order.launcher[0]!r}"
         raise UserError(got, "a program on PATH", "load its module")
@@ -108,7 +111,8 @@ def check(order: "Order") -> None:
         got, remedy = "--ft without a program", "leave it out: the mode says it for mpips.train"
         raise UserError(got, "a program that calls mpips.run", remedy)
     if not order.is_program:
-        _check_job(words)
+        if order.begins_run:
+            _check_job(words)
     elif words[0] != "-m" and not Path(words[0]).is_file():
         raise UserError(f"no program {words[0]}", "a file", "give its path from this folder")
 
@@ -143,14 +147,31 @@ def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
     return Crew(hosts, ranks, least, remote, slurm)
 
 
+def _begins_run(words: Sequence[str]) -> bool:
+    """Whether there is a run to watch over: not in an evaluation, in an explanation, in a doctor's.
+
+    Raises:
+        UserError: If an option is illegal.
+    """
+    if list(words[:2]) == ["-m", "mpips.doctor"]:
+        return False
+    if not words or words[0] == "-m" or words[0].endswith(".py"):
+        return True
+    line = parse_command_line(words)
+    if line.flags:
+        return line.flags != {"explain"}
+    with contextlib.suppress(UserError):  # the ranks say what is wrong
+        return not load(words).eval_only
+    return True
+
+
 def _check_job(words: Sequence[str]) -> None:
     """Check that options are those of a run.
 
     Raises:
-        UserError: If one is illegal, or asks for something else than a run.
+        UserError: If one is illegal, or asks for something that takes no ranks.
     """
-    line = parse_command_line(words)
-    asked = [*sorted(line.flags), *(["eval_only"] if line.options.get("eval_only") else [])]
+    asked = sorted(parse_command_line(words).flags)
     if asked:
         flag = "--" + asked[0].replace("_", "-")
         raise UserError(f"{flag} starts no run", "options of a run", f"give {flag} to mpips.train")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpips.errors import UserError
-from mpips.launch.mpirun import is_open_mpi
+from mpips.launch.mpirun import PART, is_open_mpi
 
 SLURM = "slurm"  # for hosts: those of the allocation
 SCONTROL_S = 60.0
@@ -23,10 +23,12 @@ class Host(NamedTuple):
     Attributes:
         name: By which it is reached.
         ranks: At least 1; 0 where that is not said.
+        component: Of a heterogeneous job of SLURM, from 0; -1 elsewhere.
     """
 
     name: str
     ranks: int
+    component: int = -1
 
     def __str__(self) -> str:
         return f"{self.name}:{self.ranks}"
@@ -50,12 +52,12 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
         found = [_host(word, text) for word in _words(text)]
     if not found:
         raise UserError(f"--hosts {text!r} without a host", FORM)
-    named = dict.fromkeys(host.name for host in found)
+    named = dict.fromkeys((host.name, host.component) for host in found)
     numbers = {host.ranks > 0 for host in found}
     if len(numbers) > 1:
         raise UserError(f"--hosts {text} with numbers on some", "a number on each, or on none")
     if numbers == {True}:  # a host that is named twice has both
-        counts = {name: sum(h.ranks for h in found if h.name == name) for name in named}
+        counts = {one: sum(h.ranks for h in found if (h.name, h.component) == one) for one in named}
     elif ranks is None:
         raise UserError(f"--hosts {text} without numbers of ranks", FORM, "or give -n")
     else:
@@ -63,7 +65,7 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
     total = sum(counts.values())
     if ranks is not None and ranks > total:
         raise UserError(f"-n {ranks} on hosts of {total} ranks", f"-n <= {total}")
-    return tuple(Host(*item) for item in counts.items())
+    return tuple(Host(name, count, component) for (name, component), count in counts.items())
 
 
 def _words(text: str) -> list[str]:
@@ -87,12 +89,24 @@ def _host(word: str, text: str) -> Host:
 
 
 def _allocation(variables: Mapping[str, str]) -> list[Host]:
-    """Return the nodes of this process's allocation by SLURM, with the tasks of each."""
-    nodes = variables.get("SLURM_JOB_NODELIST")
-    tasks = variables.get("SLURM_TASKS_PER_NODE", "")
-    if nodes is None:
+    """Return the nodes of this process's allocation by SLURM, with the tasks of each.
+
+    Those of a heterogeneous job are of all its components, one after the other.
+    """
+    if "SLURM_JOB_NODELIST" not in variables:
         raise UserError("--hosts slurm outside a job", "an allocation", "by salloc or sbatch")
-    command = ["scontrol", "show", "hostnames", nodes]
+    components = range(int(variables.get("SLURM_HET_SIZE", "0")))
+    if not components:
+        return _nodes(variables, -1)
+    return [host for component in components for host in _nodes(variables, component)]
+
+
+def _nodes(variables: Mapping[str, str], component: int) -> list[Host]:
+    """Return the nodes of a component, or if it is -1 of a job that has none."""
+    group = _of_group(component)
+    name = f"SLURM_TASKS_PER_NODE{group}"
+    tasks = variables.get(name, "")
+    command = ["scontrol", "show", "hostnames", variables.get(f"SLURM_JOB_NODELIST{group}", "")]
     try:
         told = subprocess.check_output(command, text=True, timeout=SCONTROL_S).split()
     except (OSError, subprocess.SubprocessError) as problem:
@@ -100,8 +114,13 @@ def _allocation(variables: Mapping[str, str]) -> list[Host]:
     found = TASKS.finditer(tasks)
     counts = [int(each["tasks"]) for each in found for _ in range(int(each["nodes"] or 1))]
     if len(counts) != len(told):
-        raise UserError(f"SLURM_TASKS_PER_NODE {tasks!r} of {len(told)} nodes", "tasks of each")
-    return list(map(Host, told, counts))
+        raise UserError(f"{name} {tasks!r} of {len(told)} nodes", "tasks of each")
+    return [Host(node, count, component) for node, count in zip(told, counts, strict=True)]
+
+
+def _of_group(component: int) -> str:
+    """Return how SLURM's variables of a component end."""
+    return f"_HET_GROUP_{component}" if component >= 0 else ""
 
 
 def placed(hosts: Iterable[Host], ranks: int) -> list[Host]:
@@ -111,25 +130,25 @@ def placed(hosts: Iterable[Host], ranks: int) -> list[Host]:
         count = min(host.ranks, ranks)
         ranks -= count
         if count:
-            found.append(Host(host.name, count))
+            found.append(host._replace(ranks=count))
     return found
 
 
-def launcher_words(hosts: Sequence[Host], agent: Path, program: str) -> list[str]:
-    """Return what a launcher is told of its hosts.
+def launcher_words(launcher: Sequence[str], hosts: Sequence[Host], agent: Path) -> list[str]:
+    """Return a launcher and its options, with those by which it is told of its hosts.
 
     Args:
+        launcher: MPICH's or Open MPI's mpirun, or srun, with its options.
         hosts: With the ranks of each.
         agent: A program that runs a command on a host, called as ssh is.
-        program: MPICH's or Open MPI's mpirun, or srun.
     """
+    program = launcher[0]
     names = ",".join(map(str, hosts))
     if is_srun(program):
-        each = ",".join(host.name for host in hosts for _ in range(host.ranks))
-        where = [f"--nodes={len(hosts)}", f"--nodelist={each}", "--distribution=arbitrary"]
-        return [*where, "--overlap"]  # a step with a node that has failed may hold its resources
+        return _srun_words(launcher, hosts)
     if not is_open_mpi(program):
-        return ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", names]
+        agent_words = ["-launcher", "ssh", "-launcher-exec", str(agent)]
+        return [*launcher, *agent_words, "-hosts", names]
     options = {
         "plm": "ssh",
         "plm_ssh_agent": str(agent),
@@ -138,7 +157,52 @@ def launcher_words(hosts: Sequence[Host], agent: Path, program: str) -> list[str
     }
     words = [word for name, value in options.items() for word in ("--prtemca", name, value)]
     words += ["--leave-session-attached"]  # srun ends what it leaves behind
-    return [*words, "-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED", "--host", names]
+    return [*launcher, *words, "-x", "PYTHONPATH", "-x", "PYTHONUNBUFFERED", "--host", names]
+
+
+def _srun_words(launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
+    """Return what srun is called with; a part for each component of a heterogeneous job."""
+    program, *options = launcher
+    found: list[str] = []
+    components = dict.fromkeys(host.component for host in hosts)
+    for component in components:
+        some = [host for host in hosts if host.component == component]
+        ranks = sum(host.ranks for host in some)
+        group = _of_group(component)
+        cores = os.environ.get(f"SLURM_CPUS_PER_TASK{group}")
+        found += [PART if found else program, *options]
+        if group:
+            found += [f"--het-group={component}", f"--cpus-per-task={cores or 1}"]
+        found += [f"--nodes={len(some)}", *_srun_places(some, ranks == _tasks(group))]
+        found += ["--overlap"]  # a step with a node that has failed may hold its resources
+        if len(components) > 1:
+            found += [f"--ntasks={ranks}"]
+    return found
+
+
+def _srun_places(hosts: Sequence[Host], is_whole: bool) -> list[str]:
+    """Return how srun is told where ranks are to be.
+
+    An arbitrary distribution is the last resort: with it, SLURM's pmi2 plugin calls each rank a
+    node of its own.
+
+    Args:
+        hosts: With the ranks of each.
+        is_whole: Whether these are all tasks of the allocation.
+    """
+    numbers = {host.ranks for host in hosts}
+    if len(numbers) == 1:
+        names = ",".join(host.name for host in hosts)
+        return [f"--nodelist={names}", f"--ntasks-per-node={numbers.pop()}"]
+    if is_whole:
+        return []
+    each = ",".join(host.name for host in hosts for _ in range(host.ranks))
+    return [f"--nodelist={each}", "--distribution=arbitrary"]
+
+
+def _tasks(group: str) -> int:
+    """Return the tasks of this allocation, or of a component of it; -1 if that is not said."""
+    return int(os.environ.get(f"SLURM_NTASKS{group}", "-1"))
 
 
 def is_srun(program: str) -> bool:

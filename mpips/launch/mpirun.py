@@ -25,6 +25,7 @@ RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
 GONE_S = 10.0  # on which a later one that is given the same process id fails to start
 PR_SET_PDEATHSIG = 1  # prctl(2)
+PART = ":"  # between parts of a command line that start ranks of one world
 OPEN_MPI = ("--mca", "osc", "^ucx")
 # For ranks that go on when others die. Of what coll is to leave out, han crashes those who go on;
 # the rest is Open MPI's own choice, which this replaces.
@@ -77,8 +78,13 @@ def survivors_launcher() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a job: not that of a job this process may be a rank of."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    """Return the environment of a job: not that of a job this process may be a rank of.
+
+    Where it is none, what a user or a site has said to MPI holds.
+    """
+    kept = dict(os.environ)
+    if any(name.decode().rstrip("=") in kept for name in RANK_VARIABLES):
+        kept = {k: v for k, v in kept.items() if not k.startswith(LAUNCHER_VARIABLES)}
     if os.geteuid() == 0:
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = os.pathsep.join([str(TREE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -94,12 +100,17 @@ def command(ranks: int, args: Sequence[str], launcher: Sequence[str] = ()) -> li
     Args:
         ranks: How many.
         args: What follows ``python``.
-        launcher: The launcher with its options; by default `default_launcher`.
+        launcher: The launcher with its options; by default `default_launcher`. Where it has
+            several parts, each says how many of the ranks it starts.
 
     Raises:
         UserError: If there is no mpirun.
     """
-    return [*(launcher or default_launcher()), "-n", str(ranks), sys.executable, *args]
+    words = [*(launcher or default_launcher())]
+    program = [sys.executable, *args]
+    if PART not in words:
+        return [*words, "-n", str(ranks), *program]
+    return [w for word in words for w in ([*program, word] if word == PART else [word])] + program
 
 
 def default_launcher(hosts: bool = False) -> list[str]:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from mpips.launch.afar import ANSWER
@@ -29,9 +30,11 @@ AS_SSH = '#!/bin/sh\nexec {words} "$@"\n'
 AS_SRUN = """\
 #!/bin/sh
 while case $1 in -*) ;; *) false ;; esac; do shift; done
-host=$1
+host=$1 group=
 shift
-exec {words} --nodelist="$host" /bin/sh -c "$*"
+case $host in {groups}*) ;; esac
+unset SRUN_CPUS_PER_TASK  # by which a daemon would get the cores of one rank
+exec {words} $group --nodelist="$host" /bin/sh -c "$*"
 """
 ANSWER_S = 20.0  # within which a host answers: a login, and Python from a disk that all share
 ENDS_S = 2.0  # for a remote command that is told to end, before it is killed
@@ -100,6 +103,7 @@ class Reach:
         words: The remote command, called as ssh is; empty for ssh, or for srun with `slurm`.
         slurm: Whether the hosts are nodes of an allocation of SLURM.
         folder: The supervisor's, which they see.
+        components: Of a heterogeneous job of SLURM, the one of each host.
 
     Attributes:
         agent: A program that is the remote command.
@@ -107,13 +111,21 @@ class Reach:
         left: Processes that are left on a host, as ``PID:STARTED``.
     """
 
-    def __init__(self, words: Sequence[str], slurm: bool, folder: Path) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        slurm: bool,
+        folder: Path,
+        components: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._folder = folder
         # Open MPI takes no path with a space in it.
         self._own = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
         self.agent = Path(self._own.name) / "agent"
         text = AS_SRUN if slurm and not words else AS_SSH
-        self.agent.write_text(text.format(words=shlex.join(words or (SRUN if slurm else SSH))))
+        command = shlex.join(words or (SRUN if slurm else SSH))
+        groups = "".join(f"{name}) group=--het-group={k} ;; " for name, k in components.items())
+        self.agent.write_text(text.format(words=command, groups=groups))
         self.agent.chmod(0o700)
         self.nodes: dict[str, str] = {}
         self.left: dict[str, list[str]] = {}

@@ -24,6 +24,7 @@ DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 TOLD, STACKS = ".jsonl", ".stacks"
 CURRENT = "current"  # there as long as the job of the folder may run
+UNWATCHED = "ranks end it when it hangs"  # what it says then
 LOOK_S = 5.0
 
 # What this rank tells, and its stacks, for the whole of its life; empty without a supervisor.
@@ -110,9 +111,13 @@ def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] =
             _tell(run=str(out.absolute()), size=size, **known)
 
 
-def is_supervised() -> bool:
-    """Whether there is a supervisor, which ends the job when it hangs."""
-    return bool(_files)
+def is_watched() -> bool:
+    """Whether there is a supervisor that ends the job when it hangs."""
+    if not _files:
+        return False
+    with contextlib.suppress(OSError):
+        return (Path(_files[0].name).parent / CURRENT).read_text() != UNWATCHED
+    return True
 
 
 def beat() -> None:

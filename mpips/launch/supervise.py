@@ -1,6 +1,7 @@
 """The supervisor of a job: starts it, watches it, ends it, and starts it again."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -14,13 +15,21 @@ from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
 from mpips.config.command_line import given_values, load
 from mpips.errors import UserError, write_line
+from mpips.launch import slurm
 from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher, survivors_launcher
 from mpips.launch.placement import Placement
 from mpips.launch.ranks import ranks_table
 from mpips.launch.reach import Reach
-from mpips.launch.verdict import FAILED, Attempt, Verdict, verdict
+from mpips.launch.verdict import (
+    FAILED,
+    Attempt,
+    Verdict,
+    verdict,
+    verdict_without_run,
+    without_progress,
+)
 from mpips.launch.watch import Run, Signs, Watch
 
 POLL_S = 0.1
@@ -28,8 +37,9 @@ LOOK_S = 2.0  # at most, between two looks at a job
 STACKS_S = 3.0
 PREFIX = "mpips-launch-"  # of the folder by which ranks tell what they do
 AT_ONCE = "ended by a second SIGINT"
-PAUSE_S, LONGEST_S = 1.0, 60.0  # before the first restart, doubled with each
-ASK_AGAIN_S = 5.0  # hosts, where there are too few
+PAUSE_S, LONGEST_S = 1.0, 60.0  # before a restart, doubled with each that made no progress
+ASK_AGAIN_S, HOSTS_S = 5.0, 300.0  # hosts, where there are too few, and how long
+UNWATCHED_S = 3600.0  # of a job that ends itself when it hangs, as far as its ranks can see it
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,10 @@ class Order:
         words: Options of mpips.train, or a program or ``-m MODULE`` with its own.
         launcher: The launcher with its options; empty for mpirun.
         restarts: How often the job may be started again.
-        timeout_s: How long it may do nothing.
+        timeout_s: How long it may do nothing; 0 if its ranks are to judge that.
         crew: The hosts; None for this one, or for those that the launcher knows of.
         survives: Whether ranks of a program, too, are to go on where others die.
+        begins_run: Whether there is a run to watch over; if not, its ranks end it, and say how.
     """
 
     ranks: int
@@ -72,6 +83,7 @@ class Order:
     timeout_s: float = 300.0
     crew: Crew | None = None
     survives: bool = False
+    begins_run: bool = True
 
     @property
     def is_shared(self) -> bool:
@@ -93,19 +105,20 @@ def supervise(order: Order) -> int:
     Raises:
         UserError: If there is no launcher, too few hosts answer, or that folder cannot be made.
     """
+    prefix, parent = PREFIX, Path.cwd() if order.is_shared else None
+    if order.crew is not None and order.crew.slurm:
+        slurm.remove_left(Path.cwd(), PREFIX, os.environ)
+        prefix = slurm.folder_prefix(PREFIX, os.environ)
     try:
-        folder = tempfile.TemporaryDirectory(
-            prefix=PREFIX,
-            dir=Path.cwd() if order.is_shared else None,
-            ignore_cleanup_errors=True,
-        )
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None
     with folder, signals.noted(), contextlib.ExitStack() as stack:
         crew, place = order.crew, None
         if crew is not None:
-            reach = Reach(crew.remote, crew.slurm, Path(folder.name))
+            components = {h.name: h.component for h in crew.hosts if h.component >= 0}
+            reach = Reach(crew.remote, crew.slurm, Path(folder.name), components)
             stack.enter_context(contextlib.closing(reach))
             place = Placement(crew.hosts, order.ranks, crew.least, reach)
         return Supervisor(order, Path(folder.name), place).run()
@@ -139,7 +152,10 @@ class Supervisor:
         while found is None:
             self._attempts.append(self._attempt())
             asked = signals.received() or ""
-            found = verdict(self._attempts, self._order.restarts, asked)
+            if self._order.begins_run:
+                found = verdict(self._attempts, self._order.restarts, asked)
+            else:
+                found = verdict_without_run(self._attempts, asked)
             if found is None:
                 found = self._pause() or self._gather()
         left = self._place.finish() if self._place is not None else ""
@@ -155,7 +171,7 @@ class Supervisor:
     def _pause(self) -> Verdict | None:
         """Say what comes next, and wait; returns the verdict if the end is asked for meanwhile."""
         last, number = self._attempts[-1], len(self._attempts)
-        pause_s = min(LONGEST_S, PAUSE_S * 2 ** (number - 1))
+        pause_s = min(LONGEST_S, PAUSE_S * 2 ** without_progress(self._attempts))
         onward = f"from step {last.step}" if last.step >= 0 else "from the beginning"
         _say(f"attempt {number}: {last}")
         _say(f"starting again {onward} in {pause_s:g} s")
@@ -168,19 +184,22 @@ class Supervisor:
             The verdict if the end is asked for meanwhile, or if that lasts too long.
 
         Raises:
-            UserError: If there are too few for the first attempt.
+            UserError: If there are too few for the first attempt; SLURM has its own to give.
         """
         begin, said = time.monotonic(), ""
+        crew, limit_s = self._order.crew, self._order.timeout_s or HOSTS_S
+        slurm_s = crew is not None and crew.slurm
         while lacking := self._lacking():
             if signals.received():
                 break
-            if not self._attempts:
+            if not self._attempts and not slurm_s:
                 remedy = "bring them up, give others, or begin with fewer ranks by --elastic"
                 raise UserError(lacking, "hosts that answer", remedy)
-            if time.monotonic() - begin >= self._order.timeout_s:
-                return Verdict(FAILED, f"{lacking}: giving up")
+            if time.monotonic() - begin >= limit_s:
+                why = "run it again, on other nodes" if slurm_s else "giving up"
+                return Verdict(signals.EXIT_SAVED if slurm_s else FAILED, f"{lacking}: {why}")
             if lacking != said:
-                _say(f"{lacking}: waiting up to {self._order.timeout_s:g} s")
+                _say(f"{lacking}: waiting up to {limit_s:g} s")
                 said = lacking
             if found := _wait(ASK_AGAIN_S):
                 return found
@@ -213,12 +232,13 @@ class Supervisor:
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
         signs = Signs(self._folder / f"{len(self._attempts) + 1}")
-        signs.begin()
+        signs.begin(watched=self._order.timeout_s > 0 and self._order.begins_run)
+        plugin = slurm.Plugin(launcher or [""])
         self._handed_on = False
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
             with Running(ranks, args, Path.cwd(), launcher=launcher, shown=True) as job:
-                trouble = self._watch(job, signs)
+                trouble = self._watch(job, signs, plugin)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
                     if signs.runs:
@@ -245,7 +265,10 @@ class Supervisor:
         if place is None:
             return order.ranks, self._survivors or order.launcher
         words = list(order.launcher or default_launcher(hosts=True))
-        return place.ranks, words + launcher_words(place.used, place.reach.agent, words[0])
+        if slurm.Plugin(words).is_used and any(not (a.begun or a.refusal) for a in self._attempts):
+            words = slurm.other_launcher()
+            _say(f"no rank got as far as to begin: starting by {words[0]}")
+        return place.ranks, launcher_words(words, place.used, place.reach.agent)
 
     def _words(self) -> list[str]:
         """Return what Python runs in each rank."""
@@ -257,11 +280,12 @@ class Supervisor:
         words += self._changes
         return ["-m", "mpips.train", *words]
 
-    def _watch(self, job: Running, signs: Signs) -> str:
+    def _watch(self, job: Running, signs: Signs, plugin: slurm.Plugin) -> str:
         """Wait until mpirun has ended, or something hangs; returns what."""
         order, now = self._order, time.monotonic()
-        watch = Watch(signs, order.timeout_s, order.is_program, now, bool(self._survivors))
-        every_s = min(LOOK_S, order.timeout_s / 10)
+        timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
+        watch = Watch(signs, timeout_s, order.is_program, now, bool(self._survivors))
+        every_s = min(LOOK_S, timeout_s / 10)
         due = now + every_s
         while job.process.poll() is None:
             time.sleep(POLL_S)
@@ -269,8 +293,10 @@ class Supervisor:
                 return AT_ONCE
             self._hand_on(job)
             if time.monotonic() >= due:
-                trouble = watch.look(time.monotonic())
-                if not trouble and self._place is not None:
+                trouble = watch.look(time.monotonic()) or (
+                    "" if signs.runs or signs.codes else plugin.trouble()
+                )
+                if not trouble and self._place is not None and order.begins_run:
                     trouble = self._place.look(watch.quiet_s, time.monotonic())
                 if trouble:
                     return trouble
@@ -303,7 +329,7 @@ class Supervisor:
             code = told[0] if told else code
         if not signs.runs:
             step = self._run.saved_step if self._run else -1
-            return Attempt(code, seconds, trouble, step=step)
+            return Attempt(code, seconds, trouble, step=step, told=bool(signs.codes))
         if self._run is not None:
             self._run.close()
         self._run = run = signs.runs.pop()

@@ -25,6 +25,7 @@ class Attempt:
         step: Of its newest checkpoint; -1 where there is none.
         told_step: The last step that it told of.
         resumes: Whether the next attempt would go on with it.
+        told: Whether a rank came to its end and told of its exit code.
     """
 
     code: int
@@ -36,6 +37,7 @@ class Attempt:
     step: int = -1
     told_step: int = -1
     resumes: bool = True
+    told: bool = False
 
     @property
     def begun(self) -> bool:
@@ -100,6 +102,26 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if len(attempts) > restarts:
         return Verdict(code, f"started again {restarts} times: giving up")
     return None
+
+
+def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict | None:
+    """Return `verdict` of a job that begins no run: what its ranks have told of.
+
+    It is started once more if they have not got as far.
+    """
+    last = attempts[-1]
+    if last.told and not last.trouble:
+        return Verdict(last.code, "")
+    if asked:
+        return Verdict(EXIT_SAVED, f"{asked}: run it again")
+    return Verdict(FAILED, f"{last}: giving up") if len(attempts) > 1 else None
+
+
+def without_progress(attempts: Sequence[Attempt]) -> int:
+    """Return how many of the last attempts, but the first, have saved nothing that is newer."""
+    got = [(attempt.runs, attempt.step) for attempt in attempts]
+    newer = [k for k in range(1, len(got)) if got[k] > max(got[:k])]
+    return len(got) - 1 - max(newer, default=0)
 
 
 def _asked(last: Attempt, asked: str) -> Verdict:

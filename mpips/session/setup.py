@@ -62,9 +62,9 @@ def make_cluster(comm: Comm, config: Config) -> Cluster:
 def shown(ranks: Cluster, config: Config) -> contextlib.AbstractContextManager[list[words.Address]]:
     """Show where the ranks are within a block, which ends the job when it stands still.
 
-    Under a supervisor that is the one to end it. Collective: yes, the beginning.
+    Under a supervisor that may be the one to end it. Collective: yes, the beginning.
     """
-    return watched(ranks, 0.0 if signs.is_supervised() else config.timeout)
+    return watched(ranks, 0.0 if signs.is_watched() else config.timeout)
 
 
 def tell_ranks(ranks: Cluster, out: Path, where: list[words.Address]) -> None:

@@ -75,14 +75,67 @@ def test_hosts_are_filled_one_after_the_other() -> None:
 
 def test_what_launchers_are_told() -> None:
     hosts, agent = [Host("a", 2), Host("b", 1)], Path("/there/agent")
-    words = launcher_words(hosts, agent, mpirun())
+    words = launcher_words([mpirun(), "-v"], hosts, agent)
+    assert words[:2] == [mpirun(), "-v"]
     if is_open_mpi():
         assert words[-2:] == ["--host", "a:2,b:1"]
         assert "--prtemca plm_ssh_agent /there/agent" in " ".join(words)
     else:
-        assert words == ["-launcher", "ssh", "-launcher-exec", "/there/agent", "-hosts", "a:2,b:1"]
-    words = launcher_words(hosts, agent, "/usr/bin/srun")
-    assert words == ["--nodes=2", "--nodelist=a,a,b", "--distribution=arbitrary", "--overlap"]
+        told = "-launcher ssh -launcher-exec /there/agent -hosts a:2,b:1"
+        assert words[2:] == told.split()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tasks", "told"),
+    [
+        ("a:2,b:2", 4, "--nodes=2 --nodelist=a,b --ntasks-per-node=2 --overlap"),
+        ("a:2,b:1", 3, "--nodes=2 --overlap"),
+        ("a:2,b:1", 5, "--nodes=2 --nodelist=a,a,b --distribution=arbitrary --overlap"),
+    ],
+)
+def test_what_srun_is_told(
+    hosts: str, tasks: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM places ranks where it can: with an arbitrary distribution pmi2 sees no nodes."""
+    monkeypatch.setenv("SLURM_NTASKS", str(tasks))
+    words = launcher_words(["/bin/srun", "-K1"], find_hosts(hosts, None), Path("/there/agent"))
+    assert words == ["/bin/srun", "-K1", *told.split()]
+
+
+def heterogeneous(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in a job of two components, the second of which has all kinds of nodes."""
+    (folder / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    known = {"JOB_NODELIST": "n1", "TASKS_PER_NODE": "1", "HET_SIZE": "2"}
+    known |= {"JOB_NODELIST_HET_GROUP_0": "n1", "TASKS_PER_NODE_HET_GROUP_0": "1"}
+    known |= {"JOB_NODELIST_HET_GROUP_1": "n1,n2,n3", "TASKS_PER_NODE_HET_GROUP_1": "2(x2),1"}
+    known |= {"CPUS_PER_TASK_HET_GROUP_1": "4", "NTASKS_HET_GROUP_1": "5"}
+    for name, value in known.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_a_heterogeneous_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All components are one world, to srun a part each; a node may belong to two."""
+    heterogeneous(tmp_path, monkeypatch)
+    hosts = find_hosts("slurm", None)
+    assert hosts == (Host("n1", 1, 0), Host("n1", 2, 1), Host("n2", 2, 1), Host("n3", 1, 1))
+    launcher = ["srun", "--mpi=pmi2"]
+    words = " ".join(launcher_words(launcher, hosts, Path("/there/agent")))
+    first, second = words.split(" : ")
+    assert first == (
+        "srun --mpi=pmi2 --het-group=0 --cpus-per-task=1 --nodes=1 --nodelist=n1 "
+        "--ntasks-per-node=1 --overlap --ntasks=1"
+    )
+    assert second == (
+        "--mpi=pmi2 --het-group=1 --cpus-per-task=4 --nodes=3 --overlap --ntasks=5"
+    ), "all of it, as SLURM has it"
+    words = " ".join(launcher_words(launcher, placed(hosts[2:], 2), Path("/there/agent")))
+    assert words.startswith("srun --mpi=pmi2 --het-group=1 --cpus-per-task=4 --nodes=1 ")
+    assert " : " not in words
+    monkeypatch.delenv("SLURM_TASKS_PER_NODE_HET_GROUP_1")
+    with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE_HET_GROUP_1 '' of 3 nodes"):
+        find_hosts("slurm", None)
 
 
 NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks

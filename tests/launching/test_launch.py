@@ -30,6 +30,9 @@ def test_the_command_line() -> None:
     assert Path(words[0]).name == "mpirun"
     assert words[-7:] == ["-n", "5", sys.executable, "-m", "mpips.train", "--steps", "1"]
     assert ("--oversubscribe" in words) is launch.is_open_mpi()
+    parts = launch.command(5, ["a.py"], ["srun", "--ntasks=1", ":", "--ntasks=4"])
+    run = [sys.executable, "a.py"]
+    assert parts == ["srun", "--ntasks=1", *run, ":", "--ntasks=4", *run]
 
 
 def test_a_job_knows_nothing_of_the_one_it_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +45,14 @@ def test_a_job_knows_nothing_of_the_one_it_is_started_from(monkeypatch: pytest.M
     assert not [n for n in found if n.startswith("OMPI_") and not n.startswith("OMPI_ALLOW")]
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(launch.TREE)
     assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+
+
+def test_what_a_site_has_said_to_mpi_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process is no rank, whose launcher would have said it."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
+    assert launch.environment()["OMPI_MCA_btl_tcp_if_include"] == "ib0"
 
 
 def test_without_mpirun_the_error_names_what_to_do(

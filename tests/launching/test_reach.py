@@ -85,8 +85,13 @@ def test_the_agent_of_slurm_takes_the_host_out_of_the_words(
     words = [there.agent, "-x", "n2", "cd /x &&", "prted", "-v 1"]
     told = subprocess.check_output(words, text=True)
     there.close()
+    assert "[--het-group" not in told
     assert told.endswith("[--nodelist=n2]\n[/bin/sh]\n[-c]\n[cd /x && prted -v 1]\n")
     assert "[--overlap]" in told
+    there = Reach((), True, tmp_path, {"n1": 0, "n2": 1})
+    told = subprocess.check_output([there.agent, "n2", "prted"], text=True)
+    there.close()
+    assert "[--het-group=1]\n[--nodelist=n2]\n" in told
 
 
 DAEMON = "#!/bin/sh\nsleep 600 & echo $!\nwait\n"

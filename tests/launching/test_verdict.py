@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpips.launch.verdict import Attempt, verdict
+from mpips.launch.verdict import Attempt, verdict, verdict_without_run, without_progress
 
 KILLED = Attempt(9, 1.0, runs=1, step=0)
 
@@ -60,6 +60,33 @@ def test_a_run_after_another_begins_at_step_0() -> None:
     attempts = [Attempt(9, runs=1, step=50), *(Attempt(9, runs=2, step=0) for _ in range(2))]
     assert verdict(attempts, 5) is None
     assert verdict([*attempts, attempts[-1]], 5) is not None
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [((-1,), 0), ((-1, -1), 1), ((-1, 0), 0), ((5, 5, 5), 2), ((5, 5, 9), 0), ((5, 9, 5, -1), 2)],
+)
+def test_attempts_without_progress(steps: tuple[int, ...], count: int) -> None:
+    """By which the pause before the next one grows."""
+    assert without_progress(killed(*steps)) == count
+
+
+@pytest.mark.parametrize(
+    ("attempts", "asked", "code"),
+    [
+        ([Attempt(0, told=True)], "", 0),
+        ([Attempt(3, told=True)], "", 3),
+        ([Attempt(134)], "", None),
+        ([Attempt(134), Attempt(3, told=True)], "", 3),
+        ([Attempt(134), Attempt(134)], "", 1),
+        ([Attempt(-9, trouble="it hangs")], "", None),
+        ([Attempt(138)], "SIGUSR1", 85),
+    ],
+)
+def test_a_job_that_begins_no_run(attempts: list[Attempt], asked: str, code: int | None) -> None:
+    """It ends with what its ranks told, once they have got as far as that."""
+    found = verdict_without_run(attempts, asked)
+    assert (found and found.code) == code
 
 
 @pytest.mark.parametrize("runs", [0, 1])
