@@ -219,3 +219,19 @@ def test_half_a_line_is_read_later(job: Signs) -> None:
         assert len(job.ranks) == ranks
     assert job.ranks == [Rank("5", "h", 1, 2)]
     assert (job.ranks[0].trouble, job.alive()) == ("", []), "of another host nothing is known"
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_ranks_know_whether_they_are_watched(
+    watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If not, they end a job that stands still; without a supervisor, too."""
+    monkeypatch.setattr(signs, "_files", [])
+    assert not signs.is_watched()
+    job = Signs(tmp_path / "signs")
+    job.begin(watched)
+    with (job.folder / "0.jsonl").open("wb") as file:
+        monkeypatch.setattr(signs, "_files", [file])
+        assert signs.is_watched() is watched
+        job.end()
+        assert signs.is_watched(), "its attempt is over"
