@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mpips.chaos.builtin import MODES, parse_modes
 from mpips.chaos.plan import DEFAULT, FAULTS, parse_faults
-from mpips.config.arguments import Parser
+from mpips.config.arguments import Parser, split_words
 from mpips.config.command_line import given_values, load
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, complain
@@ -80,13 +80,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run all; returns the exit code."""
-    ours, words = list(argv), []
-    if "--" in ours:
-        at = ours.index("--")
-        ours, words = ours[:at], ours[at + 1 :]
+    ours, words = split_words(argv)
     try:
         args = make_parser().parse_args(ours)
-        return _run(args, words)
+        return _run(args, words or [])
     except UserError as error:
         complain(error)
         return error.code

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpips.config.arguments import Parser
+from mpips.config.arguments import Parser, split_words
 from mpips.config.command_line import load, parse_command_line
 from mpips.errors import UserError, complain
 
@@ -69,13 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    ours, words = list(argv), []
-    if "--" in ours:
-        at = ours.index("--")
-        ours, words = ours[:at], ours[at + 1 :]
+    ours, words = split_words(argv)
     try:
         args = make_parser().parse_args(ours)
-        if "--" not in argv:
+        if words is None:
             raise UserError("no --", "-- before the options of mpips.train, or a program")
         from mpips.launch.supervise import Order, supervise
 
