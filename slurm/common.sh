@@ -1,15 +1,17 @@
 # shellcheck shell=bash
 # What the job scripts beside this file share. They run it by `.`, in the batch shell of a job.
+# mpips.launch starts the ranks, and starts them again; here is what only SLURM knows.
 #
 # These may be set in site.sh or exported before sbatch:
 #   LAUNCHER        srun or mpirun; by default srun, where it has the plugin for the MPI in use
 #   LAUNCHER_FLAGS  more words for the launcher, such as --mpi=pmix_v4 or --bind-to none
 #   MPIPS_MAX_REQUEUES  how often a job goes back into the queue at the most; by default 100
+#   MPIPS_ELASTIC   with sbatch --no-kill: ranks with which a job goes on, at least, when nodes fail
 
 readonly EXIT_SAVED=85    # of mpips: saved, run me again
 readonly EXIT_REFUSED=2   # of mpips: the job cannot run as it was asked for
 readonly EARLY_S=60       # SLURM may give its notice that much too early
-launcher=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
+launcher=() how=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
 name=${SLURM_JOB_NAME:-mpips} name=${name//\//-}    # of the run's folder
 # The last task of an array has the array's own number as its SLURM_JOB_ID.
 job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -79,9 +81,8 @@ pick_launcher() {
     fi
     case $LAUNCHER in
         srun)
-            # Ranks end one after the other: to kill the rest at the first one's code would hide
-            # it, and an srun of several components may then wait for ever (Open MPI). The rest of
-            # a rank that has died is killed once the wait is over.
+            # To kill the rest at the first rank's end may have an srun of several components wait
+            # for ever (Open MPI). The rest of one that has died is killed once the wait is over.
             launcher=(srun "--mpi=$plugin" --kill-on-bad-exit=0 --wait=15)
             if grep -q '^TaskPlugin .*affinity' <<<"$(scontrol show config)"; then
                 launcher+=(--cpu-bind=cores)
@@ -90,7 +91,8 @@ pick_launcher() {
             if [ -n "$pins" ]; then export I_MPI_PIN=off; fi ;;
         mpirun)
             mask=$(env -u OMP_NUM_THREADS nproc)
-            launcher=(mpirun -n "$SLURM_NTASKS")
+            if [ -n "${SLURM_HET_SIZE:-}" ]; then mask=0; fi    # each component has its own
+            launcher=(mpirun)
             case $pins$plugin,$((${SLURM_NTASKS_PER_NODE:-1} * OMP_NUM_THREADS)) in
                 intel*) launcher[0]=mpiexec.hydra ;;&  # its mpirun is a script that dies of USR1
                 "intelpmi2,$mask") export I_MPI_PIN_DOMAIN=$OMP_NUM_THREADS ;;
@@ -125,17 +127,13 @@ request() {
 # attempt COMMAND...: run it, and hand requests on; sets rc. A shell runs its traps only between
 # commands, so that the command is in the background and `wait` is what a signal ends.
 attempt() {
-    local byte first watch
     rc=0
     if [ -n "$asked" ]; then
         rc=$EXIT_SAVED    # nothing was begun that could be lost
         return
     fi
-    byte=$(log_size) first=$(begun)
     "$@" &
     pid=$!
-    end_lost_start "$pid" "$byte" "$first" &
-    watch=$!
     if [ -n "$asked" ]; then kill -USR1 "$pid" 2>/dev/null || true; fi    # just now
     while :; do
         wait "$pid" || true
@@ -143,62 +141,8 @@ attempt() {
     done
     wait "$pid" || rc=$?
     pid=''
-    kill "$watch" 2>/dev/null || true
-    say "the launcher ended with $rc"
-    case $rc in
-        0 | 1 | 2 | 3 | "$EXIT_SAVED") ;;
-        *) rc=$(told_code "$byte" "$first") ;;
-    esac
-}
-
-# end_lost_start PID BYTE BEGUN: end the launcher if SLURM's pmi2 plugin says in the log, after so many
-# bytes, that it could not read what a rank has told it, and no run has begun: ranks may wait for its
-# answer for ever (see `never_began`).
-end_lost_start() {
-    case $2,${launcher[*]} in [0-9]*,*--mpi=pmi2*) ;; *) return ;; esac
-    until tail -c "+$(($2 + 1))" /dev/stderr | grep -qaF 'mpi/pmi2: invalid client request'; do
-        if [ "$(begun)" != "$3" ]; then return; fi
-        pause 2
-    done
-    pause 5    # for ranks that die of it by themselves
-    say "SLURM's pmi2 plugin could not read the address of a rank: ending this start"
-    kill -TERM "$1" 2>/dev/null || true
-}
-
-log_size() { if [ -f /dev/stderr ]; then stat -Lc %s /dev/stderr; fi; }
-
-# told_code BYTE BEGUN: the exit code that mpips has had in mind, by what it has said in the log
-# after so many bytes, else `rc`. Where one rank ends the job under srun, MPICH loses its code.
-told_code() {
-    local told=''
-    if [ -n "$1" ]; then
-        told=$(tail -c "+$(($1 + 1))" /dev/stderr | grep -aE '^mpips: (doctor: |.*, expected )' |
-            tail -n 1 || true)
-    fi
-    case $told in
-        '') echo "$rc" ;;
-        *", expected no exception;"* | "mpips: doctor: "*) echo 1 ;;
-        *) if [ "$(begun)" = "$2" ]; then echo "$EXIT_REFUSED"; else echo 1; fi ;;
-    esac
-}
-
-# Runs that have begun in `out`, each of which leaves a line.
-begun() { grep -c '"kind": "start"' "$out/metrics.jsonl" 2>/dev/null || true; }
-
-# never_began COUNT: whether the launcher has ended with none of mpips' exit codes before a run
-# began, `begun` being COUNT before it. SLURM's pmi2 plugin reads 1,024 bytes of a command, and what
-# MPICH puts into one depends on what is in memory behind its address: now and then it is longer, and
-# the ranks die or wait in MPI_Init. So the next start is by mpirun, which needs no plugin; but it
-# sees one component of a heterogeneous job alone.
-never_began() {
-    case $rc in
-        0 | 1 | 2 | 3 | "$EXIT_SAVED") return 1 ;;
-    esac
-    if [ -n "$asked" ] || [ "$(begun)" != "$1" ]; then return 1; fi
-    case "${launcher[*]},${LAUNCHER_FLAGS:-},${SLURM_HET_SIZE:-}" in
-        "srun --mpi=pmi2 "*,,) LAUNCHER=mpirun && pick_launcher ;;
-    esac
-    say "no rank got as far as to begin: starting once more, by ${launcher[0]}"
+    if [ -n "$asked" ] && ((rc > 128)); then rc=$EXIT_SAVED; fi    # before it could note a signal
+    say "mpips.launch ended with $rc"
 }
 
 # find_out DEFAULT OPTIONS...: check the job before it starts, and set `out`, the run's folder.
@@ -215,7 +159,6 @@ find_out() {
     done
     if [ -n "$explain" ]; then
         start "$@"
-        if never_began ''; then start "$@"; fi
         exit "$rc"
     fi
     config=$(python -m mpips.train "$@" --print-config) || exit "$EXIT_REFUSED"
@@ -279,32 +222,11 @@ got_further() {
     [ "$step" != -1 ] && [ "$(grep -v ^hurried "$out/tries" | tail -n 3 | grep -c "^$step ")" -lt 3 ]
 }
 
-# diverged COUNT: whether the run that began after `begun` was COUNT has ended with a loss that is
-# not finite, as it would again.
-diverged() {
-    [ "$(begun)" != "$1" ] || return 1
-    case $(grep -E '"kind": "(start|end)"' "$out/metrics.jsonl" | tail -n 1) in
-        *'"reason": "diverged"'*) return 0 ;;
-    esac
-    return 1
-}
-
-# each_node SECONDS COMMAND...: run it once on every node.
-each_node() {
-    local n=${SLURM_JOB_NUM_NODES:-1} limit=$1
-    shift
-    timeout "$limit" srun --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --mpi=none "$@"
-}
-
-# Whether every node of this job still starts a program. SLURM takes minutes to notice one that has
-# died, and would start the job on it again.
-nodes_answer() { [ -n "${SLURM_HET_SIZE:-}" ] || each_node 60 true; }
-
 # scratch DIR PATH...: copy files, folders and virtual environments to DIR, on a disk of every node's
 # own, and start Python from there. DIR is the same in every job, as a run that goes on must find its
 # data under their name; a whole copy of what has not changed since stays.
 scratch() {
-    local dir=$1 path copy
+    local dir=$1 n=${SLURM_JOB_NUM_NODES:-1} path copy
     # shellcheck disable=SC2016    # that is for the nodes' shells
     copy='
         mkdir -p "$0" && exec 9>"$0/.lock" && flock 9 || exit
@@ -315,38 +237,37 @@ scratch() {
                 cp -rpH "$path" "$0$path" && echo "$is" >"$0$path.copied" || exit
         done'
     say "copying to $dir on every node: ${*:2}"
-    each_node 3600 bash -c "$copy" "$@" || refuse "--scratch $dir cannot be filled, expected a" \
-        "folder that can be written on every node, with enough space"
+    timeout 3600 srun --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --mpi=none \
+        bash -c "$copy" "$@" || refuse "--scratch $dir cannot be filled, expected a folder that can" \
+        "be written on every node, with enough space"
     shift
     for path; do
         if [ -x "$dir$path/bin/python" ]; then export PATH=$dir$path/bin:$PATH; fi
     done
 }
 
-# What a script may say differently: how ranks start.
-start() { attempt "${launcher[@]}" python -m mpips.train "$@"; }
+# start WORDS...: of mpips.launch, behind its --.
+start() {
+    attempt python -m mpips.launch --hosts slurm --timeout 0 --restarts 100 "${how[@]}" \
+        --mpirun "${launcher[*]}" -- "$@"
+}
 
 # train_once OPTIONS...: train in `out`, from where an earlier try has left it. Exits where the run
 # is done or can get no further; returns where there is something left to do.
 train_once() {
-    local words=("$@" --out "$out") before
+    local words=("$@" --out "$out")
     if [ -d "$out" ] || [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then words+=(--resume auto); fi
     if ! got_further; then
         say "no further than step $step in two tries: giving up; see the messages above, then" \
             "submit it again with --out $out"
         exit 1
     fi
-    before=$(begun)
+    if [ -n "${MPIPS_ELASTIC:-}" ]; then how=(--elastic "$MPIPS_ELASTIC"); fi
     start "${words[@]}"
-    if never_began "$before"; then start "${words[@]}" --resume auto; fi
-    if [ -e "$out/DONE" ] && { [ "$rc" = 0 ] || [ "$(begun)" != "$before" ]; }; then
-        say "done: $out"
-        case $rc in 1 | 2 | 3) exit "$rc" ;; *) exit 0 ;; esac
-    fi
-    if diverged "$before"; then exit 1; fi
     case $rc in
-        2 | 3) exit "$rc" ;;
-        1) if (($(saved_step) <= (step > 0 ? step : 0))) && nodes_answer; then exit 1; fi ;;
+        0) say "done: $out" && exit 0 ;;
+        1) if [ -z "$asked" ]; then exit 1; fi ;;
+        2) exit 2 ;;
     esac
     say "not done: step $(saved_step) is saved in $out"
 }
@@ -354,7 +275,7 @@ train_once() {
 # Put this job back into the queue, where it keeps its number and goes on. Not where somebody has
 # cancelled it: its state is COMPLETING then, as at the time limit, which the reason tells apart.
 requeue() {
-    local restarts=${SLURM_RESTART_COUNT:-0} most=${MPIPS_MAX_REQUEUES:-100} k
+    local restarts=${SLURM_RESTART_COUNT:-0} most=${MPIPS_MAX_REQUEUES:-100}
     trap leave TERM    # SLURM ends this shell by it, once the job is requeued
     case $(job_field JobState),$(job_field Reason) in
         RUNNING,* | *,TimeLimit | ,) ;;    # nothing: the controller did not answer
@@ -369,11 +290,6 @@ requeue() {
             "--time or a shorter --signal, and go on with --out $out"
         exit "$EXIT_SAVED"
     fi
-    for ((k = 0; k < 15; k++)); do
-        if [ "$rc" = "$EXIT_SAVED" ] || nodes_answer; then break; fi
-        say "a node does not answer: waiting until SLURM takes it out"
-        pause 20
-    done
     if scontrol requeue "$job_id"; then
         queued=1
         pause 600    # until SLURM ends this shell, and `leave` tells why

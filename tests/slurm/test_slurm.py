@@ -29,7 +29,7 @@ def test_digits(launcher: str, slurm: SlurmCluster, tmp_path: Path) -> None:
     assert found["accuracy"] >= 0.95, job.log()
     assert (job.out / "DONE").exists()
     plugin = "pmix" if is_open_mpi() else "pmi2"
-    assert (f"by srun --mpi={plugin}" if launcher == "srun" else "by mpirun -n") in job.log()
+    assert (f"by srun --mpi={plugin}" if launcher == "srun" else "by mpirun") in job.log()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -98,12 +98,12 @@ def test_scancel(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
 
 
 def test_job_that_gets_no_further_gives_up(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Ranks that die in each try, before or after the checkpoint of step 0 was written."""
+    """Ranks that die in each attempt, before or after the checkpoint of step 0 was written."""
     (tmp_path / "dying.py").write_text(DYING)
     words = ("--problem", "dying.py:Dying", *SYNC)
     job = Submitted(slurm, tmp_path, *TWO_BY_TWO, TRAIN, *words)
-    assert job.wait("FAILED")["Restarts"] in ("2", "3")
-    assert re.search(r"no further than step (-1|0) in two tries", job.log())
+    assert job.wait("FAILED")["Restarts"] == "0"
+    assert re.search(r"(no further than step 0|nothing is saved) in \d attempts", job.log())
     assert not (job.out / "DONE").exists()
 
 
@@ -132,7 +132,7 @@ def test_refused_job_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> 
     ):
         job = Submitted(slurm, tmp_path, *TWO_BY_TWO, f"--time={time}", TRAIN, *words)
         assert job.wait("FAILED")["Restarts"] == "0"
-        assert message in job.log()
+        assert message in job.log(), job.told()
         assert job.slurm.show(job.id)["ExitCode"] == code, job.told()
 
 
