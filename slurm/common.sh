@@ -11,7 +11,8 @@
 readonly EXIT_SAVED=85    # of mpips: saved, run me again
 readonly EXIT_REFUSED=2   # of mpips: the job cannot run as it was asked for
 readonly EARLY_S=60       # SLURM may give its notice that much too early
-launcher=() how=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
+how=(--hosts slurm --timeout 0 --restarts 100)    # of mpips.launch
+launcher=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
 name=${SLURM_JOB_NAME:-mpips} name=${name//\//-}    # of the run's folder
 # The last task of an array has the array's own number as its SLURM_JOB_ID.
 job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -248,8 +249,7 @@ scratch() {
 
 # start WORDS...: of mpips.launch, behind its --.
 start() {
-    attempt python -m mpips.launch --hosts slurm --timeout 0 --restarts 100 "${how[@]}" \
-        --mpirun "${launcher[*]}" -- "$@"
+    attempt python -m mpips.launch "${how[@]}" --mpirun "${launcher[*]}" -- "$@"
 }
 
 # train_once OPTIONS...: train in `out`, from where an earlier try has left it. Exits where the run
@@ -262,7 +262,7 @@ train_once() {
             "submit it again with --out $out"
         exit 1
     fi
-    if [ -n "${MPIPS_ELASTIC:-}" ]; then how=(--elastic "$MPIPS_ELASTIC"); fi
+    if [ -n "${MPIPS_ELASTIC:-}" ]; then how+=(--elastic "$MPIPS_ELASTIC"); fi
     start "${words[@]}"
     case $rc in
         0) say "done: $out" && exit 0 ;;
