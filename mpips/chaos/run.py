@@ -1,6 +1,7 @@
 """One run: a job is started under its supervisor, disturbed as planned, and judged in the end."""
 
 import contextlib
+import dataclasses
 import shlex
 import time
 from collections.abc import Sequence
@@ -119,9 +120,8 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
             held_by(out).touch()
     except OSError as problem:
         raise UserError(f"{folder}: {problem.strerror}", "a new folder", "see --folder") from None
+    options = _options(dataclasses.replace(given, words=words), result.plan)
     words = _command(words, given.is_program, result.plan, out)
-    options = ["--restarts", f"{len(result.plan) + RESTARTS}", "--timeout", f"{given.timeout_s:g}"]
-    options += ["--mpirun", shlex.join(given.launcher)] if given.launcher else []
     with (
         Job(folder, given.ranks, words, options, Path.cwd()) as job,
         contextlib.closing(Follower(job, result.begun + order.limit_s)) as follower,
@@ -137,6 +137,16 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
         result.attempts = job.output.count("mpips.launch: starting again ") + 1
     result.seconds = time.monotonic() - result.begun
     return result
+
+
+def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
+    """Return the supervisor's options for a job; one that goes on without ranks does so here."""
+    options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
+    if job.launcher:
+        options += ["--mpirun", shlex.join(job.launcher)]
+    elif any(fault.action == "exception" for fault in plan) and supervise.goes_on(job):
+        options += ["--ft"]  # which the supervisor does not know of a program
+    return options
 
 
 def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Path) -> list[str]:

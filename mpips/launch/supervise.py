@@ -136,7 +136,7 @@ class Supervisor:
     def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
         self._order, self._folder, self._place = order, folder, place
         alone = place is None and not order.launcher
-        self._survivors = survivors_launcher() if alone and _goes_on(order) else []
+        self._survivors = survivors_launcher() if alone and goes_on(order) else []
         if order.survives and not self._survivors:
             where = "this MPI ends all ranks" if alone else "hosts or a launcher are given"
             _say(f"--ft has no effect: {where}")
@@ -340,7 +340,7 @@ class Supervisor:
         return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
 
 
-def _goes_on(order: Order) -> bool:
+def goes_on(order: Order) -> bool:
     """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
     if order.is_program:
         return order.survives  # nobody knows its modes before it runs

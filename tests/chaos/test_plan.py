@@ -5,7 +5,9 @@ import pytest
 from mpips.chaos.__main__ import main
 from mpips.chaos.builtin import MODES, job
 from mpips.chaos.plan import FAULTS, STARTING, draw, parse_faults
+from mpips.chaos.run import _options
 from mpips.config.command_line import load
+from mpips.launch.supervise import Order
 
 SEEDS = range(300)
 
@@ -73,3 +75,21 @@ def test_a_list_of_faults() -> None:
 def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "launcher", "survives"),
+    [
+        ("--mode async", "exception:worker", "", True),
+        ("--mode async", "kill:worker", "", False),
+        ("--mode sync", "exception:worker", "", False),
+        ("--mode async", "exception:worker", "mpirun", False),
+        ("line.py {out}", "exception:worker", "", False),
+    ],
+)
+def test_jobs_that_raise_go_on_without_ranks(
+    words: str, fault: str, launcher: str, survives: bool
+) -> None:
+    """The supervisor takes such a job for a program; of others it knows by itself."""
+    order = Order(3, words.split(), launcher.split())
+    assert ("--ft" in _options(order, draw(7, [fault]))) is survives
