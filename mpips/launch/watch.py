@@ -27,6 +27,13 @@ def new_lines(path: Path, begin: int) -> tuple[list[bytes], int]:
     return [], begin
 
 
+def _listed(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing if it is gone, or none."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
+
+
 class Rank(NamedTuple):
     """A process that has told of itself.
 
@@ -97,11 +104,12 @@ class Run:
         return (self.out / DONE).is_file()
 
     def saving(self) -> list[tuple[str, int]]:
-        """Return the files of its checkpoints with their sizes."""
+        """Return the files of its checkpoints with their sizes; some may go meanwhile."""
         found = []
-        for path in sorted((self.out / CHECKPOINTS).glob("*/*")):
-            with contextlib.suppress(OSError):
-                found.append((str(path), path.stat().st_size))
+        for folder in _listed(self.out / CHECKPOINTS):
+            for path in _listed(folder):
+                with contextlib.suppress(OSError):
+                    found.append((str(path), path.stat().st_size))
         return found
 
     @property

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from launch import environment
 
 from mpips.cluster.process import GONE, STOPPED
 from mpips.launch import signs
-from mpips.launch.watch import Rank, Signs, Watch
+from mpips.launch.watch import Rank, Run, Signs, Watch
 from mpips.session.metrics import Log
 
 TIMEOUT_S = 60.0
@@ -235,3 +236,25 @@ def test_ranks_know_whether_they_are_watched(
         assert signs.is_watched() is watched
         job.end()
         assert signs.is_watched(), "its attempt is over"
+
+
+def test_a_checkpoint_is_removed_as_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run, which keeps only the newest ones."""
+    folder = tmp_path / "checkpoints"
+    for name in ("step-1", "step-2"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "shard").write_text("four")
+    listed = Path.iterdir
+
+    def remove(path: Path) -> Iterator[Path]:
+        if path.name == "step-1":
+            shutil.rmtree(path)
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", remove)
+    told = {"run": str(tmp_path), "size": 0, "resume": "auto", "log_every_s": 1, "spares": []}
+    run = Run(told)
+    assert run.saving() == [(str(folder / "step-2" / "shard"), 4)]
+    run.close()
