@@ -64,11 +64,12 @@ def thinned(names: Iterable[str], quick: Collection[str]) -> list[Any]:
 
 
 def shared_out(names: Iterable[Any], both: Collection[Any]) -> list[Any]:
-    """Return parameters of a test: what is not in `both` is run with one of the MPIs, in turn."""
+    """Return parameters of a test: what is not in `both` is long, and of one MPI, in turn."""
     found = list(names)
     assert set(both) <= set(found), set(both) - set(found)
-    marks = itertools.cycle([[pytest.mark.one_mpi], [pytest.mark.long, pytest.mark.other_mpi]])
-    return [pytest.param(name, marks=() if name in both else next(marks)) for name in found]
+    mpis = itertools.cycle([pytest.mark.one_mpi, pytest.mark.other_mpi])
+    marks = (() if name in both else (pytest.mark.long, next(mpis)) for name in found)
+    return [pytest.param(name, marks=each) for name, each in zip(found, marks, strict=True)]
 
 
 def _long(name: str) -> list[pytest.MarkDecorator]:

@@ -34,7 +34,7 @@ from mpips.guide.pages import FOLDER, TOPICS, page
 from mpips.launch.__main__ import make_parser as launch_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
-LONG = ("pytorch", "library")
+LONG = ("pytorch", "library", "options", "slow-links")
 LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")

@@ -60,14 +60,16 @@ doctor.__main__ guide.__main__
 """
 
 
+PATHS = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
 @cache
 def sources() -> dict[str, ast.Module]:
     """Return the syntax tree of each module, by its name without ``mpips.``."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = ast.parse(path.read_text(), str(path))
-    return found
+    return {name: ast.parse(path.read_text(), str(path)) for name, path in PATHS.items()}
 
 
 def statements(node: ast.AST, late: bool) -> Iterator[ast.stmt]:
@@ -114,7 +116,7 @@ def test_every_room_has_a_layer() -> None:
     assert set(LAYER) - names == set(), "no longer there"
 
 
-@pytest.mark.parametrize("name", sorted(sources()))
+@pytest.mark.parametrize("name", sorted(PATHS))
 def test_imports_point_down(name: str) -> None:
     if name == "__init__":
         assert not inner(name)

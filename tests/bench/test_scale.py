@@ -358,6 +358,7 @@ def check_points(points: Points, ranks: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_world_measures_itself(tmp_path: Path) -> None:
     done = launch.run(3, [*SCALE, "--quick", "--json", "points.json"], tmp_path).check()
     points = read(tmp_path / "points.json")

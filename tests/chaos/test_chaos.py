@@ -73,6 +73,7 @@ def test_a_job_is_counted_whatever_comes(tmp_path: Path) -> None:
     assert found["told"].startswith("seed 6  async  ")
 
 
+@pytest.mark.long
 def test_a_job_that_is_too_short(tmp_path: Path) -> None:
     """It is over before its faults have come, and that is said; what is kept says more."""
     words = ["-n", "3", "--faults", "kill:worker", "--seed", "5", "--"]  # after three checkpoints

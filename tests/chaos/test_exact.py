@@ -21,7 +21,7 @@ LOST, DIFFER = (
     "test_an_update_that_is_lost_on_a_shard_is_found",
     "test_accounts_that_differ_are_found",
 )
-QUICK = ("async", "backup", "easgd", "local_sgd", "sync-topk")
+QUICK = ("async", "backup", "sync-topk")
 
 
 @pytest.fixture(scope="module")

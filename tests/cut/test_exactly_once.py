@@ -136,9 +136,8 @@ STOPPED = {
 }  # fmt: skip
 
 QUICK = (
-    *("several servers", "default servers", "nodes of two", "pulls ahead by reply"),
-    *("means of nodes, ahead", "with a bound on nodes", "one batch", "steps on nodes"),
-    *("far servers without a line", "stops on nodes", "stops in lock step"),
+    *("default servers", "pulls ahead by reply", "means of nodes, ahead", "one batch"),
+    *("far servers without a line", "steps on nodes", "stops on nodes"),
 )
 
 

@@ -3,14 +3,12 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, Running, environment
+from launch import Running
 from runs import (
     ENDLESS,
     MODELS,
@@ -31,12 +29,12 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.checkpoint.__main__ import main as checkpoint_command
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.session.folder import find_run, save_config
 
 pytestmark = pytest.mark.launch
-MANY = [pytest.mark.long, pytest.mark.one_mpi]
 
 SYNC = ("--mode", "sync", "--hidden", "16", "--keep", "100")
 # Ranks, options, epochs: more rounds than the stops below can take.
@@ -49,7 +47,7 @@ STOPPED = {
     "double": (1, "--optimizer rmsprop --dtype float64 --batch-size 64", 2),
     "stalled": (4, "--optimizer adam --snapshot stall --checkpoint-every 5steps", 3),
 }
-QUICK = ("adam", "nodes of two")
+QUICK = ("nodes of two",)
 STOPS = 2
 FROZEN = ("async", "sync")
 COUNTED = "sync counting"
@@ -107,9 +105,7 @@ def test_stopped_sync_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 def export(out: Path, step: int) -> dict[str, np.ndarray]:
     """Return the arrays of a checkpoint as the command line exports them."""
     file = out / f"{step}.npz"
-    command = ["-m", "mpips.checkpoint", "export", str(out), "--step", str(step), "-o", str(file)]
-    env = environment()
-    subprocess.run([sys.executable, *command], check=True, timeout=60, env=env, cwd=ROOT)
+    assert checkpoint_command(["export", str(out), "--step", str(step), "-o", str(file)]) == 0
     with np.load(file) as arrays:
         return dict(arrays)
 
@@ -161,6 +157,7 @@ def assert_as_if_nothing_happened(out: Path, ranks: int, options: list[str]) -> 
 SIGNALS = (signal.SIGUSR1, signal.SIGINT)
 
 
+@pytest.mark.long
 def test_signals_to_a_sync_job(tmp_path: Path) -> None:
     """A run stopped by signals from outside ends bitwise equal to one that was not."""
     out, common = tmp_path / "out", ["--problem", f"{MODELS}:SlowMLP", *SYNC]
@@ -177,7 +174,11 @@ def test_signals_to_a_sync_job(tmp_path: Path) -> None:
     assert_as_if_nothing_happened(out, 3, common)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(11, marks=MANY)])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(2, marks=pytest.mark.other_mpi), pytest.param(11, marks=pytest.mark.one_mpi)],
+)
 def test_killed_sync_run_ends_bitwise_equal(kills: int, tmp_path: Path) -> None:
     """SIGKILL of the whole job, often while a checkpoint is written, leaves no trace."""
     out = tmp_path / "out"

@@ -207,7 +207,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.one_mpi)])
 def test_a_full_disk(mode: str, small: Path) -> None:
     words = ["-m", "mpips.train", "--problem", f"{STORAGE}:FullDisk", "--hidden", "16"]
     words += ["--mode", mode, "--checkpoint-every", "50steps", "--epochs", "16", "--quiet"]

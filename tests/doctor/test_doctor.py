@@ -643,7 +643,11 @@ ALWAYS = {
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("size", "node_size", "links"),
-    [(1, 0, 0), (3, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.long)],
+    [
+        (3, 1, 2),
+        pytest.param(1, 0, 0, marks=[pytest.mark.long, pytest.mark.one_mpi]),
+        pytest.param(4, 2, 1, marks=[pytest.mark.long, pytest.mark.other_mpi]),
+    ],
 )
 def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Path) -> None:
     options = ["--parameters", "1000", "--node-size", str(node_size)]
@@ -665,6 +669,7 @@ def test_a_world_is_examined(size: int, node_size: int, links: int, tmp_path: Pa
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.one_mpi
 def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     found = examine(2, "--parameters", str(10**12), cwd=tmp_path)
@@ -752,6 +757,7 @@ def test_checks_that_raise_or_refuse_are_lines_that_say_so(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.one_mpi
 def test_worlds_of_one_rank_are_refused_once(tmp_path: Path) -> None:
     """As a wrong ``srun --mpi`` starts them."""
     for rank, told in ((0, 1), (1, 0)):

@@ -78,6 +78,7 @@ def needs_namespaces(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @needs_namespaces
 def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
     """The job goes on without it, and with it from the next start on; each batch counts once."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT
-from runs import ENDLESS, SAVED, assert_counts, final, newest, starts_of, summary
+from runs import ENDLESS, SAVED, assert_counts, final, newest, shared_out, starts_of, summary
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
@@ -122,14 +122,17 @@ def test_an_exception_that_comes_again(tmp_path: Path) -> None:
     assert told.count("ended with code 1; step ") == 3, "said when it comes, and in the report"
 
 
+ONE, ALL = "MPI.COMM_WORLD.rank == 1", "True"
+MISTAKE, REFUSAL = "KeyError('a mistake of mine')", "mpips.UserError('this', 'that')"
+RAISED = [(MISTAKE, ONE), (MISTAKE, ALL), (REFUSAL, ALL), (REFUSAL, ONE)]
+
+
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "what", ["KeyError('a mistake of mine')", "mpips.UserError('this', 'that')"]
-)
-@pytest.mark.parametrize("who", ["MPI.COMM_WORLD.rank == 1", "True"])
-def test_what_a_program_raises_outside_a_run(what: str, who: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("raised", shared_out(RAISED, [(MISTAKE, ONE)]))
+def test_what_a_program_raises_outside_a_run(raised: tuple[str, str], tmp_path: Path) -> None:
     """On one rank, for which the others wait, or on all: the job ends, and it is said."""
+    what, who = raised
     lines = ["from mpi4py import MPI", "import mpips", f"if {who}:", f"    raise {what}"]
     (tmp_path / "program.py").write_text("\n".join([*lines, "MPI.COMM_WORLD.Barrier()"]))
     with Supervised(tmp_path, 3, ["program.py"]) as job:

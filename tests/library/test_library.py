@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
-from runs import newest
+from runs import newest, shared_out
 
 import mpips
 from mpips.checkpoint import verify
@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ABUSES)
+@pytest.mark.parametrize("name", shared_out(ABUSES, ["raises", "missing"]))
 def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
     line, after = LINES[name]
     mode = "sync" if name == "missing" else "async"

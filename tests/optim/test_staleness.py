@@ -68,6 +68,7 @@ def test_compensation_knows_what_was_read(name: str, runs: Plan) -> None:
     assert final(out).slot_names == (("mean_square",) if "adaptive" in name else ())
 
 
+@pytest.mark.long
 def test_something_was_compensated(runs: Plan) -> None:
     outs = [out for name in COMPENSATED if (out := runs.out(f"compensated {name}")).exists()]
     found = [summary(out)["staleness"]["max"] for out in outs]

@@ -108,6 +108,8 @@ def test_parameters_and_residuals_are_all_gradients(plan: Plan) -> None:
     assert expected_counts(found[-1], N).tolist() == [len(WORLDS)] * N
 
 
+@pytest.mark.long
+@pytest.mark.one_mpi
 def test_a_resumed_run_says_what_becomes_of_it(plan: Plan) -> None:
     saved = {
         c.state["handout"]["clocks"][0]: c

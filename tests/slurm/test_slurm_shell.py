@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import ROOT, environment
@@ -153,6 +154,11 @@ def test_task_of_an_array_is_requeued_alone(batch: Batch) -> None:
     assert batch.requeued == ["17_6"]
 
 
+def more(*values: object) -> Any:
+    """Return parameters of a test that are among the long ones."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("ranks", "code", "told"),
     [
@@ -254,7 +260,11 @@ def test_job_that_slurm_ends(shown: dict[str, str], told: str, batch: Batch) -> 
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("--help", "usage: mpirun -n"), ("--version", "mpips "), ("--print-config", "\nlr = 0.1")],
+    [
+        more("--help", "usage: mpirun -n"),
+        more("--version", "mpips "),
+        ("--print-config", "\nlr = 0.1"),
+    ],
 )
 def test_a_text_is_printed_and_nothing_else(word: str, told: str, batch: Batch) -> None:
     batch.run("--lr", "0.1", word, ranks=SAVED)
@@ -292,8 +302,8 @@ def test_scripts_anywhere(place: str, batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("launcher", "ranks_a_node", "pinned"),
     [
-        ("srun", "2", "off"),
-        ("mpirun", "4000", "off"),
+        more("srun", "2", "off"),
+        more("mpirun", "4000", "off"),
         ("mpirun", str(len(os.sched_getaffinity(0))), "domain 1"),
     ],
 )
@@ -322,7 +332,7 @@ def test_names_of_jobs_and_folders(batch: Batch) -> None:
     assert f"done: {name}\n" in batch.log
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3])
+@pytest.mark.parametrize("code", [more(0), 1, more(2), 3])
 def test_doctor_ends_with_the_code_of_its_ranks(code: int, batch: Batch) -> None:
     batch.run(ranks=f"exit {code}", script=SCRIPTS / "doctor.sbatch")
     assert batch.code == code

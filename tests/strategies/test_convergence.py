@@ -24,6 +24,8 @@ LEFT_OUT = (
     "bf16, adam",
     "int8, adam",
     "onebit, sgd",
+    "none, rounds",
+    "powersgd, rounds",
 )
 SOME = f"""
 import sys

@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", shared_out(ALONE, ["adam", "resumed"]))
+@pytest.mark.parametrize("name", shared_out(ALONE, ["resumed"]))
 def test_one_worker_equals_a_serial_run(name: str, runs: Plan) -> None:
     _, options, epochs = ALONE[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)

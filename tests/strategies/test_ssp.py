@@ -37,7 +37,7 @@ CASES = {  # ranks, servers, slow rank, options
     "private": (4, 1, 2, "--staleness-bound 2 --window private"),
     "nobody slow": (5, 1, NOBODY, ""),
 }
-BOTH = ("near", "lock step on nodes", "means of nodes")
+BOTH = ("near", "means of nodes")
 
 
 def options(data: str, ranks: int, servers: int, slow: int, text: str) -> list[str]:

@@ -56,6 +56,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_each_sample_is_read_once_an_epoch(tmp_path: Path) -> None:
     """In each mode, over a stop by a signal that the processes had too, and with fewer workers."""
     found = run(3, [str(PROGRAMS / "reads.py"), str(tmp_path)], tmp_path, 200).check()

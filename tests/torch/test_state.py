@@ -22,11 +22,12 @@ TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
 
 
 @pytest.mark.launch
+@pytest.mark.long
 @pytest.mark.parametrize(
     "which",
     [
         pytest.param("quick", marks=pytest.mark.one_mpi),
-        pytest.param("long", marks=[pytest.mark.long, pytest.mark.other_mpi]),
+        pytest.param("long", marks=pytest.mark.other_mpi),
     ],
 )
 def test_a_job_moves_here_and_back_as_if_it_had_stayed(which: str, tmp_path: Path) -> None:

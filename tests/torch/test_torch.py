@@ -36,18 +36,30 @@ PROGRAMS = ROOT / "tests" / "torch" / "programs"
 LONG = [pytest.mark.long, pytest.mark.other_mpi]  # what MPICH runs in short
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    """What the programs that the tests to be run ask for have printed, all in one world."""
+    asked = [item for item in request.session.items if item.path == request.path]
+    lines = [mark.args[0] for item in asked if (mark := item.get_closest_marker("program"))]
+    folder = tmp_path_factory.mktemp("programs")
+    return run(3, [str(PROGRAMS / "several.py"), str(folder), *lines], folder, 300).check().output
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "modes",
     [
-        pytest.param(("sync",), marks=pytest.mark.one_mpi),
-        pytest.param(("async", "local_sgd", "easgd"), marks=LONG),
+        pytest.param("sync", marks=[pytest.mark.one_mpi, pytest.mark.program("learns,sync")]),
+        pytest.param(
+            "async,local_sgd,easgd",
+            marks=[*LONG, pytest.mark.program("learns,async,local_sgd,easgd")],
+        ),
     ],
 )
-def test_a_net_learns(modes: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_net_learns(modes: str, told: str) -> None:
     """Beside plain torch on as many samples; what it ends with is the model evaluated."""
-    found = run(3, [str(PROGRAMS / "learns.py"), str(tmp_path), *modes], tmp_path, 200).check()
-    assert len(re.findall(r"^\w+: 0\.\d+, plain torch 0\.9", found.output, re.M)) == len(modes)
+    for mode in modes.split(","):
+        assert len(re.findall(rf"^{mode}: 0\.\d+, plain torch 0\.9", told, re.M)) == 1
 
 
 @pytest.mark.launch
@@ -64,30 +76,38 @@ def test_sync_equals_ddp(which: str, tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.other_mpi
-def test_schedulers_and_groups_set_the_rates_in_every_mode(tmp_path: Path) -> None:
-    args = [str(PROGRAMS / "schedules.py"), str(tmp_path)]
-    found = run(3, args, tmp_path, 200).check()
-    assert found.output.count("11 equal, 6 still") == 3
-    assert "UserWarning" not in found.output
+@pytest.mark.program("schedules")
+def test_schedulers_and_groups_set_the_rates_in_every_mode(told: str) -> None:
+    assert told.count("11 equal, 6 still") == 3
+    assert "UserWarning" not in told
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "which",
-    [pytest.param("quick", marks=pytest.mark.one_mpi), pytest.param("long", marks=LONG)],
+    "alike",
+    [
+        pytest.param(2, marks=[pytest.mark.one_mpi, pytest.mark.program("frozen,quick")]),
+        pytest.param(12, marks=[*LONG, pytest.mark.program("frozen,long")]),
+    ],
 )
-def test_what_is_frozen_for_a_while_is_as_in_torch(which: str, tmp_path: Path) -> None:
-    args = [str(PROGRAMS / "frozen.py"), str(tmp_path), which]
-    found = run(3, args, tmp_path, 200).check()
-    assert found.output.count(f"{2 if which == 'quick' else 12} alike") == 3
+def test_what_is_frozen_for_a_while_is_as_in_torch(alike: int, told: str) -> None:
+    assert told.count(f": {alike} alike") == 3
 
 
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_running_means_travel_with_the_parameters(tmp_path: Path) -> None:
-    args = [str(PROGRAMS / "running_means.py"), str(tmp_path)]
-    assert run(3, args, tmp_path, 200).check().output.count("8 modes") == 3
+@pytest.mark.program("running_means")
+def test_running_means_travel_with_the_parameters(told: str) -> None:
+    assert told.count("8 modes") == 3
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+@pytest.mark.program("half")
+def test_a_run_of_a_model_in_16_bits(told: str) -> None:
+    (types,) = re.findall(r"^half: (.*)", told, re.M)
+    assert types.count("torch.bfloat16") == 6
 
 
 # Without ranks -------------------------------------------------------------------------------
@@ -363,41 +383,6 @@ def test_a_model_in_16_bits_has_copies_of_what_is_kept_in_32() -> None:
     bound.move_to(kept)
     assert model.weight.tolist() == [[4, 2]], "the same memory holds others now"
     assert model.weight.grad is None
-
-
-HALF = """
-import torch, mpips
-import mpips.torch as mt
-
-x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-
-def net():
-    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).bfloat16()
-
-def train(worker):
-    for a, b in worker.loader(data, batch_size=32, epochs=40):
-        worker.optimizer.zero_grad()
-        torch.nn.functional.mse_loss(worker.model(a), b).backward()
-        worker.optimizer.step()
-
-def loss(model, batch):
-    return {"loss": float(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))}
-
-found = mt.run(train, net, mpips.Adam(0.02), mode="sync", out="half", quiet=True,
-               evaluate=loss, held_out=data)
-print({name: t.dtype for name, t in found.state_dict.items() if t.is_floating_point()})
-assert found.summary["eval_loss"] < 0.1, found.summary
-assert found.params["1.weight"].dtype == "float32"
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_run_of_a_model_in_16_bits(tmp_path: Path) -> None:
-    (tmp_path / "half.py").write_text(HALF)
-    found = run(1, ["half.py"], tmp_path, 120).check()
-    assert found.output.count("torch.bfloat16") == 6
 
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

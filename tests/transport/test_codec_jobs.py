@@ -35,7 +35,7 @@ CASES = {
 SHORT = [*(PUSHES.keys() - {"topk"}), *PULLS, "float64", "auto"]  # 5 epochs
 EPOCHS = "20"  # of the others
 LEAST = 0.75  # of them
-QUICK = {"none", "int8", "topk", "pull bf16", "both ways", "auto", "auto again", "nan int8"}
+QUICK = {"int8", "both ways", "auto", "auto again", "nan int8"}
 
 
 def thin(*names: str) -> list[Any]:

@@ -5,7 +5,6 @@ same parameters at the same steps, and so does the state of its optimizer; elsew
 is the same bit for bit, and the update rule counts for it what it was trained in alone.
 """
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,8 +167,3 @@ def main(out: Path, which: str) -> None:
     for k, (name, case) in enumerate(ALONE.items() if which == "long" else ()):
         equal(name, case, out / f"alone-{WORLD.rank}-{k}", alone)
     print(f"rank {WORLD.rank}: {len(names)} alike", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])

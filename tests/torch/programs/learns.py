@@ -1,7 +1,6 @@
 """A convolutional net learns the digits in each mode, beside plain torch on as many samples."""
 
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -45,7 +44,7 @@ def on_one(compute: Callable[[], float]) -> float:
     return float(value[0])
 
 
-def main(out: Path, modes: list[str]) -> None:
+def main(out: Path, *modes: str) -> None:
     """Train in each of the modes, and compare."""
     train_set, test_set = nets.digits()
     reference = on_one(lambda: alone(train_set, test_set))
@@ -86,8 +85,3 @@ def main(out: Path, modes: list[str]) -> None:
         assert threading.active_count() == threads, threading.enumerate()
         if MPI.COMM_WORLD.rank == 0:
             print(f"{mode}: {accuracy:.4f}, plain torch {reference:.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,6 +1,5 @@
 """BatchNorm's running means: averaged in each mode, in checkpoints, and there in a resumed run."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,3 @@ def main(out: Path) -> None:
             assert torch.equal(tensor, parts.state_dict[key]), key
     assert len(mt.optimizer_state(whole.out)["state"]) == 4
     print(f"rank {WORLD.rank}: {len(MODES)} modes", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

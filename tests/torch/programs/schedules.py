@@ -5,7 +5,6 @@ same steps with the same scheduler and groups; elsewhere a group of rate zero st
 scheduler that makes the rate small keeps the others near.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,8 +199,3 @@ def main(out: Path) -> None:
             change = float((result.state_dict[key] - start).abs().max())
             assert change == 0 if key.startswith("0.") else 0 < change < 1e-7, (name, key, change)
     print(f"rank {WORLD.rank}: {len(EQUAL)} equal, {len(STILL)} still", flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
