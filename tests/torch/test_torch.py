@@ -42,7 +42,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     asked = [item for item in request.session.items if item.path == request.path]
     lines = [mark.args[0] for item in asked if (mark := item.get_closest_marker("program"))]
     folder = tmp_path_factory.mktemp("programs")
-    return run(3, [str(PROGRAMS / "several.py"), str(folder), *lines], folder, 300).check().output
+    return run(3, [str(PROGRAMS / "several.py"), str(folder), *lines], folder, 400).check().output
 
 
 @pytest.mark.launch
