@@ -12,9 +12,10 @@ from mpips.problems.gradient_check import check_gradient
 
 SLOPES = str(Path(__file__).with_name("slopes.py"))
 SMALL = "--hidden 20"
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -29,7 +30,7 @@ def test_a_right_gradient(options: str, seed: int) -> None:
     assert text.endswith("the gradient is right\n"), text
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("name", "array", "hint"),
     [
