@@ -47,13 +47,22 @@ def sum_rows(addresses: Vector, weights: Vector, begin: int, out: Vector) -> Non
     for offset in range(0, out.size, _BLOCK):
         block = out[offset : offset + _BLOCK]
         block[:] = 0
-        for k in range(addresses.size):
-            weight = out.dtype.type(weights[k])
-            if weight != 0:
-                address = np.int64(addresses[k]) + (begin + offset) * out.itemsize
-                row = array_at(address, out, block.size)
-                for i in range(block.size):
-                    block[i] += weight * row[i]
+        at = (begin + offset) * out.itemsize
+        k = 0
+        while k < addresses.size:
+            one = out.dtype.type(weights[k])
+            if one != 0:
+                row = array_at(np.int64(addresses[k]) + at, out, block.size)
+                two = out.dtype.type(weights[k + 1] if k + 1 < addresses.size else 0.0)
+                if two != 0:  # two rows at once come from memory sooner than one behind the other
+                    k += 1
+                    other = array_at(np.int64(addresses[k]) + at, out, block.size)
+                    for i in range(block.size):
+                        block[i] = block[i] + one * row[i] + two * other[i]
+                else:
+                    for i in range(block.size):
+                        block[i] += one * row[i]
+            k += 1
 
 
 # Reassociation lets the sum run in vector lanes, in an order fixed by the length and the CPU
