@@ -150,6 +150,27 @@ def optimizer(pushed: list[float], *rates: float) -> Any:
     return mt.Optimizer(groups, pushed.append)
 
 
+def test_hooks_and_a_profiler_see_a_step() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook as of_all
+
+    pushed, called = list[float](), list[str]()
+    opt = optimizer(pushed, 0.5)
+    opt.step()
+    handles = [
+        opt.register_step_pre_hook(lambda *_: called.append("before")),
+        opt.register_step_post_hook(lambda *_: called.append("behind")),
+        of_all(lambda *_: called.append("behind any")),
+    ]
+    opt.step()
+    for handle in handles:
+        handle.remove()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        opt.step()
+    assert called == ["before", "behind", "behind any"]
+    assert "Optimizer.step#Optimizer.step" in {event.key for event in profile.key_averages()}
+    assert pushed == [1, 1, 1]
+
+
 def test_a_push_carries_what_the_rates_were_multiplied_by() -> None:
     pushed = list[float]()
     opt = optimizer(pushed, 0.5, 0.25, 0.0)
