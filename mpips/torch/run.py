@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpips.cluster.collectives import gather_polled
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
 from mpips.library import run as library
@@ -87,7 +86,7 @@ def run(
     module = make_model(model, options.get("seed", OPTIONS["seed"].default))
     options.setdefault("dtype", _dtype(module))
     losses: list[torch.Tensor] = []
-    buffers: list[dict[str, np.ndarray]] = []
+    buffers: dict[str, np.ndarray] = {}
 
     def metrics(params: Mapping[str, np.ndarray], batch: Any) -> dict[str, float]:
         assert evaluate is not None, "checked with held_out"
@@ -101,7 +100,7 @@ def run(
         return worker
 
     program = library.Program(
-        train, make_worker, lambda start: buffers.extend(_brought(start, module)),
+        train, make_worker, lambda start: buffers.update(_mean_buffers(start, module)),
         metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
         sets_rate=True, statistics=tuple(statistics_of(module)),
         make_state=state_maker(optimizer_state, module),
@@ -118,15 +117,17 @@ def _dtype(module: torch.nn.Module) -> str:
     return "float32" if dtypes == {"float32"} else "float64"
 
 
-def _brought(start: Start, module: torch.nn.Module) -> list[dict[str, np.ndarray]]:
-    """Return the buffers of each worker. Collective: yes."""
-    own = _floating_buffers(module) if start.works else None
+def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the means of the workers' buffers, on every rank. Collective: yes."""
     ranks = start.ranks
-    if ranks.failures.left_out:
-        found = ranks.share(ranks.gather(own), ranks.roles.chief)
-    else:
-        found = gather_polled(ranks.comm, own, start.wait)
-    return [of_rank for of_rank in found if of_rank is not None]
+    found = ranks.gather(_floating_buffers(module) if start.works else None)
+    of_workers = [one for one in found or () if one is not None]
+    means = {
+        name: np.asarray(np.mean([one[name] for one in of_workers], axis=0))
+        for name in (of_workers[0] if of_workers else ())
+    }
+    shared: dict[str, np.ndarray] = ranks.share(means, ranks.roles.chief)
+    return shared
 
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -137,9 +138,7 @@ def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
     }
 
 
-def _set_buffers(module: torch.nn.Module, found: list[dict[str, np.ndarray]]) -> None:
-    """Set buffers to their means over the workers."""
+def _set_buffers(module: torch.nn.Module, means: Mapping[str, np.ndarray]) -> None:
     for name, buffer in module.named_buffers():
-        if found and name in found[0]:
-            mean = np.mean([of_worker[name] for of_worker in found], axis=0)
-            buffer.copy_(torch.from_numpy(np.asarray(mean)))
+        if name in means:
+            buffer.copy_(torch.from_numpy(means[name]))
