@@ -18,7 +18,7 @@ from mpips.config.command_line import FLAGS, QUESTIONS
 from mpips.config.jobs import make_parser as jobs_parser
 from mpips.config.option import metavar
 from mpips.doctor.__main__ import make_parser as doctor_parser
-from mpips.errors import UserError, complain, unknown
+from mpips.errors import UserError, answer, unknown
 from mpips.guide.pages import TOPICS
 from mpips.launch.__main__ import make_parser as launch_parser
 
@@ -111,14 +111,18 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) in ([], ["--help"]):
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    try:
-        if len(argv) != 1 or argv[0] not in SHELLS:
-            raise unknown("shell", " ".join(argv), SHELLS)
-        print(_script(argv[0]))
-    except UserError as error:
-        complain(error)
-        return 2
-    return 0
+    return answer(text, argv)
+
+
+def text(argv: Sequence[str]) -> str:
+    """Return the script for the shell of a command line.
+
+    Raises:
+        UserError: If it is not one of `SHELLS`.
+    """
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        raise unknown("shell", " ".join(argv), SHELLS)
+    return f"{_script(argv[0])}\n"
 
 
 def _script(shell: str) -> str:

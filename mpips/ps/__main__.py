@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.errors import UserError, complain
+from mpips.errors import answer
 from mpips.launch.ranks import ranks_table
 
 USAGE = """usage: python -m mpips.ps RUN
@@ -22,12 +22,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print(USAGE, end="", file=sys.stdout if "--help" in argv else sys.stderr)
         return 0 if "--help" in argv else 2
-    try:
-        print(ranks_table(Path(argv[0])), end="")
-    except UserError as error:
-        complain(error)
-        return error.code
-    return 0
+    return answer(lambda words: ranks_table(Path(words[0])), argv)
 
 
 if __name__ == "__main__":
