@@ -31,6 +31,12 @@ STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
 }
 
 
@@ -116,6 +122,4 @@ def _panel(axes: "Axes", found: Mapping[Series, Mapping[int, float]], ranks: lis
     axes.set_xticks(TICKS, [bytes_text(size) for size in TICKS])
     axes.minorticks_off()
     axes.set_xlabel("size of the parameters")
-    axes.grid(True, color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()

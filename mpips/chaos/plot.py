@@ -33,9 +33,7 @@ def draw(undisturbed: Result, results: Sequence[Result], path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("seconds since the start")
         axes.set_ylabel("training loss")
-        axes.grid(True, color="#dddddd", linewidth=0.5)
-        axes.set_axisbelow(True)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend()
 
 
 def _mark(axes: "Axes", result: Result, colour: str) -> None:
