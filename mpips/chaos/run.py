@@ -144,14 +144,14 @@ def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
     if job.launcher:
         options += ["--mpirun", shlex.join(job.launcher)]
-    elif any(fault.action == "exception" for fault in plan) and supervise.goes_on(job):
+    elif _raises(plan) and supervise.goes_on(job):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
 
 
 def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Path) -> list[str]:
     """Return what the supervisor is given; a run that is made to raise is a program to it."""
-    raises = any(fault.action == "exception" for fault in plan)
+    raises = _raises(plan)
     if is_program:
         words = [word.replace(OUT, str(out)) for word in words]
     else:
@@ -160,6 +160,11 @@ def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Pat
             return words
         words = ["-m", "mpips.train", *words, "--resume", "auto"]
     return ["-m", "mpips.chaos.rank", *words] if raises else words
+
+
+def _raises(plan: Sequence[Fault]) -> bool:
+    """Whether a rank is made to raise."""
+    return any(fault.action == "exception" for fault in plan)
 
 
 def _disturb(follower: Follower, result: Result) -> None:
