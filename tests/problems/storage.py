@@ -122,19 +122,28 @@ def fill(path: Path) -> None:
 
 
 class Moved(Fails, SlowCounting):
-    """One worker does something to the run's folder when it has a checkpoint."""
+    """The last worker does something to the run's folder when it has a checkpoint.
+
+    Until that is done all workers wait in their gradients, in each longer than in the one before:
+    so a checkpoint is written, and the last worker has a batch, however busy the machine is.
+    """
 
     calls: ClassVar = {}
 
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
-        self.out = Path(config.out)
-        self.waits = rank() == last_rank() and not (self.out / "metrics.jsonl").exists()
+        self.out, self.last = Path(config.out), rank() == last_rank()
+        self.done, self.pause = self.out.with_name(f"{self.out.name}.moved"), 1e-3
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        if self.waits and list(self.out.glob("checkpoints/*/index.h5")):
-            self.waits = False
-            self.move()
+        end, self.pause = time.monotonic() + self.pause, min(1.3 * self.pause, 5.0)
+        while not self.done.exists():
+            if self.last and list(self.out.glob("checkpoints/*/index.h5")):
+                self.move()
+                self.done.touch()
+            elif time.monotonic() > end:
+                break
+            time.sleep(1e-3)
         return super().loss_and_grad(params, batch, out)
 
     def move(self) -> None:
