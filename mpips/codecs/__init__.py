@@ -7,6 +7,7 @@ import numpy as np
 from mpips.codecs.base import RAW_BYTES, Codec, MessageId, State, buffer_for
 from mpips.codecs.bf16 import Bf16
 from mpips.codecs.fp16 import Fp16
+from mpips.codecs.int4 import Int4
 from mpips.codecs.int8 import Int8
 from mpips.codecs.onebit import OneBit
 from mpips.codecs.topk import TopK
@@ -24,7 +25,9 @@ __all__ = [
     "warm",
 ]
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Fp16, Bf16, Int8, TopK, OneBit)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (Fp16, Bf16, Int8, Int4, TopK, OneBit)
+}
 
 
 def make_codec(name: str, **options: float) -> Codec | None:

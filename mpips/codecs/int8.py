@@ -47,6 +47,45 @@ class Int8(Codec):
 
 
 @kernel()
+def largest_of(bits: np.ndarray) -> int:
+    """Return the bits of the largest magnitude. They are compared as integers: NaN is largest."""
+    word = bits.dtype.type
+    mask = word(np.iinfo(bits.dtype).max)
+    top = word(0)
+    for i in range(bits.size):
+        size = word(bits[i] & mask)
+        top = size if size > top else top
+    return top
+
+
+@kernel()
+def draw_of(key: np.uint64, b: int) -> np.uint64:
+    """Return the random bits of a bucket, for `level_of`."""
+    draw = np.uint64(key + np.uint64(b + 1) * np.uint64(0x9E3779B97F4A7C15))
+    draw = np.uint64((draw ^ (draw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
+    return np.uint64((draw ^ (draw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
+
+
+@kernel()
+def level_of(block: np.ndarray, i: int, scale: float, levels: int, draw: np.uint64) -> np.int32:
+    """Return element i of a bucket in steps of scale / levels, rounded up or down at random."""
+    real = block.dtype.type
+    first, second = np.uint32(draw), np.uint32(draw >> np.uint64(32))
+    # A 32-bit hash of the position (lowbias32 by Wellons), keyed twice: it is vectorised.
+    u = np.uint32(np.uint32(i) ^ first)
+    u = np.uint32(np.uint32(u ^ (u >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    u = np.uint32(np.uint32(u ^ (u >> np.uint32(15))) ^ second)
+    u = np.uint32(u * np.uint32(0x846CA68B))
+    u = np.uint32(u ^ (u >> np.uint32(16)))
+    below = real(np.int32(u >> np.uint32(8))) * real(2.0**-24)  # in [0, 1)
+    level = abs(block[i]) / scale * real(levels)
+    low = np.int32(level)
+    up = np.int32(below < level - real(low))
+    whole = np.int32(low + up)
+    return np.int32(whole if block[i] > 0 else -whole)
+
+
+@kernel()
 def pack(
     x: np.ndarray,
     x_bits: np.ndarray,
@@ -55,39 +94,18 @@ def pack(
     levels: np.ndarray,
     key: np.uint64,
 ) -> None:
-    """Write scales and levels. Magnitudes are compared as integers: NaN is above infinity."""
-    real, word = x.dtype.type, x_bits.dtype.type
-    mask = word(np.iinfo(x_bits.dtype).max)
+    """Write scales and levels."""
     for b in range(scales.size):
         block = x[b * BUCKET : (b + 1) * BUCKET]
-        bits = x_bits[b * BUCKET : (b + 1) * BUCKET]
         out = levels[b * BUCKET : (b + 1) * BUCKET]
-        top = word(0)
-        for i in range(bits.size):
-            size = word(bits[i] & mask)
-            top = size if size > top else top
-        scale_bits[b] = top
+        scale_bits[b] = largest_of(x_bits[b * BUCKET : (b + 1) * BUCKET])
         scale = scales[b]
         if not 0 < scale < np.inf:
             out[:] = 0
             continue
-        draw = np.uint64(key + np.uint64(b + 1) * np.uint64(0x9E3779B97F4A7C15))
-        draw = np.uint64((draw ^ (draw >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
-        draw = np.uint64((draw ^ (draw >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
-        first, second = np.uint32(draw), np.uint32(draw >> np.uint64(32))
+        draw = draw_of(key, b)
         for i in range(block.size):
-            # A 32-bit hash of the position (lowbias32 by Wellons), keyed twice: it is vectorised.
-            u = np.uint32(np.uint32(i) ^ first)
-            u = np.uint32(np.uint32(u ^ (u >> np.uint32(16))) * np.uint32(0x7FEB352D))
-            u = np.uint32(np.uint32(u ^ (u >> np.uint32(15))) ^ second)
-            u = np.uint32(u * np.uint32(0x846CA68B))
-            u = np.uint32(u ^ (u >> np.uint32(16)))
-            below = real(np.int32(u >> np.uint32(8))) * real(2.0**-24)  # in [0, 1)
-            level = abs(block[i]) / scale * real(LEVELS)
-            low = np.int32(level)
-            up = np.int32(below < level - real(low))
-            whole = np.int32(low + up)
-            out[i] = np.int8(whole if block[i] > 0 else -whole)
+            out[i] = np.int8(level_of(block, i, scale, LEVELS, draw))
 
 
 @kernel()

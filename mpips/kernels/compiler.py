@@ -77,6 +77,41 @@ def load_acquire(typing: Any, words: Any, index: Any) -> Any:
 
 
 @_intrinsic
+def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
+    """Store atomically: seen after all earlier stores, and before all later ones.
+
+    Unlike `store_release` it does not wait for any of them, and says nothing about loads.
+    """
+    _check_words(words)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _word(context, builder, signature.args[0], args[0], args[1])
+        builder.store_atomic(args[2], pointer, "release", 8)
+        builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64, types.int64), emit
+
+
+@_intrinsic
+def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
+    """Have the cache line that is `skip` bytes behind the beginning of a row on its way."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = signature.args[0]
+        indices = [args[1], *[I64(0)] * (kind.ndim - 1)]
+        found = context.make_array(kind)(context, builder, args[0])
+        pointer = cgutils.get_item_pointer(context, builder, kind, found, indices)
+        line = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [args[2]])
+        signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], signature)
+        builder.call(function, [line, I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), emit
+
+
+@_intrinsic
 def array_at(typing: Any, address: Any, like: Any, size: Any) -> Any:
     """Return a vector of that many elements at an address in bytes, of the dtype of `like`."""
     vector = types.Array(like.dtype, 1, "C")
@@ -102,7 +137,9 @@ def scratch(typing: Any, count: Any) -> Any:
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
-NAMES = {f.__name__: f for f in (store_release, load_acquire, array_at, scratch)}
+NAMES = {
+    f.__name__: f for f in (store_release, store_ordered, load_acquire, prefetch, array_at, scratch)
+}
 NAMES["sched_yield"] = sched_yield
 
 

@@ -157,16 +157,28 @@ def adam(
 
 
 @kernel()
-def slow_momentum(params: Vector, mean: Vector, velocity: Vector, beta: float) -> None:
+def slow_momentum(
+    params: Vector,
+    mean: Vector,
+    velocity: Vector,
+    of_params: float,
+    of_mean: float,
+    beta: float,
+    of_change: float,
+    of_velocity: float,
+) -> None:
     """Apply `mpips.rounds.averaging.SlowMomentum` in place."""
     if params.size != mean.size or params.size != velocity.size:
         raise ValueError("slow_momentum: vectors of one length are expected")
+    of_params, of_mean = params.dtype.type(of_params), params.dtype.type(of_mean)
     beta = params.dtype.type(beta)
+    of_change, of_velocity = params.dtype.type(of_change), params.dtype.type(of_velocity)
     for i in range(params.size):
         w = params[i]
-        v = beta * velocity[i] + (w - mean[i])
+        d = of_params * w - of_mean * mean[i]
+        v = beta * velocity[i] + d
         velocity[i] = v
-        params[i] = w - v
+        params[i] = w - (of_change * d + of_velocity * v)
 
 
 @kernel()

@@ -13,7 +13,17 @@ from hypothesis.extra import numpy as hnp
 from numba import typeof
 
 from mpips import codecs
-from mpips.codecs import CODECS, Codec, MessageId, State, buffer_for, codec_for, int8, make_codec
+from mpips.codecs import (
+    CODECS,
+    Codec,
+    MessageId,
+    State,
+    buffer_for,
+    codec_for,
+    int4,
+    int8,
+    make_codec,
+)
 from mpips.codecs.topk import TopK
 from mpips.errors import UserError
 from mpips.kernels import compiler
@@ -21,6 +31,7 @@ from mpips.kernels.compiled import Kernel
 
 DTYPES = ("float32", "float64")
 FEEDBACK = ("topk", "onebit")
+LEVELS = {"int8": int8, "int4": int4}  # codecs of levels a bucket, by their modules
 ALL: list[Codec] = [
     *(CODECS[name]() for name in CODECS),
     TopK(ratio=0.1, momentum=0.9, warmup=5),
@@ -28,6 +39,7 @@ ALL: list[Codec] = [
 IDS = ["-".join(filter(None, (c.name, "momentum" if len(c.state) > 1 else ""))) for c in ALL]
 every_codec = pytest.mark.parametrize("codec", ALL, ids=IDS)
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+each_of_levels = pytest.mark.parametrize("name", LEVELS)
 
 
 def vectors(dtype: str, largest: float | None = None) -> st.SearchStrategy[np.ndarray]:
@@ -114,18 +126,23 @@ def test_bf16_rounds_to_nearest_even(dtype: str, data: st.DataObject) -> None:
     assert (error <= 2.0**-8 * (1 + 2.0**-15) * np.abs(x[large].astype("f8"))).all()
 
 
+@each_of_levels
 @both_dtypes
 @settings(deadline=None)
 @given(data=st.data(), number=st.integers(1, 2**40))
-def test_int8_is_one_of_the_two_levels_around(dtype: str, data: st.DataObject, number: int) -> None:
+def test_a_level_is_one_of_the_two_around(
+    name: str, dtype: str, data: st.DataObject, number: int
+) -> None:
     x = data.draw(vectors(dtype) | vectors(dtype, 1.0) | vectors(dtype, 1e-38))
-    out = sent(make_codec("int8"), x, message_id=MessageId(number=number))
+    codec, bucket = make_codec(name), LEVELS[name].BUCKET
+    assert codec is not None
+    out = sent(codec, x, message_id=MessageId(number=number))
     assert np.isfinite(out).all()
     slack = 4 * np.finfo(dtype).eps
-    for b in range(0, x.size, int8.BUCKET):
-        part, came = x[b : b + int8.BUCKET], out[b : b + int8.BUCKET]
+    for b in range(0, x.size, bucket):
+        part, came = x[b : b + bucket], out[b : b + bucket]
         largest = np.abs(part).max()
-        step = largest / dtype_of(dtype)(int8.LEVELS)
+        step = largest / dtype_of(dtype)(LEVELS[name].LEVELS)
         # In halves, as the difference of two huge ones may be beyond the largest.
         error = np.abs(came / 2 - part / 2)
         tiny = np.finfo(dtype).smallest_subnormal
@@ -139,10 +156,11 @@ def dtype_of(dtype: str) -> type:
     return np.dtype(dtype).type
 
 
+@each_of_levels
 @both_dtypes
-def test_int8_is_unbiased(dtype: str) -> None:
+def test_levels_are_unbiased(name: str, dtype: str) -> None:
     """The mean over many pushes is x within five of its standard errors, each element's."""
-    pushes, codec = 4000, make_codec("int8")
+    pushes, codec, bucket = 4000, make_codec(name), LEVELS[name].BUCKET
     assert codec is not None
     x = normal(700, dtype)
     total, squares = np.zeros(700), np.zeros(700)
@@ -150,7 +168,8 @@ def test_int8_is_unbiased(dtype: str) -> None:
         came = sent(codec, x, message_id=MessageId(3, 1, number)).astype("f8")
         total += came
         squares += (came - x) ** 2
-    step = np.repeat([np.abs(x[:512]).max(), np.abs(x[512:]).max()], [512, 188]) / int8.LEVELS
+    tops = [np.abs(x[b : b + bucket]).max() for b in range(0, 700, bucket)]
+    step = np.repeat(tops, bucket)[:700] / LEVELS[name].LEVELS
     level = np.abs(x) / step
     variance = (level - np.floor(level)) * (1 - level + np.floor(level)) * step**2
     error = np.abs(total / pushes - x)
@@ -159,11 +178,12 @@ def test_int8_is_unbiased(dtype: str) -> None:
     assert abs(squares.sum() / pushes / variance.sum() - 1) < 0.02  # as independent draws have it
 
 
-def test_int8_draws_differ_everywhere() -> None:
+@each_of_levels
+def test_draws_of_levels_differ_everywhere(name: str) -> None:
     """Between elements, buckets, pushes, workers, seeds and places; and they are uniform."""
-    x = np.full(8 * int8.BUCKET, 0.5, "f4")
-    x[:: int8.BUCKET] = int8.LEVELS  # so that the others are level 0 or 1, each as likely
-    codec = make_codec("int8")
+    codec, bucket = make_codec(name), LEVELS[name].BUCKET
+    x = np.full(8 * bucket, 0.5, "f4")
+    x[::bucket] = LEVELS[name].LEVELS  # so that the others are level 0 or 1, each as likely
     assert codec is not None
     message_ids = [
         MessageId(),
@@ -289,6 +309,7 @@ def test_feedback_loses_nothing(dtype: str, name: str) -> None:
         ("fp16", 2.0, 1 << 19),
         ("bf16", 2.0, 1 << 19),
         ("int8", 3.8, (1 << 18) + 512 * 4),
+        ("int4", 7.5, (1 << 17) + 2048 * 4),
         ("topk", 40.0, 8 + 2622 * 8),
         ("onebit", 28.0, (1 << 15) + 256 * 8),
     ],
@@ -408,15 +429,16 @@ def test_what_is_huge_or_tiny_stays_finite(codec: Codec, dtype: str) -> None:
 # Compilation ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4"])
 def test_packing_is_vectorised(name: str) -> None:
     """What packs at gigabytes a second is a loop over vectors of numbers, with no call."""
     module = importlib.import_module(f"mpips.codecs.{name}")
     x, message = normal(4096, "float32"), buffer_for(8192)
     words = message.view("u2")
     arguments: dict[str, tuple[object, ...]] = {"pack": (x, words), "unpack": (words, x)}
-    if name == "int8":
-        scales, levels = message[:32].view("f4"), message[32:4128].view("i1")
+    if name in LEVELS:
+        scales, levels = message[:32].view("f4"), message[32:4128]
+        levels = levels.view("i1") if name == "int8" else levels[:2048]
         bits = (x.view("i4"), scales, scales.view("i4"), levels, np.uint64(1))
         arguments = {"pack": (x, *bits), "unpack": (scales, levels, x)}
     for loop, args in arguments.items():
@@ -466,8 +488,8 @@ def test_loops_are_kept_and_run_without_the_gil() -> None:
     found = check()
     if "True" in found:  # the first process ever; it has left everything behind
         found = check()
-    assert found == "14 False False"
+    assert found == "16 False False"
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
-    assert list(codecs.CODECS) == ["fp16", "bf16", "int8", "topk", "onebit"]
+    assert list(codecs.CODECS) == ["fp16", "bf16", "int8", "int4", "topk", "onebit"]

@@ -251,10 +251,10 @@ def join(words, me, turn, looks):
     """Meet; returns whether all have come, however slow the machine, but not for ever."""
     own_first = words.copy()
     own_first[0], own_first[me] = words[me], words[0]
-    tries = 0
-    while not meet(own_first, turn, looks) and tries < PATIENCE**2:
+    tries, most = 0, PATIENCE**2 if looks else 100 * PATIENCE**2  # either takes seconds
+    while not meet(own_first, turn, looks) and tries < most:
         tries += 1
-    return tries < PATIENCE**2
+    return tries < most
 
 
 @njit(nogil=True, error_model="numpy")
@@ -538,7 +538,7 @@ def arguments(name, dtype):
         "scale": [x, 0.5],
         "add_scaled": [x, 0.5, y, 0.5],
         "elastic": [x, y, np.ones(8, dtype), 0.5],
-        "slow_momentum": [x, y, np.ones(8, dtype), 0.5],
+        "slow_momentum": [x, y, np.ones(8, dtype), *[0.5] * 5],
         "copy_finite": [x, y],
     }[name]
 
@@ -582,8 +582,8 @@ for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)
         x = np.ones(1, dtype)
-        for one_mode in (update_rules.slow_momentum, update_rules.elastic):
-            one_mode(x, x, x, 0.5)
+        update_rules.slow_momentum(x, x, x, *[0.5] * 5)
+        update_rules.elastic(x, x, x, 0.5)
         compensation.compensate(x, x, x, x, 0.5)
         compensation.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
 modules = atomics, barrier, compensation, update_rules, vectors

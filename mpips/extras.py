@@ -1,0 +1,26 @@
+"""Packages that only some commands or formats need, which are extras of the installation."""
+
+from importlib import import_module
+from typing import Any
+
+from mpips.errors import UserError
+
+
+def load(module: str, package: str, extra: str, what: str) -> Any:
+    """Import a module of a package that an extra of mpips installs.
+
+    Args:
+        module: Its name.
+        package: What the package is called.
+        extra: The extra's name.
+        what: What it does, such as ``reads images``.
+
+    Raises:
+        UserError: If it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as problem:
+        why = "" if isinstance(problem, ModuleNotFoundError) else f" ({problem})"
+        remedy = f"pip install 'mpips[{extra}]'"
+        raise UserError(f"no {package}{why}", f"{package}, which {what}", remedy) from None

@@ -1,0 +1,369 @@
+"""Rows of a table: duplicates found and their gradients summed, rows read while others are written.
+
+A table's memory is a matrix of a line a row, its parameters and then its optimizer's slots, and a
+vector of **stripe words**, one for 32 lines: whether each has been touched in the low half, a
+version in the high one, odd while a line is written. Whoever reads a line looks at the word before
+and after it, so that a torn row is seen and read again. A line that nobody has touched is not read
+at all: `mpips.kernels.row_keys.make_row` says what it holds. Where lines are given to rows as they
+are touched, an index by open addressing, `take_lines`, says which has which.
+
+Duplicates are found by sorting the rows by their place, in as many passes as the digits of places
+need. A hash table would take 13 ns an id where this takes 21, but leave the rows in no order: so
+they go to other nodes as they are, each less the one before, and the order of summation is that of
+the ids.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.row_keys import FIRST, ROWS, make_row, place_of
+
+if TYPE_CHECKING:  # where a loop is compiled, these are among its names
+    from mpips.kernels.compiler import array_at, load_acquire, prefetch, store_ordered
+
+Matrix = np.ndarray
+
+STRIPE = 32  # lines
+STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
+WRITING = 1 << 32  # the lowest bit of the version
+READS = 100  # of a torn row, after which it is taken as it is
+TORN = 1 << 32  # what `gather` adds for such a row
+AHEAD = 12  # rows
+MOST_LINES = 8  # of the cache, that are fetched ahead
+LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
+BITS, COUNT, HEADER_WORDS = 0, 1, 2  # words of the header: the size of the index, and lines
+FULL, FULL_OF = 3, 4  # of an index
+
+_U = np.uint64
+_SPREADING = _U(0x9E3779B97F4A7C15)
+
+
+@kernel()
+def sort_places(
+    ids: Vector, key: Vector, places: Vector, words: Vector, spare: Vector, counts: Matrix
+) -> int:
+    """Sort ids by the place of their row, and equal ones by where they stand.
+
+    Args:
+        ids: Row numbers, shape (n,), dtype int64.
+        key: See `mpips.kernels.row_keys`.
+        places: Where the place of each id's row goes, shape (n,), dtype int64.
+        words: Where the result goes, shape (n,), dtype uint64: the place, and in the lowest bits,
+            of which ``n - 1`` needs as many, the index in `ids`.
+        spare: Shape and dtype of `words`.
+        counts: Shape (passes, 2**digit), dtype int64: a pass sorts by a digit of that many bits.
+
+    Returns:
+        -1, or the index of the first id that is no row: then nothing is sorted.
+    """
+    n, passes, radix = ids.size, counts.shape[0], counts.shape[1]
+    shift, digit = bits_of(n - 1), bits_of(radix - 1)
+    mask = _U(radix - 1)
+    for i in range(n):
+        if _U(ids[i]) >= key[ROWS]:  # a negative one is larger than all
+            return i
+    counts[:] = 0
+    source, target = (spare, words) if passes % 2 else (words, spare)
+    for i in range(n):
+        place = place_of(_U(ids[i]), key)
+        places[i] = np.int64(place)
+        source[i] = (place << _U(shift)) | _U(i)
+        for p in range(passes):
+            counts[p, (place >> _U(p * digit)) & mask] += 1
+    for p in range(passes):
+        total, row = 0, counts[p]
+        for k in range(radix):
+            total, row[k] = total + row[k], total
+        low = _U(shift + p * digit)
+        for i in range(n):
+            word = source[i]
+            k = (word >> low) & mask
+            target[row[k]] = word
+            row[k] += 1
+        source, target = target, source
+    return -1
+
+
+@kernel(quick=True)
+def bits_of(number: int) -> int:
+    """Return how many bits a number needs; none for 0 and below."""
+    bits = 0
+    while number > 0:
+        number >>= 1
+        bits += 1
+    return bits
+
+
+@kernel()
+def group(
+    words: Vector, begins: Vector, local: Vector, bounds: Vector, order: Vector, starts: Vector
+) -> int:
+    """List every row once, those of each server in turn, and where it stands.
+
+    Args:
+        words: What `sort_places` has made, shape (n,).
+        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
+        local: Where the rows go, each less the first place of its server, shape (n,), dtype int64.
+        bounds: Where each server's begin in `local`, and the end, shape and dtype of `begins`.
+        order: Indices of the ids, row by row, shape (n,), dtype int64.
+        starts: Where those of each row begin in `order`, and the end, shape (n + 1,), dtype int64.
+
+    Returns:
+        How many rows there are: that many of `local` and one more of `starts` are written.
+    """
+    n, servers = words.size, begins.size - 1
+    shift = _U(bits_of(n - 1))
+    mask = (_U(1) << shift) - _U(1)
+    count, owner, last = 0, 0, np.int64(-1)
+    bounds[0] = starts[0] = 0
+    for i in range(n):
+        place = np.int64(words[i] >> shift)
+        order[i] = np.int64(words[i] & mask)
+        while place >= begins[owner + 1]:
+            owner += 1
+            bounds[owner] = count
+        count += place != last
+        local[count - 1] = place - begins[owner]
+        starts[count] = i + 1
+        last = place
+    for k in range(owner, servers):
+        bounds[k + 1] = count
+    return count
+
+
+@kernel()
+def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
+    """Sum the gradients of each row, in the order of the ids.
+
+    Args:
+        grads: A gradient an id, shape (n, dim).
+        order: See `group`.
+        starts: See `group`, shape (rows + 1,).
+        out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
+    """
+    for u in range(starts.size - 1):
+        row = out[u]
+        first = grads[order[starts[u]]]
+        for j in range(row.size):
+            row[j] = first[j]
+        for i in range(starts[u] + 1, starts[u + 1]):
+            other = grads[order[i]]
+            for j in range(row.size):
+                row[j] += other[j]
+
+
+# Reading ---------------------------------------------------------------------------------------
+
+
+@kernel()
+def gather(
+    places: Vector,
+    begins: Vector,
+    where: Matrix,
+    key: Vector,
+    width: int,
+    numbers: Vector,
+    out: Matrix,
+) -> int:
+    """Read rows of several servers.
+
+    Args:
+        places: The place of each row, shape (n,), dtype int64.
+        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
+        where: Addresses of each server's memory, shape (servers, 5), dtype int64: see `LINES` to
+            `KEYS`. Rows of servers without an address of lines are left out. The memory stays
+            alive during the call.
+        key: See `mpips.kernels.row_keys`.
+        width: Numbers of a line.
+        numbers: Any vector of dtype uint32.
+        out: Where the rows go, shape (n, dim), dtype of the lines.
+
+    Returns:
+        How many reads found a line that was written meanwhile, and `TORN` times the rows that were
+        taken so at last.
+    """
+    again, n, dim = 0, places.size, out.shape[1]
+    size, fetched = width * out.itemsize, min(dim * out.itemsize, MOST_LINES * 64)
+    for i in range(n + AHEAD):
+        if i < n:
+            owner = owner_of(places[i], begins)
+            slot = find_line(places[i] - begins[owner], where[owner], begins, numbers)
+            if slot >= 0 and where[owner, LINES]:
+                word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
+                prefetch(array_at(word, begins, 1), 0, 0)
+                line = array_at(where[owner, LINES] + slot * size, begins, 1)
+                for skip in range(0, fetched, 64):
+                    prefetch(line, 0, skip)
+        if i >= AHEAD:
+            place, row = places[i - AHEAD], out[i - AHEAD]
+            owner = owner_of(place, begins)
+            if where[owner, LINES]:
+                slot = find_line(place - begins[owner], where[owner], begins, numbers)
+                line = array_at(where[owner, LINES] + slot * size, out, dim)
+                word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
+                again += read_row(slot, place, line, array_at(word, begins, 1), key, row)
+    return again
+
+
+@kernel(quick=True)
+def owner_of(place: int, begins: Vector) -> int:
+    """Return the server of a place."""
+    owner = 0
+    for k in range(1, begins.size - 1):
+        owner += place >= begins[k]
+    return owner
+
+
+@kernel(quick=True)
+def read_row(
+    slot: np.int64, place: int, line: Vector, word: Vector, key: Vector, out: Vector
+) -> int:
+    """Read one row, whose line has this word of its stripe; see `gather`."""
+    bit = 1 << (slot & BIT_MASK)
+    for attempt in range(READS):
+        before = load_acquire(word, 0) if slot >= 0 else 0
+        if not before & bit:
+            make_row(place, key, out)
+            return attempt
+        if not before & WRITING:
+            copy_line(line, out)
+            if load_acquire(word, 0) == before:
+                return attempt
+    copy_line(line, out)
+    return TORN + READS
+
+
+@kernel(quick=True)
+def copy_line(line: Vector, out: Vector) -> None:
+    """Copy a row."""
+    for j in range(out.size):
+        out[j] = line[j]
+
+
+# Lines of rows that come as they are touched -----------------------------------------------------
+
+
+@kernel(quick=True)
+def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
+    """Return the line of a row, or -1 where it has none; see `gather`.
+
+    An entry of the index is a line's number and one more, or 0; it stands at its row's home, or
+    behind it. A larger index is made elsewhere, and then its size is published: a row that is not
+    found is looked for again if that has changed. What is found is a line of the row for ever.
+    """
+    if where[HEADER] == 0:
+        return np.int64(local)
+    header = array_at(where[HEADER], words, HEADER_WORDS)
+    while True:
+        bits = load_acquire(header, BITS)
+        size = 1 << bits
+        index = array_at(where[INDEX] + size * numbers.itemsize, numbers, size)
+        keys = array_at(where[KEYS], numbers, load_acquire(header, COUNT))
+        at = home_of(local, bits)
+        while index[at] != 0:
+            slot = np.int64(index[at]) - 1
+            if np.int64(keys[slot]) == local:
+                return slot
+            at = (at + 1) & (size - 1)
+        if load_acquire(header, BITS) == bits:
+            return np.int64(-1)
+
+
+@kernel(quick=True)
+def home_of(local: int, bits: int) -> np.int64:
+    """Return where a row is looked for first in an index of ``2**bits`` entries."""
+    return np.int64((_U(local) * _SPREADING) >> _U(64 - bits))
+
+
+@kernel()
+def take_lines(
+    local: Vector, first: int, header: Vector, index: Vector, keys: Vector, slot: Vector
+) -> int:
+    """Find the lines of rows, and give one to each that has none, while the index has room.
+
+    Args:
+        local: Places of rows in the server, shape (n,), dtype int64.
+        first: The first of them to look at.
+        header: The size of the index and the number of lines: see `BITS` and `COUNT`.
+        index: All of it, of which ``[size, 2 size)`` is in use, dtype uint32.
+        keys: The row of each line, dtype uint32; as many as there can be.
+        slot: Where the lines go, shape (n,), dtype int64.
+
+    Returns:
+        n, or the first row for which there was no room in the index or in `keys`.
+    """
+    size, count = 1 << header[BITS], header[COUNT]
+    most = min(FULL * size // FULL_OF, keys.size)
+    entries = index[size : 2 * size]
+    for i in range(first, local.size):
+        at = home_of(local[i], header[BITS])
+        while entries[at] != 0 and np.int64(keys[np.int64(entries[at]) - 1]) != local[i]:
+            at = (at + 1) & (size - 1)
+        slot[i] = np.int64(entries[at]) - 1
+        if entries[at] == 0:
+            if count == most:
+                return i
+            keys[count] = local[i]
+            slot[i] = count
+            count += 1
+            store_ordered(header, COUNT, count)
+            entries[at] = count
+    return local.size
+
+
+@kernel()
+def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
+    """Make an index of ``2**bits`` entries, and publish it; other arguments as for `take_lines`."""
+    size = 1 << bits
+    entries = index[size : 2 * size]
+    for slot in range(header[COUNT]):
+        at = home_of(keys[slot], bits)
+        while entries[at] != 0:
+            at = (at + 1) & (size - 1)
+        entries[at] = slot + 1
+    store_ordered(header, BITS, bits)
+
+
+# Writing ---------------------------------------------------------------------------------------
+
+
+@kernel(quick=True)
+def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
+    """Have a line, or its beginning, and its stripe's word on their way."""
+    prefetch(stripes, slot >> STRIPE_BITS, 0)
+    for skip in range(0, min(lines.shape[1] * lines.itemsize, MOST_LINES * 64), 64):
+        prefetch(lines, slot, skip)
+
+
+@kernel(quick=True)
+def open_line(slot: int, local: int, dim: int, lines: Matrix, stripes: Vector, key: Vector) -> int:
+    """Say that a line is written from now on, and make it where nobody has touched it.
+
+    Returns:
+        What `close_line` wants.
+    """
+    stripe, bit = slot >> STRIPE_BITS, 1 << (slot & BIT_MASK)
+    word = stripes[stripe] | WRITING
+    store_ordered(stripes, stripe, word)
+    if not word & bit:
+        make_row(np.int64(key[FIRST]) + local, key, lines[slot, :dim])
+    return word | bit
+
+
+@kernel(quick=True)
+def close_line(slot: int, stripes: Vector, word: int) -> None:
+    """Say that a line is written, and touched."""
+    store_ordered(stripes, slot >> STRIPE_BITS, word + WRITING)
+
+
+@kernel()
+def put(slot: Vector, given: Matrix, lines: Matrix, stripes: Vector) -> None:
+    """Write whole lines, parameters and slots, shape (n, width); each is touched from then on."""
+    for u in range(slot.size):
+        stripe, bit = slot[u] >> STRIPE_BITS, 1 << (slot[u] & BIT_MASK)
+        word = stripes[stripe] | WRITING
+        store_ordered(stripes, stripe, word)
+        copy_line(given[u], lines[slot[u]])
+        store_ordered(stripes, stripe, (word | bit) + WRITING)
