@@ -5,8 +5,9 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from mpips.datasets.base import (
     iterate,
 )
 from mpips.datasets.files import Files, find_files
-from mpips.datasets.index import Counted, Entry, Held, count
+from mpips.datasets.index import Counted, Entry, Held, count, held_by
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file
@@ -57,10 +58,17 @@ READERS = {
     ".svm": "libsvm.open_libsvm",
     ".libsvm": "libsvm.open_libsvm",
     ".svmlight": "libsvm.open_libsvm",
+    ".parquet": "parquet.ParquetTable",
+    ".csv": "csv.CsvTable",
+    ".tar": "tar.TarTable",
     ".txt": "libsvm.open_libsvm",
 }
 IDX = "idx.open_idx"
-HDF5, LIBSVM = "hdf5.open_hdf5", "libsvm.open_libsvm"
+NAMES_SHOWN = 10  # of classes
+HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
+PLACED = ("tar.TarTable", "csv.CsvTable")  # go through a file, unless told where samples are
+READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
+READ_IN_PART |= {reader: reader for reader in PLACED}
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
@@ -101,10 +109,17 @@ def find_many(config: "Config") -> dict[str, Files]:
     found = {}
     for option in ("dataset", "test_dataset"):
         name = getattr(config, option)
-        files = find_files(name, _format) if name else None
-        if files is None and config.data_cache and _format(name.partition("::")[0]) == HDF5:
-            path, _, arrays = name.partition("::")
-            files = Files(name, (os.path.expanduser(path),), arrays)
+        if not name or name in BUILT_IN:
+            continue
+        is_folder = os.path.isdir(os.path.expanduser(name.partition("::")[0]))
+        find = (
+            _reader("images.find_classes") if is_folder else partial(find_files, format_of=_format)
+        )
+        files = find(name)
+        path, _, arrays = name.partition("::")
+        in_part = _format(path) in READ_IN_PART and (config.data_cache or _format(path) != HDF5)
+        if files is None and in_part:
+            files = Files(name, (os.path.expanduser(path),), arrays, _format(path))
         if files is not None:
             found[option] = files
     return found
@@ -116,8 +131,9 @@ def count_file(files: Files, path: str) -> Entry:
     Raises:
         UserError: If it is missing, damaged or has no such arrays.
     """
-    reader = _format(path)
-    return count(path, _opener(files, reader) if reader == HDF5 else None)
+    if files.reader == IMAGES:
+        return count(path, partial(_reader("images.count_images"), shape=files.arrays))
+    return count(path, partial(held_by, _opener(files)) if files.reader in READ_IN_PART else None)
 
 
 def open_parts(
@@ -152,9 +168,10 @@ def open_parts(
         train, test = tables("dataset")
         if config.test_dataset:
             test, _ = tables("test_dataset")
-        if config.data_cache and train.in_memory:
-            got = f"data_cache {config.data_cache!r} with data that is held in memory"
-            raise UserError(got, "HDF5 files", "leave out --data-cache")
+        if config.data_cache and (train.in_memory or train.scattered):
+            kind = "in memory" if train.in_memory else "in a file a sample"
+            got = f"data_cache {config.data_cache!r} with data that is held {kind}"
+            raise UserError(got, "files that are read in part", "leave out --data-cache")
         if test is not None:
             train.match(test)
             parts = Parts(train, range(train.n), test, range(test.n))
@@ -194,8 +211,16 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         source=config.dataset,
         signs=found.signs,
         countable=found.countable,
-        notes=found.notes,
+        notes=(*found.notes, *_told_names(train.class_names)),
+        class_names=train.class_names,
     )
+
+
+def _told_names(names: Sequence[str]) -> list[str]:
+    """Return the line about the names of classes, if there are any."""
+    some = ", ".join(f"{k} {name}" for k, name in enumerate(names[:NAMES_SHOWN]))
+    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+    return [f"classes: {some}{more}"] if names else []
 
 
 def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
@@ -228,22 +253,25 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
 def _open_many(counted: Counted, cache: tuple[str, bool] | None) -> Table:
     """Open many files; with the folder of a cache, and whether this process fills it, if any."""
     files = counted.files
-    reader = _format(files.paths[0])
-    if reader == LIBSVM:
+    if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)
     make = _reader("many.ManyTable")
     held = [entry.held for entry in counted.entries if entry.held is not None]
+    if files.reader == IMAGES:
+        return _reader(IMAGES)(files, held)
     if held:
         copies = _reader("local.Copies")(cache[0], files.paths, cache[1]) if cache else None
-        return make(files, held, _opener(files, "hdf5.open_hdf5_of_many"), copies=copies)
-    tables = [_opener(files, reader)(path) for path in files.paths]
+        open_table = _opener(files, READ_IN_PART[files.reader])
+        places = counted.places_of if files.reader in PLACED else None
+        return make(files, held, open_table, copies=copies, places=places)
+    tables = [_opener(files)(path) for path in files.paths]
     return make(files, [Held.of(table) for table in tables], tables=tables)
 
 
-def _opener(files: Files, reader: str) -> Callable[[str], Table]:
-    """Return what opens one file of many."""
-    open_file = _reader(reader)
-    return lambda path: open_file(path, files.arrays)
+def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
+    """Return what opens one file of many; by its format's reader, unless another is named."""
+    open_file = _reader(reader or files.reader)
+    return lambda path, *places: open_file(path, files.arrays, *places)
 
 
 def _format(path: str) -> str:

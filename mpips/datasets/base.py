@@ -13,6 +13,7 @@ from mpips.datasets.table import ArrayInfo, Table
 from mpips.errors import UserError
 
 BLOCK_BYTES = 4 << 20
+MOST_BLOCKS = 16  # that are read at once where samples lie together
 
 
 @dataclass
@@ -50,6 +51,7 @@ class DataInfo:
         signs: Whether the stored labels are -1 and +1, which a batch has as 0 and 1.
         countable: Classes that real-valued targets would make; 0 if they are not whole numbers.
         notes: What a person should know of it.
+        class_names: Names of the classes, by number, where the data has them.
     """
 
     name: str
@@ -62,6 +64,7 @@ class DataInfo:
     signs: bool = False
     countable: int = 0
     notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
 
 class Source:
@@ -90,8 +93,11 @@ class Source:
         self.info = info
         self.n = len(rows)
         self.in_memory = table.in_memory
+        self.scattered = table.scattered
         self._rows = rows
         self._scale = table.scale * scale
+        # Bytes are finite, scaled too, and take a quarter of the memory that numbers do.
+        self._keeps = not table.in_memory and table.x.dtype == np.uint8 and abs(self._scale) <= 1
 
     def ask(self, ids: np.ndarray, epoch: int) -> None:
         """Begin to read a batch, where `ahead` is not 0: each is read later, in this order."""
@@ -122,42 +128,53 @@ class Source:
             UserError: If an input or a target is not finite, or a label is outside the classes;
                 names the file, the array and the row. Data in memory was checked when opened.
         """
+        x, y = self.load_stored(begin, end, dtype)
+        return self.scaled(x, dtype), y
+
+    def load_stored(self, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same, but for inputs that are stored as bytes, which `scaled` converts."""
         raw_x, raw_y = self.read_block(begin, end)
-        x, y = self.convert(raw_x, raw_y, dtype)
+        x = raw_x.reshape(-1, *self.info.x_shape) if self._keeps else self._inputs(raw_x, dtype)
+        y = self._targets(raw_y, dtype)
         if not self.in_memory:
-            self._check(x, self.table.x, begin)
+            if not self._keeps:
+                self._check(x, self.table.x, begin)
             self._check_targets(raw_y, y, begin)
         return x, y
+
+    def scaled(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return inputs that `load_stored` has returned as a batch has them."""
+        return self._inputs(x, dtype) if self._keeps else x
 
     def check(self, dtype: np.dtype) -> None:
         """Check every sample of a whole table in memory, block by block; raises as `load`."""
         step = samples_per_block(self.table)
         for begin in range(0, self.n, step):
             end = min(begin + step, self.n)
-            rows = self._row(begin), self._row(end - 1) + 1
+            rows = int(self._rows[begin]), int(self._rows[end - 1]) + 1
             if not self.table.checks_inputs:
                 self._check(self._inputs(self.table.read_x(*rows), dtype), self.table.x, begin)
             raw_y = self.table.read_y(*rows)
             self._check_targets(raw_y, self._targets(raw_y, dtype), begin)
 
     def block(self, batch_size: int) -> int:
-        """Return how many samples to read at once: a multiple of `batch_size`; 0 in memory.
+        """Return how many samples to read at once: 1 if each is read by itself, 0 in memory.
 
-        A block is about 4 MB, and whole chunks of the file where that is possible.
+        A block is about 4 MB, or as much of a file as is read together up to 64 MB; a multiple of
+        `batch_size`, and whole chunks of the file where that is possible.
         """
-        if self.in_memory:
-            return 0
-        target = samples_per_block(self.table)
+        if self.in_memory or self.scattered:
+            return int(self.scattered)
+        few = samples_per_block(self.table)
+        target = max(few, min(self.table.together, MOST_BLOCKS * few))
         together = int(np.lcm(batch_size, self.table.chunk))
         unit = together if together <= 2 * target else batch_size
-        return max(1, target // unit) * unit
+        whole = -(-self.n // batch_size) * batch_size  # as one is handed out at once
+        return min(max(1, target // unit) * unit, whole)
 
     def close(self) -> None:
         """Close the file, which the other source of the dataset may share."""
         self.table.close()
-
-    def _row(self, sample: int) -> int:
-        return int(self._rows[sample])
 
     def _inputs(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         x = x.reshape(len(x), *self.info.x_shape)
@@ -178,7 +195,7 @@ class Source:
         finite = np.isfinite(values)
         if not finite.all():
             sample, *where = np.argwhere(~finite)[0].tolist()
-            row, value = self._row(begin + sample), values[(sample, *where)]
+            row, value = int(self._rows[begin + sample]), values[(sample, *where)]
             raise not_finite(self.table, array, row, where, value)
 
     def _check_targets(self, raw: np.ndarray, y: np.ndarray, begin: int) -> None:
@@ -192,7 +209,7 @@ class Source:
             bad = (y < 0) | (y >= self.info.classes) | (raw != y)
         if bad.any():
             sample = int(np.argmax(bad))
-            path, row = self.table.where(self._row(begin + sample))
+            path, row = self.table.where(int(self._rows[begin + sample]))
             raise UserError(
                 f"{path}: array {self.table.y.name!r}, sample {row} has label {raw[sample]}",
                 f"whole numbers from 0 to {self.info.classes - 1}",

@@ -25,11 +25,13 @@ class Files:
         name: The pattern or list, as it was given.
         paths: The files, each as its format's reader takes it: of two files, ``x.npy,y.npy``.
         arrays: What stands behind ``::``.
+        reader: Name of their format's reader.
     """
 
     name: str
     paths: tuple[str, ...]
     arrays: str
+    reader: str
 
     @property
     def title(self) -> str:
@@ -71,7 +73,7 @@ def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
         if format_of(file) != format_of(paths[0]):
             got = f"dataset {path!r} names {file} beside {paths[0]}"
             raise UserError(got, "files of one format", "narrow the pattern")
-    return Files(name, paths, arrays)
+    return Files(name, paths, arrays, format_of(paths[0]))
 
 
 def matching(item: str) -> list[str]:

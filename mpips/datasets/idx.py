@@ -44,18 +44,25 @@ def find_mnist(folder: str) -> tuple[str, str]:
     Raises:
         UserError: If the folder has no such files.
     """
-    there = sorted(os.listdir(folder))
-    found = [
-        next((name for name in there if name.startswith(start) and "images" in name), None)
-        for start in ("train", "t10k")
-    ]
+    found = [_images_of(folder, start) for start in ("train", "t10k")]
     if found[0] is None or found[1] is None:
         raise UserError(
-            f"folder {folder} has no MNIST files",
-            "train-images*, train-labels*, t10k-images* and t10k-labels*",
-            "name a file, or copy the four there",
+            f"folder {folder} has neither MNIST's files nor folders of images",
+            "train-images*, train-labels*, t10k-images* and t10k-labels*, or a folder a class",
+            "name a file, or copy them there",
         )
     return os.path.join(folder, found[0]), os.path.join(folder, found[1])
+
+
+def is_mnist(folder: str) -> bool:
+    """Say whether MNIST's images to train on are in a folder."""
+    return _images_of(folder, "train") is not None
+
+
+def _images_of(folder: str, start: str) -> str | None:
+    with os.scandir(folder) as there:
+        names = sorted(item.name for item in there if item.is_file())
+    return next((name for name in names if name.startswith(start) and "images" in name), None)
 
 
 def read_idx(path: str) -> np.ndarray:

@@ -7,7 +7,7 @@ size, time and the sum of its head with those of the index, which lies in the ru
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,17 +34,25 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Held:
-    """What a file holds: its arrays, the factor of the inputs, the samples stored together."""
+    """What a file holds: its arrays, the factor of the inputs, the samples stored together.
+
+    Attributes:
+        together: Samples that are read together, as `Table.together`.
+        places: Where its samples lie, shape (size,), int64, of a format that needs to know it, and
+            until it is written to a file.
+    """
 
     x: ArrayInfo
     y: ArrayInfo
     scale: float
     chunk: int
+    together: int = 1
+    places: np.ndarray | None = field(default=None, compare=False)
 
     @staticmethod
     def of(table: Table) -> "Held":
         """Return what an open file holds."""
-        return Held(table.x, table.y, table.scale, table.chunk)
+        return Held(table.x, table.y, table.scale, table.chunk, table.together, table.places)
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,13 @@ class Entry:
         path: As its format's reader takes it.
         stamps: Of the file, or of the two.
         held: What it holds; None where each worker reads the whole of it anyway.
+        place: In whose file of places, where in it and how many numbers `held.places` are.
     """
 
     path: str
     stamps: tuple[Stamp, ...]
     held: Held | None
+    place: tuple[int, int, int] | None = None
 
 
 Index = dict[str, list[Entry]]  # by the option that names the data
@@ -67,39 +77,69 @@ Index = dict[str, list[Entry]]  # by the option that names the data
 
 @dataclass(frozen=True)
 class Counted:
-    """The files of a dataset, and what is known of each."""
+    """The files of a dataset, and what is known of each.
+
+    Attributes:
+        files: The files.
+        entries: What is known of each.
+        load_places: Returns where samples lie in a file, if that was written down.
+    """
 
     files: Files
     entries: Sequence[Entry]
+    load_places: Callable[[Entry], np.ndarray | None] = lambda entry: None
+
+    def places_of(self, number: int) -> np.ndarray | None:
+        """Return where samples lie in a file; None if that is not known any more."""
+        entry = self.entries[number]
+        if entry.held is not None and entry.held.places is not None:
+            return entry.held.places
+        return self.load_places(entry)
 
 
-def count(path: str, open_table: Callable[[str], Table] | None) -> Entry:
+def count(path: str, look: Callable[[str], Held] | None) -> Entry:
     """Look at a file, and read no sample of it.
 
     Args:
         path: The file, as its format's reader takes it.
-        open_table: Opens it; None where it is not to be opened.
+        look: Finds out what it holds; None where it is not to be opened.
 
     Raises:
         UserError: If it is missing, damaged or has no such arrays.
     """
     stamps = stamps_of(path)
-    if open_table is None:
-        return Entry(path, stamps, None)
+    return Entry(path, stamps, look(path) if look else None)
+
+
+def held_by(open_table: Callable[[str], Table], path: str) -> Held:
+    """Open a file; returns what it holds."""
     table = open_table(path)
     try:
-        return Entry(path, stamps, Held.of(table))
+        return Held.of(table)
     finally:
         table.close()
 
 
 def stamps_of(path: str) -> tuple[Stamp, ...]:
-    """Return what a file, or two with a comma between them, are known by.
+    """Return what a file, or two with a comma between them, or a folder's files are known by.
 
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    return tuple(_stamp(file) for file in path.split(","))
+    return tuple(_stamp_folder(p) if os.path.isdir(p) else _stamp(p) for p in _parts(path))
+
+
+def _parts(path: str) -> list[str]:
+    return [path] if os.path.isdir(path) else path.split(",")
+
+
+def _stamp_folder(path: str) -> Stamp:
+    """Return a folder's whole size, its last file's time, the sum of names, sizes and times."""
+    with os.scandir(path) as there:
+        items = sorted((item.name, item.stat()) for item in there if item.is_file())
+    text = "\n".join(f"{name} {about.st_size} {int(about.st_mtime)}" for name, about in items)
+    last = max((int(about.st_mtime) for _, about in items), default=0)
+    return Stamp(sum(about.st_size for _, about in items), last, crc32(os.fsencode(text)))
 
 
 def _stamp(path: str) -> Stamp:
@@ -137,11 +177,14 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
     Raises:
         UserError: If it is missing, or its size, time or head is another.
     """
-    names = path.split(",")
+    names = _parts(path)
     for name, before, now in zip(names, entry.stamps, stamps_of(path), strict=True):
         if before == now:
             continue
-        old, new = "the same first bytes", "others"
+        old, new = (
+            f"the same {'names, sizes and times' if os.path.isdir(name) else 'first bytes'}",
+            "others",
+        )
         if before.size != now.size:
             old, new = f"{before.size:,} bytes", f"{now.size:,} bytes"
         elif before.time_s != now.time_s:
@@ -189,6 +232,7 @@ def load(path: Path) -> Index:
 def _plain(entry: Entry) -> dict[str, Any]:
     plain = asdict(entry)
     if entry.held is not None:
+        del plain["held"]["places"]
         for array in (plain["held"]["x"], plain["held"]["y"]):
             array["dtype"] = array["dtype"].str
     return plain
@@ -201,8 +245,9 @@ def _entry(plain: dict[str, Any]) -> Entry:
             ArrayInfo(a["name"], tuple(a["shape"]), np.dtype(a["dtype"]))
             for a in (held["x"], held["y"])
         )
-        held = Held(x, y, held["scale"], held["chunk"])
-    return Entry(plain["path"], stamps, held)
+        held = Held(x, y, held["scale"], held["chunk"], held.get("together", 1))
+    place = plain.get("place")
+    return Entry(plain["path"], stamps, held, tuple(place) if place else None)
 
 
 def _names(path: str) -> str:

@@ -7,7 +7,7 @@ out again by the run that resumes it, and what a worker had that has died to the
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class HandOut:
 
     Attributes:
         issued: Batches handed out by this object; the next one has this number.
+        before: Steps that each worker had done when it was made, or restored.
+        taken_back: Numbers of the batches that were taken back.
     """
 
     samples: int
@@ -47,10 +49,12 @@ class HandOut:
     def __post_init__(self) -> None:
         self.pending = deque((int(e), int(b), int(n)) for e, b, n in self.pending)
         self.clocks = list(self.clocks) or [0] * self.workers
+        self.before = list(self.clocks)
         self._chunks: list[deque[Range]] = [deque() for _ in range(self.workers)]
         self._open: list[deque[Range]] = [deque() for _ in range(self.workers)]
         self._numbers: list[deque[int]] = [deque() for _ in range(self.workers)]  # of those
         self.issued = 0
+        self.taken_back: list[int] = []
         self.stopped = False
 
     def next(self, worker: int) -> Range | None:
@@ -101,7 +105,23 @@ class HandOut:
         batches, numbers = self._open[worker], self._numbers[worker]
         back = [batches.pop() for _ in range(len(batches) - keep)]
         self.pending.extendleft(back)
-        return [numbers.pop() for _ in back]
+        void = [numbers.pop() for _ in back]
+        self.taken_back += void
+        return void
+
+    def given(self, worker: int) -> int:
+        """Return how many batches `worker` has been given in this job and not been taken back."""
+        return self.clocks[worker] - self.before[worker] + len(self._open[worker])
+
+    def open_to(self, worker: int) -> list[tuple[Range, int]]:
+        """Return the batches that `worker` has open, oldest first, each with its number."""
+        return list(zip(self._open[worker], self._numbers[worker], strict=True))
+
+    def catch_up(self, pushes: Sequence[int]) -> None:
+        """Note that so many batches of each worker were applied in this job."""
+        for worker, count in enumerate(pushes):
+            while self.clocks[worker] - self.before[worker] < count:
+                self.applied(worker, self._open[worker][0])
 
     @property
     def may_come_back(self) -> bool:
@@ -127,14 +147,20 @@ class HandOut:
         self.cursor = (int(epoch), int(position))
         self.pending = deque((int(e), int(b), int(n)) for e, b, n in state["pending"])
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
+        self.before = list(self.clocks)
+
+    @property
+    def samples_done(self) -> int:
+        """Samples applied so far, in all epochs."""
+        epoch, position = self.cursor
+        open_samples = sum(end - begin for _, begin, end in self.unfinished())
+        return epoch * self.samples + position - open_samples
 
     @property
     def epochs_done(self) -> float:
         """Epochs applied so far, whole and part."""
-        epoch, position = self.cursor
-        open_samples = sum(end - begin for _, begin, end in self.unfinished())
         # Whole numbers first: ranks that have handed out differently far ahead get the same.
-        return (epoch * self.samples + position - open_samples) / self.samples
+        return self.samples_done / self.samples
 
 
 def share_clocks(clocks: list[int], workers: int) -> list[int]:

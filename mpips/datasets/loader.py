@@ -2,10 +2,12 @@
 
 import threading
 from collections import OrderedDict, deque
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
 
+from mpips.datasets.augment import Augment
 from mpips.datasets.base import Batch, Source
 from mpips.datasets.order import Order
 
@@ -15,7 +17,7 @@ WAIT_S = 0.05
 
 
 class Blocks:
-    """The blocks of a file that were read last, converted and checked.
+    """The blocks of a file that were read last, checked and, but for bytes, converted.
 
     Args:
         source: Samples in a file.
@@ -46,7 +48,7 @@ class Blocks:
             UserError: As `Source.load`.
         """
         info = self._source.info
-        x = np.empty((len(ids), *info.x_shape), self._dtype)
+        x: np.ndarray | None = None
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
         _, firsts = np.unique(numbers, return_index=True)
@@ -55,15 +57,17 @@ class Blocks:
             here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
             inner = ids[here] - number * self._block
+            x = np.empty((len(ids), *info.x_shape), block_x.dtype) if x is None else x
             x[here], y[here] = block_x[inner], block_y[inner]
-        return Batch(x, y, ids, epoch)
+        x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
+        return Batch(self._source.scaled(x, self._dtype), y, ids, epoch)
 
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._kept:
             begin = number * self._block
             end = min(begin + self._block, self._source.n)
             self._make_room()
-            self._kept[number] = self._source.load(begin, end, self._dtype)
+            self._kept[number] = self._source.load_stored(begin, end, self._dtype)
         self._kept.move_to_end(number)
         return self._kept[number]
 
@@ -84,6 +88,7 @@ class Loader:
         order: Which sample stands where; made for `source`.
         dtype: Of the inputs and of real-valued targets.
         depth: How many batches the thread makes ahead.
+        augment: What is done to their inputs, if anything.
 
     Memory: `depth` + 1 batches, and about 32 MB of blocks. Samples in memory need no thread:
     `take` gathers them. One thread calls `submit` and `take`. Use as a context manager or call
@@ -94,15 +99,16 @@ class Loader:
     """
 
     def __init__(
-        self, source: Source, order: Order, dtype: np.dtype | str, *, depth: int = 2
-    ) -> None:
+        self, source: Source, order: Order, dtype: np.dtype | str, *, depth: int = 2,
+        augment: Augment | None = None,
+    ) -> None:  # fmt: skip
         if order.n != source.n or source.in_memory != (order.block == 0) or depth < 1:
             raise ValueError(
                 f"order of {order.n} samples with block {order.block} and {depth=} "
                 f"for a source of {source.n}, in_memory={source.in_memory}"
             )
         self._source, self._order, self._depth = source, order, depth
-        self._dtype = np.dtype(dtype)
+        self._dtype, self._augment = np.dtype(dtype), augment
         self._asked: deque[tuple[int, int, int]] = deque()
         self._made: deque[Batch | BaseException] = deque()
         self._pending = 0
@@ -111,7 +117,8 @@ class Loader:
         self.blocks: Blocks | None = None
         self._thread: threading.Thread | None = None
         if not source.in_memory:
-            self.blocks = Blocks(source, order.block, self._dtype)
+            if not source.scattered:
+                self.blocks = Blocks(source, order.block, self._dtype)
             self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
             self._thread.start()
 
@@ -191,13 +198,17 @@ class Loader:
 
     def _make(self, epoch: int, begin: int, end: int) -> Batch | BaseException:
         try:
-            ids = self._order.sample_ids(epoch, begin, end)
-            if self.blocks is not None:
-                return self.blocks.gather(ids, epoch)
-            x, y = self._source.convert(*self._source.read(ids), self._dtype)
-            return Batch(x, y, ids, epoch)
+            batch = self._read(self._order.sample_ids(epoch, begin, end), epoch)
+            if self._augment is not None:
+                return replace(batch, x=self._augment.apply(batch.x, batch.ids, epoch))
+            return batch
         except BaseException as error:  # whatever it is, the caller of take() must get it
             return error
+
+    def _read(self, ids: np.ndarray, epoch: int) -> Batch:
+        if self.blocks is not None:
+            return self.blocks.gather(ids, epoch)
+        return Batch(*self._source.convert(*self._source.read(ids), self._dtype), ids, epoch)
 
     def _work(self) -> None:
         while (request := self._next()) is not None:

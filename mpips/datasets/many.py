@@ -29,6 +29,7 @@ class ManyTable(Table):
         open_table: Opens one, where they are not in memory.
         tables: All of them, where they are.
         copies: Those of them that may be read in their place.
+        places: Returns where samples lie in a file, by its number, which `open_table` needs then.
 
     Raises:
         UserError: If a file's samples differ from those of the first one in shape, type or scale.
@@ -40,18 +41,20 @@ class ManyTable(Table):
         self,
         files: Files,
         held: Sequence[Held],
-        open_table: Callable[[str], Table] | None = None,
+        open_table: Callable[..., Table] | None = None,
         tables: Sequence[Table] = (),
         copies: Copies | None = None,
+        places: Callable[[int], np.ndarray | None] | None = None,
     ) -> None:
         first = held[0]
         for path, other in zip(files.paths[1:], held[1:], strict=True):
             _match(first, files.paths[0], other, path)
         self.in_memory = bool(tables)
         self._paths = files.paths
-        self._open_table, self._copies = open_table, copies
+        self._open_table, self._copies, self._places = open_table, copies, places
         self._starts = np.cumsum([0, *(each.x.shape[0] for each in held)])
         self._chunk = first.chunk if all(each.chunk == first.chunk for each in held) else 1
+        self._together = max(each.together for each in held)
         self._open: OrderedDict[int, Table] = OrderedDict(enumerate(tables))
         self._lock = threading.Lock()
         n = int(self._starts[-1])
@@ -65,6 +68,11 @@ class ManyTable(Table):
     def chunk(self) -> int:
         """Number of samples that the files store together, where all blocks can keep to that."""
         return 1 if (self._starts[1:-1] % self._chunk).any() else self._chunk
+
+    @property
+    def together(self) -> int:
+        """Number of samples of which one takes as long to read as all, in any file."""
+        return self._together
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it."""
@@ -133,7 +141,8 @@ class ManyTable(Table):
 
     def _opened(self, number: int, path: str) -> Table:
         assert self._open_table is not None, "tables in memory are all open"
-        table = self._open_table(path)
+        known = () if self._places is None else (self._places(number),)
+        table = self._open_table(path, *known)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):
             shape = rows, *mine.shape[1:]

@@ -24,6 +24,7 @@ CACHED_EPOCHS = 2
 MOST_SORTED = 1 << 16  # blocks: the order of more is computed
 ROUNDS = 8
 MASK = (1 << 64) - 1
+MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 
 
 def _philox(*key: int) -> np.random.Philox:
@@ -46,6 +47,23 @@ def shuffled(n: int, *key: int) -> np.ndarray:
     keys.sort()
     keys &= (np.uint64(1) << bits) - np.uint64(1)
     return keys.view(np.int64)
+
+
+def bits_of(numbers: np.ndarray, *key: int) -> np.ndarray:
+    """Return 64 random bits of each number, which depend on it and on `key` only.
+
+    Args:
+        numbers: Shape (n,), int64, at least 0.
+        key: As for `shuffled`.
+
+    Returns:
+        Shape (n,), uint64: a random start, and SplitMix64 from there (Steele et al., OOPSLA 2014).
+    """
+    start, step = _philox(*key).random_raw(2).tolist()
+    word = np.asarray(numbers).astype("u8") * np.uint64(step | 1) + np.uint64(start)
+    word = (word ^ word >> np.uint64(30)) * np.uint64(MIX[0])
+    word = (word ^ word >> np.uint64(27)) * np.uint64(MIX[1])
+    return word ^ word >> np.uint64(31)
 
 
 class Cipher:
@@ -91,8 +109,8 @@ class Cipher:
     def _mix(self, half: int, key: int) -> int:
         """Return bits that depend on all of both (the finaliser of SplitMix64)."""
         word = (half + key) & MASK
-        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
+        word = (word ^ word >> 30) * MIX[0] & MASK
+        word = (word ^ word >> 27) * MIX[1] & MASK
         return (word ^ word >> 31) >> 64 - self._bits
 
 
@@ -102,7 +120,8 @@ class Order:
     Args:
         n: Number of samples.
         batch_size: Samples of a batch; a block holds whole batches.
-        block: Samples read at once, a multiple of `batch_size`; 0 for data in memory.
+        block: Samples read at once, a multiple of `batch_size`; 1 where each is read by itself,
+            0 for data in memory.
         seed: Of the shuffling.
         shuffle: False leaves the samples in the order of the source, in every epoch.
 
@@ -113,7 +132,7 @@ class Order:
     def __init__(
         self, n: int, batch_size: int, block: int, seed: int, *, shuffle: bool = True
     ) -> None:
-        if n < 0 or batch_size < 1 or block < 0 or block % batch_size or seed < 0:
+        if n < 0 or batch_size < 1 or block < 0 or (block > 1 and block % batch_size) or seed < 0:
             raise ValueError(f"no order of {n=}, {batch_size=}, {block=}, {seed=}")
         self.n = n
         self.block = block

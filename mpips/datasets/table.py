@@ -45,6 +45,7 @@ class Table(ABC):
 
     in_memory: bool = True
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
+    scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
         check_arrays(path, x, y)
@@ -64,6 +65,21 @@ class Table(ABC):
     def chunk(self) -> int:
         """Number of samples that the file stores together; 1 if it does not matter."""
         return 1
+
+    @property
+    def together(self) -> int:
+        """Number of samples of which one takes as long to read as all; 1 if there are none."""
+        return 1
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, by number, where the data has them."""
+        return ()
+
+    @property
+    def places(self) -> np.ndarray | None:
+        """Where samples lie in the file, shape (size,), int64, if that had to be found out."""
+        return None
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it, for messages."""

@@ -586,7 +586,7 @@ def test_files_of_another_format(tmp_path: Path, name: str, content: bytes) -> N
 
 
 def test_folders(tmp_path: Path) -> None:
-    assert "no MNIST files" in refused(tmp_path)
+    assert "neither MNIST's files nor folders of images" in refused(tmp_path)
     (tmp_path / "a.h5").mkdir()
     assert str(tmp_path / "a.h5") in refused(tmp_path / "a.h5")
 
@@ -698,13 +698,16 @@ def test_opening_scans_labels_only_if_it_must(tmp_path: Path) -> None:
 
 
 def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
-    x = np.zeros((100, 1024), "f4")  # 4 KB a sample, so a block is about 1024 samples
-    data = opened(write_h5(tmp_path / "a.h5", x, x[:, 0], chunks=(100, 1024)))
+    with h5py.File(tmp_path / "a.h5", "w") as file:  # 4 KB a sample: a block is about 1024 samples
+        file.create_dataset("x", (9000, 1024), "f4", chunks=(100, 1024))
+        file["y"] = np.zeros(9000, "f4")
+    data = opened(tmp_path / "a.h5")
     assert data.train.block(30) == 900
     assert data.train.block(7) == 700
     assert data.train.block(1009) == 1009
     assert data.train.block(5000) == 5000
     assert opened("digits").train.block(32) == 0
+    assert opened(write_h5(tmp_path / "b.h5", np.ones((50, 3)), np.ones(50))).train.block(32) == 64
     for batch in range(1, 64):
         assert data.train.block(batch) % batch == 0
 

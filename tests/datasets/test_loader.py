@@ -53,14 +53,14 @@ class Slow:
 
     def __init__(self, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started, self.go = threading.Event(), threading.Event()
-        load = source.load
+        load = source.load_stored
 
         def wait_and_load(*args: Any) -> Any:
             self.started.set()
             assert self.go.wait(30)
             return load(*args)
 
-        monkeypatch.setattr(source, "load", wait_and_load)
+        monkeypatch.setattr(source, "load_stored", wait_and_load)
 
 
 def test_batches_hold_the_samples_of_the_order(file_data: Dataset) -> None:
@@ -127,9 +127,18 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
     assert blocks.nbytes == CACHED_BLOCKS * 10 * 101 * 4
 
 
+def test_bytes_are_kept_as_bytes(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (60, 4, 3), dtype=np.uint8)
+    data = write(tmp_path / "a.h5", x, np.arange(60) % 3)
+    blocks, ids = Blocks(data.train, 20, np.dtype("f4")), np.array([3, 25, 3])
+    batch = blocks.gather(ids)
+    np.testing.assert_array_equal(batch.x, np.multiply(x[ids], 1 / 255, dtype="f4"))
+    assert blocks.nbytes == 40 * (12 + 8)
+
+
 def test_large_blocks_are_kept_one_at_a_time(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", shape=(40, 1 << 20), dtype="u1", chunks=(1, 1 << 20))
+        file.create_dataset("x", shape=(40, 1 << 20), dtype="f4", chunks=(1, 1 << 20))
         file["y"] = np.zeros(40)
     data = opened(tmp_path / "a.h5")
     assert data.train.block(5) == 5  # 20 MB in float32
@@ -144,9 +153,9 @@ def test_each_block_is_read_once_an_epoch(
     file_data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[tuple[int, int]] = []
-    load = file_data.train.load
+    load = file_data.train.load_stored
     monkeypatch.setattr(
-        file_data.train, "load", lambda b, e, d: reads.append((b, e)) or load(b, e, d)
+        file_data.train, "load_stored", lambda b, e, d: reads.append((b, e)) or load(b, e, d)
     )
     with loader_of(file_data.train) as loader:
         for begin in range(0, N, 5):

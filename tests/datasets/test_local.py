@@ -130,5 +130,5 @@ def test_tables_go_over_to_the_copies(tmp_path: Path, name: str) -> None:
 
 def test_data_in_memory_has_no_use_for_it(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "a.npz", np.ones((8, 2)), np.zeros(8))
-    with pytest.raises(UserError, match=r"data_cache .* in memory, expected HDF5 files; leave out"):
+    with pytest.raises(UserError, match=r"data_cache .* in memory, expected files that are re"):
         open_parts(config(path, data_cache=str(tmp_path)))

@@ -1,0 +1,236 @@
+"""Tar files as WebDataset makes them: a sample is members of one name, ``7.jpg`` and ``7.cls``.
+
+Without names behind ``::`` the inputs are an image or ``.npy`` and the targets ``.cls``, a class
+number as text; ``::x.npy,y.npy`` names others, and a shape behind them, ``::jpg,cls,64x64x3``, is
+what images are scaled and cut to. A file is gone through once, for where its members lie; then each
+is one read.
+
+Reference: A. Aizman, G. Maltby, T. Breuel, "High Performance I/O For Large Scale Deep Learning",
+IEEE Big Data 2019.
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+
+from mpips.datasets.decoder import SUFFIXES, Shape, decode, fill, parse_shape, shape_of
+from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
+from mpips.errors import UserError
+
+FORMAT = "uncompressed tar"
+NUMBER = "cls"  # the suffix of a class number as text
+ARRAY = "npy"
+X_AT, X_SIZE, Y_AT, Y_SIZE = range(4)  # columns of what is known of a sample
+COLUMNS = 4
+LONGEST = 64  # bytes of a class number that are read
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a tar file is read.
+
+    Attributes:
+        inputs: Suffix of the inputs' members; empty for the first image or array.
+        targets: Suffix of the targets'.
+        shape: What images are scaled and cut to; None to leave them as they are.
+    """
+
+    inputs: str
+    targets: str
+    shape: Shape | None
+
+    def is_input(self, suffix: str) -> bool:
+        """Whether a member with this suffix is a sample's inputs."""
+        if self.inputs:
+            return suffix == self.inputs
+        return suffix == ARRAY or f".{suffix}" in SUFFIXES
+
+
+def parse(names: str, path: str) -> Wanted:
+    """Return what ``jpg,cls,64x64x3`` asks for: suffixes, a shape, or both.
+
+    Raises:
+        UserError: If it is something else.
+    """
+    parts = names.split(",") if names else []
+    shape = parse_shape(parts.pop(), path) if len(parts) in (1, 3) else None
+    if len(parts) not in (0, 2) or not all(parts):
+        got = f"members {names!r} of {path}"
+        raise UserError(got, "suffixes of inputs and targets", f"write it as {path}::jpg,cls")
+    inputs, targets = parts or ("", NUMBER)
+    return Wanted(inputs, targets, shape)
+
+
+class TarTable(Table):
+    """The samples of a tar file, read when they are asked for.
+
+    Args:
+        path: The file.
+        names: What of it, as for `parse`.
+        places: Where they are, as `places` of another; None to go through the file for it.
+
+    Raises:
+        UserError: If the file is missing, empty or truncated, or its samples are not whole.
+    """
+
+    in_memory = False
+
+    def __init__(self, path: str, names: str = "", places: np.ndarray | None = None) -> None:
+        check_file(path)
+        self._wanted = wanted = parse(names, path)
+        members = scan(path, wanted) if places is None else places
+        self._members = members.reshape(-1, COLUMNS)
+        self._numbers = _is_number(wanted.targets)
+        self._file = os.open(path, os.O_RDONLY)
+        self.path = path
+        try:
+            x = self._look(X_AT, wanted.inputs or "inputs")
+            y = ArrayInfo(wanted.targets, (), np.dtype("i8"))
+            y = y if self._numbers else self._look(Y_AT, wanted.targets)
+            n = len(self._members)
+            x, y = (ArrayInfo(a.name, (n, *a.shape), a.dtype) for a in (x, y))
+            super().__init__(path, x, y)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where each sample's inputs and targets are, shape (4 n,), int64."""
+        return self._members.reshape(-1)
+
+    def read_x(self, begin: int, end: int) -> np.ndarray:
+        """Return the inputs of rows ``[begin, end)``, images as uint8."""
+        return self._read(np.arange(begin, end), X_AT, self.x)
+
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the targets of rows ``[begin, end)``."""
+        return self._read_y(np.arange(begin, end))
+
+    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of `rows`: a read each, in threads."""
+        return self._read(rows, X_AT, self.x), self._read_y(rows)
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _read_y(self, rows: np.ndarray) -> np.ndarray:
+        return self._members[rows, Y_AT] if self._numbers else self._read(rows, Y_AT, self.y)
+
+    def _read(self, rows: np.ndarray, column: int, info: ArrayInfo) -> np.ndarray:
+        out = np.empty((len(rows), *info.shape[1:]), info.dtype)
+        return fill(out, lambda k: self._sample(int(rows[k]), column, info))
+
+    def _sample(self, row: int, column: int, info: ArrayInfo) -> np.ndarray:
+        data, name = self._bytes(row, column), f"{self.path}, sample {row}"
+        if info.dtype == np.uint8 and len(info.shape) == 4 and not _is_array(data):
+            height, width, channels = info.shape[1:]
+            return decode(
+                io.BytesIO(data), name, (height, width, channels), bool(self._wanted.shape)
+            )
+        found = _array(data, name)
+        if (found.shape, found.dtype) != (info.shape[1:], info.dtype):
+            got = f"{name}: an array of shape {found.shape}, {found.dtype}"
+            raise UserError(got, f"{info.shape[1:]}, {info.dtype} as the first", "leave it out")
+        return found
+
+    def _look(self, column: int, name: str) -> ArrayInfo:
+        """Return the shape and type of the first sample's inputs or targets."""
+        data, what = self._bytes(0, column), f"{self.path}, sample 0"
+        if _is_array(data):
+            first = _array(data, what)
+            return ArrayInfo(name, first.shape, first.dtype)
+        return ArrayInfo(
+            name, self._wanted.shape or shape_of(io.BytesIO(data), what), np.dtype("u1")
+        )
+
+    def _bytes(self, row: int, column: int) -> bytes:
+        at, size = self._members[row, column : column + 2].tolist()
+        with reading(f"{self.path}, sample {row}", FORMAT):
+            data = os.pread(self._file, size, at)
+            if len(data) < size:
+                raise EOFError("it ends early")
+            return data
+
+
+def scan(path: str, wanted: Wanted) -> np.ndarray:
+    """Go through a tar file; returns where each sample's inputs and targets are.
+
+    Returns:
+        Places and sizes in bytes, shape (n, 4), int64; the class in place of where it stands.
+
+    Raises:
+        UserError: If it is damaged, or a sample lacks a part.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    with (
+        reading(path, FORMAT),
+        open(path, "rb") as raw,
+        tarfile.open(fileobj=raw, mode="r:") as file,
+    ):
+        for key, parts in _samples(file):
+            inputs = [m for suffix, m in parts.items() if wanted.is_input(suffix)]
+            targets = parts.get(wanted.targets)
+            if not inputs or targets is None:
+                lacks = wanted.inputs or "image or .npy" if not inputs else wanted.targets
+                got = f"{path}: sample {len(found)} ({key}) has {', '.join(parts)} and no {lacks}"
+                raise UserError(got, "a member of each kind, one behind the other, in each sample")
+            where = targets.offset_data, targets.size
+            if _is_number(wanted.targets):
+                where = _number(raw, targets, f"{path}: sample {len(found)} ({key})"), 0
+            found.append((inputs[0].offset_data, inputs[0].size, *where))
+        if file.offset >= os.path.getsize(path):
+            raise EOFError("it has no end: a block of zeros")
+    if not found:
+        raise damaged(path, FORMAT, ValueError("it has no members"))
+    return np.array(found, np.int64).reshape(-1, COLUMNS)
+
+
+def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Yield the members of each sample, by their suffixes, with what their names begin with."""
+    key, parts = "", dict[str, tarfile.TarInfo]()
+    while (member := file.next()) is not None:
+        file.members.clear()  # type: ignore[attr-defined]  # it keeps all of them
+        folder, base = os.path.split(member.name)
+        stem, _, suffix = base.partition(".")
+        if not member.isfile() or not stem:
+            continue
+        if os.path.join(folder, stem) != key and parts:
+            yield key, parts
+            parts = {}
+        key = os.path.join(folder, stem)
+        parts[suffix.lower()] = member
+    if parts:
+        yield key, parts
+
+
+def _number(file: IO[bytes], member: tarfile.TarInfo, name: str) -> int:
+    raw = os.pread(file.fileno(), min(member.size, LONGEST), member.offset_data)
+    text = raw.decode(errors="replace").strip()
+    try:
+        return int(text)
+    except ValueError:
+        remedy = "number the classes from 0"
+        raise UserError(f"{name} has target {text!r}", "a whole number", remedy) from None
+
+
+def _is_number(suffix: str) -> bool:
+    return suffix.rpartition(".")[2] == NUMBER
+
+
+def _is_array(data: bytes) -> bool:
+    return data.startswith(np.lib.format.MAGIC_PREFIX)
+
+
+def _array(data: bytes, name: str) -> np.ndarray:
+    with reading(name, ".npy"):
+        array: np.ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    return array
