@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mpips.config.modes import ROUND_MODES
 from mpips.errors import UserError
+from mpips.layout import Shard, cut
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,14 @@ class Roles:
     Attributes:
         servers: Rank of server 0, 1, ...; increasing. Empty where every rank is a worker.
         workers: Rank of worker 0, 1, ...; increasing.
+        spares: How many of the servers, the last ones, own nothing: they wait for a death.
+        heir: The rank that goes on with owner 0's second duty after its death; None while it lives.
     """
 
     servers: tuple[int, ...]
     workers: tuple[int, ...]
+    spares: int = 0
+    heir: int | None = None
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -31,19 +36,33 @@ class Roles:
 
     @property
     def chief(self) -> int:
-        """The rank that hands out data, starts checkpoints and prints: owner 0."""
-        return self.owners[0]
+        """The rank that hands out data, starts checkpoints and prints: owner 0, or its heir."""
+        return self.owners[0] if self.heir is None else self.heir
 
     def name(self, rank: int) -> str:
-        """Return ``server 0`` or ``worker 3``."""
+        """Return ``server 0``, ``spare 1`` or ``worker 3``; spares are numbered with servers."""
         if rank in self.servers:
-            return f"server {self.servers.index(rank)}"
+            number = self.servers.index(rank)
+            kind = "server" if number < len(self.servers) - self.spares else "spare"
+            return f"{kind} {number}"
         return f"worker {self.workers.index(rank)}"
 
 
 def default_servers(mode: str, world: int) -> int:
     """Return the number of servers where the user names none."""
     return 0 if mode in ROUND_MODES else max(1, world // 4)
+
+
+def training(world: int, evaluators: int) -> int:
+    """Return how many ranks of the world train: those before the evaluators, which are the last.
+
+    Raises:
+        UserError: If none would be left.
+    """
+    if evaluators >= world:
+        got = f"evaluators={evaluators} in a world of {world}"
+        raise UserError(got, f"evaluators <= {world - 1}", "the other ranks train")
+    return world - evaluators
 
 
 def assign(
@@ -53,17 +72,19 @@ def assign(
     servers: int | None = None,
     server_ranks: Sequence[int] = (),
     server_hosts: str = "",
+    evaluators: int = 0,
 ) -> Roles:
-    """Split the world into servers and workers.
+    """Split the ranks that train into servers and workers.
 
     Args:
         mode: As in `mpips.config.Config`; those of `ROUND_MODES` do without servers.
-        hosts: Host name of each rank.
+        hosts: Host name of each of them.
         node_of: Node number of each rank.
         servers: Number of servers, or None for the mode's default.
         server_ranks: Ranks to be servers; placed by hand.
         server_hosts: Globs of host names, separated by commas; servers are placed on hosts
             only that match one.
+        evaluators: Ranks of the world behind them, for messages.
 
     Raises:
         UserError: If no worker or, in a mode that needs one, no server is left, or if the placement
@@ -75,10 +96,33 @@ def assign(
         count = _count_by_hand(chosen, servers, server_hosts, world)
     else:
         count = default_servers(mode, world) if servers is None else servers
-    _check_count(mode, count, world, asked=servers is not None or bool(chosen))
+    _check_count(mode, count, world, evaluators, asked=servers is not None or bool(chosen))
     if not chosen:
         chosen = _spread(count, _eligible(hosts, server_hosts, count), node_of)
     return Roles(chosen, tuple(r for r in range(world) if r not in chosen))
+
+
+def with_spares(roles: Roles, count: int) -> Roles:
+    """Have the first workers behind the last server be spares.
+
+    Raises:
+        UserError: If there are not as many, or no worker is left.
+    """
+    if not count:
+        return roles
+    behind = [rank for rank in roles.workers if rank > roles.servers[-1]][:count]
+    left = tuple(rank for rank in roles.workers if rank not in behind)
+    if len(behind) < count or not left:
+        got = f"spares={count} with {len(roles.workers)} other ranks"
+        remedy = "use more ranks, or fewer --spares"
+        raise UserError(got, "a worker beside them, and servers before them", remedy)
+    return Roles((*roles.servers, *behind), left, count)
+
+
+def shares(size: int, roles: Roles, itemsize: int) -> tuple[Shard, ...]:
+    """Cut a vector of `size` elements into a shard an owner; those of spares are empty."""
+    shards = cut(size, len(roles.owners) - roles.spares, itemsize)
+    return (*shards, *(Shard(size, size) for _ in range(roles.spares)))
 
 
 def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world: int) -> int:
@@ -97,21 +141,22 @@ def _count_by_hand(chosen: Sequence[int], servers: int | None, glob: str, world:
     return len(chosen)
 
 
-def _check_count(mode: str, count: int, world: int, asked: bool) -> None:
+def _check_count(mode: str, count: int, world: int, evaluators: int, asked: bool) -> None:
     least = 0 if mode in ROUND_MODES else 1
+    beside = f" beside evaluators={evaluators}" if evaluators else ""
     if least and world == 1:
         raise UserError(
-            f"mode={mode} in a world of 1 rank",
+            f"mode={mode} in a world of 1 rank{beside}",
             "at least 2 ranks, a server and a worker",
-            "use mpirun -n 2 or more, or --mode sync",
+            f"use mpirun -n {2 + evaluators} or more, or --mode sync",
         )
     if count < least:
         raise UserError(f"servers={count} in mode={mode}", f"servers >= {least}")
     if count >= world:
         raise UserError(
-            f"servers={count} leaves no worker in a world of {world}",
+            f"servers={count} leaves no worker in a world of {world}{beside}",
             f"servers <= {world - 1}",
-            f"use mpirun -n {count + 1}" if asked else "",
+            f"use mpirun -n {count + 1 + evaluators}" if asked else "",
         )
 
 

@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.errors import UserError, nearest, unknown
-from mpips.layout.roles import Roles, assign, default_servers
+from mpips.layout import Shard
+from mpips.layout.roles import Roles, assign, default_servers, shares, training, with_spares
 
 
 def one_node(mode: str, world: int, servers: int | None = None) -> Roles:
@@ -143,6 +144,20 @@ def test_owners_are_all_where_there_is_no_server() -> None:
     assert one_node("sync", 3, 1).owners == (0,)
 
 
+def test_spares_are_servers_that_own_nothing() -> None:
+    """They come behind the others, also behind those that are placed by hand."""
+    roles = with_spares(one_node("async", 6, 2), 1)
+    assert (roles.servers, roles.workers, roles.spares) == ((0, 1, 2), (3, 4, 5), 1)
+    assert [roles.name(rank) for rank in (1, 2, 3)] == ["server 1", "spare 2", "worker 0"]
+    assert shares(64, roles, 4) == (Shard(0, 32), Shard(32, 64), Shard(64, 64))
+    by_hand = assign("async", ["host"] * 5, [0] * 5, server_ranks=[2])
+    assert with_spares(by_hand, 1).servers == (2, 3)
+    assert with_spares(by_hand, 0) is by_hand
+    for world, servers, spares in ((3, 2, 1), (3, 1, 2), (2, 1, 1)):
+        with pytest.raises(UserError, match=f"spares={spares} with "):
+            with_spares(one_node("async", world, servers), spares)
+
+
 def test_errors_have_one_form() -> None:
     assert str(UserError("a=1", "a <= 0", "use b")) == "a=1, expected a <= 0; use b"
     assert str(UserError("a=1", "a <= 0")) == "a=1, expected a <= 0"
@@ -152,3 +167,11 @@ def test_errors_have_one_form() -> None:
     text = "unknown optimizer 'zzz', expected one of adagrad, adam, sgd"
     assert str(unknown("optimizer", "zzz", legal)) == text
     assert nearest("", []) == ""
+
+
+def test_evaluators_are_the_last_ranks() -> None:
+    assert [training(4, k) for k in (0, 1, 3)] == [4, 3, 1]
+    with pytest.raises(UserError, match="evaluators=4 in a world of 4, expected evaluators <= 3"):
+        training(4, 4)
+    with pytest.raises(UserError, match=r"world of 2 beside evaluators=1, .* use mpirun -n 4$"):
+        assign("async", ["h"] * 2, [0] * 2, 2, evaluators=1)

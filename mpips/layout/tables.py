@@ -1,0 +1,276 @@
+"""Tables: rows of parameters of which a step needs a few, and which server owns which.
+
+A row's **place** is a keyed permutation of its number (`mpips.kernels.row_keys`); every server owns
+a contiguous range of places. So the rows that are used most are spread evenly over servers, each
+server's are numbered from 0 without a gap, and to go from N servers to M is to cut the same places
+elsewhere, as shards of the flat vector are.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from mpips.errors import UserError
+from mpips.kernels import row_keys, rows
+
+CAPACITIES = ("full", "lazy")
+MOST_ROWS = 1 << 40
+# Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
+SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
+HIGH_BITS = 6
+MOST_DIGIT = 13  # bits: the counts of a pass stay in the second-level cache
+
+
+@dataclass(frozen=True)
+class Init:
+    """What rows hold before anybody has touched them; `scale` is its only number."""
+
+    kind: ClassVar[int]
+
+    @property
+    def scale(self) -> float:
+        """Its number."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Zeros(Init):
+    """Zeros."""
+
+    kind = row_keys.ZEROS
+
+
+@dataclass(frozen=True)
+class Normal(Init):
+    """The normal distribution of mean 0.
+
+    Args:
+        std: Its standard deviation, at least 0.
+    """
+
+    kind = row_keys.NORMAL
+    std: float
+
+    def __post_init__(self) -> None:
+        _check_scale("std", self.std)
+
+    @property
+    def scale(self) -> float:
+        """See `Init.scale`."""
+        return self.std
+
+
+@dataclass(frozen=True)
+class Uniform(Init):
+    """The uniform distribution on ``[-bound, bound)``.
+
+    Args:
+        bound: At least 0.
+    """
+
+    kind = row_keys.UNIFORM
+    bound: float
+
+    def __post_init__(self) -> None:
+        _check_scale("bound", self.bound)
+
+    @property
+    def scale(self) -> float:
+        """See `Init.scale`."""
+        return self.bound
+
+
+def _check_scale(name: str, value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value <= float(np.finfo("f4").max):
+        raise UserError(f"{name}={value!r}", f"a finite {name} >= 0")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of parameters, addressed by their number.
+
+    Args:
+        rows: How many there are; ids go from 0 to ``rows - 1``.
+        dim: Numbers of a row.
+        init: What a row holds before it is touched: `Normal`, `Uniform` or `Zeros`.
+        optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
+        capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched.
+        push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
+
+    Raises:
+        UserError: If a number is out of range, or of another kind.
+    """
+
+    rows: int
+    dim: int
+    init: Init = field(default_factory=lambda: Normal(0.01))
+    optimizer: object = None
+    capacity: str = "full"
+    push_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        numbers = [("rows", self.rows, MOST_ROWS), ("dim", self.dim, 1 << 20)]
+        if self.push_rows is not None:
+            numbers.append(("push_rows", self.push_rows, MOST_ROWS))
+        for name, value, most in numbers:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool):
+                raise UserError(f"{name}={value!r} of a table", "a whole number")
+            if not 1 <= value <= most:
+                raise UserError(f"{name}={value} of a table", f"{name} from 1 to {most}")
+        if not isinstance(self.init, Init):
+            remedy = "such as mpips.Normal(0.01)"
+            raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
+        if self.capacity not in CAPACITIES:
+            raise UserError(f"capacity={self.capacity!r} of a table", "full or lazy")
+
+
+class Grouped(NamedTuple):
+    """Ids of a step, each row of them once, those of server 0 first; within one, by place.
+
+    Attributes:
+        places: Place of each id's row, in the order of the ids, shape (n_ids,), int64.
+        local: Place of each row in its server, shape (n_rows,), int64; increasing within a server.
+        bounds: Where each server's begin in `local`, and the end, shape (servers + 1,), int64.
+        order: Indices of the ids, row by row, in their order for each, shape (n_ids,), int64.
+        starts: Where those of each row begin in `order`, and the end, shape (n_rows + 1,), int64.
+    """
+
+    places: np.ndarray
+    local: np.ndarray
+    bounds: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+
+    def of(self, server: int) -> slice:
+        """Return which of the rows are a server's."""
+        return slice(int(self.bounds[server]), int(self.bounds[server + 1]))
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which server owns which row of a table: a pure function of row, table and servers.
+
+    Attributes:
+        name: The table's name, which keys the permutation.
+        table: The table.
+        servers: Number of servers.
+        seed: Of what rows hold at first.
+    """
+
+    name: str
+    table: Table
+    servers: int
+    seed: int = 0
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """The first place of each server, and the end, shape (servers + 1,), int64."""
+        return np.arange(self.servers + 1) * self.table.rows // self.servers
+
+    def count(self, server: int) -> int:
+        """Return how many rows a server owns."""
+        return int(self.begins[server + 1] - self.begins[server])
+
+    def key(self, server: int = 0) -> np.ndarray:
+        """Return the key of a server's loops; see `mpips.kernels.row_keys`."""
+        key = self._key.copy()
+        key[row_keys.FIRST] = self.begins[server]
+        return key
+
+    @cached_property
+    def _key(self) -> np.ndarray:
+        low = max((self.table.rows - 1).bit_length() - HIGH_BITS, 1)
+        digest = hashlib.blake2b(self.name.encode(), digest_size=32).digest()
+        words = np.frombuffer(digest, "<u8").astype(np.uint64)
+        key = np.zeros(row_keys.KEY_WORDS, np.uint64)
+        key[row_keys.ROWS] = self.table.rows
+        key[row_keys.LOW], key[row_keys.HIGH] = low, -(-self.table.rows >> low)
+        odd = [number >> 64 - low | 1 for number in SPREADING]
+        key[row_keys.ODD], key[row_keys.ADDED] = odd, words[:2]
+        key[row_keys.UNDO] = [pow(number, -1, 1 << 64) for number in odd]
+        key[row_keys.OFFSET] = words[2]
+        key[row_keys.KIND] = self.table.init.kind
+        key[row_keys.SCALE] = np.float32(self.table.init.scale).view(np.uint32)
+        seed = hashlib.blake2b(digest + str(self.seed).encode(), digest_size=8).digest()
+        key[row_keys.STREAM] = int.from_bytes(seed, "little")
+        return key
+
+    def check(self, ids: np.ndarray) -> np.ndarray:
+        """Return ids as a vector of int64, without a copy where it is one.
+
+        Raises:
+            UserError: If they are no vector of whole numbers.
+        """
+        ids = np.asarray(ids)
+        what = f"ids of table {self.name!r}"
+        if ids.dtype.kind not in "iu":
+            remedy = "convert them, such as by ids.astype('int64')"
+            raise UserError(f"{what} of dtype {ids.dtype}", "an integer type", remedy)
+        if ids.ndim != 1:
+            remedy = "ravel them"
+            raise UserError(f"{what} of shape {ids.shape}", "one dimension", remedy)
+        return np.ascontiguousarray(ids, np.int64)
+
+    def group(self, ids: np.ndarray) -> Grouped:
+        """Sort the ids of a step by server and row.
+
+        Args:
+            ids: Row numbers, shape (n,), of any integer dtype; duplicates are allowed.
+
+        Raises:
+            UserError: If they are no such vector, or one is no row of the table.
+        """
+        ids = self.check(ids)
+        n, bits = len(ids), (self.table.rows - 1).bit_length()
+        if bits + (n - 1).bit_length() > 64:
+            raise UserError(f"{n} ids at once", f"at most {1 << 64 - bits}")
+        passes = max(1, math.ceil(bits / MOST_DIGIT))
+        counts = np.empty((passes, 1 << math.ceil(bits / passes)), np.int64)
+        words, spare = np.empty((2, n), np.uint64)
+        places, local, order = np.empty((3, n), np.int64)
+        bad = rows.sort_places(ids, self._key, places, words, spare, counts)
+        if bad >= 0:
+            got = f"id {ids[bad]} at place {bad} for table {self.name!r}"
+            raise UserError(got, f"ids from 0 to {self.table.rows - 1}")
+        starts, bounds = np.empty(n + 1, np.int64), np.empty(self.servers + 1, np.int64)
+        count = rows.group(words, self.begins, local, bounds, order, starts)
+        return Grouped(places, local[:count], bounds, order, starts[: count + 1])
+
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the server of each id, and its place there, both shape (n,), int64.
+
+        Raises:
+            UserError: As `group`.
+        """
+        places = self.group(ids).places
+        owners = np.searchsorted(self.begins, places, "right") - 1
+        return owners, places - self.begins[owners]
+
+    def rows_of(self, server: int, local: np.ndarray) -> np.ndarray:
+        """Return the row numbers at places of a server, shape and dtype of `local`, int64."""
+        out = np.empty(len(local), np.int64)
+        rows_at = np.ascontiguousarray(local, np.int64) + self.begins[server]
+        row_keys.rows_at(rows_at, self._key, out)
+        return out
+
+
+def combine(grouped: Grouped, grads: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Sum the gradients of each row, in the order of the ids.
+
+    Args:
+        grouped: What `Ownership.group` made of the ids.
+        grads: A gradient an id, shape (n_ids, dim), float32 or float64, C-contiguous.
+        out: Where the sums go, shape (n_rows, dim) and dtype of `grads`; None for a new array.
+
+    Returns:
+        The sums, in the order of ``grouped.local``.
+    """
+    if out is None:
+        out = np.empty((len(grouped.local), grads.shape[1]), grads.dtype)
+    rows.add_up(grads, grouped.order, grouped.starts, out)
+    return out

@@ -1,0 +1,204 @@
+"""Update rules of a table's rows: only those of a step's ids are changed, each by itself.
+
+A rule keeps its slots beside the row, in the same line of memory. In the equations g is the sum of
+the row's gradients in one push, with ``weight_decay * w`` added; a row without ids stays as it is,
+whatever decays.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+from mpips.errors import UserError, unknown
+from mpips.kernels import row_rules
+
+SHARES = ("beta1", "beta2")  # hyperparameters below 1
+
+
+class Named(Protocol):
+    """An optimizer as a program names it: see `mpips.library.optimizers`."""
+
+    def options(self) -> dict[str, Any]:
+        """Return its name as ``optimizer``, and the hyperparameters that are given."""
+
+
+@dataclass(frozen=True)
+class RowRule(ABC):
+    """One update rule of rows with its hyperparameters.
+
+    Attributes:
+        name: Its name in checkpoints, and that of its loop in `mpips.kernels.row_rules`.
+        default_lr: Its rate where none is given.
+        lr: The rate that is given, or None.
+    """
+
+    name: ClassVar[str]
+    default_lr: ClassVar[float]
+
+    lr: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """The rate, before any schedule."""
+        return self.default_lr if self.lr is None else self.lr
+
+    @abstractmethod
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """Return the name and the width of each slot, as they lie behind a row of `dim` numbers."""
+
+    @abstractmethod
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """Return what the loop takes as its numbers."""
+
+    def width(self, dim: int) -> int:
+        """Return how many numbers a line has: a row's and its slots'."""
+        return dim + sum(width for _, width in self.slots(dim))
+
+    @cached_property
+    def loop(self) -> Callable[..., None]:
+        """The loop: see `mpips.kernels.row_rules`."""
+        loop: Callable[..., None] = getattr(row_rules, self.name)
+        return loop
+
+
+@dataclass(frozen=True)
+class Sgd(RowRule):
+    """Stochastic gradient descent: ``w -= lr g``."""
+
+    name = "sgd"
+    default_lr = 0.1
+    weight_decay: float = 0.0
+
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """See `RowRule.slots`: none."""
+        return ()
+
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """See `RowRule.numbers`."""
+        return rate, self.weight_decay
+
+
+@dataclass(frozen=True)
+class Adagrad(RowRule):
+    """Adagrad: ``sum += g^2; w -= lr g / (sqrt(sum) + eps)``; the sum starts at 0.
+
+    References: Duchi, Hazan and Singer, JMLR 12 (2011), with diagonal matrices.
+    """
+
+    name = "adagrad"
+    default_lr = 0.02
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """See `RowRule.slots`."""
+        return (("sum", dim),)
+
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """See `RowRule.numbers`."""
+        return rate, self.eps, self.weight_decay
+
+
+@dataclass(frozen=True)
+class RowAdagrad(Adagrad):
+    """Adagrad with one sum a row: ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``.
+
+    References: Mudigere et al., ISCA 2022, section 4.1.4 (row-wise AdaGrad).
+    """
+
+    name = "row_adagrad"
+
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """See `RowRule.slots`."""
+        return (("sum", 1),)
+
+
+@dataclass(frozen=True)
+class LazyAdam(RowRule):
+    """Adam with a step a row: t counts a row's updates, and its moments decay in these alone.
+
+    ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``,
+    ``w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)``.
+
+    References: Kingma and Ba, ICLR 2015, algorithm 1.
+    """
+
+    name = "adam"
+    default_lr = 0.002
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """See `RowRule.slots`."""
+        return ("m", dim), ("v", dim), ("step", 1)
+
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """See `RowRule.numbers`."""
+        return rate, self.beta1, self.beta2, self.eps, self.weight_decay
+
+
+@dataclass(frozen=True)
+class Ftrl(RowRule):
+    """FTRL-proximal: parameters whose sum of gradients is small are exactly 0.
+
+    ``s = (sqrt(n + g^2) - sqrt(n)) / lr; z += g - s w; n += g^2``, and then ``w = 0`` where
+    ``|z| <= l1``, else ``w = -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2)``. n starts at 0, and
+    z where the equation gives the parameters that the row begins with: at 0 for 0. lr is the
+    paper's alpha, and stays as it is given whatever the schedule: all of z belongs to it.
+
+    Args:
+        beta: Keeps the first steps small, above 0.
+        l1: Weight of the sum of absolute values, at least 0.
+        l2: Weight of half the sum of squares, at least 0.
+
+    References: McMahan et al., KDD 2013, algorithm 1.
+    """
+
+    name = "ftrl"
+    default_lr = 0.1
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
+        """See `RowRule.slots`."""
+        return ("z", dim), ("n", dim)
+
+    def numbers(self, rate: float) -> tuple[float, ...]:
+        """See `RowRule.numbers`; the rate is left as it was given."""
+        return self.rate, self.beta, self.l1, self.l2
+
+
+ROW_RULES: dict[str, type[RowRule]] = {
+    rule.name: rule for rule in (Sgd, Adagrad, RowAdagrad, LazyAdam, Ftrl)
+}
+
+
+def make_row_rule(optimizer: Named) -> RowRule:
+    """Build the rule that an optimizer names, such as ``mpips.Adagrad(0.1)``.
+
+    Raises:
+        UserError: If rows have no such rule, or a number is out of range.
+    """
+    if not callable(getattr(optimizer, "options", None)):
+        raise UserError(f"optimizer={optimizer!r} of a table", "one such as mpips.Adagrad(0.1)")
+    given = dict(optimizer.options())
+    name = str(given.pop("optimizer"))
+    if name not in ROW_RULES:
+        raise unknown("optimizer of a table", name, ROW_RULES)
+    make: Callable[..., RowRule] = ROW_RULES[name]
+    legal = {found.name for found in fields(ROW_RULES[name])}
+    for key, value in given.items():
+        if key not in legal:
+            raise unknown(f"number of {name} for tables", key, legal)
+        least = "> 0" if key in ("lr", "beta") else ">= 0"
+        if not 0 <= value < math.inf or (key in ("lr", "beta") and not value):
+            raise UserError(f"{key}={value} of a table's {name}", f"a finite {key} {least}")
+        if key in SHARES and value >= 1:
+            raise UserError(f"{key}={value} of a table's {name}", f"0 <= {key} < 1")
+    return make(**given)

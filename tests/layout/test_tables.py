@@ -1,0 +1,165 @@
+"""Tables: who owns which row, ids of a step by server and row, gradients summed."""
+
+import numpy as np
+import pytest
+
+from mpips.errors import UserError
+from mpips.kernels import row_keys
+from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
+
+SIZES = [1, 2, 3, 5, 31, 64, 65, 1000, 4097, 1_000_003]
+
+
+def places(rows, name="item", ids=None):
+    key = Ownership(name, Table(rows, 4), 1).key()
+    out = np.empty(rows if ids is None else len(ids), "i8")
+    row_keys.places_of(np.arange(rows) if ids is None else ids, key, out)
+    return out
+
+
+def zipf(rows, n, exponent=1.05, seed=0):
+    """Return n row numbers of which k is as frequent as 1 / (k + 1)^exponent."""
+    weights = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
+    uniform = np.random.default_rng(seed).random(n)
+    return np.searchsorted(weights, uniform * weights[-1])
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_places_are_a_permutation_that_is_undone(rows):
+    found = places(rows)
+    assert (np.sort(found) == np.arange(rows)).all()
+    ownership = Ownership("item", Table(rows, 4), 1)
+    assert (ownership.rows_of(0, found) == np.arange(rows)).all()
+
+
+def test_large_tables_are_undone_too():
+    for rows in (2**31 + 11, 50_000_000, 2**40):
+        ids = np.random.default_rng(rows).integers(0, rows, 1000)
+        found = places(rows, ids=ids)
+        assert len(set(found)) == len(set(ids))
+        assert ((found >= 0) & (found < rows)).all()
+        assert (Ownership("item", Table(rows, 4), 1).rows_of(0, found) == ids).all()
+
+
+def test_tables_of_other_names_lie_elsewhere():
+    assert (places(1000) == places(1000)).all()
+    assert (places(1000) != places(1000, "user")).mean() > 0.9
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+def test_every_row_has_one_owner_and_places_are_dense(servers):
+    ownership = Ownership("item", Table(1000, 4), servers)
+    owners, local = ownership.locate(np.arange(1000))
+    for server in range(servers):
+        mine = np.flatnonzero(owners == server)
+        assert len(mine) == ownership.count(server)
+        assert (np.sort(local[mine]) == np.arange(len(mine))).all()
+        assert (ownership.rows_of(server, local[mine]) == mine).all()
+    assert sum(map(ownership.count, range(servers))) == 1000
+
+
+@pytest.mark.parametrize("rows", [100_000, 1_000_000])
+def test_load_is_even_under_zipf(rows):
+    """Of the rows that servers are asked for, each once a step."""
+    ids = zipf(rows, 400_000)
+    for servers in (2, 4, 8):
+        for name in ("item", "user", "word"):
+            ownership = Ownership(name, Table(rows, 4), servers)
+            steps = [np.diff(ownership.group(part).bounds) for part in np.split(ids, 50)]
+            load = np.sum(steps, 0)
+            assert load.max() < 1.03 * load.mean()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 7, 64, 256, 4096])
+def test_rows_in_a_sequence_are_spread(stride):
+    ids = np.arange(4096) * stride
+    owners, _ = Ownership("item", Table(50_000_000, 4), 8).locate(ids)
+    assert np.abs(np.bincount(owners, minlength=8) - 512).max() < 128
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 100, 8192])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_groups_hold_each_id_once(n, servers):
+    ids = zipf(10_000, n)
+    ownership = Ownership("item", Table(10_000, 4), servers)
+    places, local, bounds, order, starts = ownership.group(ids)
+    assert (np.sort(order) == np.arange(n)).all()
+    assert len(local) == len(set(ids))
+    assert (bounds[0], bounds[-1], starts[0], starts[-1]) == (0, len(local), 0, n)
+    for server in range(servers):
+        begin, end = bounds[server : server + 2]
+        assert (np.diff(local[begin:end]) > 0).all()
+        assert (
+            np.repeat(local[begin:end], np.diff(starts[begin : end + 1]))
+            == places[order[starts[begin] : starts[end]]] - ownership.begins[server]
+        ).all()
+        of_rows = ownership.rows_of(server, local[begin:end])
+        for u, row in zip(range(begin, end), of_rows, strict=True):
+            mine = order[starts[u] : starts[u + 1]]
+            assert (ids[mine] == row).all()
+            assert (np.diff(mine) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_combine_sums_in_the_order_of_ids(dtype):
+    ids = zipf(1000, 4096)
+    grads = np.random.default_rng(1).standard_normal((4096, 5)).astype(dtype)
+    ownership = Ownership("item", Table(1000, 5), 2)
+    grouped = ownership.group(ids)
+    expected = np.zeros((1000, 5), dtype)
+    np.add.at(expected, ids, grads)
+    owners = np.repeat([0, 1], np.diff(grouped.bounds))
+    rows = np.empty(len(owners), "i8")
+    for server in (0, 1):
+        rows[owners == server] = ownership.rows_of(server, grouped.local[owners == server])
+    assert (combine(grouped, grads) == expected[rows]).all()
+
+
+def test_ids_of_other_integer_types_are_the_same():
+    ownership = Ownership("item", Table(100, 4), 2)
+    for dtype in ("i4", "u1", "u8", ">i8"):
+        for ours, expected in zip(
+            ownership.group(np.array([5, 99, 5, 0], dtype)),
+            ownership.group(np.array([5, 99, 5, 0])),
+            strict=True,
+        ):
+            assert (ours == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([3, -1, 5], "id -1 at place 1"),
+        ([3, 5, 100], "id 100 at place 2 .* ids from 0 to 99"),
+        ([1.0, 2.0], "dtype float64, expected an integer type"),
+        ([True, False], "dtype bool"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+        (np.array([2**63], "u8"), "id -9223372036854775808|id 9223372036854775808"),
+    ],
+)
+def test_what_is_no_row_is_refused(ids, message):
+    with pytest.raises(UserError, match=message):
+        Ownership("item", Table(100, 4), 2).group(np.array(ids))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows=0"),
+        ({"rows": 1.5}, "whole number"),
+        ({"dim": 0}, "dim=0"),
+        ({"init": 0.01}, "Normal, Uniform or Zeros"),
+        ({"capacity": "half"}, "full or lazy"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Table(**{"rows": 10, "dim": 4, **options})
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1"])
+def test_scales_that_cannot_be_are_refused(value):
+    for init in (Normal, Uniform):
+        with pytest.raises(UserError, match="a finite"):
+            init(value)
+    assert Zeros().scale == 0
