@@ -15,6 +15,8 @@ from mpips.cluster.start import MPI, Comm, Request
 if TYPE_CHECKING:
     from mpips.cluster.world import Cluster
 
+PIECE = 32 << 20  # elements that one broadcast brings
+
 T = TypeVar("T")
 
 
@@ -44,6 +46,17 @@ def begin_maximum(comm: Comm, values: np.ndarray, out: np.ndarray) -> Request:
 def begin_broadcast(comm: Comm, values: np.ndarray, root: int) -> Request:
     """Begin to bring `values` of rank `root` to all, in place. Collective: yes. Blocks: no."""
     return comm.Ibcast(values, root)
+
+
+def broadcast_polled(
+    comm: Comm, values: np.ndarray, root: int, wait: Callable[[Request], object]
+) -> None:
+    """Bring the vector `values` of rank `root` to all, in place, piece by piece.
+
+    Collective: yes. Blocks: until it is here, but never inside MPI.
+    """
+    for begin in range(0, values.size, PIECE):
+        wait(comm.Ibcast(values[begin : begin + PIECE], root))
 
 
 def begin_barrier(comm: Comm) -> Request:

@@ -126,6 +126,10 @@ class Failures:
         found, self._news = self._news, []
         return [(rank, "lost", None) for rank in found]
 
+    def needed(self) -> Lost:
+        """Return the error for ranks that have died, and that the job needs after all."""
+        return _lost(self._comms[0], self.lost)
+
     def forget(self) -> None:
         """Watch the communicators no more: they are about to be freed."""
         for comm in self._comms:

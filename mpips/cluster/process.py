@@ -1,5 +1,6 @@
 """A process of this host, as the kernel tells of it. Loads nothing heavy: every rank has it."""
 
+import platform
 import re
 from pathlib import Path
 
@@ -45,3 +46,15 @@ def stat_of(pid: int) -> list[str]:
     """
     head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return [head.partition("(")[2], *tail.split()]
+
+
+def cpu_name() -> str:
+    """Return the model name of the processor, or of its architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.machine()

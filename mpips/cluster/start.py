@@ -1,16 +1,20 @@
 """MPI is started by importing this module, the only one that imports mpi4py.
 
-What has to be set before MPI starts (yielding where ranks outnumber cores) is set here first, if
-the user has not set it. The other modules of this room have `MPI` from here.
+What has to be set before MPI starts (yielding where ranks outnumber cores, which networks to leave
+out) is set here first, if the user has not set it. The other modules of this room have `MPI` from
+here.
 """
 
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from mpips.cluster import segments, signals
 from mpips.errors import UserError
+
+BTL = "OMPI_MCA_btl"
 
 
 def cores() -> int:
@@ -33,11 +37,31 @@ def _yield_when_oversubscribed() -> None:
         os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
 
 
+@contextlib.contextmanager
+def unused_networks_left_out() -> Iterator[None]:
+    """Start in a second less on one host, whose ranks need no network.
+
+    Open MPI's BTL over libfabric sleeps 1 s when it is closed, as MPI_Init does where the BTL
+    found nothing to use.
+    """
+    alone = "" if "PMIX_RANK" in os.environ else "1"  # srun, too, sets no size
+    ranks = os.environ.get("OMPI_COMM_WORLD_SIZE", alone)
+    one_host = ranks == os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if not one_host or BTL in os.environ:
+        yield
+        return
+    os.environ[BTL] = "^ofi"
+    try:
+        yield
+    finally:
+        del os.environ[BTL]  # an mpirun that this process starts may have more hosts
+
+
 _yield_when_oversubscribed()
 segments.clean()
 segments.require_room()
 
-with segments.noted():
+with segments.noted(), unused_networks_left_out():
     from mpi4py import MPI  # starts MPI, with what was set above
 
 if "Intel" in MPI.Get_library_version():

@@ -29,11 +29,20 @@ GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
 
 @dataclass(frozen=True)
 class Field:
-    """A named array in a segment."""
+    """A named array in a segment.
+
+    Attributes:
+        name: Of the field.
+        dtype: Of its elements.
+        shape: Of the array.
+        sparse: Whether it takes memory only where it is written, on a node of several ranks:
+            nobody fills it with zeroes, but the system does with each page that is touched first.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    sparse: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +107,11 @@ class Window:
             for rank, memory in segments.items()
         }
         own = segments[cluster.rank][: plans[cluster.rank].nbytes]
-        own[:] = 0  # by its owner: first touch, and the standard promises no zeroes
+        fresh = shared and len(cluster.my_node) > 1  # for one rank alone MPI may take its heap
+        for field in plans[cluster.rank].fields:
+            if not (field.sparse and fresh):
+                # By its owner: first touch, and the standard promises no zeroes.
+                self._views[cluster.rank][field.name].fill(0)
         if far_reads and cluster.nodes > 1:
             self._far = MPI.Win.Create(own, 1, comm=cluster.comm)
             self._far.Lock_all(MPI.MODE_NOCHECK)

@@ -194,6 +194,12 @@ def asked_to_save() -> bool:
     return bool(_job[ASKED])
 
 
+def tell_chief(rank: int) -> None:
+    """Say that a rank is the chief from now on, as the one before has died."""
+    if not _job.readonly:
+        _job[CHIEF] = rank
+
+
 def begin(rank: int, role: int, number: int, stacks: int, now: float) -> None:
     """Say who this process is; with its process id last, it is seen."""
     from mpips.cluster import process

@@ -25,6 +25,7 @@ class Cluster:
     Args:
         comm: Communicator of the whole job; duplicated.
         node_size: Treat this many consecutive ranks as a node; 0 for the real nodes.
+        everyone: All ranks of the world, which share its cores; by default those of `comm`.
 
     Attributes:
         comm: Duplicate of the communicator.
@@ -38,7 +39,9 @@ class Cluster:
         failures: The ranks that have died, where the job goes on without them.
     """
 
-    def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, node_size: int = 0, everyone: MPI.Intracomm | None = None
+    ) -> None:
         self.comm, bodies, control = comm.Dup(), comm.Dup(), comm.Dup()
         self.arrays, self.bodies = Arrays(self.comm), Arrays(bodies)
         self.failures = Failures([self.comm, bodies, control])
@@ -54,8 +57,8 @@ class Cluster:
         order = sorted(set(leaders))
         self.node_of = [order.index(k) for k in leaders]
         self.hosts = comm.allgather(platform.node())
-        masks = comm.allgather(os.sched_getaffinity(0))
-        here = [m for m, host in zip(masks, self.hosts, strict=True) if host == platform.node()]
+        masks = (everyone or comm).allgather((platform.node(), os.sched_getaffinity(0)))
+        here = [mask for host, mask in masks if host == platform.node()]
         self.cores_a_rank = len(set().union(*here)) / len(here)
         self.ranks_per_core = 1 / self.cores_a_rank
         share_cores(self.ranks_per_core > 1)

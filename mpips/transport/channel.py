@@ -7,8 +7,9 @@ the buffer is free once every near server has applied it, and the far ones have 
 (see `mpips.transport.outbox` and `mpips.transport.inbox`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from mpips.transport.outbox import (
     carriers,
 )
 from mpips.transport.push import Push, pack
+from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
 
 
@@ -42,6 +44,7 @@ class Sender:
         aggregate: Whether the gradients of a node go to far servers in one message.
         packing: How what goes to far servers is packed.
         origins: Whether the replicas that they were computed from are pushed as well.
+        tables: Whether every server has rows of tables, beside its shard.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class Sender:
         aggregate: bool = False,
         packing: Packing | None = None,
         origins: bool = False,
+        tables: bool = False,
     ) -> None:
         self._worker = worker_id
         self._me = me = Announced.of(window, worker_id, cluster.rank, origins)
         self._slots = list(zip(me.headers, me.versions, me.grads, strict=True))
-        owners = [(k, r, shards[k]) for k, r in enumerate(cluster.roles.servers) if shards[k].size]
+        ranks = enumerate(cluster.roles.servers)
+        owners = [(k, r, shards[k]) for k, r in ranks if shards[k].size or tables]
         self._near = [window.view(r, "applied") for _, r, _ in owners if cluster.near(r)]
         far = [owner for owner in owners if not cluster.near(owner[1])]
         self.outbox: Outbox | None = None
@@ -164,12 +169,14 @@ class Arrival:
         aggregate: Whether the gradients of a node come in one message from afar.
         codec: What large far bodies are packed by, or None.
         origins: Whether the replicas that they were computed from come as well.
+        tables: Names of the tables whose rows come as well.
     """
 
     places: int
     aggregate: bool = False
     codec: Codec | None = None
     origins: bool = False
+    tables: Sequence[str] = ()
 
 
 class _Slot(NamedTuple):
@@ -180,26 +187,38 @@ class _Slot(NamedTuple):
         version: Version read of the server's shard, shape (1,), dtype int64.
         grad: Gradient of the shard, shape (shard.size,).
         origin: What it was computed from, likewise, where the server needs it.
+        rows: Takes nothing, and returns what the push has for the server's rows; None without
+            tables.
     """
 
     header: np.ndarray
     version: np.ndarray
     grad: np.ndarray
     origin: np.ndarray | None
+    rows: Callable[[], tuple[Section, ...]] | None
 
     @classmethod
-    def of(cls, source: Announced, seq: int, server: int, shard: Shard) -> "_Slot":
+    def of(
+        cls, source: Announced, seq: int, server: int, shard: Shard, tables: Sequence[Sections]
+    ) -> "_Slot":
         """Return the one of push `seq`."""
         k = seq % BUFFERS
         version = source.versions[k, server : server + 1]
         grad = source.grads[k, shard.range]
-        return cls(source.headers[k], version, grad, source.origin(seq, shard))
+        rows = partial(_sections, tables, k, server) if tables else None
+        return cls(source.headers[k], version, grad, source.origin(seq, shard), rows)
 
     def push(self) -> Push:
         """Return the push that lies there."""
         push = Push.unpack(self.header, self.grad, self.origin)
         push.version = self.version.item()
+        if self.rows is not None:
+            push.rows = self.rows()
         return push
+
+
+def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Section, ...]:
+    return tuple(table.of(seq, server) for table in tables)
 
 
 class Receiver:
@@ -220,13 +239,17 @@ class Receiver:
         applied: np.ndarray,
         arrival: Arrival,
     ) -> None:
-        self._size = shard.size
+        self._gets = shard.size > 0 or bool(arrival.tables)  # else no push is for this server
         self._applied = applied
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
         announced = [Announced.of(window, w, r, arrival.origins) for w, r in near]
         slots = range(BUFFERS)
-        self._slots = [[_Slot.of(a, k, server_id, shard) for k in slots] for a in announced]
+        rows = [[Sections(window, r, name) for name in arrival.tables] for _, r in near]
+        self._slots = [
+            [_Slot.of(a, k, server_id, shard, tables) for k in slots]
+            for a, tables in zip(announced, rows, strict=True)
+        ]
         self._sources = announced
         self._words = addresses_of((source.words for source in announced), PUSHED)
         self._near = [source.worker for source in announced]
@@ -259,9 +282,9 @@ class Receiver:
             fetch: Whether the pool may be given room for more far bodies, near pushes taken.
         """
         if not self._has_far:
-            return self._take_near(limit) if fetch and self._size else None
+            return self._take_near(limit) if fetch and self._gets else None
         self._far.give_back()
-        if not self._size:
+        if not self._gets:
             return None
         self._far.attend(limit, fetch)
         self._far_first = not self._far_first  # in turn, so that neither side starves

@@ -2,9 +2,11 @@
 
 A read goes one of two ways. By **Get** the worker reads the version committed, the shard, and the
 version begun, each when the one before is here, and the owner only has to enter MPI. By **reply**
-the worker asks, and the owner sends the same three by message, from the live shard; where reads
-are consistent, from a copy. In both a read is torn, and counted, if an update had begun by its end
-that was not committed at its start.
+the worker asks, and the owner sends the same three by message, from the live shard, each chunk as
+it is when it is handed to MPI; where reads are consistent, from a copy. In both a read is torn, and
+counted, if an update had begun by its end that was not committed at its start. Elements of a reply
+are whole, each as an update left it. Those of a Get are as whole as MPI reads them from memory that
+is being written, which the standard leaves open.
 
 A link carries both directions at once only if no request waits behind the other direction's bulk:
 so what a read asks for goes out in two steps, `begin` before a push and `fetch` after it.
@@ -91,7 +93,7 @@ class FarReads(ABC):
 
 
 class GetReads(FarReads):
-    """Reads by one-sided Get (MPI-4.1, 12.3)."""
+    """Reads by one-sided Get (MPI-4.1, 12.3), of memory that its owner may write meanwhile."""
 
     def __init__(
         self, cluster: Cluster, owners: Sequence[Owner], servers: int, window: Window
@@ -201,9 +203,10 @@ class _Reply:
         chunked: Chunked,
         params: np.ndarray,
         message_id: MessageId,
+        live: bool,
     ) -> None:
         self._cluster, self._ranks, self._header = cluster, ranks, header
-        self._chunked, self._message_id = chunked, message_id
+        self._chunked, self._message_id, self._live = chunked, message_id, live
         self._chunks = chunked.cut(params)
         self._next = 0  # the first chunk that has not been sent
         self._sending: deque[tuple[list[Request], np.ndarray]] = deque()
@@ -228,7 +231,8 @@ class _Reply:
             versions: The last header to send, if not the live one.
         """
         while self._room() and self._next < len(self._chunks):
-            self._send(self._chunked.pack(self._chunks, self._next, self._message_id))
+            args = self._chunks, self._next, self._message_id
+            self._send(self._chunked.pack(*args, self._live))
             self._next += 1
         if self._next < len(self._chunks) or self._room() < WINDOW:
             return False
@@ -285,7 +289,8 @@ class Replies:
         p = self._packing
         # Workers are numbered from 0, so that no push has the draws of a reply.
         message_id = MessageId(p.seed, -1 - self._server, p.before + self._count)
-        return _Reply(self._cluster, ranks, self._header, self._chunked, params, message_id)
+        args = self._header, self._chunked, params, message_id
+        return _Reply(self._cluster, ranks, *args, live=params is self._params)
 
     def serve(self, between: bool = True) -> None:
         """Get on with the answers; one copy at a time, to all who wait. Blocks: no.

@@ -8,7 +8,8 @@ link that is the bottleneck brings the workers into step, so that a node takes e
 two fetches under way at once, whoever ends first begins another, which the other can join. A joined
 read is older than one of its own by one transfer at most, and carries the versions of the fetch, so
 that staleness stays exact. Whoever waits longer than a read should take (its neighbour may be
-stopped) fetches for itself.
+stopped), or copies so late that the neighbour's next read is coming into the same place, fetches
+for itself: MPI may write half an element.
 """
 
 import time
@@ -23,7 +24,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.transport.far import FarReads, Owner
 
 BEGUN, DONE = range(2)  # words: REPLICAS x number of the fetch + number of its replica
-WRITES = 2  # and a word a replica: reads into it that have begun, those that join another too
+WRITES = 2  # and a word a replica: times that it was written, by reads that join another too
 REPLICAS = 2  # at most: the one in use, and the one ahead
 PATIENCE = 4.0  # times the longest read so far
 PATIENCE_S = 0.05  # and at least this
@@ -117,8 +118,6 @@ class SharedReads(FarReads):
         """
         self._out, self._here = out, False
         self._slot = self._slots[out.ctypes.data]
-        mine, writes = self._me.words, WRITES + self._slot
-        publish(mine, writes, observe(mine, writes) + 1)
         self._joined = None
         for k, other in enumerate(self._workers):
             if other is self._me:
@@ -147,7 +146,13 @@ class SharedReads(FarReads):
         """See `FarReads.fetch`."""
         self._asked_s = time.perf_counter()
         if self._joined is None:
+            self._write()
             self._own.fetch()
+
+    def _write(self) -> None:
+        """Say that the replica of this read is written from now on."""
+        mine, writes = self._me.words, WRITES + self._slot
+        publish(mine, writes, observe(mine, writes) + 1)
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
@@ -174,22 +179,26 @@ class SharedReads(FarReads):
         other, number = self._workers[self._joined[0]], self._joined[1]
         if observe(other.words, DONE) < number:
             if time.perf_counter() - self._asked_s > PATIENCE_S + PATIENCE * self._longest_s:
-                self._joined = None
-                self._claim()
-                self.fetch()
+                self._fetch_alone()
             return False
         slot = number % REPLICAS
-        self._found[:] = other.fetched[slot]
-        self._before[:] = other.before[slot]
-        self._before[self._joined[0]] = number
+        self._found[:], before = other.fetched[slot], other.before[slot].copy()
+        self._write()
         for _, _, shard in self._owners:
             np.copyto(self._out[shard.range], other.replicas[slot, shard.range])
-        later = observe(other.words, BEGUN) - REPLICAS * (number // REPLICAS)
-        overwritten = later == REPLICAS + slot or later >= 2 * REPLICAS
-        if overwritten or observe(other.words, WRITES + slot) != self._found[-1]:
-            self._found[-2] = len(self._owners)
+        if observe(other.words, WRITES + slot) != self._found[-1]:  # written meanwhile
+            self._fetch_alone()
+            return False
+        self._before[:] = before
+        self._before[self._joined[0]] = number
         self.joined += 1
         return True
+
+    def _fetch_alone(self) -> None:
+        """Join nobody after all."""
+        self._joined = None
+        self._claim()
+        self.fetch()
 
     def result(self, versions: np.ndarray) -> int:
         """See `FarReads.result`."""

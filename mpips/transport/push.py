@@ -3,10 +3,14 @@
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpips.datasets.ledger import Range
+
+if TYPE_CHECKING:
+    from mpips.transport.rows import Section
 
 # Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
 _HEADER = struct.Struct("@6qd2qd")
@@ -30,6 +34,7 @@ class Push:
         origin: Parameters that it was computed from, shape (shard.size,), where a server needs
             them.
         others: The further pushes whose gradients are in `grad`, each of another worker.
+        rows: What it has for this server's rows, by table, where there are tables.
     """
 
     worker: int
@@ -43,6 +48,7 @@ class Push:
     number: int = 0
     factor: float = 1.0
     others: "tuple[Push, ...]" = ()
+    rows: "tuple[Section, ...]" = ()
 
     @classmethod
     def unpack(

@@ -54,6 +54,8 @@ def announcement(
     if config.codec == "powersgd":
         return _told_low_rank(config, len(set(node_of)), layout)
     codecs = {"pushes": push_codec(config), "pulls": pull_codec(config)}
+    if config.mode == "local_sgd":
+        codecs = {"what a round changes": push_codec(config)}
     if not any(codecs.values()):
         return None
     sizes = _crossing(config, roles, node_of, shards)
@@ -207,6 +209,14 @@ class Packer:
             at += piece.size
         return pieces
 
+    def unpack(self, slot: int, out: np.ndarray) -> None:
+        """Write into `out`, shape (shard.size,), what arrives of the message in `slot`.
+
+        Only where a codec packs, into messages of one size.
+        """
+        assert self._codec is not None, "nothing is packed"
+        self._codec.decode(self._messages[slot], out)
+
 
 class Unpacker:
     """Unpacks what comes by one codec for one slice, one message at a time. Collective: no.
@@ -280,17 +290,23 @@ class Chunked:
         sizes = [self._codec.wire_bytes(chunk.size, self._dtype) for chunk in chunks]
         return [buffer_for(size) for size in sizes]
 
-    def pack(self, chunks: Sequence[np.ndarray], k: int, message_id: MessageId) -> np.ndarray:
-        """Return the message of chunk `k`, as it is now: the chunk itself, or new memory.
+    def pack(
+        self, chunks: Sequence[np.ndarray], k: int, message_id: MessageId, live: bool = True
+    ) -> np.ndarray:
+        """Return the message of chunk `k` as it is now, in new memory unless nobody changes it.
+
+        MPI sends a message in pieces, which end anywhere, and reads some of them later: of a live
+        chunk, an element would have its first bytes of one version and its last ones of another.
 
         Args:
             chunks: What `cut` gave.
             k: Number of the chunk.
             message_id: Of the reply; where in the vector it begins is filled in here.
+            live: Whether the vector may change before the message is sent.
         """
         chunk = chunks[k]
         if self._codec is None:
-            return chunk
+            return chunk.copy() if live else chunk
         message = buffer_for(self._codec.wire_bytes(chunk.size, self._dtype))
         message_id = replace(message_id, begin=self._begin + k * self._step)
         self._codec.encode(chunk, message, self._codec.fresh_state(0, self._dtype), message_id)

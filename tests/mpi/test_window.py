@@ -20,6 +20,7 @@ def plan(rank: int) -> Plan:
             Field("words", "i8", (2, 5 + rank)),
             Field("none", "f4", (0,)),
             Field("large", "f8", (20_000 + 7 * rank,)),  # more than 64 KiB
+            Field("sparse", "i4", (50_000,), sparse=True),
             Field("small", "f4", (rank + 1,)),
         )
     )
@@ -181,6 +182,22 @@ def test_free_twice(cluster: Cluster) -> None:
     window.free()
     other = Window(cluster, plans(cluster), far_reads=False)
     other.free()
+
+
+def test_a_sparse_field_takes_what_is_written(cluster: Cluster) -> None:
+    """Untouched it costs no memory, under either MPI."""
+    if cluster.nodes > 1 or cluster.world == 1:
+        pytest.skip("a rank alone may have the heap of its MPI, which is filled")
+    fields = (Field("sparse", "f8", (1 << 26,), sparse=True),)
+    free = windows.shared_bytes_free()
+    window = Window(cluster, [Plan(fields)] * cluster.world)
+    view = window.view(cluster.rank, "sparse")
+    view[1 << 25] = 3
+    touched = free - windows.shared_bytes_free()
+    wrong = view[(1 << 25) + 1] != 0 or touched > 1 << 27
+    cluster.barrier()
+    window.free()
+    check(cluster.comm, not wrong, touched)
 
 
 def test_too_little_shared_memory_is_refused_on_all_ranks(

@@ -69,6 +69,7 @@ def test_chunks_are_bounded_and_make_the_shard_again(name: str, dtype: str) -> N
     for k, (place, chunk) in enumerate(zip(places, mine, strict=True)):
         message = owner.pack(theirs, k, MessageId())
         assert message.nbytes == place.nbytes <= chunk_bytes
+        assert not np.shares_memory(message, params), "MPI would read what is being updated"
         assert k == len(mine) - 1 or message.nbytes > 0.9 * chunk_bytes
         place[:] = message
         reader.unpack(place, chunk)
