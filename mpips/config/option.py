@@ -23,6 +23,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "in [0, 1]": lambda v: 0 <= v <= 1,
     "in [0, 1)": lambda v: 0 <= v < 1,
     "in (0, 1)": lambda v: 0 < v < 1,
+    "in (0, 1]": lambda v: 0 < v <= 1,
 }
 KINDS: dict[Any, str] = {
     bool: "true or false",

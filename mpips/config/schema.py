@@ -27,7 +27,7 @@ LEARNING_RATES = {
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
 PROBLEMS = ("linear", "softmax", "mlp")
-CODECS = ("none", "auto", "fp16", "bf16", "int8", "topk", "onebit", "powersgd")
+CODECS = ("none", "auto", "fp16", "bf16", "int8", "int4", "topk", "onebit", "powersgd")
 PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
@@ -93,9 +93,17 @@ class Config:
         "cluster", "", "place the servers on the hosts that match", metavar="GLOB,...",
         unset="any host",
     )  # fmt: skip
+    spares: int = setting(
+        "cluster", 0, "servers beside the others that own nothing: one goes on for server 0 if it "
+        "dies, where the MPI lets ranks go on", ">= 0", modes=("async", "ssp"),
+    )  # fmt: skip
     node_size: int = setting(
         "cluster", 0, "treat N consecutive ranks as a node; 0: the real nodes", ">= 0"
     )
+    evaluators: int = setting(
+        "cluster", 0, "how many of the ranks, the last ones, evaluate checkpoints of this job in "
+        "place of its workers: one is saved every --eval-every epochs", ">= 0",
+    )  # fmt: skip
     window: str = setting(
         "cluster", "shared", "memory of the shards; private: no shared memory, the far path only",
         legal=("shared", "private"),
@@ -158,7 +166,9 @@ class Config:
         "messages", "none", "what pushes, in rounds sums, to other nodes are packed by; auto: by "
         "what is predicted to be fastest when links and codecs are measured at the start, of none, "
         "fp16, bf16 and int8 (the others change how training converges)", legal=CODECS,
-        modes=("async", "ssp", "sync"), only={"powersgd": ("sync",)},
+        modes=("async", "ssp", "sync", "local_sgd"),
+        only=dict.fromkeys(("auto", "topk", "onebit"), ("async", "ssp", "sync"))
+        | {"powersgd": ("sync",)},
     )  # fmt: skip
     pull_codec: str = setting(
         "messages", "none", "what shards of other nodes are packed by on their way; auto: as with "
@@ -207,9 +217,11 @@ class Config:
         "all of them, in the memory of one", ">= 1",
     )  # fmt: skip
     shuffle: bool = setting("data", True, "a new order of the samples in each epoch")
+    flip: bool = setting("data", False, "half of the training images, drawn anew, are mirrored")
+    shift: int = setting("data", 0, "pixels that training images move at most, drawn too", ">= 0")
     data_cache: str = setting(
-        "data", "", "folder on each node's own disk: HDF5 files are copied there while they are "
-        "read, and then read there", metavar="DIR", unset="none",
+        "data", "", "folder on each node's own disk: HDF5 files are copied there as they are read",
+        metavar="DIR", unset="none",
     )  # fmt: skip
 
     optimizer: str = setting(
@@ -249,6 +261,26 @@ class Config:
     outer_momentum: float = setting(
         "optimisation", 0.0, "momentum of what a round changes", "in [0, 1)", modes=("local_sgd",)
     )
+    outer_lr: float = setting(
+        "optimisation", 1.0, "share of what a round changes that is taken, or of its momentum",
+        "> 0", modes=("local_sgd",),
+    )  # fmt: skip
+    outer_nesterov: bool = setting(
+        "optimisation", False, "the outer momentum is Nesterov's, as DiLoCo's (0.9, rate 0.7)",
+        modes=("local_sgd",),
+    )  # fmt: skip
+    fragments: int = setting(
+        "optimisation", 1, "parts of the model of which each round exchanges the next, local_steps "
+        "/ fragments steps after the last (Streaming DiLoCo)", ">= 1", modes=("local_sgd",),
+    )  # fmt: skip
+    overlap_steps: int = setting(
+        "optimisation", 0, "local steps that go on while an exchange is under way, before its "
+        "result is taken", ">= 0", modes=("local_sgd",),
+    )  # fmt: skip
+    mixing: float | None = setting(
+        "optimisation", None, "share of that result in what a worker goes on with; the rest is its "
+        "own parameters", "in (0, 1]", unset="1, with overlap_steps 0.5", modes=("local_sgd",),
+    )  # fmt: skip
     tau: int = setting(
         "optimisation", 8, "steps of each worker by itself between two exchanges with the centre",
         ">= 1", modes=("easgd",),
@@ -265,6 +297,10 @@ class Config:
     target_accuracy: float = setting(
         "optimisation", 0.0, "stop at this held-out accuracy; 0: never", "in [0, 1]"
     )
+    patience: int = setting(
+        "optimisation", 0, "stop after so many evaluations without a lower held-out loss, with "
+        "--evaluators; 0: never", ">= 0",
+    )  # fmt: skip
 
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
     log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
@@ -275,6 +311,10 @@ class Config:
         metavar="PERIOD", numeric=True,
     )  # fmt: skip
     keep: int = setting("checkpoints", 3, "number of checkpoints that are kept", ">= 1")
+    keep_best: bool = setting(
+        "checkpoints", False, "also keep the one with the lowest held-out loss that an evaluator "
+        "found: <out>/best",
+    )  # fmt: skip
     snapshot: str = setting(
         "checkpoints", "copy", "copy the shard and go on, or stall until it is written",
         legal=("copy", "stall"),
@@ -298,8 +338,30 @@ class Config:
     @property
     def unit_size(self) -> int:
         """Samples that one worker takes at a time: of all its steps up to a push or round."""
-        local = {"local_sgd": self.local_steps, "easgd": self.tau}
+        local = {"local_sgd": self.round_steps, "easgd": self.tau}
         return self.step_size * local.get(self.mode, 1)
+
+    @property
+    def round_steps(self) -> int:
+        """Local steps of one worker in one round of mode local_sgd."""
+        return self.local_steps // self.fragments
+
+    @property
+    def mixed(self) -> float:
+        """The share of an exchange's result that a worker takes."""
+        return self.mixing or (0.5 if self.overlap_steps else 1.0)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether rounds of local steps leave workers with parameters of their own."""
+        asked = self.fragments > 1 or self.overlap_steps > 0 or self.mixed < 1
+        return self.mode == "local_sgd" and asked
+
+    @property
+    def outer_step(self) -> bool:
+        """Whether rounds of local steps end in a step towards the mean, not in the mean itself."""
+        stepping = self.outer_momentum > 0 or self.outer_lr != 1 or self.codec != "none"
+        return self.mode == "local_sgd" and (stepping or self.streaming)
 
     @property
     def in_rounds(self) -> bool:

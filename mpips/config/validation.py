@@ -78,7 +78,12 @@ def validate(config: Config) -> None:
     _check_staleness(config)
     _check_backup(config)
     _check_length(config)
+    _check_evaluators(config)
     _check_schedule(config)
+    _check_local_steps(config)
+    if config.outer_nesterov and not config.outer_momentum:
+        remedy = "give --outer-momentum 0.9, as DiLoCo does"
+        raise UserError("outer_nesterov without outer_momentum", "both", remedy)
     parse_delays(config.inject_delay)
     parse_groups(config.groups)
     _check_codecs(config)
@@ -146,6 +151,16 @@ def _check_length(config: Config) -> None:
         raise UserError(got, "eval_every > 0", "it is checked at evaluations: set --eval-every")
 
 
+def _check_evaluators(config: Config) -> None:
+    if config.evaluators and not config.eval_every:
+        got = f"evaluators {config.evaluators} with eval_every 0"
+        raise UserError(got, "eval_every > 0", "set --eval-every, in epochs")
+    for name in ("patience", "keep_best"):
+        if getattr(config, name) and not config.evaluators:
+            got = f"{name} without evaluators"
+            raise UserError(got, "evaluators >= 1", "they evaluate checkpoints: add --evaluators 1")
+
+
 def _check_schedule(config: Config) -> None:
     if config.schedule == "step" and not config.step_every:
         raise UserError("schedule 'step' with step_every 0", "step_every >= 1", "set --step-every")
@@ -173,6 +188,35 @@ def _check_codecs(config: Config) -> None:
         raise UserError(got, "optimizer 'sgd'", remedy)
     if config.codec == "powersgd":
         _check_powersgd(config)
+    if config.mode == "local_sgd" and config.codec != "none" and _averages_slots(config):
+        got = f"codec {config.codec!r} in mode local_sgd with local_slots 'average'"
+        remedy = "only what a round changes is packed: add --local-slots keep"
+        raise UserError(got, "local_slots 'keep', or optimizer 'sgd'", remedy)
+
+
+def _averages_slots(config: Config) -> bool:
+    return config.local_slots == "average" and config.optimizer != "sgd"
+
+
+def _check_local_steps(config: Config) -> None:
+    steps, parts = config.local_steps, config.fragments
+    if steps % parts:
+        near = f"{max(1, steps // parts) * parts} or {(steps // parts + 1) * parts}"
+        remedy = f"one fragment goes at a time, equally far apart: use --local-steps {near}"
+        raise UserError(f"local_steps {steps} with fragments {parts}", "a multiple", remedy)
+    if config.overlap_steps > config.round_steps:
+        got = f"overlap_steps {config.overlap_steps} with {config.round_steps} steps a round"
+        remedy = "one exchange is under way at a time"
+        raise UserError(got, f"overlap_steps <= {config.round_steps}", remedy)
+    if not config.streaming:
+        return
+    what = "fragments, overlap_steps or mixing"
+    if _averages_slots(config):
+        remedy = "a round exchanges parameters alone: add --local-slots keep"
+        raise UserError(f"{what} with local_slots 'average'", "'keep', or optimizer 'sgd'", remedy)
+    if config.reduce == "allreduce":
+        remedy = "they have an exchange of their own: leave out --reduce"
+        raise UserError(f"{what} with reduce 'allreduce'", "reduce 'auto' or 'shared'", remedy)
 
 
 def _check_powersgd(config: Config) -> None:

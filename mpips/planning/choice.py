@@ -16,7 +16,7 @@ node and by its ranks together; the times of `traffic` add up there.
 Computing is not counted: it is not known at the start, and hides messages at best.
 
 Only codecs that do no more than round are chosen: what leaves parts of a gradient for later
-(topk, onebit) changes how training converges.
+(int4, topk, onebit) changes how training converges.
 """
 
 import dataclasses

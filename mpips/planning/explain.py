@@ -21,8 +21,7 @@ from mpips.config.command_line import Question
 from mpips.config.validation import validate
 from mpips.datasets import open_dataset
 from mpips.errors import UserError, human_bytes
-from mpips.layout import cut
-from mpips.layout.roles import assign
+from mpips.layout.roles import assign, shares, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
@@ -123,15 +122,17 @@ def case_of(config: Config, topology: Topology) -> Case:
     """
     c, mode = config, config.mode
     roles = assign(
-        mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts
-    )
+        mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts,
+        c.evaluators,
+    )  # fmt: skip
+    roles = with_spares(roles, c.spares if has("spares", mode) else 0)
     item = np.dtype(c.dtype).itemsize
-    sizes = [shard.size * item for shard in cut(topology.parameters, len(roles.owners), item)]
+    sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
     given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
     low_rank = given.get("codec") == "powersgd"
-    slices = any(is_large(size // item, c.dtype) for size in sizes)
+    slices = any(is_large(size // item // c.fragments, c.dtype) for size in sizes)
     packed = topology.codecs if slices or low_rank else {}
-    vectors = moved_vectors(c)
+    vectors, results = moved_vectors(c), "codec" if mode == "local_sgd" else "pull_codec"
     return Case(
         roles,
         tuple(topology.node_of),
@@ -142,15 +143,17 @@ def case_of(config: Config, topology: Topology) -> Case:
         one_pull=has("share_pulls", mode) and c.share_pulls and c.read == "relaxed",
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
+        hidden=c.overlap_steps / c.round_steps,
         grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
-        params=0.0 if low_rank else vectors * packed.get(given.get("pull_codec", ""), 1.0),
+        params=0.0 if low_rank else vectors * packed.get(given.get(results, ""), 1.0),
     )
 
 
-def moved_vectors(config: Config) -> int:
+def moved_vectors(config: Config) -> float:
     """Return how many vectors of the parameters' size a worker brings into an exchange."""
     averaged = config.mode == "local_sgd" and config.local_slots == "average"
-    return 1 + (len(make_rule(config.optimizer).slots) if averaged else 0)
+    whole = 1 + (len(make_rule(config.optimizer).slots) if averaged else 0)
+    return whole / config.fragments
 
 
 def explain(config: Config, topology: Topology) -> Explanation:
@@ -242,6 +245,8 @@ def explain_world(
     Raises:
         UserError: If the job, its data or its problem is wrong, or does not fit the world.
     """
+    count = training(len(hosts), config.evaluators)
+    hosts, node_of = hosts[:count], node_of[:count]
     layout = load_problem(config.problem, open_dataset(config).info, config).layout
     compute_s = question.step_ms / 1e3
     rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
@@ -291,6 +296,7 @@ def explanation_text(result: Explanation, link: str) -> str:
         f"what crosses each node's link in a step{bound}:" if case.nodes > 1 else "",
         *(_table(result) if case.nodes > 1 else ["one node: no link is crossed"]),
         *_verdict(result, link),
+        f"beside them {c.evaluators} evaluate: they read checkpoints alone" * bool(c.evaluators),
         *_relief_lines(result),
     ]
     return "\n".join(line for line in lines if line) + "\n"

@@ -1,12 +1,11 @@
 """What every rank of a run knows before the first step: the job, resolved and checked."""
 
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.exchange import ParameterFile
 from mpips.checkpoint.place import Place
 from mpips.cluster.library import mpi_name
+from mpips.cluster.process import cpu_name
 from mpips.cluster.world import Cluster
-from mpips.config import Config
+from mpips.config import OPTIONS, Config
 from mpips.config.groups import parse_groups
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import ROUND_MODES
@@ -23,7 +23,8 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
-from mpips.layout import Layout, Shard, cut
+from mpips.layout import Layout, Shard
+from mpips.layout.roles import shares
 from mpips.optim import (
     Leaving,
     Range,
@@ -39,8 +40,13 @@ from mpips.optim.staleness import Staleness
 from mpips.planning.skipped import skipped_before, skipped_updates
 from mpips.problems import Problem
 
+if TYPE_CHECKING:
+    from mpips.cut.evaluations import Evaluations
+    from mpips.ps.rows import RowsAtWork
+
 STOPPED = "stopped"  # why a run ends that its program asked to
-OUTER_VELOCITY = "outer_velocity"  # the slot of mode local_sgd's outer momentum
+# The slot of mode local_sgd's outer step, and what its workers keep between two exchanges.
+OUTER_VELOCITY, OWN_PARAMS = "outer_velocity", "own_params"
 # Beside what a resume may not change at all, these decide the bits of a synchronous run.
 BITWISE_FIELDS = (
     *("mode", "reduce", "lr", "momentum", "beta1", "beta2", "eps", "decay", "weight_decay"),
@@ -73,6 +79,8 @@ class Job:
         sets_rate: Whether workers' programs may set a factor of the learning rate, on any rank.
         rate_factor: The one that this rank's has set for the step in work.
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
+        evaluations: On the chief, what evaluators find, where there are any.
+        rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
 
@@ -93,12 +101,14 @@ class Job:
     sets_rate: bool = False
     rate_factor: float = 1.0
     frozen: Ranges = ()
+    evaluations: "Evaluations | None" = None
+    rows: "RowsAtWork | None" = None
 
     def __post_init__(self) -> None:
         c = self.config
         self.layout: Layout = self.problem.layout
         self.dtype = np.dtype(c.dtype)
-        self.shards = cut(self.layout.size, len(self.cluster.roles.owners), self.dtype.itemsize)
+        self.shards = shares(self.layout.size, self.cluster.roles, self.dtype.itemsize)
         rule = make_rule(
             c.optimizer, momentum=c.momentum, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
             weight_decay=c.weight_decay, decay=c.decay,
@@ -120,12 +130,12 @@ class Job:
         # Of the vector, what has a gradient; statistics lie behind it.
         self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
-        outer = (OUTER_VELOCITY,) if c.outer_momentum else ()
+        outer = (OUTER_VELOCITY,) if c.outer_step else ()
         keep = c.mode == "local_sgd" and c.local_slots == "keep"
         shared = () if keep or c.mode == "easgd" else self.rule.slots
-        # Owned with a shard.
-        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots
+        self.slots: tuple[str, ...] = shared + outer + self.staleness.slots  # owned with a shard
         self.own_slots = self.rule.slots if keep else ()  # each worker's own, and saved
+        self.own_slots += (OWN_PARAMS,) if c.streaming else ()
         self.base_step = int(saved.get("step", 0))
         self.base_samples = int(saved.get("samples", 0))
         self.base_position = self._position(saved.get("schedule"))
@@ -168,11 +178,15 @@ class Job:
         """Samples that one update takes, as long as batches are whole."""
         return self.config.unit_size * self.gradients_per_update
 
-    def rate(self) -> Callable[[int], float]:
-        """Return the learning rate as a function of the update's number."""
+    def rate(self, lr: float | None = None) -> Callable[[int], float]:
+        """Return the learning rate as a function of the update's number.
+
+        Args:
+            lr: What the schedule begins with; by default the job's.
+        """
         c = self.config
         found = schedule(
-            c.schedule, c.learning_rate, total_steps=max(1, self.total_steps),
+            c.schedule, c.learning_rate if lr is None else lr, total_steps=max(1, self.total_steps),
             warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
         )  # fmt: skip
         ahead = self.base_position - self.base_step
@@ -255,7 +269,7 @@ class Job:
         cluster, c = self.cluster, self.config
         fields = set(BITWISE_FIELDS)
         if c.mode == "local_sgd":
-            fields |= {"local_steps", "local_slots", "outer_momentum"}
+            fields |= {name for name, option in OPTIONS.items() if option.modes == (c.mode,)}
         if c.schedule == "cosine":
             fields |= {"epochs", "steps"}
         return {
@@ -381,15 +395,3 @@ def initial_vector(problem: Problem, seed: int, dtype: np.dtype) -> np.ndarray:
             got = f"init() of the problem gave NaN or infinity in {name}"
             raise UserError(got, "finite parameters")
     return vector
-
-
-def cpu_name() -> str:
-    """Return the model name of the processor, or of its architecture."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        return platform.machine()
-    return platform.machine()

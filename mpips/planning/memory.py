@@ -27,7 +27,7 @@ def least_vectors(config: Config, workers: int) -> int:
     vectors = workers + 1 if shared else (1 + replicas) * workers
     if config.mode == "local_sgd":  # as much for each slot, and one gradient a worker
         moved = 0 if config.local_slots == "keep" else slots
-        vectors = (1 + moved) * vectors + (1 + slots - moved) * workers
+        vectors = (1 + moved) * vectors + (1 + slots - moved + config.streaming) * workers
     if config.mode == "easgd":  # the worker's own replica, its gradient and its slots
         vectors += (2 + slots) * workers
     return vectors
@@ -37,8 +37,8 @@ def codec_vectors(config: Config) -> int:
     """Return what a node of several holds for a codec of synchronous rounds."""
     if not config.in_rounds or config.codec == "none":
         return 0
-    if config.codec != "powersgd":
-        return 1  # residual or message
+    if config.codec != "powersgd":  # residual or message; and changes on their way back
+        return 3 if config.mode == "local_sgd" else 1
     return 1 + len(make_rule(config.optimizer).slots)  # the error, and slots that others own too
 
 

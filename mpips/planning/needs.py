@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import iterate, open_dataset
-from mpips.layout.roles import assign
+from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
 from mpips.problems import load_problem
@@ -55,6 +55,7 @@ class Needs:
         worker_bytes: Memory of a worker.
         save_s: Seconds to finish a step and save.
         seconds: From the start to the end.
+        evaluators: Number of evaluators; each takes less than a worker.
     """
 
     servers: int
@@ -63,6 +64,7 @@ class Needs:
     worker_bytes: float
     save_s: float
     seconds: float
+    evaluators: int = 0
 
     @property
     def rank_bytes(self) -> float:
@@ -107,12 +109,16 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
         UserError: If no worker or, where servers apply, no server would be left.
     """
     node_of = [node for node in range(nodes) for _ in range(ranks_per_node)]
+    node_of = node_of[: training(len(node_of), config.evaluators)]
     hosts = [f"node{node}" for node in node_of]
     count = config.servers
-    roles = assign(config.mode, hosts, node_of, count, config.server_ranks)
+    roles = assign(
+        config.mode, hosts, node_of, count, config.server_ranks, evaluators=config.evaluators
+    )
+    roles = with_spares(roles, config.spares)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
     state = vector * (1 + len(make_rule(config.optimizer).slots))
-    shard = 1 / len(roles.owners)
+    shard = 1 / (len(roles.owners) - roles.spares)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)
     if nodes > 1:
@@ -129,6 +135,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
         worker_bytes=worker if roles.servers else worker + owned + pool,
         save_s=step_s + shard * state / WRITE_BYTES_PER_S,
         seconds=STARTUP_S + steps * step_s,
+        evaluators=config.evaluators,
     )
 
 

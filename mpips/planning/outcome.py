@@ -12,7 +12,7 @@ class Outcome:
     """How a run ended on this rank.
 
     Attributes:
-        reason: ``epochs``, ``steps``, ``target``, ``diverged``, or the name of a signal.
+        reason: ``epochs``, ``steps``, ``target``, ``patience``, ``diverged``, or a signal's name.
         step: Updates applied, in resumed runs too; known on the chief.
         samples: Samples applied, likewise.
         epochs: Epochs applied, likewise.

@@ -20,7 +20,7 @@ def skipped_before(job: "Job") -> dict[str, int]:
         given: RuleState | None = getattr(job.problem, "rule_state", None)
         return dict(given.skipped) if given is not None else {}
     state, c = job.checkpoint.state, job.config
-    most = int(state.get("step", 0)) * (c.local_steps if c.mode == "local_sgd" else 1)
+    most = int(state.get("step", 0)) * (c.round_steps if c.mode == "local_sgd" else 1)
     most += int(state.get("steps_before", 0))
     return {name: min(n, most) for name, n in state.get("skipped", {}).items()}
 

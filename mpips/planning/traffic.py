@@ -16,7 +16,8 @@ the parameters that a gradient was computed from behind it, so that a push takes
 receives M - m_i of results; its owners receive m_i from, and send m_i to, each other node that has
 workers. With one owner on each of n nodes that makes 2 (n - 1) M / n each way, as the best
 Allreduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005; Patarasuk and Yuan, JPDC 2009).
-The results come after the sums, and both after the gradient: the times add up.
+The results come after the sums, and both after the gradient: the times add up; but where local
+steps go on meanwhile (``--overlap-steps``), only what of the exchange is longer than those counts.
 
 **Rounds by MPI_Allreduce** (``--reduce allreduce``): at least 2 (n - 1) M / n each way for the
 Allreduce between n nodes, and then each node receives M - m_i of the broadcasts.
@@ -90,6 +91,7 @@ class Case:
         one_pull: Whether a node fetches each far shard once.
         prefetch: Whether pulls are hidden behind computing.
         every: Steps between two pushes, or rounds.
+        hidden: Share of the computing of a round during which its exchange may be under way.
         grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
             with it, over those of a gradient in memory.
         params: Likewise, of parameters.
@@ -104,6 +106,7 @@ class Case:
     one_pull: bool = False
     prefetch: bool = False
     every: int = 1
+    hidden: float = 0.0
     grads: float = 1.0
     params: float = 1.0
 
@@ -225,5 +228,5 @@ def step_s(case: Case, rate: float, compute_s: float = 0.0) -> float:
         compute_s: For computing a gradient.
     """
     if case.rounds:
-        return compute_s + link_s(case, rate)
+        return compute_s + max(0.0, link_s(case, rate) - case.hidden * compute_s)
     return max(link_s(case, rate), compute_s + pull_s(case, rate))

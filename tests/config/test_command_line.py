@@ -259,9 +259,19 @@ SUMMARY = {
     "staleness": is_table(
         mean=is_number, p50=is_count, p99=is_count, max=is_count, histogram=is_list(is_count)
     ),
-    "per_worker": is_list(is_table(steps=is_count, samples=is_count, **SECONDS)),
+    "per_worker": is_list(
+        is_table(
+            rank=is_count,
+            steps=is_count,
+            samples=is_count,
+            bytes_sent=is_count,
+            bytes_received=is_count,
+            **SECONDS,
+        )
+    ),
     "per_server": is_list(
         is_table(
+            rank=is_count,
             bytes=is_count,
             applied=is_count,
             busy_s=is_number,
@@ -269,6 +279,7 @@ SUMMARY = {
             staleness_mean=is_number,
         )
     ),
+    "tables": is_table(),
     "peak_memory_mb": is_list(is_number),
     "resumed_from": lambda value: value is None or is_text(value),
 }
@@ -293,6 +304,10 @@ def test_the_numbers_of_a_summary_fit_together(mode: str, plan: Plan) -> None:
     assert len(s["per_server"]) == (s["servers"] or s["workers"])
     assert len(s["peak_memory_mb"]) == 3
     assert sorted(r for node in s["nodes"] for r in node["ranks"]) == [0, 1, 2]
+    ranks = {row["rank"] for kind in ("per_worker", "per_server") for row in s[kind]}
+    assert ranks == {0, 1, 2}
+    for way in ("bytes_sent", "bytes_received"):
+        assert sum(row[way] for row in s["per_worker"]) == s[way]
     assert s["pushes_sent"] == s["pushes_applied"]
     applied = s["per_server"][0]["applied"]
     assert applied == s["global_step"]
@@ -327,10 +342,14 @@ def test_metrics(mode: str, plan: Plan) -> None:
     found = rows(plan.out(f"first {mode}"))
     assert {row["kind"] for row in found} == KINDS.keys() - {"stop"}
     for row in found:
-        assert row.keys() == KINDS[row["kind"]] | {"kind", "time_s", "step"}, row
+        told = mode == "async" and row["kind"] == "train" and "staleness" in row  # not in the last
+        more = {"kind", "time_s", "step", *["staleness"] * told}
+        assert row.keys() == KINDS[row["kind"]] | more, row
+        assert not told or is_number(row["staleness"])
         assert is_number(row["time_s"])
         assert is_count(row["step"])
     assert (found[0]["kind"], found[-1]["kind"]) == ("start", "end")
+    assert sum("staleness" in row for row in found) >= (mode == "async")
     assert found[-1]["step"] == summary(plan.out(f"first {mode}"))["global_step"]
     times = [row["time_s"] for row in found]
     assert times == sorted(times)

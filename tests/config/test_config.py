@@ -548,6 +548,33 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
             "prefetch true in mode sync, expected mode async",
         ),
         ("--delay-adaptive", "delay_adaptive without delay_compensation, expected both"),
+        (
+            "--mode local_sgd --codec fp16",
+            "codec 'fp16' in mode local_sgd with local_slots 'average', expected local_slots ",
+        ),
+        (
+            "--mode local_sgd --local-steps 50 --fragments 4 --local-slots keep",
+            "local_steps 50 with fragments 4, expected a multiple; one fragment goes at a time, "
+            "equally far apart: use --local-steps 48 or 52",
+        ),
+        (
+            "--mode local_sgd --local-steps 8 --fragments 4 --overlap-steps 3 --local-slots keep",
+            "overlap_steps 3 with 2 steps a round, expected overlap_steps <= 2; one exchange is ",
+        ),
+        (
+            "--mode local_sgd --fragments 4",
+            "fragments, overlap_steps or mixing with local_slots 'average', expected 'keep', or "
+            "optimizer 'sgd'; a round exchanges parameters alone: add --local-slots keep",
+        ),
+        (
+            "--mode local_sgd --mixing 0.5 --optimizer sgd --reduce allreduce",
+            "fragments, overlap_steps or mixing with reduce 'allreduce', expected reduce 'auto' or",
+        ),
+        ("--mode local_sgd --mixing 0", "mixing 0.0, expected a number in (0, 1]"),
+        (
+            "--mode local_sgd --outer-nesterov",
+            "outer_nesterov without outer_momentum, expected both",
+        ),
         ("--delay-compensation 1 --prefetch", "delay_compensation and prefetch, expected one of"),
         (
             "--delay-compensation 1 --node-aggregation",
@@ -670,6 +697,11 @@ OF_MODES = [name for name in NAMES if OPTIONS[name].modes]
 MODES = OPTIONS["mode"].legal
 COMPANIONS = {  # what an option has to come with
     "delay_adaptive": ["--delay-compensation", "0.5"],
+    "outer_nesterov": ["--outer-momentum", "0.5"],
+    "codec": ["--optimizer", "sgd"],  # without slots, which local_sgd would average
+    "fragments": ["--optimizer", "sgd", "--local-steps", "5"],
+    "overlap_steps": ["--optimizer", "sgd"],
+    "mixing": ["--optimizer", "sgd"],
     "backup_workers": ["--servers", "1"],
     "powersgd_rank": ["--codec", "powersgd"],
 }
@@ -735,7 +767,8 @@ def test_a_change_of_mode_drops_what_it_leaves_behind(name: str, tmp_path: Path)
     words = [*words_of(option, value), *COMPANIONS.get(name, [])]
     first = load(["--mode", mode, *words])
     job = job_file(tmp_path, to_toml(first))
-    changed = dataclasses.replace(Config(), mode=other, servers=first.servers)
+    kept = {"servers": first.servers, "optimizer": first.optimizer}
+    changed = dataclasses.replace(Config(), mode=other, **kept)
     assert load([job, "--mode", other]) == changed
     saved = read_toml(job)
     assert load(["--mode", other], saved) == changed
@@ -798,11 +831,11 @@ def test_a_run_from_before_such_options_were_refused_goes_on(tmp_path: Path) -> 
 
 
 def test_help_tells_the_modes_of_an_option() -> None:
-    text = " ".join(help_text().split())
+    text = " ".join([*help_text().split(), ""])
     for name in OF_MODES:
         assert f"{OPTIONS[name].help} [" in text
         rest = text.partition(f"{OPTIONS[name].help} [")[2]
-        assert rest.partition("]")[0].endswith(f"; mode {' or '.join(OPTIONS[name].modes)}")
+        assert rest.partition("] ")[0].endswith(f"; mode {' or '.join(OPTIONS[name].modes)}")
 
 
 def test_validate_checks_what_code_made() -> None:
@@ -983,10 +1016,22 @@ def mended(values: dict[str, Any]) -> Config:
         values |= {"reduce": "auto", "servers": values["servers"] or 1}
     if values["delay_compensation"]:
         values |= {"prefetch": False, "node_aggregation": False}
+    if not values["eval_every"]:
+        values["evaluators"] = 0
+    if not values["evaluators"]:
+        values |= {"patience": 0, "keep_best": False}
     for name in BESIDE:
         if not has_effect(name, values):
             values[name] = OPTIONS[name].default
     values["delay_adaptive"] = values["delay_adaptive"] and values["delay_compensation"] > 0
+    if values["mode"] == "local_sgd":
+        parts = values["fragments"] = 1 + values["fragments"] % 5
+        values["local_steps"] = max(1, values["local_steps"] // parts) * parts
+        values["overlap_steps"] %= values["local_steps"] // parts + 1
+        asked = parts > 1 or values["overlap_steps"] or values["mixing"]
+        if values["codec"] != "none" or asked:
+            values |= {"local_slots": "keep", "reduce": "auto"}
+    values["outer_nesterov"] = values["outer_nesterov"] and values["outer_momentum"] > 0
     return Config(**values)
 
 
@@ -1008,7 +1053,7 @@ def test_what_is_unset_is_left_out(name: str) -> None:
 def test_a_written_job_file_is_whole_and_grouped() -> None:
     unset = {name for name in NAMES if OPTIONS[name].optional}
     optional = {"servers": 2, "lr": 0.1, "staleness_bound": 2, "max_staleness": 9}
-    optional["elastic_rate"] = 0.1
+    optional |= {"elastic_rate": 0.1, "mixing": 0.5}
     assert set(optional) == unset
     text = to_toml(Config(mode="ssp", hidden=(512, 256), **optional))
     assert list(tomllib.loads(text)) == list(OPTIONS)

@@ -4,6 +4,7 @@ Which modes it does so in is shared out: one of torch's is run in all of them, a
 tests/library/test_jax.py.
 """
 
+import json
 import math
 import re
 import runpy
@@ -18,7 +19,7 @@ from launch import ROOT, environment, run
 
 pytestmark = pytest.mark.launch
 
-SCRIPTS = ("chars_torch", "conv_torch", "mlp_jax")
+SCRIPTS = ("chars_torch", "conv_torch", "images_torch", "mlp_jax")
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -73,6 +74,25 @@ def test_digits_in_jax(tmp_path: Path) -> None:
     """It is compiled for each mode on each rank, which is most of the time that this takes."""
     pytest.importorskip("jax")
     check_digits("mlp_jax", ("ssp", "sync"), 6, tmp_path)
+
+
+@pytest.mark.long
+def test_images_in_torch(tmp_path: Path) -> None:
+    """Fewer images in fewer files, read from tar files by mpips, in memory alone."""
+    pytest.importorskip("torch")
+    pytest.importorskip("PIL")
+    few = ["figures", "--samples", "3000", "--files", "6"]
+    script = str(ROOT / "jobs" / "images_torch.py")
+    command = [sys.executable, script, *few]
+    subprocess.run(command, cwd=tmp_path, env=environment(), timeout=120, check=True)
+    assert len([*(tmp_path / "figures").glob("train-*.tar")]) == 6
+    reference = alone("images_torch", str(tmp_path / "figures"), "--epochs", "6")
+    assert reference > 0.7, reference
+    words = ["--problem", f"{script}:Net", "--dataset", "figures/*.tar", "--lr", "2e-3"]
+    words += ["--batch-size", "64", "--epochs", "6", "--mode", "sync", "--out", "run", "--quiet"]
+    run(2, ["-m", "mpips.train", *words], tmp_path, 200, ONE_THREAD).check()
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["accuracy"]
+    assert found > reference - 0.25, (found, reference)
 
 
 def entropy(characters: list[int]) -> float:

@@ -18,6 +18,8 @@ EXPECTED = {  # ranks, least held-out accuracy
     "digits-ssp.toml": (8, 0.96),
     "digits-easgd.toml": (8, 0.94),
     "digits-local-sgd.toml": (4, 0.94),
+    "digits-diloco.toml": (4, 0.94),
+    "digits-streaming.toml": (4, 0.94),
     "digits-packed.toml": (8, 0.96),
     "digits-powersgd.toml": (8, 0.96),
     "digits-onebit.toml": (8, 0.95),

@@ -75,8 +75,8 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
     made: list[Counter] = []
 
     class Counting(Cluster):
-        def __init__(self, comm: MPI.Intracomm, node_size: int = 0) -> None:
-            super().__init__(comm, node_size)
+        def __init__(self, comm: MPI.Intracomm, *args: Any) -> None:
+            super().__init__(comm, *args)
             made.append(Counter(self))
             bodies = Counted(self._comms[1])
             self.comm = Counted(self.comm)

@@ -104,6 +104,18 @@ def test_slots_that_are_averaged_count() -> None:
     assert every["--accumulate 4"] == pytest.approx(4)
 
 
+def test_fragments_go_beside_local_steps() -> None:
+    """As many bytes a step as in whole rounds; half of the computing hides them, or half of it."""
+    rounds = {"mode": "local_sgd", "local_steps": 8, "local_slots": "keep"}
+    parts = {**rounds, "fragments": 4, "overlap_steps": 1}
+    whole, streamed = (told([0, 1, 2, 3], compute_s=M / RATE, **how) for how in (rounds, parts))
+    assert streamed.pushed == whole.pushed
+    assert streamed.link_s == whole.link_s < streamed.topology.compute_s / 2
+    assert streamed.step_s == streamed.topology.compute_s
+    slow = told([0, 1, 2, 3], compute_s=whole.link_s, **parts)
+    assert slow.step_s == 1.5 * whole.link_s
+
+
 def test_rounds_with_backup_workers_are_served() -> None:
     found = told([0, 1, 2, 3], mode="sync", servers=1, backup_workers=1)
     assert found.flows == told([0, 1, 2, 3], servers=1).flows
@@ -302,3 +314,10 @@ def test_nothing_is_trained(tmp_path: Path) -> None:
     plan.run(60)
     assert not plan.out("told").exists()
     assert not (tmp_path / "runs").exists()
+
+
+def test_evaluators_do_not_train() -> None:
+    config, asked = resolve({"evaluators": 2, "servers": 1}), Question(ranks=6)
+    text = explain_alone(config, asked)
+    assert "of each of 3 workers" in text
+    assert "beside them 2 evaluate" in text

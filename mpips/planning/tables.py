@@ -1,0 +1,168 @@
+"""The tables of a job: what is known of each before the first step, and which jobs have none."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, cast
+
+from mpips.checkpoint.fits import check_tables
+from mpips.cluster.segments import SHARED_MEMORY
+from mpips.cluster.window import shared_bytes_free
+from mpips.config import Config
+from mpips.errors import UserError, human_bytes
+from mpips.layout.tables import Ownership, Table
+from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
+
+if TYPE_CHECKING:
+    from mpips.optim.row_rules import Named
+    from mpips.planning.job import Job
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
+AREA_ROWS = 1024  # at least
+TABLE_MODES = ("async", "ssp")
+
+
+@dataclass(frozen=True)
+class JobTable:
+    """A table of a job. The same on every rank.
+
+    Attributes:
+        name: Of the table.
+        table: As the program gives it.
+        rule: What is done with the gradients of a row.
+        seed: Of what rows hold at first.
+        push_rows: Rows that a worker has room for in a push.
+        rate: Its learning rate as a function of the update's number.
+    """
+
+    name: str
+    table: Table
+    rule: RowRule
+    seed: int
+    push_rows: int
+    rate: Callable[[int], float]
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a row."""
+        return self.table.dim
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a checkpoint says of it, and a run that goes on has to be like."""
+        init = self.table.init
+        made = {"init": type(init).__name__, "scale": init.scale, "seed": self.seed}
+        return {"rows": self.table.rows, "dim": self.dim, "rule": self.rule.name, **made}
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return what its rows take with all that their rule keeps, by the size of a number."""
+        return self.table.rows * self.rule.width(self.dim) * itemsize
+
+    def owned_by(self, servers: int) -> Ownership:
+        """Return which of so many servers owns which row."""
+        return Ownership(self.name, self.table, servers, self.seed)
+
+
+def checked_tables(given: Any) -> dict[str, Table]:
+    """Return a program's tables.
+
+    Raises:
+        UserError: If they are no mapping of names to tables, or a name cannot be one.
+    """
+    example = 'tables={"item": mpips.Table(rows=1000, dim=8)}'
+    if not isinstance(given, Mapping):
+        raise UserError(f"tables of type {type(given).__name__}", "a mapping", f"such as {example}")
+    for name, table in given.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"table {name!r}", "a name of letters, digits, dots, - and _")
+        if not isinstance(table, Table):
+            got = f"table {name!r} of type {type(table).__name__}"
+            raise UserError(got, "an mpips.Table", f"such as {example}")
+        _rule_of(table, None)
+    return dict(given)
+
+
+def tables_of(job: "Job") -> tuple[JobTable, ...]:
+    """Return the tables of a job, with what the configuration says of them.
+
+    Raises:
+        UserError: If the rule of the job, which a table is to have, is none for rows.
+    """
+    config, found = job.config, []
+    given: Mapping[str, Table] = getattr(job.problem, "tables", {})
+    for name, table in given.items():
+        most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
+        rule = _rule_of(table, config)
+        assert rule is not None, "the configuration has one"
+        room = min(table.rows, table.push_rows or most)
+        found.append(JobTable(name, table, rule, config.seed, room, job.rate(rule.rate)))
+    return tuple(found)
+
+
+def _rule_of(table: Table, config: Config | None) -> RowRule | None:
+    """Return the rule of a table; without one, that of the configuration."""
+    if table.optimizer is not None:
+        return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
+    return None if config is None else make_row_rule(_Optimizer(config))
+
+
+class _Optimizer:
+    """The update rule of a job, as `make_row_rule` takes it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def options(self) -> dict[str, Any]:
+        """Return its name and numbers."""
+        c, rule = self._config, ROW_RULES.get(self._config.optimizer)
+        names = [each.name for each in fields(rule)] if rule is not None else []
+        numbers = {name: getattr(c, name) for name in names if name != "lr" and hasattr(c, name)}
+        return {"optimizer": c.optimizer, "lr": c.learning_rate, **numbers}
+
+
+def check_job(job: "Job") -> None:
+    """Refuse a job that tables are not made for, or that goes on from others.
+
+    Raises:
+        UserError: If there are tables, and it is one.
+    """
+    tables, c, ranks = tables_of(job), job.config, job.cluster
+    if job.checkpoint is not None:
+        told = {table.name: table.told for table in tables}
+        check_tables(job.checkpoint.path, job.checkpoint.tables, told)
+    if not tables:
+        return
+    if job.initial is not None and job.checkpoint is None:
+        remedy = "leave out init_from, or go on with that run by resume"
+        raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
+    if c.mode not in TABLE_MODES:
+        raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
+    if ranks.nodes > 1:
+        remedy = "start all ranks on one, without node_size and window"
+        raise UserError(
+            f"tables on {ranks.nodes} nodes", "one node, whose memory they lie in", remedy
+        )
+    if ranks.failures.on:
+        remedy = "leave out --ft: python -m mpips.launch starts it again from its checkpoint"
+        raise UserError(
+            "tables in a job that goes on without ranks that die", "one without", remedy
+        )
+    options = {
+        "spares": c.spares > 0, "read": c.read != "relaxed",
+        "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
+        "evaluators": c.evaluators > 0,
+    }  # fmt: skip
+    for name, given in options.items():
+        if given:
+            got = f"{name}={getattr(c, name)} with tables"
+            raise UserError(got, f"{name} as it is by default", "leave it out")
+    free = shared_bytes_free()
+    for table in tables:
+        needed = table.nbytes(job.dtype.itemsize)
+        if needed > free:
+            got = f"table {table.name!r} of {table.table.rows:,} rows takes {human_bytes(needed)}"
+            expected = f"at most {human_bytes(free)}, what {SHARED_MEMORY} has free"
+            raise UserError(got, expected, "give it fewer rows, or a smaller dim")
+        if table.table.capacity != "full":
+            raise UserError(f"capacity={table.table.capacity!r} of table {table.name!r}", "full")
