@@ -9,6 +9,7 @@ number of shards was, and `.read_worker`. Nothing here knows MPI.
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import boxes, commit
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
+from mpips.checkpoint.rows import TableRows, write_rows
 from mpips.checkpoint.shards import ShardRecord, write_shard
 from mpips.checkpoint.workers import Pieces, write_worker
 
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "Pieces",
     "ShardRecord",
+    "TableRows",
     "begin_step",
     "boxes",
     "commit",
@@ -24,6 +26,7 @@ __all__ = [
     "open_checkpoint",
     "remove_checkpoint",
     "verify",
+    "write_rows",
     "write_shard",
     "write_worker",
 ]

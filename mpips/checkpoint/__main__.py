@@ -89,6 +89,13 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"workers' own: {', '.join(checkpoint.worker_names)}")
     for w in checkpoint.contents.workers:
         print(f"  {w.file} worker {w.owner} {readable(w.bytes)} {w.sha256}")
+    if checkpoint.tables:
+        print("tables:")
+    for name, told in checkpoint.tables.items():
+        changed = len(checkpoint.read_column(name, "rows"))
+        print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
+    for r in checkpoint.contents.rows:
+        print(f"  {r.file} rows of owner {r.owner} {readable(r.bytes)} {r.sha256}")
     print("state:")
     state = checkpoint.state if isinstance(checkpoint.state, dict) else {"": checkpoint.state}
     for key, value in state.items():

@@ -16,11 +16,13 @@ import numpy as np
 
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
+from mpips.checkpoint.rows import ROWS
 from mpips.errors import UserError, nearest
 from mpips.layout import Layout
 
 NPZ, SAFETENSORS, PT = ".npz", ".safetensors", ".pt"
 READ = (NPZ, SAFETENSORS)
+TABLES = "tables/"
 PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
 UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
 SHOWN = 5  # names in a note
@@ -30,7 +32,8 @@ def export(checkpoint: Checkpoint, output: Path) -> None:
     """Write a checkpoint's parameters to a file, whole or not at all.
 
     An ``.npz`` has the optimizer's slots as well, and one array is in memory at a time; the others
-    have the parameters under their names, all of which are in memory.
+    have the parameters under their names, all of which are in memory. Of a table all have the rows
+    that were changed.
 
     Args:
         checkpoint: What is written.
@@ -48,13 +51,29 @@ def export(checkpoint: Checkpoint, output: Path) -> None:
 
 
 def named_arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another."""
+    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another.
+
+    Then those of tables: ``tables/<table>/rows``, ``params`` and ``slots/<slot>`` of what was
+    changed.
+    """
     shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
     for name, (begin, end) in checkpoint.layout.slices().items():
         yield f"{PARAMS}{name}", checkpoint.read_params(begin, end).reshape(shapes[name])
         for slot in checkpoint.slot_names:
             array = checkpoint.read_slot(slot, begin, end)
             yield f"{SLOTS}{slot}/{name}", array.reshape(shapes[name])
+    for name in checkpoint.tables:
+        for column in checkpoint.columns(name):
+            yield f"{TABLES}{name}/{column}", checkpoint.read_column(name, column)
+
+
+def _params(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Return all parameters by name, and the rows of tables that were changed."""
+    found = checkpoint.layout.views(checkpoint.read_params())
+    for name in checkpoint.tables:
+        for column in (ROWS, PARAMS.removesuffix("/")):
+            found[f"{TABLES}{name}/{column}"] = checkpoint.read_column(name, column)
+    return found
 
 
 def _write_npz(checkpoint: Checkpoint) -> Callable[[Path], None]:
@@ -72,7 +91,7 @@ def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         try:
-            module.numpy.save_file(checkpoint.layout.views(checkpoint.read_params()), path)
+            module.numpy.save_file(_params(checkpoint), path)
         except module.SafetensorError as error:  # such as a full disk
             raise OSError(str(error)) from None
 
@@ -87,7 +106,7 @@ def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
         raise UserError(f"no PyTorch ({problem})", f"torch for {PT}", remedy) from None
 
     def write(path: Path) -> None:
-        arrays = checkpoint.layout.views(checkpoint.read_params())
+        arrays = _params(checkpoint)
         # Each a storage of its own: a view of the vector would be saved with all of it.
         torch.save({name: torch.tensor(array) for name, array in arrays.items()}, path)
 

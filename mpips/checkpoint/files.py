@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ PIECE_BYTES = 8 << 20
 _TEMPORARY = ".tmp"
 _OLD = ".old"
 _STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
-_OWN_FILE = re.compile(r"((shard|worker)-\d{4,}|index)\.h5(\.tmp)?")
+_OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
 def shard_file(owner: int) -> str:
@@ -39,6 +39,11 @@ def shard_file(owner: int) -> str:
 def worker_file(worker: int) -> str:
     """Name of the file that holds what is `worker`'s alone."""
     return f"worker-{worker:04d}.h5"
+
+
+def rows_file(owner: int) -> str:
+    """Name of the file that holds `owner`'s rows of tables."""
+    return f"rows-{owner:04d}.h5"
 
 
 def step_folder(directory: PathLike, step: int) -> Path:
@@ -126,20 +131,25 @@ def remove_checkpoint(folder: Path) -> None:
         folder.rmdir()
 
 
-def prune(folder: Path, keep: int, is_whole: Callable[[Path], bool]) -> None:
+def prune(
+    folder: Path, keep: int, is_whole: Callable[[Path], bool], spared: Collection[int] = ()
+) -> None:
     """Keep `folder` and the newest ``keep - 1`` whole checkpoints before it; remove older ones.
 
-    Half-written checkpoints before `folder` go too. Those after it are left alone: a run that
-    was resumed from an earlier step has not said what is to become of them.
+    Those of the steps `spared` stay beside these. Half-written checkpoints before `folder` go too.
+    Those after it are left alone: a run that was resumed from an earlier step has not said what is
+    to become of them.
     """
-    kept = {folder_step(folder)}
+    kept, apart = {folder_step(folder)}, set(spared)
     older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
     for other in reversed(older):
         step = folder_step(other)
-        if len(kept) < keep and step not in kept and is_whole(other):
-            kept.add(step)
-        else:
+        if step in kept or not (len(kept) < keep or step in apart) or not is_whole(other):
             remove_checkpoint(other)
+            continue
+        if len(kept) < keep:
+            kept.add(step)
+        apart -= {step}
     sync(folder.parent)
 
 

@@ -1,6 +1,9 @@
 """Whether a run can go on, or begin, from a checkpoint."""
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -8,6 +11,8 @@ from mpips.checkpoint.reader import Checkpoint
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
+
+Tables: TypeAlias = Mapping[str, Mapping[str, object]]  # what is told of each
 
 
 def check_samples(checkpoint: Checkpoint, n_train: int) -> None:
@@ -61,3 +66,33 @@ def check_checkpoint(checkpoint: Checkpoint, layout: Layout, dtype: str) -> None
             f"dtype {dtype}",
             f"use --dtype {np.dtype(checkpoint.dtype)}",
         )
+
+
+def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
+    """Check that a checkpoint's tables are those of a run that goes on from it.
+
+    Args:
+        path: Of the checkpoint.
+        saved: What it says of each table: ``rows``, and more.
+        wanted: What the run says.
+
+    Raises:
+        UserError: If one is missing on either side, has fewer rows than it had, or differs in
+            anything else; more rows are no difference.
+    """
+    remedy = "give the tables of the run that saved it"
+    for name in [*saved, *wanted]:
+        if name not in wanted or name not in saved:
+            sides = [f"the checkpoint {path}", "the run"]
+            has, lacks = sides if name in saved else reversed(sides)
+            got = f"table {name!r} of {has}, and not of {lacks}"
+            raise UserError(got, "the same tables", remedy)
+        for key, value in wanted[name].items():
+            before = saved[name].get(key)
+            if key == "rows" and isinstance(before, int) and isinstance(value, int):
+                if value < before:
+                    got = f"table {name!r} of {value:,} rows on resume"
+                    raise UserError(got, f"at least {before:,}, as in {path}", remedy)
+            elif before != value:
+                got = f"table {name!r} of {key} {value} on resume"
+                raise UserError(got, f"{before}, as in {path}", remedy)

@@ -7,8 +7,8 @@ place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold th
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ class Contents:
         arrays: Small named arrays; opaque here.
         workers: The files of what is each worker's alone, by worker; empty where nothing is.
         worker_names: Names of the vectors in each of them.
+        rows: The files of the owners' rows, by owner; empty where there are no tables.
+        tables: What is known of each table, by name; what JSON can say.
     """
 
     step: int
@@ -62,11 +64,13 @@ class Contents:
     arrays: dict[str, np.ndarray]
     workers: tuple[ShardRecord, ...] = ()
     worker_names: tuple[str, ...] = ()
+    rows: tuple[ShardRecord, ...] = ()
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[ShardRecord, ...]:
         """All files beside the index."""
-        return self.shards + self.workers
+        return self.shards + self.workers + self.rows
 
 
 def commit(
@@ -83,6 +87,9 @@ def commit(
     keep: int,
     workers: Sequence[ShardRecord] = (),
     worker_names: Sequence[str] = (),
+    spared: Collection[int] = (),
+    rows: Sequence[ShardRecord] = (),
+    tables: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Make the shard files in `folder` a checkpoint, and remove old ones.
 
@@ -103,6 +110,9 @@ def commit(
         workers: The records of all workers' `write_worker`, in any order; none where they have
             nothing of their own.
         worker_names: Names of the vectors in each of their files.
+        spared: Steps of older ones that remain beside these.
+        rows: The records of all owners' `write_rows`, in any order; none without tables.
+        tables: What is known of each table, by name; what JSON can say.
 
     Raises:
         ValueError: If the shards do not cover the layout exactly, a worker is missing, or
@@ -122,15 +132,16 @@ def commit(
     own = tuple(sorted(workers, key=lambda record: record.owner))
     if [record.owner for record in own] != list(range(len(own))):
         raise ValueError(f"files of workers {[r.owner for r in own]}, expected one of each")
-    for record in held + own:
+    lists = tuple(sorted(rows, key=lambda record: record.owner))
+    for record in held + own + lists:
         if problem := shard_problem(folder, record, sums=False):
             raise problem
     contents = Contents(
         step, layout, np.dtype(dtype), tuple(slots), held, config, state, dict(arrays),
-        own, tuple(worker_names),
+        own, tuple(worker_names), lists, dict(tables or {}),
     )  # fmt: skip
     write_durably(folder / INDEX, lambda path: _write_index(path, contents))
-    prune(folder, keep, is_whole=_has_sound_index)
+    prune(folder, keep, _has_sound_index, spared)
 
 
 def check_cover(shards: Sequence[ShardRecord], size: int) -> None:
@@ -198,6 +209,8 @@ def _write_index(path: Path, contents: Contents) -> None:
             "state": json.dumps(contents.state),
             "workers": json.dumps([w.to_json() for w in contents.workers]),
             "worker_names": json.dumps(contents.worker_names),
+            "rows": json.dumps([r.to_json() for r in contents.rows]),
+            "tables": json.dumps(contents.tables),
         }
         for name, text in texts.items():
             # Datasets, because an attribute holds 64 KB at most.
@@ -294,6 +307,8 @@ def _parse_index(file: "h5py.File") -> Contents:
         arrays=arrays,
         workers=tuple(ShardRecord(**item) for item in json.loads(text("workers", "[]"))),
         worker_names=tuple(json.loads(text("worker_names", "[]"))),
+        rows=tuple(ShardRecord(**item) for item in json.loads(text("rows", "[]"))),
+        tables=json.loads(text("tables", "{}")),
     )
 
 

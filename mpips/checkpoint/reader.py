@@ -1,5 +1,6 @@
 """Reading checkpoints: any range of the flat vector, over however many shard files it lies."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 
 from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints
 from mpips.checkpoint.index import Contents, read_index
+from mpips.checkpoint.rows import TableRows, column_names, read_column, read_rows
 from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, shard_problem, slot_dataset
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
@@ -139,6 +141,39 @@ class Checkpoint:
             read_shard(self.path, record, self.step, name, begin, one)
             total += one
         out[:] = total / shares
+
+    @property
+    def tables(self) -> Mapping[str, Mapping[str, Any]]:
+        """What is known of each table, by name: what `commit` was given."""
+        return self.contents.tables
+
+    def read_table(self, name: str) -> Iterator[TableRows]:
+        """Yield the rows of a table that have been changed, a piece after another.
+
+        They come in any order, each once.
+
+        Raises:
+            UserError: If there is no such table, or a file is missing or is not the one that was
+                committed.
+        """
+        if name not in self.tables:
+            raise unknown("table", name, tuple(self.tables))
+        for record in self.contents.rows:
+            yield from read_rows(self.path, record, self.step, name)
+
+    def columns(self, name: str) -> tuple[str, ...]:
+        """Return what there is of each row of a table: ``rows``, ``params``, ``slots/<slot>``."""
+        first = self.contents.rows[0]
+        return column_names(self.path, first, self.step, name)
+
+    def read_column(self, name: str, column: str) -> np.ndarray:
+        """Return one of `columns` for all rows of a table that have been changed.
+
+        Raises:
+            UserError: As `read_table`.
+        """
+        parts = [read_column(self.path, r, self.step, name, column) for r in self.contents.rows]
+        return np.concatenate(parts)
 
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None

@@ -132,7 +132,7 @@ def read_shard(
     """
     path, first = folder / record.file, begin - record.begin
     with reading(path, dataset) as file:
-        _check_identity(path, file, record, step)
+        check_identity(path, file, record, step)
         source = file[dataset]
         if source.shape != (record.size,) or source.dtype != out.dtype:
             raise damaged(
@@ -143,7 +143,8 @@ def read_shard(
             source.read_direct(out[a:b], np.s_[first + a : first + b])
 
 
-def _check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
+def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
+    """Raise UserError unless an open file says of itself what its record says."""
     expected = {
         "version": FORMAT,
         "begin": record.begin,

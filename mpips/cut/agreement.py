@@ -134,6 +134,12 @@ class Cut:
             self.target[:] = target
             self.phase = Phase.LAST
 
+    def catch_up(self, number: int) -> None:
+        """Have taken part in so many cuts, of a shard whose server has died and posted its part."""
+        assert isinstance(self._maximum, Posted), "no server dies without an end"
+        self._maximum.catch_up(number, [observe(self._applied, w) for w in range(self._mine.size)])
+        self.begun = number
+
     def advance(self, bodies: int) -> bool:
         """Get on; returns whether the cut is reached just now. Blocks: no.
 

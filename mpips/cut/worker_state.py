@@ -287,7 +287,7 @@ class Holding:
             if len(self._held) == len(roles.workers):
                 pushes, numbers = zip(*(self._held[rank] for rank in roles.workers), strict=True)
                 self.numbers = list(numbers)
-                self._tell(roles.servers, "cut", list(pushes))
+                self._tell(roles.servers, "cut", (self._cut, list(pushes)))
         elif kind == "reached":
             self._reached.add(source)
             if len(self._reached) == len(roles.servers):

@@ -437,6 +437,15 @@ def test_the_last_whole_ones_are_kept(tmp_path: Path) -> None:
     assert (directory / "notes").exists()
 
 
+def test_spared_ones_stay_beside_the_last(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    for step, spared in ((1, ()), (2, (1,)), (3, (1,)), (4, (1, 3)), (5, (1,))):
+        save(directory, step, keep=2, spared=spared)
+    assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (1, 4, 5)]
+    save(directory, 6, keep=1, spared=(5, 6))
+    assert list_checkpoints(tmp_path) == [directory / f"step-{k:012d}" for k in (5, 6)]
+
+
 def test_one_moved_aside_does_not_count_twice(tmp_path: Path) -> None:
     folders = [save(tmp_path, step) for step in (1, 2)]
     shutil.copytree(folders[1], tmp_path / "step-000000000002.old")

@@ -1,0 +1,152 @@
+"""One owner's rows of all tables in one HDF5 file: those that have been changed, by their numbers.
+
+``tables/<table>/rows`` has the numbers, in any order, ``params`` beside it a row each, and
+``slots/<slot>`` what the update rule keeps of each. The file is recorded, summed and checked like a
+shard file, as the range of all rows in it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpips.checkpoint.files import (
+    FORMAT,
+    PIECE_BYTES,
+    PathLike,
+    create_h5,
+    damaged,
+    file_sha256,
+    pieces,
+    reading,
+    rows_file,
+    write_durably,
+)
+from mpips.checkpoint.shards import PARAMS, ShardRecord, check_identity, slot_dataset
+
+ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Some rows of a table.
+
+    Attributes:
+        rows: Their numbers, no two alike, shape (k,), dtype int64.
+        params: Their values, shape (k, dim), dtype float32 or float64.
+        slots: What the update rule keeps of each, by slot, each of shape (k, ...).
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    slots: Mapping[str, np.ndarray]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of them, by the names of their datasets."""
+        slots = {slot_dataset(name): slot for name, slot in self.slots.items()}
+        return {ROWS: self.rows, PARAMS: self.params, **slots}
+
+
+def write_rows(
+    folder: PathLike, owner: int, step: int, tables: Mapping[str, TableRows]
+) -> ShardRecord:
+    """Write one owner's rows, durably; may run in a thread beside the training.
+
+    Args:
+        folder: What `begin_step` returned.
+        owner: Number of the owner; names the file.
+        step: The step of the checkpoint.
+        tables: Rows by table.
+
+    Returns:
+        The record that `commit` needs.
+
+    Raises:
+        ValueError: If arrays of one table differ in length.
+        UserError: If the file system refuses.
+
+    Blocks: until the file is on the disk. Other threads run meanwhile.
+    """
+    for name, table in tables.items():
+        lengths = {len(array) for array in table.arrays.values()}
+        if len(lengths) > 1:
+            raise ValueError(f"table {name} of lengths {lengths}, expected one")
+    size = sum(len(table.rows) for table in tables.values())
+    attributes = {"version": FORMAT, "begin": 0, "end": size, "step": step, "owner": owner}
+    final = Path(folder) / rows_file(owner)
+
+    def write(path: Path) -> None:
+        with create_h5(path) as file:
+            file.attrs.update(attributes)
+            for name, table in tables.items():
+                for dataset, array in table.arrays.items():
+                    out = file.create_dataset(_place(name, dataset), array.shape, array.dtype)
+                    for begin, end in pieces(0, len(array), _row_bytes(array)):
+                        out[begin:end] = array[begin:end]
+
+    write_durably(final, write)
+    return ShardRecord(owner, final.name, 0, size, final.stat().st_size, file_sha256(final))
+
+
+def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Iterator[TableRows]:
+    """Yield the rows of a table in an owner's file, a piece after another.
+
+    Raises:
+        UserError: If the file cannot be read or is not the one that the record describes.
+    """
+    path = folder / record.file
+    with reading(path, f"table {table}") as file:
+        check_identity(path, file, record, step)
+        group = file[_place(table, "")]
+        numbers, params = group[ROWS], group[PARAMS]
+        slots = group.get("slots", {})
+        arrays = (params, *slots.values())
+        if {len(array) for array in arrays} != {len(numbers)}:
+            lengths = [len(array) for array in arrays]
+            got = f"{path}: arrays of table {table} of lengths {lengths}"
+            raise damaged(got, str(len(numbers)))
+        for begin, end in pieces(0, len(numbers), max(map(_row_bytes, (numbers, *arrays)))):
+            kept = {name: slot[begin:end] for name, slot in slots.items()}
+            yield TableRows(numbers[begin:end], params[begin:end], kept)
+
+
+def column_names(folder: Path, record: ShardRecord, step: int, table: str) -> tuple[str, ...]:
+    """Return the names of a table's datasets in an owner's file, ``rows`` first.
+
+    Raises:
+        UserError: As `read_rows`.
+    """
+    path = folder / record.file
+    with reading(path, f"table {table}") as file:
+        check_identity(path, file, record, step)
+        slots = file[_place(table, "")].get("slots", {})
+        return (ROWS, PARAMS, *map(slot_dataset, slots))
+
+
+def read_column(
+    folder: Path, record: ShardRecord, step: int, table: str, column: str
+) -> np.ndarray:
+    """Return one of a table's datasets in an owner's file.
+
+    Raises:
+        UserError: As `read_rows`.
+    """
+    path = folder / record.file
+    with reading(path, f"{column} of table {table}") as file:
+        check_identity(path, file, record, step)
+        dataset = file[_place(table, column)]
+        out = np.empty(dataset.shape, dataset.dtype)
+        for begin, end in pieces(0, len(out), _row_bytes(out)):
+            out[begin:end] = dataset[begin:end]
+        return out
+
+
+def _place(table: str, dataset: str) -> str:
+    return f"tables/{table}/{dataset}"
+
+
+def _row_bytes(array: np.ndarray) -> int:
+    items = int(np.prod(array.shape[1:], dtype=np.int64))
+    return min(PIECE_BYTES, max(1, array.dtype.itemsize * items))

@@ -1,0 +1,247 @@
+"""The chief's half of a checkpoint of a running job: its folder, what all answer, and the commit.
+
+For the writers' half, and how a checkpoint comes about, see `mpips.cut.saver`. What waits for the
+disk is done in a thread, so that a round or a push waits for none of it.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpips import checkpoint
+from mpips.checkpoint.files import INDEX
+from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
+from mpips.cluster import words
+from mpips.cluster.world import Cluster
+from mpips.config.jobfile import to_toml
+from mpips.cut.saver import NOWHERE, Answer
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
+
+if TYPE_CHECKING:
+    from mpips.cut.evaluations import Evaluations
+    from mpips.session.metrics import Log
+
+RETRY_S = 60.0  # after a checkpoint that could not be written, where the period is longer
+LAST_TRIES, LAST_PAUSE_S = 3, 1.0  # to write the last one
+
+
+@dataclass
+class CheckpointPlan:
+    """What every checkpoint of a run holds, whatever the cut."""
+
+    layout: Layout
+    dtype: str
+    slots: tuple[str, ...]
+    config: str
+    keep: int
+    own: tuple[str, ...] = ()  # names of what is each worker's alone
+    keepers: tuple[int, ...] = ()  # the ranks that save it
+    evaluations: "Evaluations | None" = None  # whose steps stay beside the newest
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is told of each
+
+    @classmethod
+    def of(
+        cls, job: Job, own: tuple[str, ...] = (), keepers: tuple[int, ...] | None = None
+    ) -> "CheckpointPlan":
+        """Return the plan of a run.
+
+        Args:
+            job: The run.
+            own: Names beside those of workers' slots.
+            keepers: The ranks that save what is of those names, by default the workers.
+        """
+        c, ranks = job.config, job.cluster.roles.workers if keepers is None else keepers
+        own = job.own_slots + own
+        held = job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks, job.evaluations
+        return cls(*held, {table.name: table.told for table in tables_of(job)})
+
+
+@dataclass
+class Pending:
+    """A checkpoint under way.
+
+    Attributes:
+        step: Updates applied at the cut.
+        state: What goes into its index beside the arrays.
+        folder: Where it is written; None until it is made, and if it cannot be.
+        keepers: The ranks that write beside the owners.
+        shards: The owners' answers.
+        own: Those of the keepers.
+    """
+
+    step: int
+    state: dict[str, Any]
+    folder: Path | None
+    keepers: tuple[int, ...]
+    shards: list[Answer] = field(default_factory=list)
+    own: list[Answer] = field(default_factory=list)
+
+
+class Committer:
+    """The chief's half: makes the folder, collects the records, commits, and tells the log.
+
+    Attributes:
+        saved_step: Step of the newest checkpoint committed, or None.
+        refused: Whether a rank refused to save what is not finite.
+        failure: Why the last one could not be written; empty if it was.
+    """
+
+    def __init__(self, cluster: Cluster, place: Place, plan: CheckpointPlan, log: "Log") -> None:
+        self._cluster, self._place, self._plan = cluster, place, plan
+        self._log = log
+        self._pending: Pending | None = None
+        self._making: Future[Path] | None = None
+        self._committing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self._failed_s = 0.0
+        self.saved_step: int | None = None
+        self.refused = False
+        self.failure = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way anywhere."""
+        return self._pending is not None
+
+    def failed_for(self, seconds: float) -> bool:
+        """Whether the last one could not be written, and that is so many seconds ago."""
+        return bool(self.failure) and time.perf_counter() - self._failed_s >= seconds
+
+    def open(self, step: int, state: dict[str, Any], own: bool = True) -> None:
+        """Begin a checkpoint: have its folder made, and then tell who writes. Blocks: no.
+
+        Args:
+            step: Updates applied at the cut.
+            state: Clocks, ledger and hand-out at the cut; what JSON can say.
+            own: Whether those that have state of their own save it.
+        """
+        self.failure = ""
+        keepers = self._plan.keepers if own and self._plan.own else ()
+        self._pending = Pending(step, state, None, keepers)
+        try:
+            directory = self._directory()
+        except (UserError, OSError) as error:
+            self._tell_writers(self._pending, str(error))
+        else:
+            self._making = self._thread.submit(checkpoint.begin_step, directory, step)
+
+    def _tell_writers(self, pending: Pending, failure: str = "") -> None:
+        """Tell who writes where to, or that there is no folder."""
+        self.failure = failure
+        place = NOWHERE if pending.folder is None else str(pending.folder)
+        for rank in sorted({*self._cluster.roles.owners, *pending.keepers}):
+            self._cluster.send(rank, "write", place)
+
+    def _directory(self) -> Path:
+        """Return where checkpoints go; a run's folder that was removed is made anew."""
+        before, out = self._place.moved, self._place.where()
+        if out is None:
+            self.saved_step = None
+            out = self._place.make_anew()
+            self._log.reopen(out / METRICS)
+        if self._place.moved != before:
+            self._log.warn(f"{self._place.moved}; checkpoints go to {out}")
+        return out / CHECKPOINTS
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the last checkpoint is that of `step`, and its folder is not removed."""
+        return self.saved_step == step and self._place.where() is not None
+
+    def collect(self, answer: Answer) -> None:
+        """Take an owner's answer."""
+        assert self._pending is not None, "no checkpoint is under way"
+        self._pending.shards.append(answer)
+
+    def collect_own(self, answer: Answer) -> None:
+        """Take the answer for what is one rank's own."""
+        assert self._pending is not None, "no checkpoint is under way"
+        self._pending.own.append(answer)
+
+    def poll(self) -> bool:
+        """Get on; returns whether a checkpoint was committed just now. Blocks: no."""
+        pending, committing = self._pending, self._committing
+        if pending is None:
+            return False
+        if self._making is not None:
+            self._made(pending, self._making)
+            return False
+        if committing is None:
+            complete = len(pending.shards) == len(self._cluster.roles.owners)
+            if complete and len(pending.own) == len(pending.keepers):
+                self._all_here(pending)
+            return False
+        if not committing.done():
+            return False
+        self._committing = None
+        try:
+            committing.result()
+        except UserError as error:
+            self._fail(pending, str(error))
+            return False
+        except OSError as error:  # of an older one: the index is there
+            self._log.warn(f"an old checkpoint cannot be removed: {error}")
+        self.saved_step, self._pending, self.failure = pending.step, None, ""
+        words.tell(words.SAVED, pending.step)
+        self._log.event("checkpoint", self.saved_step)
+        return True
+
+    def _made(self, pending: Pending, making: "Future[Path]") -> None:
+        """Tell who writes, if the folder is made by now, or cannot be."""
+        if not making.done():
+            return
+        self._making = None
+        try:
+            pending.folder = making.result()
+        except (UserError, OSError) as error:
+            self._tell_writers(pending, str(error))
+        else:
+            self._tell_writers(pending)
+
+    def _all_here(self, pending: Pending) -> None:
+        answers, c = [*pending.shards, *pending.own], self._plan
+        if None in answers:
+            _discard(pending)
+            self.refused, self._pending = True, None
+            return
+        failures = [answer for answer in answers if isinstance(answer, str)]
+        if failures:
+            self._fail(pending, self.failure or failures[0])
+            return
+        files = [answer for answer in pending.shards if isinstance(answer, tuple)]
+        own = [answer[0] for answer in pending.own if isinstance(answer, tuple)]
+        assert pending.folder is not None, "its files are written"
+        self._committing = self._thread.submit(
+            checkpoint.commit, pending.folder, step=pending.step, layout=c.layout, dtype=c.dtype,
+            shards=[shard for shard, *_ in files], slots=c.slots, config=c.config,
+            state=pending.state, arrays={}, keep=c.keep, workers=own,
+            worker_names=c.own if own else (),
+            spared=c.evaluations.spared if c.evaluations is not None else (),
+            rows=[record for _, *rows in files for record in rows], tables=c.tables,
+        )  # fmt: skip
+
+    def _fail(self, pending: Pending, why: str) -> None:
+        """Give up the checkpoint under way, and warn."""
+        _discard(pending)
+        self._log.warn(f"no checkpoint of step {pending.step}: {why}; {self.kept}")
+        self.failure, self._failed_s, self._pending = why, time.perf_counter(), None
+
+    @property
+    def kept(self) -> str:
+        """Which checkpoint there is, in words."""
+        newest = f"the newest whole checkpoint is that of step {self.saved_step}"
+        return "none is saved" if self.saved_step is None else newest
+
+
+def _discard(pending: Pending) -> None:
+    """Remove what was written, unless the index is there: then it is whole after all."""
+    if pending.folder is not None:
+        with contextlib.suppress(OSError):  # what is left is no checkpoint, and goes later
+            if not (pending.folder / INDEX).exists():
+                checkpoint.remove_checkpoint(pending.folder)

@@ -1,0 +1,210 @@
+"""What evaluators find in the checkpoints of a run: its curve, its best, and when to stop.
+
+An evaluation is of a checkpoint: when one is due, the servers agree on a cut as for any other, and
+each goes on as soon as it has copied its shard. Evaluators read the files when they are whole, so
+that nobody waits for them, and what they find is exactly of one step, in every mode. One evaluation
+is under way at a time; while it is, none is due.
+
+The best figure and the evaluations since are in each checkpoint, and so is the step of the
+evaluation under way: a run that is resumed has that one made again.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpips.checkpoint.files import INDEX, step_folder
+from mpips.checkpoint.place import BEST, CHECKPOINTS
+from mpips.cluster import words
+from mpips.cluster.link import Link
+from mpips.config import Config
+from mpips.planning.job import Job
+from mpips.problems.evaluation import add_up, next_evaluation
+
+if TYPE_CHECKING:
+    from mpips.session.metrics import Log
+
+ROUNDING = 1e-9  # of epochs
+PAUSE_S = 0.005
+# What evaluators send: the sums over their shares of the samples, or why there are none.
+Found = Mapping[str, float] | str
+
+
+@dataclass
+class Standing:
+    """What a run's evaluations come to, so far.
+
+    Attributes:
+        best_step: Step of the one with the lowest held-out loss; None where none is finite.
+        best_loss: Its loss.
+        since: Evaluations after it.
+    """
+
+    best_step: int | None = None
+    best_loss: float = math.inf
+    since: int = 0
+
+    def note(self, step: int, loss: float) -> bool:
+        """Count an evaluation; returns whether it is the best. NaN is never better."""
+        if loss < self.best_loss:
+            self.best_step, self.best_loss, self.since = step, loss, 0
+            return True
+        self.since += 1
+        return False
+
+    def reason(self, config: Config, means: Mapping[str, float]) -> str:
+        """Return why the run is to end after an evaluation that gave `means`, or an empty text."""
+        target = config.target_accuracy
+        if target and means.get("accuracy", 0.0) >= target:
+            return "target"
+        return self.stale(config)
+
+    def stale(self, config: Config) -> str:
+        """Return ``patience`` if there was no better evaluation for so long, or an empty text."""
+        return "patience" if 0 < config.patience <= self.since else ""
+
+
+class Evaluations:
+    """The chief's half: has checkpoints evaluated, and draws the conclusions. Collective: no.
+
+    Args:
+        job: The run.
+        link: To the evaluators.
+        log: Of the run.
+
+    Attributes:
+        standing: What has come of them.
+        link: As given.
+    """
+
+    def __init__(self, job: Job, link: Link, log: "Log") -> None:
+        self._job, self.link, self._log = job, link, log
+        saved = job.checkpoint.state.get("evaluations") if job.checkpoint is not None else None
+        known = saved or {"standing": {}, "pending": None}
+        self.standing = Standing(**known["standing"])
+        done = job.handout().epochs_done + ROUNDING
+        self._next = next_evaluation(done, job.config.eval_every)
+        self._pending: tuple[int, float] | None = None  # step and epoch, of a cut at least
+        self._answers: dict[int, Found] | None = None  # by rank, once evaluators are asked
+        self._last_step: int | None = None
+        self._reason = self.standing.stale(job.config)
+        for rank in link.evaluators:
+            link.send(rank, "begin")
+        if known["pending"] is not None:
+            self._resume(*known["pending"])
+
+    def _resume(self, step: int, epoch: float) -> None:
+        """Have an evaluation made that was not over when the checkpoint was saved."""
+        if (step_folder(self._job.out / CHECKPOINTS, step) / INDEX).exists():
+            self._pending = step, epoch
+            self.saved(step)
+
+    def due(self, epochs: float) -> bool:
+        """Whether a checkpoint is to be saved for an evaluation."""
+        return self._pending is None and epochs >= self._next - ROUNDING
+
+    def at_cut(self, step: int, epochs: float) -> dict[str, Any]:
+        """Return what a checkpoint says of evaluations, and have it evaluated if it is time.
+
+        Args:
+            step: Updates that it holds.
+            epochs: Epochs that it holds.
+        """
+        unsaved = self._pending is not None and self._answers is None
+        if unsaved or self.due(epochs):
+            self._pending = step, round(epochs, 4)
+            self._next = next_evaluation(epochs + ROUNDING, self._job.config.eval_every)
+        return {"evaluations": {"standing": asdict(self.standing), "pending": self._pending}}
+
+    def saved(self, step: int | None) -> None:
+        """Ask the evaluators for a checkpoint that is whole now, if it is to be evaluated."""
+        place = self._job.place
+        out = place.where() if place is not None else None
+        if self._pending is None or self._pending[0] != step or self._answers is not None:
+            return
+        if out is None:  # it was removed meanwhile
+            return
+        self._answers = {}
+        for rank in self.link.evaluators:
+            self.link.send(rank, "evaluate", str(step_folder(out / CHECKPOINTS, step)))
+
+    @property
+    def spared(self) -> Sequence[int]:
+        """Steps of checkpoints that stay though they are old."""
+        best = self.standing.best_step if self._job.config.keep_best else None
+        pending = None if self._pending is None else self._pending[0]
+        return [step for step in (best, pending) if step is not None]
+
+    def poll(self) -> str:
+        """Hear what evaluators say; returns why the run is to end, or an empty text.
+
+        That is ``target``, ``patience``, or the name of a signal that came to an evaluator.
+        Blocks: no.
+
+        Raises:
+            UserError: If not all evaluators give the same metrics.
+        """
+        for source, kind, payload in self.link.poll():
+            if kind == "stop":
+                self._reason = payload
+            else:
+                assert kind == "evaluated", f"unknown message {kind!r} from an evaluator"
+                assert self._answers is not None, "it was asked"
+                self._answers[source] = payload
+        if self._answers is not None and len(self._answers) == len(self.link.evaluators):
+            self._conclude(self._answers)
+        return self._reason
+
+    def _conclude(self, answers: dict[int, Found]) -> None:
+        assert self._pending is not None, "it was asked for"
+        step, epoch = self._pending
+        self._pending = self._answers = None
+        failures = [answer for answer in answers.values() if isinstance(answer, str)]
+        if failures:
+            self._log.warn(f"no evaluation of step {step}: {failures[0]}")
+            return
+        sums = {rank: answer for rank, answer in answers.items() if not isinstance(answer, str)}
+        found = add_up(sums, "rank", "the same metrics on every evaluator")
+        means = {name: value / self._job.info.n_test for name, value in found.items()}
+        self._note(step, epoch, means)
+        self._reason = self._reason or self.standing.reason(self._job.config, means)
+
+    def _note(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
+        """Add a point to the curve."""
+        self._last_step = step
+        self._log.heard("eval", {"step": step, "epoch": round(epoch, 4), **means})
+        if self.standing.note(step, means["loss"]) and self._job.config.keep_best:
+            self._point_to(step)
+
+    def _point_to(self, step: int) -> None:
+        """Have ``best`` in the run's folder point to the checkpoint of a step."""
+        out = self._job.place.where() if self._job.place is not None else None
+        if out is None:
+            return
+        new = out / f"{BEST}.tmp"
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(step_folder(Path(CHECKPOINTS), step))
+            os.replace(new, out / BEST)
+        except OSError as problem:
+            self._log.warn(f"{out / BEST} cannot be made to point to step {step}: {problem}")
+
+    def finish(self, done: bool) -> None:
+        """Wait for the evaluation under way, unless the run was stopped to go on later.
+
+        Blocks: as long as that takes.
+        """
+        words.enter(words.EVALUATING, time.perf_counter())
+        while done and self._answers is not None:
+            self.poll()
+            self._job.cluster.progress()
+            time.sleep(PAUSE_S)
+
+    def add_last(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
+        """Add what the workers found of the final state, unless an evaluator has."""
+        if means and step != self._last_step:
+            self._note(step, epoch, means)

@@ -1,0 +1,216 @@
+"""Evaluators: the curve is that of the checkpoints, the best is kept, patience ends a run."""
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, train
+from runs import (
+    ENDLESS,
+    MODELS,
+    SAVED,
+    Plan,
+    few_digits,
+    final,
+    names_asked,
+    newest,
+    summary,
+    thinned,
+)
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint, verify
+from mpips.checkpoint.files import step_folder
+from mpips.config import Config
+from mpips.config.jobfile import from_toml
+from mpips.config.validation import validate
+from mpips.cut.evaluations import Standing
+from mpips.datasets import iterate, open_dataset
+from mpips.errors import UserError
+from mpips.problems import load_problem
+from mpips.problems.evaluation import CHUNK, metric_sums
+
+SAMPLES = 160
+TOLERANCE = 1e-5  # chunks of other sizes round in another way
+SAME = f"{ROOT / 'mpips' / 'bench' / 'sleeping_model.py'}:SleepingModel"  # its loss is always 1
+MODES = {  # ranks, options
+    "async": (4, "--servers 2 --evaluators 1 --keep-best"),
+    "two evaluators": (5, "--servers 1 --evaluators 2 --node-size 2 --dtype float64"),
+    "ssp": (4, "--mode ssp --servers 1 --evaluators 1 --node-size 1"),
+    "sync": (3, "--mode sync --evaluators 1 --keep-best"),
+    "backup": (5, "--mode sync --servers 1 --backup-workers 1 --evaluators 1"),
+    "local_sgd": (3, "--mode local_sgd --local-steps 2 --evaluators 1"),
+    "easgd": (4, "--mode easgd --tau 2 --servers 1 --evaluators 1 --window private"),
+}
+STOPS = ((5, "async", 2, 1), (3, "async", 1, 1), (5, "sync", 0, 2), (4, "async", 1, 1))
+COMMON = "--hidden 8 --keep 1000 --eval-every 0.5 --batch-size 8 --timeout 30"
+QUICK = ("async", "sync")
+PATIENCE = {"async": "--servers 1", "sync": "--mode sync"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
+    """All runs of this module."""
+    plan, asked = Plan(tmp_path_factory.mktemp("runs")), {"async", *names_asked(request)}
+    words = [*COMMON.split(), *few_digits(plan.folder, SAMPLES)]
+    slow = ["--problem", f"{MODELS}:SlowMLP"]
+    for name in filter(asked.__contains__, MODES):
+        ranks, options = MODES[name]
+        plan.add(name, ranks, [*words, *slow, *options.split(), "--epochs", "16"])
+    for k, (ranks, mode, servers, evaluators) in enumerate(STOPS):
+        last = k + 1 == len(STOPS)
+        more = ["--mode", mode, "--servers", str(servers), "--evaluators", str(evaluators)]
+        more += ["--epochs", "12" if last else str(ENDLESS), *["--resume"] * bool(k)]
+        stopping = ["--problem", f"{MODELS}:StoppingMLP", "--keep-best", "--keep", "2"]
+        plan.add("stops", ranks, [*words, *stopping, *more], 0 if last else SAVED)
+    for name, options in PATIENCE.items():
+        same = ["--problem", SAME, "--patience", "2", "--epochs", str(ENDLESS), *options.split()]
+        plan.add(f"patience {name}", 3, [*words, *same, "--evaluators", "1"])
+        plan.add(f"patience {name}", 3, [*words, *same, "--evaluators", "1", "--resume"])
+    target = ["--target-accuracy", "0.3", "--epochs", str(ENDLESS), "--evaluators", "1"]
+    plan.add("target", 3, [*words, *target])
+    best = ["--init-from", str(plan.out("async") / "best"), "--eval-only"]
+    plan.add("eval only", 2, [*words, *slow, *best], quiet=False)
+    plan.add("refused", 3, [*words, "--evaluators", "3"], code=2)
+    plan.add("refused", 3, [*words, "--evaluators", "2"], code=2)
+    plan.run(150)
+    return plan
+
+
+def curve(out: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of a run, in their order."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == "eval"]
+
+
+def evaluated(out: Path, step: int) -> dict[str, float]:
+    """Return the metrics of a checkpoint, evaluated here."""
+    saved = open_checkpoint(step_folder(out / "checkpoints", step))
+    config = from_toml(saved.config)
+    with open_dataset(config) as data:
+        assert data.test is not None
+        problem = load_problem(config.problem, data.info, config)
+        params = saved.layout.views(saved.read_params())
+        batches = iterate(data.test, 0, data.info.n_test, CHUNK, config.dtype)
+        sums = metric_sums(batches, functools.partial(problem.evaluate, params))
+        return {name: value / data.info.n_test for name, value in sums.items()}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", thinned(MODES, QUICK))
+def test_the_curve_is_that_of_the_checkpoints(runs: Plan, name: str) -> None:
+    out = runs.out(name)
+    found = curve(out)
+    assert len(found) >= 2
+    assert found[-1]["step"] == final(out).step
+    assert [line["step"] for line in found] == sorted({line["step"] for line in found})
+    for line in found:
+        expected = evaluated(out, line["step"])
+        measured = {metric: line[metric] for metric in expected}
+        assert measured == pytest.approx(expected, rel=TOLERANCE), line
+    lowest = min(found, key=lambda line: line["loss"])
+    assert summary(out)["best_step"] == lowest["step"]
+    assert summary(out)["best_loss"] == lowest["loss"]
+    assert (out / "best").is_symlink() == ("--keep-best" in MODES[name][1])
+
+
+@pytest.mark.launch
+def test_the_best_is_a_whole_checkpoint(runs: Plan) -> None:
+    out = runs.out("async")
+    assert verify(out / "best") == []
+    assert newest(out / "best").step == summary(out)["best_step"]
+    printed = re.search(r"accuracy (\S+), loss (\S+)$", runs.outputs("eval only")[0], re.MULTILINE)
+    assert printed is not None
+    lowest = min(curve(out), key=lambda line: line["loss"])
+    assert float(printed[1]) == pytest.approx(lowest["accuracy"], abs=2e-6)
+    assert float(printed[2]) == pytest.approx(lowest["loss"], abs=1e-5)
+
+
+@pytest.mark.launch
+def test_the_best_goes_on_through_stops(runs: Plan) -> None:
+    out = runs.out("stops")
+    standing, seen = Standing(), dict[int, float]()
+    for line in curve(out):
+        if line["step"] in seen:  # made again: the run was stopped in the middle of it, or after
+            assert line["loss"] == pytest.approx(seen[line["step"]], rel=TOLERANCE)
+            continue
+        seen[line["step"]] = line["loss"]
+        standing.note(line["step"], line["loss"])
+    found = summary(out)
+    assert (found["best_step"], found["best_loss"]) == (standing.best_step, standing.best_loss)
+    assert newest(out / "best").step == standing.best_step
+    assert len(list_checkpoints(out)) <= 4, "two, the best, and one that is being evaluated"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", PATIENCE)
+def test_patience_ends_a_run(runs: Plan, name: str) -> None:
+    out = runs.out(f"patience {name}")
+    assert summary(out)["stop_reason"] == "patience"
+    assert (out / "DONE").read_text() == "patience\n"
+    assert summary(out)["best_step"] == curve(out)[0]["step"]
+    lines = (out / "metrics.jsonl").read_text().partition('"kind": "end"')[0]
+    assert lines.count('"kind": "eval"') in (3, 4), "the best, two more, and perhaps the last state"
+    known = newest(out).state["evaluations"]["standing"]
+    assert known["since"] >= 2
+
+
+@pytest.mark.launch
+def test_a_target_ends_a_run(runs: Plan) -> None:
+    out = runs.out("target")
+    assert summary(out)["stop_reason"] == "target"
+    assert max(line["accuracy"] for line in curve(out)) >= 0.3
+
+
+@pytest.mark.launch
+def test_too_few_ranks_are_refused(runs: Plan) -> None:
+    errors = runs.errors()
+    assert sum("evaluators=3 in a world of 3, expected evaluators <= 2" in k for k in errors) == 3
+    one = "mode=async in a world of 1 rank beside evaluators=2"
+    assert sum(one in error and "mpirun -n 4" in error for error in errors) == 3
+
+
+@pytest.mark.launch
+def test_a_problem_that_fails_there_ends_the_job(tmp_path: Path) -> None:
+    """No rank waits for the other side."""
+    (tmp_path / "odd.py").write_text(
+        "from mpips.problems.mlp import MLP\n"
+        "class Odd(MLP):\n"
+        "    def evaluate(self, params, batch):\n"
+        "        assert self.config.evaluators == 0 or len(batch) < 100, 'too many'\n"
+        "        return {'loss': 1.0}\n"
+    )
+    words = ["--problem", "odd.py:Odd", "--evaluators", "1", "--epochs", str(ENDLESS)]
+    ended = train(3, *words, "--hidden", "4", "--eval-every", "0.2", cwd=tmp_path)
+    assert ended.code == 1
+    assert "rank 2 raised AssertionError: too many" in ended.output
+
+
+def test_better_is_a_lower_loss() -> None:
+    standing, config = Standing(), Config(patience=2, evaluators=1)
+    assert [standing.note(k, loss) for k, loss in enumerate((math.nan, 3.0, 2.0, 2.0))] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    assert (standing.best_step, standing.best_loss, standing.since) == (2, 2.0, 1)
+    assert standing.stale(config) == ""
+    assert not standing.note(4, np.inf)
+    assert standing.reason(config, {"loss": 2.0}) == "patience"
+    assert standing.reason(Config(), {"loss": 2.0}) == ""
+    assert standing.reason(Config(target_accuracy=0.5), {"accuracy": 0.5}) == "target"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(patience=3), "patience without evaluators, expected evaluators >= 1"),
+        (Config(keep_best=True), "keep_best without evaluators"),
+        (Config(evaluators=1, eval_every=0), "evaluators 1 with eval_every 0"),
+    ],
+)
+def test_what_evaluators_need_is_checked(config: Config, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        validate(config)
