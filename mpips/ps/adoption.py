@@ -8,29 +8,31 @@ and push as before, to the same memory. In this order,
 1. the dead process is killed, and is gone: nobody else writes the shard;
 2. the update that it may have been in is finished, and then the ledger is exact; if that cannot be
    (`mpips.ps.journal`), the job ends for a restart; readers that it had let have read;
-3. its clock becomes the chief's, but for the pushes that one of the two has not applied yet: their
-   headers still lie in the workers' buffers;
+3. its clock becomes that of the batches handed out, but for those that the shard is without;
 4. if a cut is under way and the dead server has posted nothing for it, the chief does, so that the
    others come to its end. The shard is in the next cut: unless the dead server's answer has come,
    the chief gives this checkpoint up, and begins another one at once.
 
-A second server that dies is adopted after the first. So is one that dies meanwhile; a worker that
-dies has announced what it has, whoever serves. The chief itself is needed: its death, also in the
-middle of all this, ends the job for a restart, as does any death behind the chief's "end". What the
-dead server alone knew, its statistics, is lost. Where workers have frozen arrays the job ends too:
-from which push on they hold for the dead server is not known.
+A second server that dies is adopted after the first, and an adopted shard again if the chief dies
+(`mpips.ps.succession`). A worker that dies has announced what it has, whoever serves. A death
+behind the chief's "end" ends the job for a restart. What the dead server alone knew, its
+statistics, is lost. Where workers have frozen arrays the job ends too: from which push on they hold
+for the dead server is not known.
 """
 
 import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpips.cluster.failures import Lost
 from mpips.cluster.process import GONE, trouble
+from mpips.cluster.window import Window
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
+from mpips.datasets.ledger import HandOut
 from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
@@ -63,15 +65,24 @@ class Adoption:
     continued: bool
 
 
-def adopt(job: Job, half: ServerHalf, own: Served, rank: int, cuts: int) -> Adoption:
+def adopt(
+    job: Job,
+    half: ServerHalf,
+    own: Served,
+    rank: int,
+    cuts: int,
+    still_open: Callable[[Server, Receiver], tuple[int, set[int]]],
+) -> Adoption:
     """Take over the shard of a server of this node that has died.
 
     Args:
         job: The run.
-        half: The chief's half of the store.
+        half: This server's half of the store.
         own: Its own shard.
         rank: Of the server that has died.
-        cuts: How many cuts the chief has begun.
+        cuts: How many cuts have begun.
+        still_open: Returns how many batches were handed out, and the numbers of those that the
+            shard is without.
 
     Raises:
         Lost: If the job cannot go on.
@@ -80,28 +91,64 @@ def adopt(job: Job, half: ServerHalf, own: Served, rank: int, cuts: int) -> Adop
     """
     start, number = time.perf_counter(), job.cluster.roles.servers.index(rank)
     if not own.store.told.nothing:
-        raise _cannot(rank, "arrays are frozen")
-    process = process_of(half.window, rank)
-    if process.space != process_space():
-        raise _cannot(rank, "its process was of another container")
-    if not ended(process.pid, process.started):
-        raise _cannot(rank, "its process does not end")
+        raise cannot(rank, "arrays are frozen")
+    fence(half.window, rank)
     store, receiver = half.adopt(number)
     if not store.recover(receiver.find):
-        raise _cannot(rank, "in the middle of an update, with others waiting behind it")
-    _set_clocks(store, own, receiver)
-    maximum = half.posted(number)
-    maximum.catch_up(cuts, [observe(store.applied, w) for w in range(store.applied.size)])
-    cut = Cut(maximum, store.applied, store.shard.size == 0, beyond=False)
+        raise cannot(rank, "in the middle of an update, with others waiting behind it")
+    store.clocks.adopt(own.store.clocks, *still_open(store, receiver))
+    cut = Cut(half.posted(number), store.applied, store.idle, beyond=False)
+    cut.catch_up(cuts)
     slots = dict(zip(job.slots, store.slots, strict=True))
     stall = job.config.snapshot == "stall"
     saver = Saver(job.cluster, store.shard, store.params, slots, stall, number)
-    served = Served(rank, store, receiver, cut, saver, cuts - own.cut.begun)
+    served = Served(rank, store, receiver, cut, saver)
     seconds = time.perf_counter() - start
     return Adoption(rank, number, served, seconds, store.version, store.continued)
 
 
-def _cannot(rank: int, why: str) -> Lost:
+def fence(window: Window, rank: int) -> None:
+    """See to it that whoever served the shard of a dead server is gone.
+
+    Raises:
+        Lost: If that cannot be.
+
+    Blocks: until it is.
+    """
+    process = process_of(window, rank)
+    if process.space != process_space():
+        raise cannot(rank, "its process was of another container")
+    if not ended(process.pid, process.started):
+        raise cannot(rank, "its process does not end")
+
+
+def ledger_of(store: Server) -> list[int]:
+    """Return how many pushes of each worker are applied to a shard."""
+    return [observe(store.applied, worker) for worker in range(store.applied.size)]
+
+
+def open_on(
+    store: Server, receiver: Receiver, handout: HandOut, chief: Server
+) -> tuple[int, set[int]]:
+    """Return how many batches were handed out, and the numbers of those that a shard is without.
+
+    Args:
+        store: The shard, of a server that has died.
+        receiver: Where its pushes come from.
+        handout: What was handed out; its open batches are those that the chief's shard is without.
+        chief: That shard. Headers of pushes that one of the two has not applied yet still lie in
+            the workers' buffers.
+    """
+    missing, ledgers = set[int](), zip(ledger_of(chief), ledger_of(store), strict=True)
+    for worker, (there, its) in enumerate(ledgers if store.shard.size else ()):
+        beyond = handout.open_to(worker)[max(0, its - there) :]
+        missing.update(number for _, number in beyond)
+        missing.update(receiver.find(worker, seq).number for seq in range(its + 1, there + 1))
+    return handout.issued, missing
+
+
+def cannot(rank: int, why: str) -> Lost:
+    """Return the error for a server that has died, and that the job cannot go on without."""
     return Lost(
         f"rank {rank} has died, and {why}", "all that this job needs", "it goes on by --resume"
     )
@@ -123,14 +170,3 @@ def ended(pid: int, started: int, within_s: float = GONE_S) -> bool:
             os.kill(pid, signal.SIGKILL)
         time.sleep(1e-3)
     return False
-
-
-def _set_clocks(store: Server, own: Served, receiver: Receiver) -> None:
-    """Give an adopted shard the clocks of the own one, less and more what differs."""
-    less, more = list[int](), list[int]()
-    for worker in range(store.applied.size if store.shard.size else 0):
-        mine, its = observe(own.store.applied, worker), observe(store.applied, worker)
-        differ = range(1 + min(mine, its), 1 + max(mine, its))
-        numbers = [receiver.find(worker, seq).number for seq in differ]
-        (less if mine > its else more).extend(numbers)
-    store.clocks.adopt(own.store.clocks, less, more)

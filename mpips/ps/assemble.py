@@ -26,7 +26,9 @@ from mpips.ps.design import Design
 from mpips.ps.feed import Feed
 from mpips.ps.journal import Adopted, Journaled
 from mpips.ps.quorum import QuorumServer
+from mpips.ps.rows import RowsAtWork
 from mpips.ps.shard import Server
+from mpips.ps.table_server import TableServer
 from mpips.transport.channel import Arrival, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.neighbours import Neighbour, SharedReads
@@ -71,13 +73,14 @@ class WorkerHalf(Half):
         feed: The batches granted.
         replicas: Where reads go if they go into shared memory; may be empty.
         far_way: How far shards are read, "get" or "reply".
+        rows: Reads and pushes rows of tables; None without any.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
         worker = cluster.roles.workers.index(cluster.rank)
         self.feed = Feed(cluster, window, worker, design.ahead)
-        args = design.aggregate, design.pushes, design.stale.origins
+        args = design.aggregate, design.pushes, design.stale.origins, bool(design.tables)
         self.sender = Sender(cluster, window, worker, design.shards, *args)
         reads = _Reads(cluster, window, design, worker)
         self._plain = reads.puller("get")  # waits for nobody
@@ -88,6 +91,7 @@ class WorkerHalf(Half):
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         neighbours = [Neighbour.of(window, rank) for rank in ranks]
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
+        self.rows = RowsAtWork(cluster, window, design.tables) if design.tables else None
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
@@ -135,8 +139,11 @@ class ServerHalf(Half):
         if design.backup is not None:
             needed = len(cluster.roles.workers) - design.backup
             self.server = QuorumServer(*self._parts(number), needed=needed)
-        elif design.adopts and number:
-            self.server = Journaled(*self._parts(number))
+        elif design.tables:
+            self.server = TableServer(design.tables, *self._parts(number))
+        elif design.adopts:
+            self.server = journaled = Journaled(*self._parts(number))
+            journaled.sign()
         else:
             self.server = Server(*self._parts(number))
         self.receiver = self._receiver(number, self.server)
@@ -150,7 +157,8 @@ class ServerHalf(Half):
 
     def _receiver(self, number: int, server: Server) -> Receiver:
         design = self._design
-        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
+        names = [table.name for table in design.tables]
+        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins, names
         place = self._cluster, self.window, number, design.shards[number]
         return Receiver(*place, design.dtype, server.applied, Arrival(*how))
 
@@ -213,7 +221,9 @@ class _Reads:
         self._cluster, self._window, self._design = cluster, window, design
         self._worker, shards = worker, design.shards
         ranks = enumerate(cluster.roles.servers)
-        owners: list[Owner] = [(k, r, shards[k]) for k, r in ranks if shards[k].size]
+        owners: list[Owner] = [
+            (k, r, shards[k]) for k, r in ranks if shards[k].size or design.tables
+        ]
         self._near = [owner for owner in owners if cluster.near(owner[1])]
         self._far = [owner for owner in owners if not cluster.near(owner[1])]
 

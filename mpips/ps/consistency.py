@@ -208,21 +208,19 @@ class Clocks:
         """Note that a worker will have made so many pushes, and no more."""
         self._last[self._workers[rank]] = pushes
 
-    def adopt(self, other: "Clocks", less: Iterable[int], more: Iterable[int]) -> None:
-        """Begin with what another server of the same workers knows.
+    def adopt(self, other: "Clocks", issued: int, missing: Iterable[int]) -> None:
+        """Begin where a server has ended.
 
         Args:
-            other: Its clocks.
-            less: Numbers of the batches that it has applied, and this one has not.
-            more: Likewise the other way round.
+            other: Clocks of another server: which workers have finished.
+            issued: How many batches were handed out.
+            missing: The numbers of those that may yet be pushed, or are, and are not applied.
         """
-        missing = set(less)
-        self._first = min({other._first, *missing})
-        self._later = (other._later | set(range(self._first, other._first))) - missing
+        missing = set(missing)
+        self._first = min(missing, default=issued)
+        self._later = set(range(self._first, issued)) - missing
         self._last = dict(other._last)
         self._shown = observe(self._header, CLOCK)
-        for number in more:
-            self.advance(number)
         self.publish()
 
     def live(self) -> set[int]:

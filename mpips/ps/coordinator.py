@@ -1,36 +1,43 @@
-"""The chief's second duty beside its shard: it hands out data, starts checkpoints, ends runs."""
+"""The chief's second duty beside its shard: it hands out data, starts checkpoints, ends runs.
+
+The chief is server 0, and after its death its heir, who then serves server 0's shard as well.
+"""
 
 import time
 from typing import TYPE_CHECKING, Any
 
 from mpips.cluster import words
-from mpips.cut.saver import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
+from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
+from mpips.ps.adoption import Adoption, open_on
 from mpips.ps.feed import Granter
+from mpips.ps.record import Record
 from mpips.ps.shard import Server
+from mpips.transport.channel import Receiver
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:
-    from mpips.ps.adoption import Adoption
+    from mpips.ps.succession import Settling
     from mpips.session.metrics import Log
 
 
 class Chief:
-    """Server 0's second duty: data, checkpoints, the end; an `AsyncServer` calls it.
+    """Data, checkpoints, the end; an `AsyncServer` calls it.
 
     It has an attribute for each who takes part, and a word for each of its decisions.
 
     Args:
         job: The run.
-        server: The chief's own shard.
+        server: Server 0's shard.
         granter: Gives batches to workers.
         handout: Which batches there are.
         committer: Writes what a cut holds.
         log: Where it is told.
         holding: Where workers have state of their own.
+        record: Where it notes what an heir has to know.
     """
 
     def __init__(
@@ -42,10 +49,11 @@ class Chief:
         committer: Committer,
         log: "Log",
         holding: Holding | None = None,
+        record: Record | None = None,
     ) -> None:
-        self._job, self._cluster, self._server = job, job.cluster, server
-        self._holding = holding
-        self._granter, self._handout, self._committer, self._log = granter, handout, committer, log
+        self._job, self._cluster, self.server = job, job.cluster, server
+        self._holding, self._record = holding, record
+        self._granter, self.handout, self._committer, self._log = granter, handout, committer, log
         self._done: set[int] = set()
         self.lost: dict[int, int] = {}  # pushes of each rank that has died
         self._last_s, self._last_step = time.perf_counter(), job.base_step
@@ -64,15 +72,48 @@ class Chief:
         self.samples = self._saved_samples = self._cut_samples = job.base_samples
         self.diverged: str | None = None
         self.unsaved = ""
+        self._settling: Settling | None = None  # the servers, behind the death of a chief
+
+    def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
+        """Go on where a chief has died.
+
+        Args:
+            state: What it has noted beside the hand-out.
+            settling: Brings what it had under way to an end.
+        """
+        self.samples = self.handout.samples_done + state["samples_more"]
+        self._saved_samples = -1  # what the last checkpoint holds is not known
+        self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
+        self._settling = settling
+        self._log.start_at(self.samples)
+        for rank in self._cluster.roles.servers:
+            self._cluster.send(rank, "void", self.handout.taken_back)
+        self.note()
+        if self._stop is not None:
+            self._tell_stop()
+
+    def note(self) -> None:
+        """Note what an heir has to know, but for what is handed out from now on."""
+        if self._record is not None:
+            more = {
+                "stop": self._stop, "diverged": self.diverged, "lost": self.lost,
+                "samples_more": self.samples - self.handout.samples_done,
+                "warnings": list(self._log.warnings), "eval": self._log.last_eval,
+            }  # fmt: skip
+            self._record.save(self.handout, more)
+
+    def still_open(self, store: Server, receiver: Receiver) -> tuple[int, set[int]]:
+        """Return how many batches were handed out, and which of them another shard is without."""
+        return open_on(store, receiver, self.handout, self.server)
 
     @property
     def step(self) -> int:
         """Updates applied, in resumed runs too."""
-        return self._server.version
+        return self.server.version
 
     def applied(self, push: Push) -> None:
         """Note a push that was applied here: its batch is done."""
-        self._handout.applied(push.worker, push.batch)
+        self.handout.applied(push.worker, push.batch)
         self.samples += push.samples
         self._log.count(push.loss, push.samples)
 
@@ -80,6 +121,8 @@ class Chief:
         """Act on a message to the chief."""
         if source in self._adopted:
             return  # sent before it died, and answered for
+        if self._settling is not None and self._settling.handle(source, kind, payload):
+            return
         if kind == "more":
             self._granter.answer(source)
         elif kind == "stop":
@@ -96,18 +139,25 @@ class Chief:
         elif kind == "log":
             self._log.heard(kind, payload)
         elif kind == "diverged":
-            self.diverged = self.diverged or payload
-            self.stop("diverged")
+            self._diverge(payload)
         elif self._holding is None or not self._holding.handle(source, kind, payload):
             raise AssertionError(f"unknown message {kind!r} from rank {source}")
 
     def stop(self, reason: str) -> None:
         """Hand out nothing more and have the workers finish their steps."""
         if self._stop is None:
-            self._stop, self._handout.stopped = reason, True
+            self._stop, self.handout.stopped = reason, True
+            self.note()
             self._log.event("stop", self.step, reason=reason)
-            for rank in self._cluster.roles.workers:
-                self._cluster.send(rank, "stop")
+            self._tell_stop()
+
+    def _tell_stop(self) -> None:
+        for rank in self._cluster.roles.workers:
+            self._cluster.send(rank, "stop")
+
+    def _diverge(self, text: str) -> None:
+        self.diverged = self.diverged or text
+        self.stop("diverged")
 
     def lose(self, rank: int, pushes: int) -> None:
         """Go on without a worker that has died, all of whose pushes are applied in the end.
@@ -121,7 +171,8 @@ class Chief:
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
             raise UserError(got, "one that goes on", remedy)
-        numbers = self._granter.take_back(worker, pushes - self._server.applied[worker])
+        numbers = self._granter.take_back(worker, pushes)
+        self.note()
         for server in self._cluster.roles.servers:
             self._cluster.send(server, "void", numbers)
         host = self._cluster.hosts[rank]
@@ -134,13 +185,14 @@ class Chief:
         rank, number = adoption.rank, adoption.server
         self._adopted.add(rank)
         self._done.discard(rank)
+        mine = self._cluster.roles.servers.index(self._cluster.rank)
         if self._cutting:
             self._absent.add(rank)
         elif self._committer.busy and rank not in self._answered:
             self._give_up(rank)
         host, took = self._cluster.hosts[rank], adoption.seconds
-        text = f"server {number} (rank {rank} on {host}) has died; server 0 has taken its shard "
-        self._log.warn(f"{text}over in {took:.3f} s")
+        text = f"server {number} (rank {rank} on {host}) has died; server {mine} has taken its "
+        self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
         known = {"rank": rank, "server": number, "seconds": round(took, 6)}
         self._log.event("lost", self.step, **known, continued=adoption.continued)
 
@@ -158,29 +210,46 @@ class Chief:
     def advance(self) -> None:
         """Get on with everything. Blocks: no."""
         self._granter.serve()
+        if self._record is not None and self._record.due:
+            self.note()
+        if self._settling is not None:
+            self._settle(self._settling)
+        evaluations = self._job.evaluations
         if self._committer.poll():
             self._saved_samples = self._cut_samples
+            if evaluations is not None:
+                evaluations.saved(self._committer.saved_step)
+        if evaluations is not None and (reason := evaluations.poll()):
+            self.stop(reason)
         if self._committer.refused:
             self._refuse()
         if self._log.due():
-            self._log.progress(self.step, self._handout.epochs_done, self.samples)
-        if self._cutting or self._committer.busy or self._ended:
+            recent = self.server.tally.recent()
+            self._log.progress(self.step, self.handout.epochs_done, self.samples, staleness=recent)
+        if self._cutting or self._committer.busy or self._ended or self._settling is not None:
             return
         if len(self._done) == len(self._cluster.roles.servers):
             self._end()
         elif not self._stop and self._due():
             self._begin_cut()
 
+    def _settle(self, settling: "Settling") -> None:
+        if settling.done():
+            self._settling, self._again = None, True
+        if settling.cuts is not None:
+            self.cuts = settling.cuts
+
     def _refuse(self) -> None:
         self._committer.refused = False
-        step = self.step
-        self.diverged = self.diverged or f"parameters not finite at step {step}"
-        self.stop("diverged")
+        self._diverge(f"parameters not finite at step {self.step}")
 
     def _due(self) -> bool:
         seconds, steps = self._job.config.checkpoint_period
         if self._again:
             self._again = False
+            return True
+        evaluations = self._job.evaluations
+        if evaluations is not None and evaluations.due(self.handout.epochs_done):
             return True
         if self._committer.failed_for(RETRY_S):
             return True
@@ -198,15 +267,17 @@ class Chief:
             self._holding.begin()
             return
         for rank in self._cluster.roles.servers:
-            self._cluster.send(rank, "cut")
+            self._cluster.send(rank, "cut", (self.cuts, None))
 
     def cut_reached(self, step: int) -> None:
         """Open the checkpoint of `step`: this server has just reached the cut."""
         self._cutting = False
         self._last_step, self._cut_samples = step, self.samples
         own = self._holding.numbers if self._holding else []
-        skipped = self._server.leaving.skipped
-        state = self._job.state(step, self._handout.state(), self.samples, skipped)
+        skipped = self.server.leaving.skipped
+        state = self._job.state(step, self.handout.state(), self.samples, skipped)
+        if self._job.evaluations is not None:
+            state |= self._job.evaluations.at_cut(step, self.handout.epochs_done)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
         self._answered.clear()
         for rank in self._absent:

@@ -10,12 +10,16 @@ from mpips.layout import Shard
 from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
 from mpips.planning.job import Job
+from mpips.planning.tables import JobTable, tables_of
 from mpips.ps import feed
 from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
 from mpips.ps.journal import journal_fields
+from mpips.ps.record import record_fields
 from mpips.ps.shard import FRESH, server_fields
+from mpips.ps.table_server import table_fields
 from mpips.transport import neighbours, outbox
+from mpips.transport.rows import rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 
 Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
@@ -44,7 +48,8 @@ class Design:
         replies: How replies to far readers are packed.
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
-        adopts: Whether server 0 goes on with the shards of others that die (`mpips.ps.survival`).
+        tables: Of rows, which all servers have beside their shards.
+        adopts: Whether servers go on with the shards of others that die (`mpips.ps.survival`).
     """
 
     shards: Sequence[Shard]
@@ -64,6 +69,7 @@ class Design:
     replies: Packing = field(default_factory=Packing)
     ahead: int = AHEAD
     shared: bool = True
+    tables: Sequence[JobTable] = ()
     adopts: bool = False
 
     @classmethod
@@ -91,6 +97,7 @@ class Design:
             replies=Packing(pull_codec(c), c.seed, job.base_step),
             ahead=1 if c.mode == "ssp" else AHEAD,  # in mode ssp the one that is worked on
             shared=c.window == "shared",
+            tables=tables_of(job),
         )  # fmt: skip
 
     @property
@@ -126,13 +133,17 @@ class Design:
         if rank in roles.servers:
             size = self.shards[roles.servers.index(rank)].size
             fields = server_fields(size, self.slots, dtype, workers)
+            for table in self.tables:
+                fields += table_fields(table, servers, roles.servers.index(rank), dtype)
             if self.adopts:
                 fields += (Field("post", "i8", (1 + workers,)),)
-            if rank == roles.chief:
-                return Plan(fields + feed.chief_fields(workers))
-            return Plan(fields + journal_fields(size, len(self.slots), dtype) * self.adopts)
+                fields += journal_fields(size, len(self.slots), dtype)
+            if rank == roles.servers[0]:
+                fields += feed.chief_fields(workers) + record_fields() * self.adopts
+            return Plan(fields)
         fields = outbox.worker_fields(self.size, servers, dtype)
         fields += reader_fields(servers) + feed.worker_fields()
+        fields += rows_fields(self.tables, servers, dtype)
         if self.aggregate:
             fields += outbox.carrier_fields(workers)
         if near := self.sharing(cluster, rank):

@@ -12,6 +12,7 @@ applied: they may come back, by `Granter.take_back`.
 """
 
 from collections import deque
+from collections.abc import Collection
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from mpips.cluster.world import Cluster
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
+from mpips.ps.record import Record, take_back
 
 AHEAD = 2
 RING = 4  # more than AHEAD, so that an entry is read before it is written again
@@ -45,6 +47,7 @@ class Granter:
     Args:
         ahead: Batches granted beside the one that a worker works on.
         takes_back: Whether workers may die; all are near then.
+        record: Where hand-outs are noted first, if another may have to go on.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class Granter:
         handout: HandOut,
         ahead: int = AHEAD,
         takes_back: bool = False,
+        record: Record | None = None,
     ) -> None:
         assert ahead < RING, "an entry would be written before it is read"
         self._cluster, self._handout, self._ahead = cluster, handout, ahead
-        self._grants = window.view(cluster.rank, "grants")
+        self._record = record
+        self._grants = window.view(cluster.roles.owners[0], "grants")
         workers = list(enumerate(cluster.roles.workers))
         near = [(w, r) for w, r in workers if cluster.near(r)]
         self._taken = addresses_of((window.view(r, "taken") for _, r in near), TAKEN)
@@ -85,17 +90,43 @@ class Granter:
             else:
                 self._put(worker, grant)
 
-    def take_back(self, worker: int, keep: int) -> list[int]:
-        """Give a worker that has died no more, and what it had to others; see `HandOut`."""
+    def go_on(self, lost: Collection[int]) -> None:
+        """Give on where a chief has died; what it has noted and not given is given now.
+
+        Args:
+            lost: Workers whose batches were taken back.
+        """
+        for worker in range(self._handout.workers):
+            ring = self._grants[worker]
+            given = observe(ring, COUNT)
+            self._behind[worker] = given - self._ahead
+            at = 8 + 8 * ((given - 1) % RING)
+            last = ring[at : at + 4].tolist() if given else []
+            if worker in lost or tuple(last[:3]) == EXHAUSTED:
+                self._open[worker] = CLOSED
+            elif self._handout.given(worker) > given:
+                batch, number = self._handout.open_to(worker)[-1]
+                self._put(worker, (*batch, number))
+
+    def take_back(self, worker: int, pushes: int) -> list[int]:
+        """Give a worker that has died no more, and what it had to others, but for its pushes.
+
+        Returns:
+            See `HandOut.take_back`.
+        """
         self._waiting.discard(worker)
         self._open[worker] = CLOSED
-        return self._handout.take_back(worker, keep)
+        if self._record is not None:
+            self._record.took_back(worker, pushes)
+        return take_back(self._handout, worker, pushes)
 
     def _next(self, worker: int) -> Grant:
         number = self._handout.issued
         batch = self._handout.next(worker)
         if batch is None:
             self._open[worker] = CLOSED
+        elif self._record is not None:
+            self._record.gave(worker)
         return (*(EXHAUSTED if batch is None else batch), number)
 
     def _put(self, worker: int, grant: Grant) -> None:

@@ -11,10 +11,10 @@ the last thing is that it did, by these words (`Adopted.recover`)
 - a version is begun, and block k of it noted: those before k are whole, k may be anything and is
   set to its old values, those behind it are as they were. The push is applied from block k on.
 
-Old values are copied by a server that has waited for the push. One that is behind, with the next
-push there before it has applied the last one, would only fall further behind: copying takes about
-as long as the update of a simple rule. It says so in the word for the push, and if it dies in such
-an update, nobody can go on.
+Old values are copied by a server that has waited for the push, or whose shard is one block. One of
+several that is behind, with the next push there before it has applied the last one, would only fall
+further behind: copying takes about as long as the update of a simple rule. It says so in the word
+for the push, and if it dies in such an update, nobody can go on.
 
 The push's gradient still lies in its worker's buffer, which is free only with the ledger.
 What the kernel keeps of a process that was killed are its stores up to one instruction, in their
@@ -63,11 +63,14 @@ def _what_word(word: int) -> tuple[int, int, int, int]:
 class Journaled(Server):
     """A server that another can go on for; see `mpips.ps.shard.Server`. Collective: no."""
 
-    def __init__(self, cluster: Cluster, window: Window, *args: Any) -> None:
-        self._journal = window.view(cluster.rank, "journal")
-        self._undo = window.view(cluster.rank, "undo")
+    def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
+        rank = cluster.roles.servers[server_id]
+        self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
         self._kept: list[tuple[Block, list[tuple[np.ndarray, np.ndarray]]]] = []
-        super().__init__(cluster, window, *args)
+        super().__init__(cluster, window, server_id, *args)
+
+    def sign(self) -> None:
+        """Say that this process serves the shard."""
         publish(self._journal, PROCESS, os.getpid())
         publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
         publish(self._journal, SPACE, process_space())
@@ -80,13 +83,17 @@ class Journaled(Server):
 
     def apply(self, push: Push) -> int:
         """See `Server.apply`."""
-        word = _push_word(push, self.version + 1, not self.hurried)
+        word = _push_word(push, self.version + 1, self._keeps)
         publish(self._journal, PUSH, word)
         return super().apply(push)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`; the old values of each are kept, unless it is hurried."""
-        return super().blocks(some) if self.hurried else self._keeping()
+        """See `Server.blocks`; the old values of each are kept, as the word for the push says."""
+        return self._keeping() if self._keeps else super().blocks(some)
+
+    @property
+    def _keeps(self) -> bool:
+        return not self.hurried or len(self._kept) == 1
 
     def _keeping(self) -> Iterator[Block]:
         first = self.version + 1 << NUMBER_BITS
@@ -105,10 +112,10 @@ def _old_values(
         yield kept[: live.size], live
 
 
-class Adopted(Server):
-    """The shard of a server that has died, where it lies. Collective: no.
+class Adopted(Journaled):
+    """The shard of a server that has died, where it lies; it may be adopted again. Collective: no.
 
-    Its process must be gone; see `process_of`.
+    The process that served it must be gone; see `process_of`.
 
     Attributes:
         continued: Whether an update was under way, and was finished.
@@ -116,8 +123,6 @@ class Adopted(Server):
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
         super().__init__(cluster, window, server_id, *args)
-        rank = cluster.roles.servers[server_id]
-        self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
         self._rest: list[Block] | None = None  # of the update that was under way
         self.continued = False
 
@@ -139,11 +144,13 @@ class Adopted(Server):
             if not kept:
                 return False
             self._undo_block(begun)
+            self.hurried = True  # of what is left of this update no old values are kept
             self.apply(find(worker, seq))
-            self.continued = True
+            self.hurried, self.continued = False, True
         elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
             publish(self.applied, worker, seq)
         self._grants.let_finish()
+        self.sign()
         return True
 
     def _undo_block(self, begun: int) -> None:
@@ -156,7 +163,7 @@ class Adopted(Server):
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """See `Server.blocks`; of the update that was under way, those that are left."""
         rest, self._rest = self._rest, None
-        return super().blocks(some if rest is None else rest)
+        return super().blocks(some) if rest is None else super().blocks(rest)
 
 
 class Process(NamedTuple):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from mpips.cut.agreement import Cut, Phase
-from mpips.cut.saver import Saver
+from mpips.cut.saver import NOWHERE, Saver
 from mpips.ps.shard import Server
 from mpips.transport.channel import Receiver
 from mpips.transport.push import Push
@@ -23,15 +23,14 @@ class Served:
         saver: Writes it.
 
     Attributes:
-        skips: How many cuts it takes no part in that are begun next.
         told_done: Whether the chief knows that all is applied.
     """
 
     def __init__(
-        self, rank: int, store: Server, receiver: Receiver, cut: Cut, saver: Saver, skips: int = 0
+        self, rank: int, store: Server, receiver: Receiver, cut: Cut, saver: Saver
     ) -> None:
         self.rank, self.store, self.receiver = rank, store, receiver
-        self.cut, self.saver, self.skips = cut, saver, skips
+        self.cut, self.saver = cut, saver
         self.told_done = False
 
     def apply_some(self, note: Callable[[Push], None] | None = None) -> bool:
@@ -62,12 +61,26 @@ class Served:
             return self.receiver.take(fetch=False)
         return self.receiver.take(limit=self.cut.target) if phase is Phase.REACH else None
 
-    def begin_cut(self, target: list[int] | None) -> None:
-        """Begin a cut, with the pushes of each worker if these are agreed on."""
-        if self.skips:
-            self.skips -= 1
-        else:
+    @property
+    def at_rest(self) -> bool:
+        """Whether no cut is under way, and no checkpoint."""
+        return self.cut.phase is Phase.FREE and not self.saver.busy
+
+    def begin_cut(self, number: int, target: list[int] | None = None) -> None:
+        """Begin a cut, with the pushes of each worker if these are agreed on.
+
+        Args:
+            number: Of the cut. One that has begun, or that began before the shard was taken over,
+                is left out.
+            target: The pushes.
+        """
+        if number > self.cut.begun:
             self.cut.begin(target)
+
+    def settle(self, number: int) -> None:
+        """Come to rest behind a cut, whose checkpoint is given up: its chief has died."""
+        self.begin_cut(number)
+        self.write_into(NOWHERE)
 
     def reach(self, base_step: int) -> int | None:
         """Get on with a cut; returns the step of its checkpoint when it is reached, and copied."""

@@ -1,8 +1,8 @@
 """The loop of an asynchronous server.
 
 A server takes pushes and applies them, until every worker has said how many it sent and all of
-them are applied. Server 0, the chief, has a second duty: see `mpips.ps.coordinator`. How a cut
-comes about: see `mpips.cut.agreement`.
+them are applied. The chief has a second duty: see `mpips.ps.coordinator`. How a cut comes about:
+see `mpips.cut.agreement`.
 """
 
 import time
@@ -19,7 +19,7 @@ from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
-from mpips.ps.survival import spared
+from mpips.ps.survival import follow_heir, spared
 
 
 class AsyncServer:
@@ -30,6 +30,7 @@ class AsyncServer:
         half: The server's half of the store.
         saver: Saves the shard.
         chief: On server 0 of a run that hands out data, its second duty.
+        succeed: Makes this server the chief, given its own shard; see `mpips.ps.succession`.
 
     Attributes:
         reason: Why the run ended, once `serve` has returned.
@@ -37,17 +38,23 @@ class AsyncServer:
     """
 
     def __init__(
-        self, job: Job, half: ServerHalf, saver: Saver, chief: Chief | None = None
+        self,
+        job: Job,
+        half: ServerHalf,
+        saver: Saver,
+        chief: Chief | None = None,
+        succeed: Callable[[Served], tuple[Chief, list[Adoption]]] | None = None,
     ) -> None:
         self._job, self._cluster, self._half, self.store = job, job.cluster, half, half.server
-        self.chief, store = chief, half.server
+        self.chief, self._succeed, store = chief, succeed, half.server
         beyond = job.config.node_aggregation
-        cut = Cut(half.maximum, store.applied, store.shard.size == 0, beyond)
+        cut = Cut(half.maximum, store.applied, store.idle, beyond)
         self._own = Served(job.cluster.rank, store, half.receiver, cut, saver)
         self._all = [self._own]
         self.adoptions: list[Adoption] = []
         self._final: dict[int, int] = {}
-        self._told_signal = False
+        self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
+        self._told_signal = self._settling = False
         self.reason: str | None = None
 
     def start(self) -> None:
@@ -95,9 +102,10 @@ class AsyncServer:
 
     def _apply_some(self) -> bool:
         """Apply pushes that are here, for a while at most; returns whether there was one."""
-        busy = self._own.apply_some(self.chief.applied if self.chief else None)
-        for adoption in self.adoptions:
-            busy |= adoption.served.apply_some()
+        busy, chief = False, self.chief
+        for served in self._all:
+            note = chief.applied if chief and served.store is chief.server else None
+            busy |= served.apply_some(note)
         if busy:
             self._job.begun = True
             words.tell(words.CLOCK, self.store.version)
@@ -117,23 +125,37 @@ class AsyncServer:
             self._cluster.send(source, "noted")
         elif kind == "hurry":
             self.store.clocks.hurry(source)
-        elif kind == "cut":
-            for served in self._all:
-                served.begin_cut(payload)
-        elif kind == "write":
-            for served in self._all:
-                served.write_into(payload)
-        elif kind == "end":
-            self.reason, lost = payload
-            self._cluster.failures.leave_out(lost)
+        elif kind in ("cut", "write", "settle", "end"):
+            self._follow(source, kind, payload)
         elif kind == "lost":
             self._lose(source)
         elif kind == "void":
             for served in self._all:
                 served.store.void(payload)
+        elif self.chief is None:
+            assert self._succeed is not None, f"{kind} sent to a server that is not the chief"
+            self._early.append((source, kind, payload))  # its news of a death came first
         else:
-            assert self.chief is not None, f"{kind} sent to a server that is not the chief"
             self.chief.handle(source, kind, payload)
+
+    def _follow(self, source: int, kind: str, payload: Any) -> None:
+        """Do what the chief says, but for one that has died."""
+        if source != self._cluster.roles.chief:
+            return
+        if kind == "cut":
+            for served in self._all:
+                served.begin_cut(*payload)
+        elif kind == "write":
+            for served in self._all:
+                served.write_into(payload)
+        elif kind == "settle":
+            self._settling = True
+            self._own.settle(payload)
+            for adoption in self.adoptions:
+                adoption.served.cut.catch_up(payload)
+        else:
+            self.reason, lost = payload
+            self._cluster.failures.leave_out(lost)
 
     def _advance(self) -> None:
         for served in self._all:
@@ -141,6 +163,9 @@ class AsyncServer:
         if not self._told_signal and (name := signals.received()):
             self._told_signal = True
             self._cluster.send(self._cluster.roles.chief, "stop", name)
+        if self._settling and all(served.at_rest for served in self._all):
+            self._settling = False
+            self._cluster.send(self._cluster.roles.chief, "settled")
         if self.chief:
             self.chief.advance()
 
@@ -150,7 +175,7 @@ class AsyncServer:
             if served.cut.phase is Phase.LAST:
                 self._cluster.send(self._cluster.roles.chief, "reached")
             served.hold_or_go_on()
-            if self.chief and served is self._own:
+            if self.chief and served.store is self.chief.server:
                 self.chief.cut_reached(step)
         served.advance_saver()
         if not served.told_done and self._done(served.store):
@@ -167,11 +192,39 @@ class AsyncServer:
             self._handle(rank, "fin", pushes)
             if self.chief:
                 self.chief.lose(rank, pushes)
-        elif self.chief:
-            adoption = adopt(self._job, self._half, self._own, rank, self.chief.cuts)
-            self.adoptions.append(adoption)
-            self._all.append(adoption.served)
-            self.chief.lose_server(adoption)
+        elif rank == self._cluster.roles.chief:
+            self._lose_chief()
+        elif self.chief and rank not in [adoption.rank for adoption in self.adoptions]:
+            args = self._job, self._half, self._own, rank, self.chief.cuts, self.chief.still_open
+            self._take(adopt(*args))
+
+    def _lose_chief(self) -> None:
+        """Have another server be the chief, and tell it again what the dead one may not have heard.
+
+        If it is this one: take over all that dead servers did.
+        """
+        heir = follow_heir(self._job)
+        self._told_signal = self._settling = False
+        for served in self._all:
+            served.told_done = False
+        self._cluster.send(heir, "begun", self._own.cut.begun)
+        if heir != self._cluster.rank:
+            return
+        assert self._succeed is not None, "else the death of a server ends the job"
+        self.chief, adoptions = self._succeed(self._own)
+        for adoption in adoptions:
+            self._take(adoption)
+        for rank in set(self._final) & self._cluster.failures.lost - set(self.chief.lost):
+            self.chief.lose(rank, self._final[rank])
+        for message in self._early:
+            self.chief.handle(*message)
+        self._early.clear()
+
+    def _take(self, adoption: Adoption) -> None:
+        assert self.chief is not None, "it adopts"
+        self.adoptions.append(adoption)
+        self._all.append(adoption.served)
+        self.chief.lose_server(adoption)
 
     def _done(self, store: Server) -> bool:
         """Whether every push was applied that any worker sent."""

@@ -54,6 +54,7 @@ class Tally:
         staleness_sum: Of all of them.
         staleness_max: The largest.
         busy_s: Seconds in applying them.
+        told: How many there were, and the sum of their staleness, when `recent` was last asked.
     """
 
     handled: int = 0
@@ -62,12 +63,19 @@ class Tally:
     staleness_sum: int = 0
     staleness_max: int = 0
     busy_s: float = 0.0
+    told: tuple[int, int] = (0, 0)
 
     def count(self, staleness: int) -> None:
         """Count a gradient of that staleness."""
         self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self.staleness_max = max(self.staleness_max, staleness)
         self.staleness_sum += staleness
+
+    def recent(self) -> float | None:
+        """Return the mean staleness since this was last asked; None where nothing has come."""
+        now = (int(self.staleness.sum()), self.staleness_sum)
+        (n, total), self.told = self.told, now
+        return (now[1] - total) / (now[0] - n) if now[0] > n else None
 
 
 class Block(NamedTuple):
@@ -172,7 +180,7 @@ class Server:
         view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
-        self._stale = stale
+        self.stale = stale
         self._grants = Grants(cluster, window, server_id)
         packing = packing or Packing()
         self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
@@ -195,6 +203,21 @@ class Server:
                 slots = tuple(slot[p] for slot in self.slots)
                 found.append(Block(p, self.params[p], slots, rule, scale))
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it owns: parameters, slots and rows of tables."""
+        return self.params.nbytes * (1 + len(self.slots))
+
+    @property
+    def rows_changed(self) -> dict[str, int]:
+        """How many rows of each table have been changed."""
+        return {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no push has anything for this server."""
+        return self.shard.size == 0
 
     def start_from(self, version: int) -> None:
         """Set the version of a shard whose parameters and slots were just filled."""
@@ -226,11 +249,10 @@ class Server:
         oldest = self.account(push)
         self._leave(self.told.of(push))
         publish(self.header, BEGUN, version)
-        if self._stale.drops(oldest):
+        if self.stale.drops(oldest):
             self.tally.dropped += count
         else:
-            lr = self._stale.rate(self.rate(version), oldest) * push.factors
-            self._update(push, version, lr)
+            self._update(push, version, oldest)
         # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self.header, COMMITTED, version)
         self.version = version
@@ -252,9 +274,7 @@ class Server:
 
     def has_applied(self, pushes: Sequence[int]) -> bool:
         """Whether so many pushes of each worker are applied; an empty shard gets none."""
-        return self.shard.size == 0 or all(
-            observe(self.applied, w) == count for w, count in enumerate(pushes)
-        )
+        return self.idle or all(observe(self.applied, w) == count for w, count in enumerate(pushes))
 
     def settle(self, step: int) -> int:
         """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
@@ -284,13 +304,14 @@ class Server:
         if self.leaving.leave(frozen):
             self._blocks = self._cut()
 
-    def _update(self, push: Push, version: int, lr: float) -> None:
+    def _update(self, push: Push, version: int, oldest: int) -> None:
+        lr = self.stale.rate(self.rate(version), oldest) * push.factors
         own = len(self.rule.slots)
         for part, params, slots, rule, scale in self.blocks():
             grad = push.grad[part]
             if push.origin is not None and not isinstance(rule, Change):
                 out = self._scratch[: grad.size]
-                self._stale.compensate(out, grad, params, push.origin[part], slots[own:])
+                self.stale.compensate(out, grad, params, push.origin[part], slots[own:])
                 grad = out
             rule.apply(params, grad, slots[:own], version, lr * scale)
 

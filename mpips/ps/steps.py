@@ -124,6 +124,7 @@ class GradientSteps(Steps):
             aligned_zeros(job.layout.size, job.dtype) for _ in range(1 + self._ahead)
         ]
         self._params = [job.layout.views(r, writable=False) for r in self._replicas]
+        self._rows = half.rows
         self._keeps = job.staleness.origins  # replica seq % 2 stays as long as the push
         self._current = 0  # the replica in use
         self._ready = False  # whether it is whole before it is due
@@ -180,6 +181,8 @@ class GradientSteps(Steps):
         times, half, seq = self.times, self.half, self._sender.seq + 1
         if not half.writable(seq):
             times.wait_s += self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
+        if self._rows is not None:
+            self._rows.begin(seq)
         start = time.perf_counter()
         words.enter(words.PULLING, start)
         self._read()
@@ -194,12 +197,22 @@ class GradientSteps(Steps):
             loss = yield from self._accumulator.gradient(*args)
         if self.job.config.clip:
             trained = grad[: self.job.trained]
-            scale(trained, clip_factor(sum_squares(trained), self.job.config.clip))
+            self._clip(trained, self.job.config.clip)
         compute_s = time.perf_counter() - pulled
         self._long = compute_s > LONG_S
         times.compute_s += compute_s
         times.pull_s += pulled - start
         return loss
+
+    def _clip(self, trained: np.ndarray, most: float) -> None:
+        """Bound the norm of the step's gradient, rows of tables included."""
+        rows, squares = self._rows, sum_squares(trained)
+        if rows is None:
+            scale(trained, clip_factor(squares, most))
+            return
+        factor = clip_factor(squares + rows.sum_squares(), most)
+        scale(trained, factor)
+        rows.scale(factor)
 
     def _read(self) -> None:
         """Have the replica in use whole, and `versions` those that it holds."""

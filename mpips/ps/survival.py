@@ -1,15 +1,18 @@
-"""Asynchronous runs that go on when a worker dies, where MPI lets them (`mpips.cluster.failures`).
+"""Asynchronous runs that go on when a rank dies, where MPI lets them (`mpips.cluster.failures`).
 
 What a worker has announced stays in the memory of its node, and one word announces a push to all
 servers: each applies all that the dead worker's word says, and counts it as finished. The chief
 hands the other batches that it had to those who live, under new numbers, and tells the servers that
 the old ones never come, for clocks that wait for them. So each batch is applied exactly once.
 
-When a server dies, but for server 0, the chief takes its shard over: see `mpips.ps.adoption`.
+When a server dies, the chief takes its shard over: see `mpips.ps.adoption`. When the chief dies,
+its heir becomes the chief: see `mpips.ps.succession`.
 
-The death of the chief, of a rank on another node, or of a worker that keeps state of its own, ends
-the job: it goes on from a checkpoint.
+The death of the last server, of a rank on another node, or of a worker that keeps state of its own,
+ends the job, and so does any where ranks evaluate: it goes on from a checkpoint.
 """
+
+import dataclasses
 
 from mpips.cut import worker_state
 from mpips.planning.job import Job
@@ -18,31 +21,58 @@ from mpips.planning.job import Job
 def spared(job: Job) -> tuple[int, ...]:
     """Return the ranks that a run can do without, if there are any. The same on all ranks."""
     ranks, c = job.cluster, job.config
-    able = c.mode in ("async", "ssp") and not c.backup_workers and ranks.nodes == 1
+    able = c.mode in ("async", "ssp") and not (c.backup_workers or c.evaluators)
+    able = able and ranks.nodes == 1
     if not ranks.failures.on or not able or worker_state.names(job):
         return ()
     return ranks.roles.workers + adoptable(job)
 
 
 def adoptable(job: Job) -> tuple[int, ...]:
-    """Return the servers among them: all but the chief, where they agree in shared memory."""
+    """Return the servers among them: all where there are several, and they share memory."""
     c, servers = job.config, job.cluster.roles.servers
-    return servers[1:] if c.window == "shared" and not c.node_aggregation else ()
+    able = len(servers) > 1 and c.window == "shared" and not c.node_aggregation
+    return servers if able else ()
 
 
 def adopts(job: Job) -> bool:
-    """Whether the chief goes on with the shards of servers that die."""
+    """Whether a server goes on with the shards of others that die."""
     return bool(set(adoptable(job)).intersection(spared(job)))
+
+
+def follow_heir(job: Job) -> int:
+    """Have the first spare that lives be the chief, as the chief has died, or the first server.
+
+    Returns:
+        Its rank.
+
+    Raises:
+        Lost: If no server is left.
+    """
+    ranks = job.cluster
+    left = [rank for rank in ranks.roles.servers if rank not in ranks.failures.lost]
+    if not left:
+        raise ranks.failures.needed()
+    first = len(ranks.roles.servers) - ranks.roles.spares
+    heir = next((rank for rank in left if rank in ranks.roles.servers[first:]), left[0])
+    ranks.roles = dataclasses.replace(ranks.roles, heir=heir)
+    return heir
 
 
 def announcement(job: Job) -> str | None:
     """Return what the chief says of it, where MPI lets jobs go on."""
+    spares = job.config.spares
+    if spares and not adopts(job):
+        why = "on several nodes, or with state of workers"
+        if not job.cluster.failures.on:
+            why = "but under mpips.launch, by Open MPI"
+        return f"--spares {spares} has no effect {why}: if a rank dies, this job ends"
     if not job.cluster.failures.on:
         return None
     if adopts(job):
         return (
-            "if a worker dies, the others go on without it; if a server dies, server 0 takes its "
-            "shard over; if server 0 dies, this job ends"
+            "if a worker dies, the others go on without it; if a server dies, another one takes "
+            "its shard over"
         )
     if spared(job):
         return "if a worker dies, the others go on without it; if the server dies, this job ends"

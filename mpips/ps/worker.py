@@ -1,6 +1,7 @@
 """The loop of an asynchronous worker: take a batch, and have a step made of it."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from mpips.cluster import signals, words
 from mpips.cut.worker_state import keeper_of
 from mpips.datasets import Batch
+from mpips.datasets.augment import augment_of
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
@@ -20,7 +22,7 @@ from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.frozen import Telling
 from mpips.ps.steps import Steps
-from mpips.ps.survival import spared
+from mpips.ps.survival import follow_heir, spared
 
 
 class AsyncWorker:
@@ -42,7 +44,8 @@ class AsyncWorker:
         self._job, self._cluster, self._half, self._steps = job, job.cluster, half, steps
         self._feed, self._evaluation = half.feed, _Evaluation(job, steps)
         self._queue: deque[Range] = deque()
-        self._told_signal = self._stopping = self._failed = False
+        self._told_signal = self._stopping = False
+        self._failed = ""  # or what is not finite
         self._number = 0  # of the batch in work
         self._telling = Telling(job.cluster)
         self.times, job.versions = steps.times, steps.versions
@@ -72,7 +75,7 @@ class AsyncWorker:
                 yield from self.step(batch, next(batches), batches)
                 if bounded:  # what waits behind a slow step would hold the others up
                     self._feed.take()
-                if self._is_first():
+                if self._is_first() and not self._job.config.evaluators:
                     self._evaluation.make_when_due(batch)
         self._finish()
         return self.reason or "end"
@@ -126,10 +129,21 @@ class AsyncWorker:
         elif kind == "end":
             self.reason, lost = payload
             self._cluster.failures.leave_out(lost)
+            self._cluster.roles = dataclasses.replace(self._cluster.roles, heir=source)
+        elif kind == "lost" and source == self._cluster.roles.chief:
+            self._lose_chief()
+            self._telling.handle(source, kind)
         elif self._telling.handle(source, kind):
             return  # of the dead nothing else is to be waited for here
         elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
+
+    def _lose_chief(self) -> None:
+        """Tell its heir again what the dead chief may not have heard."""
+        heir = follow_heir(self._job)
+        self._told_signal = False
+        if self._failed:
+            self._cluster.send(heir, "diverged", self._failed)
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin: no cut waits for this worker's state."""
@@ -171,7 +185,7 @@ class AsyncWorker:
                 self._queue.append(batch)
             if not self._may_begin():
                 return False
-            if self._stopping or self._failed:
+            if self._stopping or bool(self._failed):
                 return True
             if not self._queue:
                 return feed.exhausted
@@ -185,10 +199,9 @@ class AsyncWorker:
 
     def _fail(self, loss: float) -> None:
         """Report a loss that is not finite; its gradient is not pushed."""
-        self._failed = True
         where = f"worker {self._job.worker_id}, its step {self._half.sender.seq + 1}"
-        text = f"loss {loss} at step {int(self._steps.versions[0])} ({where})"
-        self._cluster.send(self._cluster.roles.chief, "diverged", text)
+        self._failed = f"loss {loss} at step {int(self._steps.versions[0])} ({where})"
+        self._cluster.send(self._cluster.roles.chief, "diverged", self._failed)
 
     def _finish(self) -> None:
         """Say how many pushes were sent, and wait until all are applied and the run is saved."""
@@ -242,4 +255,4 @@ def make_loader(job: Job) -> Loader:
     c, source = job.config, job.dataset.train
     size = 1 if job.block else c.batch_size
     order = Order(source.n, size, job.block, c.seed, shuffle=c.shuffle)
-    return Loader(source, order, job.dtype)
+    return Loader(source, order, job.dtype, augment=augment_of(c, job.info))

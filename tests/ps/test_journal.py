@@ -136,6 +136,17 @@ def dies(
     """Apply all pushes; returns whether the server has died in one of them."""
     server = make(Journaled, 1, memory, name)
     server.start_from(BASE)
+    return dies_in(server, pushes(name), fate, monkeypatch, hurried)
+
+
+def dies_in(
+    server: Any,
+    some: list[Push],
+    fate: Fate,
+    monkeypatch: pytest.MonkeyPatch,
+    hurried: bool = False,
+) -> bool:
+    """Apply some pushes; returns whether the server has died in one of them."""
     with monkeypatch.context() as patch:
         for module in (journal, shard):
             patch.setattr(module, "publish", fate.publish)
@@ -144,22 +155,27 @@ def dies(
         server._kept = [(b._replace(rule=fate.rule(b.rule)), values) for b, values in kept]
         server._blocks = [b._replace(rule=fate.rule(b.rule)) for b in server._blocks]
         try:
-            for push in pushes(name):
+            for push in some:
                 server.apply(push)
         except Death:
             return True
     return False
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES, "hurried"])
 def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adopter goes on with what is not in the ledger, and each push counts once."""
-    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
+    """The adopter goes on with what is not in the ledger, and each push counts once.
+
+    Also where pushes wait, if the shard is one block.
+    """
+    name, hurried = ("adam", True) if name == "hurried" else (name, False)
+    blocks = 1 if hurried else BLOCKS
+    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8 * (BLOCKS // blocks))
     live, version = expected(name)
     all_pushes, moment, continued = pushes(name), 0, 0
     while True:
         memory = Memory(RULES[name][0].slots + RULES[name][1].slots)
-        if not dies(Fate(moment), memory, name, monkeypatch):
+        if not dies(Fate(moment), memory, name, monkeypatch, hurried):
             break
         adopted = make(Adopted, 0, memory, name)
         assert adopted.recover(lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker])
@@ -174,13 +190,46 @@ def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         for got, wanted in zip((adopted.params, *adopted.slots), live, strict=True):
             np.testing.assert_array_equal(got, wanted, f"death at moment {moment}")
         moment += 1
-    assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * BLOCKS)
+    assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * blocks)
     assert continued > moment / 4
     assert BLOCKS > HALVES
 
 
+def rest_of(adopted: Any, all_pushes: list[Push]) -> list[Push]:
+    """Return the pushes that are not in the ledger."""
+    return all_pushes[sum(observe(adopted.applied, w) for w in range(WORKERS)) :]
+
+
+@pytest.mark.parametrize("first", range(0, 60, 7))
+def test_who_has_adopted_a_shard_dies_as_well(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anywhere in an update of its own; the next one goes on to the same bits."""
+    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
+    live, version = expected("adam")
+    all_pushes, moment, continued = pushes("adam"), 0, 0
+    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    while True:
+        memory = Memory(RULES["adam"][0].slots)
+        assert dies(Fate(first), memory, "adam", monkeypatch)
+        adopted = make(Adopted, 0, memory, "adam")
+        assert adopted.recover(find)
+        fate = Fate(moment)
+        if not dies_in(adopted, rest_of(adopted, all_pushes), fate, monkeypatch):
+            break
+        again = make(Adopted, 0, memory, "adam")
+        assert again.recover(find)
+        continued += again.continued
+        for push in rest_of(again, all_pushes):
+            again.apply(push)
+        assert again.version == version
+        for got, wanted in zip((again.params, *again.slots), live, strict=True):
+            np.testing.assert_array_equal(got, wanted, f"deaths at {first} and {moment}")
+        moment += 1
+    assert continued > moment / 4 > WORKERS
+
+
 def test_a_death_of_a_server_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps no old values: nobody goes on from the middle of an update, else as ever."""
+    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
     live, version = expected("adam")
     all_pushes, moment, ends = pushes("adam"), 0, 0
     while True:

@@ -1,0 +1,120 @@
+"""What the chief notes of its second duty in the memory of its node, so that another can go on.
+
+Now and then, and when it decides something, it saves the state of its duty: which batches there
+are, who has them, why the run is to end. Each hand-out after that is an entry of a log, written
+before the worker sees the batch: handing out is a function of who asked in which order, so who goes
+on repeats it. States lie in two halves of memory, of which one is whole at any moment. What is
+applied needs no note: the ledger of the chief's shard says that.
+
+A state that is larger than its memory is not saved, and nobody can go on until one is saved that is
+not: so it is where a run is resumed that had a great many batches in hand.
+"""
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.window import Field, Window
+from mpips.datasets.ledger import HandOut
+from mpips.kernels.atomics import observe, publish
+
+COUNT, SAVED = range(2)  # words: entries of the log, and the state that holds, from 1 on; 0: none
+LOG = 1 << 13  # entries
+EVERY = LOG >> 3  # a state is saved after so many
+STATE_BYTES = 1 << 18
+HEAD = 16  # bytes before a state: the entries that it holds, and its size
+WORKER_BITS = 21
+
+
+def record_fields() -> tuple[Field, ...]:
+    """Return the fields of the chief's segment that it notes its duty in."""
+    states = Field("duty", "u1", (2, HEAD + STATE_BYTES))
+    return (Field("noted", "i8", (8,)), Field("handed", "i8", (LOG,)), states)
+
+
+class Record:
+    """A chief's notes, in the segment of the first one. Collective: no. Blocks: no.
+
+    Args:
+        window: Of the store.
+        rank: Of server 0, which lives or not.
+    """
+
+    def __init__(self, window: Window, rank: int) -> None:
+        self._noted = window.view(rank, "noted")
+        self._log, self._states = window.view(rank, "handed"), window.view(rank, "duty")
+        self._count, self._serial = observe(self._noted, COUNT), observe(self._noted, SAVED)
+        self._at = self._count  # entries in the last state
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to save the state again."""
+        return self._count - self._at >= EVERY
+
+    def gave(self, worker: int) -> None:
+        """Note that a worker is given the next batch."""
+        self._append(worker << 1)
+
+    def took_back(self, worker: int, pushes: int) -> None:
+        """Note that a worker has died, and what it had is taken back but for so many pushes."""
+        self._append((pushes << WORKER_BITS | worker) << 1 | 1)
+
+    def _append(self, entry: int) -> None:
+        self._log[self._count % LOG] = entry
+        self._count += 1
+        publish(self._noted, COUNT, self._count)
+
+    def save(self, handout: HandOut, more: dict[str, Any]) -> None:
+        """Save the state of the duty.
+
+        Args:
+            handout: Of all that is noted.
+            more: What else is to be known.
+        """
+        self._at = self._count
+        state = np.frombuffer(pickle.dumps((handout, more)), "u1")
+        if state.size > STATE_BYTES:
+            publish(self._noted, SAVED, 0)
+            return
+        self._serial += 1
+        half = self._states[self._serial % 2]
+        half[:HEAD].view("i8")[:] = self._count, state.size
+        half[HEAD : HEAD + state.size] = state
+        publish(self._noted, SAVED, self._serial)
+
+    def load(self) -> tuple[HandOut, dict[str, Any]] | None:
+        """Return the hand-out as the chief has left it, and what else it saved; None if lost."""
+        serial = observe(self._noted, SAVED)
+        if not serial:
+            return None
+        half = self._states[serial % 2]
+        at, size = half[:HEAD].view("i8").tolist()
+        if self._count - at > LOG:
+            return None
+        handout: HandOut
+        handout, more = pickle.loads(half[HEAD : HEAD + size].tobytes())
+        stopped, handout.stopped = handout.stopped, False
+        for k in range(at, self._count):
+            repeat(handout, int(self._log[k % LOG]))
+        handout.stopped = stopped
+        return handout, more
+
+
+def repeat(handout: HandOut, entry: int) -> None:
+    """Do with a hand-out what an entry of the log says was done."""
+    rest, taken_back = divmod(entry, 2)
+    pushes, worker = divmod(rest, 1 << WORKER_BITS)
+    if taken_back:
+        take_back(handout, worker, pushes)
+    else:
+        handout.next(worker)
+
+
+def take_back(handout: HandOut, worker: int, pushes: int) -> list[int]:
+    """Hand out to others what a worker has that has died, but for all its pushes.
+
+    Returns:
+        See `HandOut.take_back`.
+    """
+    return handout.take_back(worker, pushes - handout.clocks[worker] + handout.before[worker])

@@ -1,0 +1,193 @@
+"""What a worker does with rows of tables within a step: it reads some, and pushes gradients.
+
+Rows are read from the memory of the servers that own them, each as it is when it is read. What is
+pushed goes into the buffer of the step's push (`mpips.transport.rows`), and out with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
+from mpips.errors import UserError, unknown
+from mpips.kernels.vectors import all_finite, scale, sum_squares
+from mpips.layout.tables import Grouped, combine
+from mpips.planning.tables import JobTable
+from mpips.ps.table_server import table_fields
+from mpips.ps.table_shard import TableRows
+from mpips.transport.outbox import BUFFERS
+from mpips.transport.rows import Sections
+
+
+@dataclass
+class Counts:
+    """What a worker has done with a table.
+
+    Attributes:
+        pulled: Ids whose rows it has read.
+        pushed: Ids whose gradients it has pushed.
+        again: Reads of a row that was written meanwhile, which was read again.
+        torn: Rows that were taken torn after many of these.
+    """
+
+    pulled: int = 0
+    pushed: int = 0
+    again: int = 0
+    torn: int = 0
+
+
+class _WorkerTable:
+    """A table as one worker has it."""
+
+    def __init__(self, cluster: Cluster, window: Window, table: JobTable) -> None:
+        ranks = cluster.roles.servers
+        self.table, self.counts = table, Counts()
+        self.ownership = table.owned_by(len(ranks))
+        self._sections = Sections(window, cluster.rank, table.name)
+        self._dtype = self._sections.sums.dtype
+        self._ids, self._grouped = np.empty(0, np.int64), self.ownership.group(np.empty(0, "i8"))
+        self._rows = []
+        for server, rank in enumerate(ranks):
+            fields = table_fields(table, len(ranks), server, self._dtype.name)
+            memory = {each.name: window.view(rank, each.name) for each in fields}
+            self._rows.append(TableRows(self.ownership, server, memory))
+
+    def clear(self, seq: int) -> None:
+        self._sections.starts[seq % BUFFERS] = 0
+
+    def pull(self, ids: np.ndarray) -> np.ndarray:
+        out = np.empty((len(ids), self.table.dim), self._dtype)
+        grouped, counts = self._group(ids), self.counts
+        for rows in self._rows:
+            again, torn = rows.gather(grouped, out)
+            counts.again += again
+            counts.torn += torn
+        counts.pulled += len(ids)
+        return out
+
+    def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
+        k, s = seq % BUFFERS, self._sections
+        count = len(ids)
+        if s.starts[k, -1]:  # a further call in this step
+            ids, grads = self._with_earlier(k, ids, grads)
+        grouped = self._group(ids)
+        rows = len(grouped.local)
+        self._check_room(rows)
+        combine(grouped, grads, s.sums[k, :rows])
+        s.places[k, :rows] = grouped.local
+        s.starts[k] = grouped.bounds
+        self.counts.pushed += count
+
+    def sums(self, seq: int) -> np.ndarray:
+        """Return the gradients in a push as one vector, a view."""
+        k, s = seq % BUFFERS, self._sections
+        vector: np.ndarray = s.sums[k, : s.starts[k, -1]].reshape(-1)
+        return vector
+
+    def _group(self, ids: np.ndarray) -> Grouped:
+        """Return what `Ownership.group` does; most often they are those of the call before."""
+        if not np.array_equal(ids, self._ids):
+            self._grouped, self._ids = self.ownership.group(ids), ids.copy()
+        return self._grouped
+
+    def _with_earlier(
+        self, k: int, ids: np.ndarray, grads: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and gradients behind those that are in the buffer."""
+        s = self._sections
+        edges = s.starts[k].tolist()
+        earlier = [
+            self.ownership.rows_of(server, s.places[k, begin:end])
+            for server, (begin, end) in enumerate(pairwise(edges))
+        ]
+        return np.concatenate([*earlier, ids]), np.concatenate([s.sums[k, : edges[-1]], grads])
+
+    def _check_room(self, rows: int) -> None:
+        if rows > self.table.push_rows:
+            got = f"{rows:,} rows of table {self.table.name!r} in one push"
+            remedy = f"give the table push_rows={rows}, or take smaller batches"
+            raise UserError(got, f"at most {self.table.push_rows:,}", remedy)
+
+    def check_gradients(self, ids: np.ndarray, grads: Any) -> np.ndarray:
+        """Return gradients as `combine` takes them, shape (len(ids), dim).
+
+        Raises:
+            UserError: If they are of another shape, or not finite; the row is named.
+        """
+        name, dim = self.table.name, self.table.dim
+        found = np.asarray(grads)
+        if found.dtype.kind not in "fiu":
+            raise UserError(f"gradients of table {name!r} of dtype {found.dtype}", "real numbers")
+        if found.shape != (*ids.shape, dim):
+            got = f"gradients of table {name!r} of shape {found.shape}"
+            expected = f"{(*ids.shape, dim)}, a row of {dim} for each id"
+            raise UserError(got, expected)
+        flat = np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
+        if not all_finite(flat.reshape(-1)):
+            at, column = np.argwhere(~np.isfinite(flat))[0].tolist()
+            where = f"the gradient of row {ids.reshape(-1)[at]} of table {name!r}"
+            raise UserError(f"{flat[at, column]} in {where}", "finite numbers")
+        return flat
+
+
+class RowsAtWork:
+    """A worker's tables. Collective: no. Blocks: no.
+
+    Args:
+        cluster: The job's ranks.
+        window: Of the store.
+        tables: Of the job.
+
+    Attributes:
+        weight: The share that the batch in work has in the step's gradient.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, tables: Sequence[JobTable]) -> None:
+        self._tables = {table.name: _WorkerTable(cluster, window, table) for table in tables}
+        self._seq, self.weight = 1, 1.0
+
+    def begin(self, seq: int) -> None:
+        """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
+        self._seq = seq
+        for table in self._tables.values():
+            table.clear(seq)
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        """Read rows of a table; see `mpips.Worker.pull_rows`."""
+        table, found = self._find(name, ids)
+        rows = table.pull(found.reshape(-1))
+        return rows.reshape(*found.shape, table.table.dim)
+
+    def push(self, name: str, ids: Any, grads: Any) -> None:
+        """Add gradients to the push of the step; see `mpips.Worker.push_rows`."""
+        table, found = self._find(name, ids)
+        checked = table.check_gradients(found, grads)
+        if self.weight != 1:
+            checked = checked * checked.dtype.type(self.weight)
+        table.push(self._seq, found.reshape(-1), checked)
+
+    def sum_squares(self) -> float:
+        """Return the square of the norm of what is pushed with the step, all tables together."""
+        sums = (table.sums(self._seq) for table in self._tables.values())
+        return sum(sum_squares(vector) for vector in sums)
+
+    def scale(self, factor: float) -> None:
+        """Scale what is pushed with the step."""
+        for table in self._tables.values():
+            scale(table.sums(self._seq), factor)
+
+    def _find(self, name: str, ids: Any) -> tuple[_WorkerTable, np.ndarray]:
+        if name not in self._tables:
+            raise unknown("table", name, self._tables)
+        found = np.asarray(ids)
+        if not found.size:  # of an empty list it is a float
+            found = found.astype(np.int64)
+        return self._tables[name], found
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Return what was done with each table."""
+        return {name: vars(table.counts).copy() for name, table in self._tables.items()}

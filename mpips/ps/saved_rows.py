@@ -1,0 +1,66 @@
+"""Rows of a table by their numbers, from a checkpoint: of those that were changed, and the others.
+
+What a row that nobody has changed holds follows from the table's description, which the checkpoint
+has, so that nothing of its program is needed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.errors import unknown
+from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
+from mpips.optim.row_rules import Sgd
+from mpips.ps.table_shard import TableShard, row_fields
+
+
+def _ownership(name: str, told: Mapping[str, Any]) -> Ownership:
+    """Return a table as of one owner, by what a checkpoint says of it."""
+    kinds: dict[str, Callable[[float], Init]] = {
+        "Normal": Normal, "Uniform": Uniform, "Zeros": lambda scale: Zeros()
+    }  # fmt: skip
+    init = kinds[told["init"]](float(told["scale"]))
+    return Ownership(name, Table(told["rows"], told["dim"], init), 1, told["seed"])
+
+
+def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarray:
+    """Return what rows hold that nobody has changed, shape (k, dim)."""
+    lazy = replace(owned, table=replace(owned.table, capacity="lazy"))
+    rule = Sgd()
+    fields = row_fields(lazy, 0, rule, dtype.name, most=1)
+    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+    found = np.empty((len(grouped.local), owned.table.dim), dtype)
+    TableShard(lazy, 0, memory, rule).pull(grouped.local, found)
+    return found
+
+
+def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
+    """Return rows of a table as they were saved.
+
+    Args:
+        checkpoint: Where they are.
+        name: Of the table.
+        ids: Row numbers, integers of any shape, duplicates allowed.
+
+    Returns:
+        The rows, shape (*ids.shape, dim), the checkpoint's dtype.
+
+    Raises:
+        UserError: If there is no such table, an id is none of its rows, or the checkpoint cannot be
+            read.
+    """
+    if name not in checkpoint.tables:
+        raise unknown("table", name, tuple(checkpoint.tables))
+    owned = _ownership(name, checkpoint.tables[name])
+    grouped = owned.group(ids.reshape(-1))
+    numbers = owned.rows_of(0, grouped.local)
+    found = _untouched(owned, grouped, checkpoint.dtype)
+    for piece in checkpoint.read_table(name):
+        _, mine, theirs = np.intersect1d(numbers, piece.rows, True, return_indices=True)
+        found[mine] = piece.params[theirs]
+    out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
+    out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
+    return out.reshape(*ids.shape, -1)

@@ -1,0 +1,142 @@
+"""A server that owns rows of tables beside its shard.
+
+A push has gradients of both, and is one update: the server's versions begin and commit around all
+of it, and its number goes into the ledger once. A server whose shard is empty has rows all the
+same, and takes every push.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint, TableRows
+from mpips.cluster.window import Field, Window
+from mpips.cluster.world import Cluster
+from mpips.planning.tables import JobTable
+from mpips.ps.shard import Server
+from mpips.ps.table_shard import TableShard, row_fields
+from mpips.transport.push import Push
+
+
+def table_fields(table: JobTable, servers: int, server: int, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for its rows of a table."""
+    fields = row_fields(table.owned_by(servers), server, table.rule, dtype)
+    return tuple(replace(field, sparse=True) for field in fields)
+
+
+class ServedTable:
+    """A server's rows of a table: changed by pushes, saved and filled as a whole. Collective: no.
+
+    Args:
+        table: The table.
+        servers: Number of servers.
+        server: Which of them.
+        memory: Its fields, by their names.
+
+    Attributes:
+        table: The table.
+        shard: Its rows.
+        nbytes: Bytes of the memory reserved.
+    """
+
+    def __init__(
+        self, table: JobTable, servers: int, server: int, memory: Mapping[str, np.ndarray]
+    ) -> None:
+        self.table, self._server = table, server
+        self._ownership = table.owned_by(servers)
+        self.shard = TableShard(self._ownership, server, memory, table.rule)
+        self.nbytes = sum(array.nbytes for array in memory.values())
+
+    def changed_rows(self, dtype: np.dtype) -> TableRows:
+        """Return copies of the rows that have been changed, in the order in which they lie."""
+        pieces = list(self.shard.pieces())
+        none = np.zeros((0, self.table.rule.width(self.table.dim)), dtype)
+        places = np.concatenate([np.zeros(0, np.int64), *(local for local, _ in pieces)])
+        lines = np.concatenate([none, *(copies for _, copies in pieces)])
+        return TableRows(self._ownership.rows_of(self._server, places), *self._cut(lines))
+
+    def _cut(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the values and the slots of lines, views."""
+        dim, slots = self.table.dim, dict[str, np.ndarray]()
+        at = dim
+        for name, width in self.table.rule.slots(dim):
+            slots[name] = lines[:, at : at + width]
+            at += width
+        return lines[:, :dim], slots
+
+    def fill(self, saved: TableRows) -> None:
+        """Take those of some rows that are this server's, before anybody reads them."""
+        owners, places = self._ownership.locate(saved.rows)
+        mine = np.flatnonzero(owners == self._server)
+        lines = np.empty((len(mine), self.table.rule.width(self.table.dim)), saved.params.dtype)
+        params, slots = self._cut(lines)
+        params[:] = saved.params[mine]
+        for name, slot in slots.items():
+            slot[:] = saved.slots[name][mine]
+        self.shard.put(places[mine], lines)
+
+
+class TableServer(Server):
+    """A server's half of a store with tables; see `mpips.ps.shard.Server`. Collective: no.
+
+    Args:
+        tables: Of the job.
+        args: See `Server`.
+
+    Attributes:
+        tables: Its rows of each.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[JobTable],
+        cluster: Cluster,
+        window: Window,
+        server_id: int,
+        *args: Any,
+    ) -> None:
+        super().__init__(cluster, window, server_id, *args)
+        ranks, dtype = cluster.roles.servers, self.params.dtype.name
+        self.tables = []
+        for table in tables:
+            fields = table_fields(table, len(ranks), server_id, dtype)
+            memory = {field.name: window.view(ranks[server_id], field.name) for field in fields}
+            self.tables.append(ServedTable(table, len(ranks), server_id, memory))
+
+    @property
+    def idle(self) -> bool:
+        """See `Server.idle`: every push may have rows for it."""
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """See `Server.nbytes`."""
+        return super().nbytes + sum(served.nbytes for served in self.tables)
+
+    @property
+    def rows_changed(self) -> dict[str, int]:
+        """See `Server.rows_changed`."""
+        return {each.table.name: each.shard.touched for each in self.tables}
+
+    def restore(self, saved: Checkpoint | None) -> None:
+        """Fill the rows that a checkpoint has, whichever servers have saved them, in pieces.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        for served in self.tables:
+            for piece in saved.read_table(served.table.name) if saved is not None else ():
+                served.fill(piece)
+
+    def changed_rows(self) -> dict[str, TableRows]:
+        """Return copies of the rows of each table that have been changed."""
+        return {each.table.name: each.changed_rows(self.params.dtype) for each in self.tables}
+
+    def _update(self, push: Push, version: int, oldest: int) -> None:
+        super()._update(push, version, oldest)
+        for served, (places, sums) in zip(self.tables, push.rows, strict=True):
+            if len(places):
+                rate = self.stale.rate(served.table.rate(version), oldest)
+                served.shard.apply(places, sums, rate * push.factors)

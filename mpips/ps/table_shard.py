@@ -1,0 +1,293 @@
+"""One server's rows of one table, in memory that others may read while it writes.
+
+The memory is given: `row_fields` says what it has to be, so that it can lie in a window. Workers of
+the node read it by `TableRows`, which writes nothing; its server applies gradients by
+`TableShard`. Pages of rows that nobody has touched are not written, so that memory which the kernel
+gives when it is first written costs what is touched.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mpips.cluster.window import Field
+from mpips.errors import UserError
+from mpips.kernels import rows
+from mpips.layout.tables import Grouped, Ownership, Table, combine
+from mpips.optim.row_rules import RowRule
+
+Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
+PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`
+FIRST_BITS = 10  # of the index, at first
+PIECE_ROWS = 1 << 16
+_NONE = np.zeros(0, np.uint32)
+
+
+def row_fields(
+    ownership: Ownership, server: int, rule: RowRule, dtype: str, most: int | None = None
+) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for its rows of a table; they begin as zeros.
+
+    ``lines`` has a line a row: its parameters, and the rule's slots behind them. ``stripes`` says
+    which are touched, and which are written just now. Of a table of capacity ``lazy`` lines are
+    given to rows as they are touched: ``keys`` says which row has a line, ``index`` where a row's
+    line is, ``header`` how large these are. All of it is sized for `most` lines, and costs what is
+    touched.
+
+    Args:
+        ownership: Of the table.
+        server: Which server.
+        rule: The update rule.
+        dtype: dtype of the rows, float32 or float64.
+        most: Lines of a lazy table; None for all of the server's rows.
+    """
+    table, count = ownership.table, ownership.count(server)
+    lazy = table.capacity == "lazy"
+    if lazy and most is not None:
+        count = min(count, most)
+    fields = {
+        "lines": (dtype, (count, rule.width(table.dim))),
+        "stripes": ("i8", (-(-count // rows.STRIPE),)),
+    }
+    if lazy:
+        size = FIRST_BITS
+        while rows.FULL << size < count * rows.FULL_OF:
+            size += 1
+        fields |= {"header": ("i8", (rows.HEADER_WORDS,))}
+        fields |= {"index": ("u4", (2 << size,)), "keys": ("u4", (count,))}
+    return tuple(Field(_name(ownership, part), *what) for part, what in fields.items())
+
+
+def _name(ownership: Ownership, part: str) -> str:
+    return f"tables/{ownership.name}/{part}"
+
+
+class Reads(NamedTuple):
+    """What reading rows has met.
+
+    Attributes:
+        again: Reads of a row that was written meanwhile, and so was read again.
+        torn: Rows that were taken torn after many of these.
+    """
+
+    again: int
+    torn: int
+
+
+class TableRows:
+    """A server's rows of a table, to be read. Collective: no.
+
+    Args:
+        ownership: Of the table.
+        server: Which server.
+        memory: Its fields; more may be in it.
+    """
+
+    def __init__(self, ownership: Ownership, server: int, memory: Memory) -> None:
+        self.ownership, self.server = ownership, server
+        found = [memory[name] for part in PARTS if (name := _name(ownership, part)) in memory]
+        self._memory = found
+        self._where = np.zeros((ownership.servers, len(PARTS)), np.int64)
+        self._where[server, : len(found)] = [array.ctypes.data for array in found]
+        self._key = ownership.key(server)
+
+    def gather(self, grouped: Grouped, out: np.ndarray) -> Reads:
+        """Read this server's rows of a step into the places of their ids.
+
+        Args:
+            grouped: What `Ownership.group` made of the ids, rows of all servers.
+            out: A row an id, shape (n_ids, dim), C-contiguous, dtype of the rows; where other
+                servers' belong it stays as it is.
+
+        Raises:
+            ValueError: If `out` has another shape.
+
+        Blocks: no; a row that is written meanwhile is read again.
+        """
+        return self._read(grouped.places, out)
+
+    def pull(self, local: np.ndarray, out: np.ndarray) -> Reads:
+        """Read rows by their places in this server.
+
+        Args:
+            local: Places, shape (n,), int64, each in ``[0, ownership.count(server))``.
+            out: Where they go, shape (n, dim), C-contiguous, dtype of the rows.
+
+        Raises:
+            ValueError: If a place is outside the server, or `out` has another shape.
+        """
+        self._check(local)
+        return self._read(local + self.ownership.begins[self.server], out)
+
+    def _read(self, places: np.ndarray, out: np.ndarray) -> Reads:
+        if out.shape != (len(places), self.ownership.table.dim):
+            raise ValueError(f"rows of shape {out.shape} for {len(places)} places")
+        begins, width = self.ownership.begins, self._memory[0].shape[1]
+        found = rows.gather(places, begins, self._where, self._key, width, _NONE, out)
+        torn, again = divmod(found, rows.TORN)
+        return Reads(again, torn)
+
+    def _check(self, local: np.ndarray) -> None:
+        if len(local) and not 0 <= local.min() <= local.max() < self.ownership.count(self.server):
+            raise ValueError(f"places {local.min()} to {local.max()} of server {self.server}")
+
+
+class TableShard(TableRows):
+    """A server's rows of a table, to be read and changed; only the server may have it.
+
+    Args:
+        ownership: Of the table.
+        server: Which server.
+        memory: Its fields, zero in a fresh run.
+        rule: The update rule.
+    """
+
+    def __init__(self, ownership: Ownership, server: int, memory: Memory, rule: RowRule) -> None:
+        super().__init__(ownership, server, memory)
+        self.rule = rule
+        self._lines, self._stripes = self._memory[:2]
+        self._index = _Index(*self._memory[2:]) if self._memory[2:] else None
+
+    @property
+    def touched(self) -> int:
+        """How many rows have been touched."""
+        if self._index:
+            return self._index.count
+        return sum(map(len, self._touched_slots()))
+
+    def apply(self, local: np.ndarray, grads: np.ndarray, rate: float) -> None:
+        """Make one update of rows.
+
+        Args:
+            local: Their places in this server, shape (n,), int64; increasing.
+            grads: The sum of each row's gradients, shape (n, dim), dtype of the rows, C-contiguous.
+            rate: Learning rate of this update.
+
+        Raises:
+            ValueError: If a place is outside the server, or they do not increase.
+            UserError: If a lazy table has no line left; then nothing is changed.
+        """
+        self._check(local)
+        if not (local[1:] > local[:-1]).all():
+            raise ValueError("places that do not increase")
+        numbers = np.array(self.rule.numbers(rate))
+        slot = self._slots(local)
+        self.rule.loop(slot, local, grads, self._lines, self._stripes, self._key, numbers)
+
+    def put(self, local: np.ndarray, lines: np.ndarray) -> None:
+        """Write whole lines, parameters and slots, such as those of a checkpoint.
+
+        Args:
+            local: Places of the rows in this server, shape (n,), int64.
+            lines: Shape (n, width), dtype of the rows, C-contiguous.
+
+        Raises:
+            ValueError: If a place is outside the server.
+            UserError: If a lazy table has no line left; then nothing is changed.
+        """
+        self._check(local)
+        rows.put(self._slots(local), lines, self._lines, self._stripes)
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the places and the lines of all rows that have been touched, a piece at a time.
+
+        Lines are copies; rows of a lazy table come in the order in which they were touched.
+        """
+        for slot in self._touched_slots():
+            if len(slot):
+                yield self._index.local(slot) if self._index else slot, self._lines[slot]
+
+    def _touched_slots(self) -> Iterator[np.ndarray]:
+        """Yield the lines that have been touched, a piece at a time."""
+        for begin in range(0, len(self._lines), PIECE_ROWS):
+            words = self._stripes[begin // rows.STRIPE :][: PIECE_ROWS // rows.STRIPE]
+            yield begin + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
+
+    def _slots(self, local: np.ndarray) -> np.ndarray:
+        if self._index is None:
+            return local
+        slot = self._index.take(local)
+        if slot is None:
+            most, name = len(self._lines), self.ownership.name
+            got = f"more than {most} rows of table {name!r} touched at server {self.server}"
+            raise UserError(got, "lines for them", "use more servers, or reserve more lines")
+        return slot
+
+
+class _Index:
+    """Which line a row has: lines are given in the order in which rows are touched.
+
+    Args:
+        header: See `rows.take_lines`.
+        index: The same.
+        keys: The same.
+    """
+
+    def __init__(self, header: np.ndarray, index: np.ndarray, keys: np.ndarray) -> None:
+        self._header, self._index, self._keys = header, index, keys
+        if not header[rows.BITS]:
+            rows.fill_index(FIRST_BITS, header, index, keys)
+
+    @property
+    def count(self) -> int:
+        """How many rows have a line."""
+        return int(self._header[rows.COUNT])
+
+    def local(self, slot: np.ndarray) -> np.ndarray:
+        """Return the places in the server of the rows that have these lines."""
+        return self._keys[slot].astype(np.int64)
+
+    def take(self, local: np.ndarray) -> np.ndarray | None:
+        """Return the line of each row, new where it has none; None where there are not enough."""
+        slot = np.empty(len(local), np.int64)
+        done = 0
+        while True:
+            done = rows.take_lines(local, done, self._header, self._index, self._keys, slot)
+            if done == len(local):
+                return slot
+            if self.count == len(self._keys):
+                return None
+            self._grow()
+
+    def _grow(self) -> None:
+        """Make an index of twice the size, and give the memory of the one before it back."""
+        bits = int(self._header[rows.BITS])
+        rows.fill_index(bits + 1, self._header, self._index, self._keys)
+        give_back(self._index[1 << bits : 2 << bits])
+
+
+def warm(table: Table, rule: RowRule, dtype: str) -> None:
+    """Compile, or load from the cache on disk, every loop that a table needs."""
+    ownership = Ownership("", replace(table, rows=1), 1)
+    fields = row_fields(ownership, 0, rule, dtype)
+    memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+    shard, ids = TableShard(ownership, 0, memory, rule), np.zeros(2, np.int64)
+    grouped = ownership.group(ids)
+    shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)
+    shard.pull(ids, np.empty((2, table.dim), dtype))
+    for local, lines in shard.pieces():
+        shard.put(local, lines)
+
+
+def give_back(array: np.ndarray) -> bool:
+    """Have the kernel take back the pages that lie in an array; what is read there then is zero.
+
+    Returns:
+        Whether it could: memory of another kind keeps what it holds, and stays.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-array.ctypes.data // page) * page
+    size = (array.ctypes.data + array.nbytes) // page * page - begin
+    if size <= 0:
+        return False
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    # Shared memory is the file's, which MADV_REMOVE makes a hole in; other memory knows the second.
+    return any(not advise(begin, size, advice) for advice in (_REMOVE, mmap.MADV_DONTNEED))
+
+
+_REMOVE = 9  # MADV_REMOVE, which Python does not name

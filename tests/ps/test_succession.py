@@ -1,0 +1,99 @@
+"""A server that becomes the chief: what was under way comes to an end, and the hand-out goes on."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
+from mpips.kernels.atomics import observe, publish
+from mpips.layout.roles import Roles
+from mpips.ps.feed import AHEAD, TAKEN, Feed, Granter, chief_fields, worker_fields
+from mpips.ps.record import Record, record_fields
+from mpips.ps.succession import Settling
+
+ROLES = Roles((0, 1, 2, 3), (4, 5, 6))
+CHIEF = (*chief_fields(3), *record_fields())
+
+
+class Ranks:
+    """Ranks of one node, which note what they are sent, and their memory."""
+
+    def __init__(self) -> None:
+        self.roles, self.rank, self.nodes = ROLES, 1, 1
+        self.failures = SimpleNamespace(lost={0})
+        self.sent: list[tuple[int, str, Any]] = []
+        fields = {0: CHIEF, **dict.fromkeys(ROLES.workers, worker_fields())}
+        self._fields = {
+            rank: {f.name: np.zeros(f.shape, f.dtype) for f in some}
+            for rank, some in fields.items()
+        }
+
+    def like(self, rank: int) -> "Ranks":
+        """Return the same as another rank sees them."""
+        other = copy.copy(self)
+        other.rank = rank
+        return other
+
+    def near(self, rank: int) -> bool:
+        return True
+
+    def send(self, dest: int, kind: str, payload: Any = None) -> None:
+        self.sent.append((dest, kind, payload))
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        return self._fields[rank][name]
+
+
+def test_all_come_to_rest_behind_the_last_cut() -> None:
+    """When all have told how many have begun; one of them dies meanwhile."""
+    ranks: Any = Ranks()
+    settling = Settling(ranks)
+    for source, begun in ((1, 4), (2, 5)):
+        assert settling.handle(source, "begun", begun)
+        assert not settling.done()
+    assert settling.cuts is None
+    assert settling.handle(3, "begun", 4)
+    assert not settling.done()
+    assert settling.cuts == 5
+    assert ranks.sent == [(rank, "settle", 5) for rank in (1, 2, 3)]
+    assert settling.handle(2, "shard", "an answer to the dead")
+    assert not settling.handle(2, "done", 2)
+    for source in (1, 2):
+        settling.handle(source, "settled", None)
+    assert not settling.done()
+    ranks.failures.lost.add(3)
+    assert settling.done()
+    assert len(ranks.sent) == 3
+
+
+def test_the_hand_out_goes_on() -> None:
+    """What is noted and not given is given; who is dead, or has had the last, is given nothing."""
+    ranks: Any = Ranks()
+    handout = HandOut(1000, 10, 3, epochs=1)
+    record = Record(ranks, 0)
+    record.save(handout, {})
+    feeds = [Feed(ranks.like(4 + worker), ranks, worker) for worker in range(3)]
+    granter = Granter(ranks, ranks, handout, takes_back=True, record=record)
+    granter.serve()
+    given: list[list[Range]] = [feed.news() for feed in feeds]
+    assert [len(batches) for batches in given] == [AHEAD] * 3
+    granter._next(0)  # noted, and then the chief dies
+    granter._put(2, (*EXHAUSTED, 0))
+    for rank in ROLES.workers:
+        publish(ranks.view(rank, "taken"), TAKEN, 1)
+    found = Record(ranks, 0).load()
+    assert found is not None
+    handout, _ = found
+    assert handout.issued == 7
+    heir = Granter(ranks, ranks, handout, takes_back=True, record=Record(ranks, 0))
+    heir.go_on([1])
+    heir.serve()
+    assert feeds[0].news() == [(0, 60, 70)]
+    assert feeds[1].news() == feeds[2].news() == []
+    assert feeds[2].exhausted
+    publish(ranks.view(4, "taken"), TAKEN, 2)
+    heir.serve()
+    assert feeds[0].news() == [(0, 70, 80)]
+    assert observe(ranks.view(0, "grants")[0], 0) == AHEAD + 2

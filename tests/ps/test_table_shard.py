@@ -1,0 +1,338 @@
+"""Rows of a table in a server's memory: read, changed, and both at once."""
+
+import mmap
+import threading
+
+import numpy as np
+import pytest
+
+from mpips.errors import UserError
+from mpips.kernels import rows
+from mpips.kernels.compiled import Kernel
+from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
+from mpips.library.optimizers import SGD, Adagrad
+from mpips.optim.row_rules import make_row_rule
+from mpips.ps.table_shard import Reads, TableRows, TableShard, give_back, row_fields, warm
+
+
+def memory_of(ownership, server, rule, dtype="f4", most=None):
+    fields = row_fields(ownership, server, rule, dtype, most)
+    return {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+
+
+class Servers:
+    """All servers of a table, and a reader that sees them."""
+
+    def __init__(self, table, servers, optimizer=None, dtype="f4", seed=0, most=None):
+        self.ownership = Ownership("item", table, servers, seed)
+        self.dtype, rule = dtype, make_row_rule(optimizer or SGD(0.1))
+        self.memories = [memory_of(self.ownership, k, rule, dtype, most) for k in range(servers)]
+        self.shards = [
+            TableShard(self.ownership, k, memory, rule) for k, memory in enumerate(self.memories)
+        ]
+        self.seen = [TableRows(self.ownership, k, memory) for k, memory in enumerate(self.memories)]
+
+    def read(self, ids):
+        out = np.full((len(ids), self.ownership.table.dim), np.nan, self.dtype)
+        grouped = self.ownership.group(np.asarray(ids))
+        for rows_seen in self.seen:
+            assert rows_seen.gather(grouped, out) == Reads(0, 0)
+        return out
+
+    def push(self, ids, grads, rate=0.1):
+        grouped = self.ownership.group(np.asarray(ids))
+        sums = combine(grouped, grads)
+        for shard in self.shards:
+            mine = grouped.of(shard.server)
+            shard.apply(grouped.local[mine], sums[mine], rate)
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@pytest.mark.parametrize("init", [Normal(0.5), Uniform(0.5), Zeros()])
+@pytest.mark.parametrize("dim", [1, 2, 5, 32])
+def test_untouched_rows_are_the_same_for_any_number_of_servers(init, dim, capacity):
+    ids = np.random.default_rng(0).integers(0, 5000, 3000)
+    table = Table(5000, dim, init, capacity=capacity)
+    one, *others = (Servers(table, n).read(ids) for n in (1, 2, 3))
+    for other in others:
+        assert one.tobytes() == other.tobytes()
+    assert one.tobytes() == Servers(Table(5000, dim, init), 1).read(ids).tobytes()
+    again = Servers(table, 2, seed=1).read(ids)
+    assert (again == one).all() == isinstance(init, Zeros)
+
+
+def test_normal_and_uniform_rows_are_what_they_say():
+    ids = np.arange(20_000)
+    normal = Servers(Table(20_000, 16, Normal(0.1)), 1).read(ids).astype("f8") / 0.1
+    moments = [(normal**k).mean() for k in (1, 2, 3, 4)]
+    assert np.allclose(moments, [0, 1, 0, 3], atol=0.05)
+    assert np.abs(np.corrcoef(normal.T) - np.eye(16)).max() < 0.05
+    inside = [(np.abs(normal) < x).mean() for x in (0.5, 1, 2, 3)]
+    assert np.allclose(inside, [0.38292, 0.68269, 0.95450, 0.99730], atol=0.003)
+    uniform = Servers(Table(20_000, 16, Uniform(3)), 1).read(ids).astype("f8") / 3
+    assert np.abs(uniform).max() <= 1
+    assert np.allclose([uniform.mean(), (uniform**2).mean()], [0, 1 / 3], atol=0.01)
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_reading_writes_nothing(capacity):
+    servers = Servers(Table(1000, 4, capacity=capacity), 1)
+    before = {name: array.copy() for name, array in servers.memories[0].items()}
+    servers.read(np.arange(1000))
+    for name, array in servers.memories[0].items():
+        assert (array == before[name]).all()
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_pushes_are_the_serial_ones(servers, dtype, capacity):
+    rng = np.random.default_rng(3)
+    ours = Servers(Table(200, 3, Normal(0.1), capacity=capacity), servers, SGD(0.1), dtype)
+    serial = ours.read(np.arange(200))
+    touched = set()
+    for _ in range(5):
+        ids = rng.integers(0, 200, 40)
+        grads = rng.standard_normal((40, 3)).astype(dtype)
+        total = np.zeros_like(serial)
+        np.add.at(total, ids, grads)
+        serial -= serial.dtype.type(0.1) * total
+        ours.push(ids, grads)
+        touched |= set(ids.tolist())
+    assert (ours.read(np.arange(200)) == serial).all()
+    assert sum(shard.touched for shard in ours.shards) == len(touched) < 200
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_rows_without_ids_stay_as_they_are_to_the_page(capacity):
+    servers = Servers(Table(100_000, 4, capacity=capacity), 1)
+    before = servers.read(np.arange(1000))
+    servers.push([5, 7, 5], np.ones((3, 4), "f4"))
+    after = servers.read(np.arange(1000))
+    assert (after != before).any(1).nonzero()[0].tolist() == [5, 7]
+    assert (servers.memories[0]["tables/item/lines"] != 0).any(1).sum() == 2
+    assert (servers.memories[0]["tables/item/stripes"] != 0).sum() <= 2
+
+
+@pytest.mark.parametrize("dim", [1, 2, 16])
+@pytest.mark.parametrize("optimizer", [SGD(), Adagrad()])
+def test_memory_is_within_the_bound(dim, optimizer):
+    rule = make_row_rule(optimizer)
+    fields = row_fields(Ownership("item", Table(1_000_000, dim), 1), 0, rule, "f4")
+    own = 1_000_000 * 4 * (dim + sum(width for _, width in rule.slots(dim)))
+    assert sum(field.nbytes for field in fields) < 1.07 * own
+
+
+def test_pull_by_place():
+    servers = Servers(Table(100, 4), 2)
+    ownership, out = servers.ownership, np.empty((3, 4), "f4")
+    for shard in servers.shards:
+        for local in ([3, 1, 3], [0, 49, 49], [2, 2, 2]):
+            shard.pull(np.array(local), out)
+            rows_of = ownership.rows_of(shard.server, np.array(local))
+            assert (out == servers.read(rows_of)).all()
+    shard = servers.shards[1]
+    for bad in ([0, 50, 0], [-1, 0, 0]):
+        with pytest.raises(ValueError, match="of server 1"):
+            shard.pull(np.array(bad), out)
+        with pytest.raises(ValueError, match="of server 1"):
+            shard.apply(np.sort(bad), out, 0.1)
+    with pytest.raises(ValueError, match="not increase"):
+        shard.apply(np.array([1, 1, 2]), out, 0.1)
+    with pytest.raises(ValueError, match=r"rows of shape \(3, 4\) for 2 places"):
+        shard.pull(np.array([1, 2]), out)
+
+
+def test_rows_of_servers_that_are_not_seen_are_left():
+    servers = Servers(Table(50, 2), 3)
+    ids = np.arange(50)
+    out = np.full((50, 2), np.nan, "f4")
+    servers.seen[1].gather(servers.ownership.group(ids), out)
+    owners, _ = servers.ownership.locate(ids)
+    assert (np.isnan(out).all(1) == (owners != 1)).all()
+    assert (out[owners == 1] == servers.read(ids[owners == 1])).all()
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_lines_go_to_other_servers_whole(capacity):
+    """As a checkpoint does it: all that was touched, by row, into another number of servers."""
+    table = Table(70_000, 2, Normal(0.1), capacity=capacity)
+    three, two = (Servers(table, n, Adagrad(0.1)) for n in (3, 2))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 70_000, 30_000)
+    three.push(ids, rng.standard_normal((30_000, 2)).astype("f4"))
+    for shard in three.shards:
+        for local, lines in shard.pieces():
+            owners, places = two.ownership.locate(three.ownership.rows_of(shard.server, local))
+            for other in two.shards:
+                mine = owners == other.server
+                other.put(places[mine], lines[mine])
+    assert sum(shard.touched for shard in two.shards) == len(set(ids.tolist()))
+    for servers in (three, two):
+        servers.push(ids, np.ones((30_000, 2), "f4"))
+    every = np.arange(70_000)
+    assert three.read(every).tobytes() == two.read(every).tobytes()
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_a_row_that_is_always_written_is_taken_torn_and_counted(capacity):
+    servers = Servers(Table(100, 4, capacity=capacity), 1)
+    servers.push(np.arange(100), np.ones((100, 4), "f4"))
+    before = servers.read(np.arange(100))
+    servers.memories[0]["tables/item/stripes"][1] |= rows.WRITING
+    out = np.empty((100, 4), "f4")
+    found = servers.seen[0].gather(servers.ownership.group(np.arange(100)), out)
+    assert found == Reads(32 * rows.READS, 32)
+    assert (out == before).all()
+    # Whoever goes on makes it even again.
+    servers.push(np.arange(100), np.zeros((100, 4), "f4"))
+    assert (servers.read(np.arange(100)) == before).all()
+
+
+def beside(work):
+    """Start `work` again and again in a thread; returns what ends it."""
+    done = threading.Event()
+
+    def repeat():
+        while not done.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+
+    def end():
+        done.set()
+        thread.join()
+
+    return end
+
+
+def test_rows_are_whole_while_they_are_written():
+    """Each gradient adds 1 to all of a row, so that a torn one has two values."""
+    dim, n = 4096, 8
+    servers = Servers(Table(n, dim, Zeros()), 1, SGD(1.0))
+    local, grads = np.arange(n), np.full((n, dim), -1, "f4")
+    end = beside(lambda: servers.shards[0].apply(local, grads, 1.0))
+    try:
+        out = np.empty((n, dim), "f4")
+        again, last = 0, np.zeros(n)
+        for _ in range(100_000):
+            found = servers.seen[0].pull(local, out)
+            if found.torn == 0:
+                assert (out == out[:, :1]).all()
+                assert (out[:, 0] >= last).all()
+                last = out[:, 0].copy()
+            again += found.again
+            if again > 20 and last.min() > 0:
+                break
+    finally:
+        end()
+    assert again > 20, "no read met a write"
+    assert last.min() > 0
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_warm_loads_all_that_a_step_needs(capacity):
+    table = Table(1000, 3, capacity=capacity)
+    warm(table, make_row_rule(Adagrad()), "f8")
+    kernels = [kernel for kernel in vars(rows).values() if isinstance(kernel, Kernel)]
+    before = [len(kernel.variants) for kernel in kernels]
+    servers = Servers(table, 2, Adagrad(), "f8")
+    servers.push(np.arange(1000), np.ones((1000, 3)))
+    servers.read(np.arange(1000))
+    assert [len(kernel.variants) for kernel in kernels] == before
+
+
+# Lazy tables -----------------------------------------------------------------------------------
+
+
+def test_lazy_tables_grow_while_they_are_read():
+    """Rows that a reader has seen touched stay so, through all sizes of the index."""
+    n = 200_000
+    servers = Servers(Table(n, 1, Zeros(), capacity="lazy"), 1, SGD(1.0))
+    (shard,), header = servers.shards, servers.memories[0]["tables/item/header"]
+    order = np.random.default_rng(0).permutation(n)
+    pieces = iter(np.array_split(order, 400))
+    first = header[rows.BITS]
+
+    def touch():
+        piece = np.sort(next(pieces, order[:1]))
+        shard.apply(piece, np.full((len(piece), 1), -1, "f4"), 1.0)
+
+    seen, out, every = np.zeros(n, bool), np.empty((n, 1), "f4"), np.arange(n)
+    steps = set()
+    end = beside(touch)
+    try:
+        for _ in range(100_000):
+            steps.add(int(header[rows.BITS]))
+            servers.seen[0].pull(every, out)
+            now = out[:, 0] >= 1
+            assert (now >= seen).all(), "a row was lost"
+            seen = now
+            if seen.all():
+                break
+    finally:
+        end()
+    assert seen.all()
+    assert shard.touched == n
+    assert header[rows.BITS] >= first + 7
+    assert len(steps) > 1, "it had grown before it was read"
+
+
+def test_an_index_that_was_left_is_given_back():
+    servers = Servers(Table(100_000, 1, capacity="lazy"), 1)
+    index = servers.memories[0]["tables/item/index"]
+    for piece in np.split(np.arange(100_000), 10):
+        servers.push(piece, np.ones((10_000, 1), "f4"))
+    size = 1 << int(servers.memories[0]["tables/item/header"][rows.BITS])
+    assert np.count_nonzero(index[size : 2 * size]) == 100_000
+    assert np.count_nonzero(index[:size]) < 10_000, "but for pages that are not its own"
+
+
+@pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
+def test_memory_is_given_back(kind):
+    memory = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, kind), "u1")
+    memory[:] = 1
+    inside = memory[100:-100]
+    assert give_back(inside)
+    assert not memory[mmap.PAGESIZE : -mmap.PAGESIZE].any()
+    assert memory[: mmap.PAGESIZE].all()
+    assert memory[-mmap.PAGESIZE :].all()
+    assert not give_back(memory[10:100])
+
+
+def test_a_lazy_table_that_is_full_says_so():
+    servers = Servers(Table(1_000_000, 2, capacity="lazy"), 1, most=50)
+    servers.push(np.arange(40), np.ones((40, 2), "f4"))
+    before = servers.read(np.arange(60))
+    with pytest.raises(UserError, match="more than 50 rows of table 'item' touched at server 0"):
+        servers.push(np.arange(30, 60), np.ones((30, 2), "f4"))
+    assert (servers.read(np.arange(60)) == before).all()
+
+
+@pytest.mark.parametrize("dim", [1, 16])
+def test_lazy_memory_is_that_of_the_rows_touched(dim):
+    """Of 100 M rows; pages that have been written are counted."""
+    ownership = Ownership("item", Table(100_000_000, dim, capacity="lazy"), 1)
+    rule = make_row_rule(Adagrad(0.1))
+    memory = {
+        field.name: np.frombuffer(mmap.mmap(-1, field.nbytes), field.dtype).reshape(field.shape)
+        for field in row_fields(ownership, 0, rule, "f4")
+    }
+    shard = TableShard(ownership, 0, memory, rule)
+    rng = np.random.default_rng(0)
+    before = shared_bytes()
+    for _ in range(20):
+        local = np.unique(rng.integers(0, 100_000_000, 10_000))
+        shard.apply(local, np.ones((len(local), dim), "f4"), 0.1)
+    count = shard.touched
+    assert count > 190_000
+    keys = 4 * count + 4 * (1 << int(memory["tables/item/header"][rows.BITS]))
+    assert shared_bytes() - before < 1.15 * (count * 8 * dim + keys) + (1 << 20)
+
+
+def shared_bytes():
+    """Return how much shared memory this process has written or read."""
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
