@@ -9,6 +9,7 @@ from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.ledger import HandOut, pieces, split
 from mpips.datasets.order import Order
+from mpips.layout import cut
 from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
 
@@ -96,8 +97,62 @@ def serial_local_sgd(
             for total, slot in zip(means, own, strict=True):
                 total += share * slot
         outer = config.outer_momentum * outer + (w - mean)
-        w, slots = w - outer, means
+        ahead = (w - mean) + config.outer_momentum * outer
+        w = w - config.outer_lr * (ahead if config.outer_nesterov else outer)
+        slots = means
     return problem.layout.views(w), kept if config.local_slots == "keep" else slots
+
+
+def serial_streaming(
+    config: Config, workers: int, owners: int, rate: Callable[[int, int], float]
+) -> tuple[Any, Any, np.ndarray]:
+    """Train as Streaming DiLoCo does, in one process.
+
+    Returns the named outer parameters, each worker's slots and own parameters, and the velocity.
+    """
+    data, dtype = open_dataset(config), np.dtype(config.dtype)
+    problem = load_problem(config.problem, data.info, config)
+    order, parts = Order(data.train.n, 1, 0, config.seed), config.fragments
+    step_size, every = config.batch_size * config.accumulate, config.local_steps // parts
+    whole = HandOut(data.train.n, step_size * every * workers, workers=1, epochs=config.epochs)
+    rounds = list(iter_rounds(whole))
+    w = initial_vector(problem, config.seed, dtype)
+    velocity, g, xs = np.zeros_like(w), np.zeros_like(w), [w.copy() for _ in range(workers)]
+    slots = [[np.zeros_like(w) for _ in range(SLOTS[config.optimizer])] for _ in xs]
+    alpha = config.mixing or (0.5 if config.overlap_steps else 1.0)
+    for r, together in enumerate(rounds, 1):
+        at = fragment_positions(w, owners, parts, (r - 1) % parts)
+        changes = []
+        for k, part in enumerate(split(together, workers)):
+            count = -(-(together[2] - together[1]) // (step_size * workers))
+            steps = [step for step in split(part, count) if step[2] > step[1]]
+            for h, step in enumerate(steps):
+                if len(changes) == k and len(steps) - h <= config.overlap_steps:
+                    changes.append((w - xs[k])[at])
+                ids = order.sample_ids(*step)
+                batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
+                views = problem.layout.views
+                problem.loss_and_grad(views(xs[k]), batch, views(g))
+                number = (r - 1) * every + h + 1
+                local_step(config, xs[k], g, slots[k], number, rate(r, len(rounds)))
+            if len(changes) == k:
+                changes.append((w - xs[k])[at])
+        d = sum(changes) / workers
+        velocity[at] = config.outer_momentum * velocity[at] + d
+        ahead = d + config.outer_momentum * velocity[at]
+        w[at] -= config.outer_lr * (ahead if config.outer_nesterov else velocity[at])
+        for x in xs:
+            x[at] = (1 - alpha) * x[at] + alpha * w[at]
+    return problem.layout.views(w), [[*s, x] for s, x in zip(slots, xs, strict=True)], velocity
+
+
+def fragment_positions(w: np.ndarray, owners: int, parts: int, p: int) -> np.ndarray:
+    """Return where a fragment lies: the p-th of equal parts of each owner's shard."""
+    found = []
+    for shard in cut(w.size, owners, w.itemsize):
+        part = cut(shard.size, parts, w.itemsize)[p]
+        found.append(np.arange(shard.begin + part.begin, shard.begin + part.end))
+    return np.concatenate(found)
 
 
 def iter_rounds(handout: HandOut) -> Any:

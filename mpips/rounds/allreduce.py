@@ -31,7 +31,7 @@ class AllreduceRound(Round):
             self.params = self.replica[shard.range]
             self.slots = tuple(aligned_zeros(shard.size, dtype) for _ in self._rule.slots)
             views = self.params, self.slots, self.grad[shard.range]
-            self._update = ShardUpdate(job, self._rule, *views, self.transfers)
+            self._update = ShardUpdate(job, shard, self._rule, *views, self.transfers)
         self._sums = np.zeros(8)
 
     def publish_start(self) -> None:

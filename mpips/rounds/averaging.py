@@ -3,7 +3,9 @@
 Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -36,16 +38,21 @@ class Average(Rule):
 
 @dataclass(frozen=True)
 class SlowMomentum(Rule):
-    """Momentum of what a round changes: ``v = momentum v + (w - mean); w -= v``.
+    """An outer step with momentum: with ``d = w - mean``, ``v = momentum v + d; w -= rate v``.
 
-    Without momentum it is the mean. Where the learning rate is constant it is SlowMo with slow
-    rate 1, whose buffer is v over that rate.
+    With `nesterov` it is ``w -= rate (d + momentum v)``, v being the new one. Without momentum and
+    with rate 1 it is the mean. Where the inner learning rate is constant, the plain one is SlowMo
+    with slow rate `rate`, whose buffer is v over the inner rate.
 
     Args:
         momentum: Share of the velocity kept, in [0, 1).
+        rate: Outer learning rate, > 0.
+        nesterov: Whether the step looks ahead.
+        given: Whether it is given d in place of the mean.
 
     References: Chen and Huo, ICASSP 2016 (block momentum); Wang et al., ICLR 2020 (SlowMo),
-    algorithm 1.
+    algorithm 1; Douillard et al., arXiv 2311.08105 (DiLoCo), algorithm 1, whose outer optimizer is
+    this one with `nesterov`, momentum 0.9 and rate 0.7.
     """
 
     name = "slow_momentum"
@@ -53,45 +60,89 @@ class SlowMomentum(Rule):
     kernel = "slow_momentum"
 
     momentum: float = 0.9
+    rate: float = 1.0
+    nesterov: bool = False
+    given: bool = False
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return what the kernel takes; see `Rule.scalars`."""
-        return (self.momentum,)
+        change = (0.0, -1.0) if self.given else (1.0, 1.0)
+        if self.nesterov:
+            return *change, self.momentum, self.rate, self.rate * self.momentum
+        return *change, self.momentum, 0.0, self.rate
 
 
-def _slow(job: Job, momentum: float) -> Rule:
+def outer_rule(job: Job) -> Rule:
     """Return what is done with the mean of the replicas; statistics are the mean itself."""
-    rule, n, size = SlowMomentum(momentum=momentum), job.trained, job.layout.size
+    c = job.config
+    if not c.outer_step:
+        return Average()
+    given = c.codec != "none" or c.streaming
+    rule = SlowMomentum(
+        momentum=c.outer_momentum, rate=c.outer_lr, nesterov=c.outer_nesterov, given=given
+    )
+    n, size = job.trained, job.layout.size
     if n == size:
         return rule
-    return replace(rule, ranges=(Part(0, n, rule, 1.0), Part(n, size, Average(), 1.0)))
+    mean = SlowMomentum(momentum=0.0, given=True) if given else Average()
+    return replace(rule, ranges=(Part(0, n, rule, 1.0), Part(n, size, mean, 1.0)))
+
+
+class LocalRound(Protocol):
+    """What a worker that makes local steps asks of its rounds.
+
+    Attributes:
+        own_params: What it trains, shape (n_params,).
+        own_slots: The slots of the job's rule, each of that shape.
+        vectors: Vectors of that size that a round moves.
+    """
+
+    own_params: np.ndarray
+    own_slots: Slots
+
+    @property
+    def vectors(self) -> float:
+        """See the attribute."""
+
+    def begin(self) -> None:
+        """Put `own_params` where this worker begins."""
+
+    def begin_exchange(self, step: int) -> None:
+        """Begin to exchange what it has come to, before the last steps. Blocks: no."""
+
+    def getting_on(self) -> AbstractContextManager[None]:
+        """Return within what a step is computed, so that what has begun gets on."""
 
 
 class AveragingRound(Round):
     """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
 
     Here `grad` is not a gradient but this worker's own parameters, and `slots` of an owner are
-    those of the job: the rule's, averaged, and the outer velocity.
+    those of the job: the rule's, averaged, and the outer velocity. Where a codec packs what crosses
+    nodes, the round sums what workers have changed, which is small beside the parameters.
 
     Attributes:
+        own_params: A worker's own, which are `grad`; see `LocalRound`.
         own_slots: A worker's slots, each of shape (n_params,).
+        own: What a worker keeps from round to round, as `Job.own_slots` names it.
     """
 
     def __init__(self, job: Job) -> None:
         """See `Round.__init__`."""
         super().__init__(job, Average())
-        beta, transfers = job.config.outer_momentum, self.transfers
-        moved = () if job.own_slots else job.rule.slots
+        self._changes = job.config.codec != "none"
+        transfers, moved = self.transfers, () if job.own_slots else job.rule.slots
         self._of_slots = [make_round(job, Average(), transfers) for _ in moved]
-        rule = _slow(job, beta) if beta else Average()
-        self._of_replica = make_round(job, rule, transfers)
+        self._of_replica = make_round(job, outer_rule(job), transfers)
         self._all = [*self._of_slots, self._of_replica]
         self.replica = self._of_replica.replica
         self.own_slots: Slots = ()
+        self.own: Slots = ()
         if job.worker_id is not None:
             self.grad = self._of_replica.grad
             kept = tuple(np.zeros(job.layout.size, job.dtype) for _ in job.own_slots)
-            self.own_slots = kept or tuple(r.grad for r in self._of_slots)
+            self.own_slots, self.own = kept or tuple(r.grad for r in self._of_slots), kept
+        self.own_params = self.grad
         if self._cluster.rank in self._cluster.roles.owners:
             self.params = self._of_replica.params
             self.slots = (*(r.params for r in self._of_slots), *self._of_replica.slots)
@@ -106,8 +157,17 @@ class AveragingRound(Round):
         for each in self._all:
             np.copyto(each.grad, each.replica)
 
+    def begin_exchange(self, step: int) -> None:
+        """Do nothing: a round does all of it in its end."""
+
+    def getting_on(self) -> AbstractContextManager[None]:
+        """See `LocalRound`: nothing is under way between two exchanges."""
+        return nullcontext()
+
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
         """See `Round.exchange`."""
+        if self._changes and self.grad.size:
+            np.subtract(self.replica, self.grad, out=self.grad)
         for each in self._of_slots:
             each.exchange(step, weights, Report())
         return self._of_replica.exchange(step, weights, report)
@@ -120,6 +180,7 @@ class AveragingRound(Round):
     def free(self) -> None:
         """See `Round.free`."""
         super().free()
-        self.own_slots = ()
+        self.own_slots = self.own = ()
+        self.own_params = self.grad
         for each in self._all:
             each.free()

@@ -16,6 +16,7 @@ from mpips.kernels.vectors import addresses_of
 from mpips.rounds.base import FROZEN, RATE, REPORT, Report, Transfers
 
 LOOKS = 30_000  # at a word before the core is offered: 10 to 30 us
+TURN, BEGUN = 0, 1  # words of a rank's header
 # Of each rank's segment.
 FIELDS = Field("header", "i8", (8,)), Field("report", "f8", (8,)), Field("agreed", "f8", (8,))
 
@@ -38,7 +39,9 @@ class NodeBarrier:
         self._cluster, self._transfers = cluster, transfers
         self._turn = 0
         ranks = [cluster.rank, *(r for r in cluster.my_node if r != cluster.rank)]
-        self._words = addresses_of([view(r, "header") for r in ranks])
+        headers = [view(r, "header") for r in ranks]
+        self._words, self._begun_words = (addresses_of(headers, word) for word in (TURN, BEGUN))
+        self._begun = 0
         # Whoever offers the core may get it back late, and other nodes may wait for this rank.
         self._looks = LOOKS if cluster.ranks_per_core <= 1 else 1 if cluster.nodes == 1 else 0
         self._report = view(cluster.rank, "report").data
@@ -62,6 +65,15 @@ class NodeBarrier:
         if not meet(self._words, self._turn, self._looks):
             self._look_on(meet)
         self._transfers.waited_s += perf_counter() - start
+
+    def begin(self) -> None:
+        """Say that this rank has begun something, which nobody waits for. Blocks: no."""
+        self._begun += 1
+        meet(self._begun_words, self._begun, 0)
+
+    def all_begun(self) -> bool:
+        """Whether all of the node have; their stores before are seen then. Blocks: no."""
+        return meet(self._begun_words, self._begun, 0)
 
     def publish_sums(self) -> None:
         """Let the node read `sums`, on its first rank."""

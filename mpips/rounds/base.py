@@ -32,7 +32,7 @@ class Report(NamedTuple):
         loss_sum: Loss summed over the rank's samples.
         checkpoint: 1 if a checkpoint is due.
         diverged: 1 if the loss was not finite.
-        target: 1 if the accuracy aimed at was reached.
+        found: What `of_result` says of what evaluations have come to; read by `result_of`.
         stopped: 1 if a worker's program asked for the end.
         signals: What `of_signal` says of one that came, the sum of which `signal_of` reads.
         rate: How far the rank's factor of the learning rate is from 1, times its share of the
@@ -43,7 +43,7 @@ class Report(NamedTuple):
     loss_sum: float = 0.0
     checkpoint: float = 0.0
     diverged: float = 0.0
-    target: float = 0.0
+    found: float = 0.0
     stopped: float = 0.0
     signals: float = 0.0
     rate: float = 0.0
@@ -53,6 +53,7 @@ class Report(NamedTuple):
 REPORT = Struct(f"{len(Report._fields)}d")  # writes and reads reports faster than NumPy
 RATE, FROZEN = map(Report._fields.index, ("rate", "frozen"))
 SIGNALS = ("SIGUSR1", "SIGTERM", "SIGINT")
+RESULTS = ("target", "patience")
 DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
 
 
@@ -63,8 +64,22 @@ def of_signal(name: str) -> float:
 
 def signal_of(total: float) -> str:
     """Return the first of `SIGNALS` that came to any rank, by the sum; empty if none."""
+    return _first_of(SIGNALS, total)
+
+
+def of_result(name: str) -> float:
+    """Return what a report says of one of `RESULTS`."""
+    return float(DIGIT ** RESULTS.index(name))
+
+
+def result_of(total: float) -> str:
+    """Return the first of `RESULTS` that any rank has found, by the sum; empty if none."""
+    return _first_of(RESULTS, total)
+
+
+def _first_of(names: Sequence[str], total: float) -> str:
     counts = int(total)
-    for name in SIGNALS:
+    for name in names:
         counts, told = divmod(counts, DIGIT)
         if told:
             return name

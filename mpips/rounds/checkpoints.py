@@ -8,15 +8,8 @@ import numpy as np
 
 from mpips.cluster import words
 from mpips.cluster.collectives import begin_broadcast, gather_polled
-from mpips.cut.saver import (
-    LAST_PAUSE_S,
-    LAST_TRIES,
-    RETRY_S,
-    CheckpointPlan,
-    Committer,
-    Saver,
-    Snapshots,
-)
+from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, CheckpointPlan, Committer
+from mpips.cut.saver import Saver, Snapshots
 from mpips.datasets.ledger import HandOut
 from mpips.optim import Range
 from mpips.planning.job import Job
@@ -45,7 +38,7 @@ class RoundCheckpoints:
         savers: Sequence[Snapshots] = (),
     ) -> None:
         self._job, self._cluster, self._rounds, self._log = job, job.cluster, rounds, log
-        self._savers = [*_savers(job, rounds), *savers]
+        self._savers, self._evaluations = [*_savers(job, rounds), *savers], job.evaluations
         self._committer: Committer | None = None  # on the chief
         if job.place is not None:
             kept = state.names(job)
@@ -56,18 +49,21 @@ class RoundCheckpoints:
         self._period = job.config.checkpoint_period
         self._last = time.perf_counter(), job.base_step
 
-    def wanted(self, step: int) -> tuple[bool, bool]:
+    def wanted(self, step: int, epochs: float) -> tuple[bool, bool]:
         """Return whether a rank refused to save what is not finite, and whether one is due.
 
         Args:
             step: The next update.
+            epochs: Epochs done with it.
         """
         c = self._committer
-        return (False, False) if c is None else (c.refused, self._due(c, step))
+        return (False, False) if c is None else (c.refused, self._due(c, step, epochs))
 
-    def _due(self, committer: Committer, step: int) -> bool:
+    def _due(self, committer: Committer, step: int, epochs: float) -> bool:
         if committer.busy:
             return False
+        if self._evaluations is not None and self._evaluations.due(epochs):
+            return True
         if committer.failed_for(RETRY_S):
             return True
         seconds, steps = self._period
@@ -94,7 +90,10 @@ class RoundCheckpoints:
         if self._committer is not None:
             given = handout.state()
             given["clocks"] *= len(self._cluster.roles.workers)
-            self._committer.open(step, self._job.state(step, given, samples, skipped))
+            state = self._job.state(step, given, samples, skipped)
+            if self._evaluations is not None:
+                state |= self._evaluations.at_cut(step, handout.epochs_done)
+            self._committer.open(step, state)
         self._cluster.wait(
             lambda: not self.attend() or not any(s.holds for s in self._savers), words.SAVE
         )
@@ -144,7 +143,8 @@ class RoundCheckpoints:
             saver.poll()
         busy = any(saver.busy for saver in self._savers)
         if self._committer is not None:
-            self._committer.poll()
+            if self._committer.poll() and self._evaluations is not None:
+                self._evaluations.saved(self._committer.saved_step)
             busy = busy or self._committer.busy
         return busy
 

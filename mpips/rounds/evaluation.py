@@ -18,8 +18,7 @@ class RoundEvaluation:
         replica: The parameters between rounds, shape (n_params,), on workers.
         epochs: Epochs done.
 
-    Attributes:
-        target_reached: Whether the accuracy aimed at was reached.
+    Where there are evaluators they do it, and the chief asks what has come of that.
     """
 
     def __init__(self, job: Job, replica: np.ndarray, epochs: float) -> None:
@@ -27,8 +26,18 @@ class RoundEvaluation:
         self._workers = cluster_subset(self._cluster, self._cluster.roles.workers)
         has_replica = job.worker_id is not None
         self._params = job.layout.views(replica, writable=False) if has_replica else {}
-        self._next = next_evaluation(epochs, job.config.eval_every)
-        self.target_reached = False
+        every = 0.0 if job.config.evaluators else job.config.eval_every
+        self._next = next_evaluation(epochs, every)
+        self._reached = False
+
+    def asked(self) -> str:
+        """Return why the run is to end, as far as this rank knows, or an empty text.
+
+        That is ``target``, ``patience``, or the name of a signal.
+        """
+        if self._job.evaluations is not None:
+            return self._job.evaluations.poll()
+        return "target" if self._reached else ""
 
     def run_when_due(self, step: int, epochs: float) -> None:
         """Evaluate after update `step`, if so many epochs done make it time.
@@ -37,7 +46,7 @@ class RoundEvaluation:
             UserError: If a metric is some workers' only.
         """
         config, info, worker = self._job.config, self._job.info, self._job.worker_id
-        if not config.eval_every or not info.n_test or epochs < self._next:
+        if not info.n_test or epochs < self._next:
             return
         self._next = next_evaluation(epochs, config.eval_every)
         if worker is None:
@@ -49,7 +58,7 @@ class RoundEvaluation:
             self._job, gather_polled(self._workers, mine, self._cluster.wait_request)
         )
         target = config.target_accuracy
-        self.target_reached = bool(target) and means.get("accuracy", 0.0) >= target
+        self._reached = bool(target) and means.get("accuracy", 0.0) >= target
         if worker == 0:
             payload = {"step": step, "epoch": round(epochs, 4), **means}
             self._cluster.send(self._cluster.roles.chief, "eval", payload)

@@ -3,6 +3,10 @@
 For each shard whose owner is on another node, one rank of a node is its **agent**: it sums the
 node's gradients, sends the sum to the owner, and has the result back for the node's replica. What
 a codec keeps lives with the agent.
+
+In mode local_sgd a codec packs results too, as what the update has changed, for parameters
+themselves would lose more; the owner makes of its own parameters what arrives elsewhere, so that
+all nodes have the same bits. A run starts with the parameters as they are.
 """
 
 from collections.abc import Sequence
@@ -14,6 +18,7 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_PARTIAL, TAG_RESULT
 from mpips.cluster.window import transfer_pieces
 from mpips.cluster.world import Cluster
+from mpips.codecs import codec_for
 from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
 from mpips.planning.job import Job
@@ -21,10 +26,13 @@ from mpips.rounds.base import OwnState, Transfers
 from mpips.transport.wire import Packer, Packing, Unpacker, pull_codec, push_codec
 
 
-def _packings(job: Job) -> tuple[Packing, Packing]:
-    """Return how sums and how results are packed."""
+def _packings(job: Job, shard: Shard) -> tuple[Packing, Packing, bool]:
+    """Return how sums and how results are packed, and whether results are changes."""
     c = job.config
-    return Packing(push_codec(c), c.seed), Packing(pull_codec(c), c.seed)
+    sums = Packing(push_codec(c), c.seed)
+    if c.mode == "local_sgd" and codec_for(sums.codec, shard.size, job.dtype) is not None:
+        return sums, sums, True
+    return sums, Packing(pull_codec(c), c.seed), False
 
 
 def _agent(cluster: Cluster, node: int, owner: int) -> int:
@@ -41,8 +49,10 @@ class FarShard(NamedTuple):
         shard: The slice.
         partial: Room for the node's sum of it, shape (shard.size,).
         packer: Packs the sum.
-        unpacker: Unpacks the result into the node's replica.
+        unpacker: Unpacks the result, into the node's replica if it is no change.
         place: Where the result comes as it is sent.
+        replica: The slice of the node's replica.
+        change: Whether the result is added to it.
     """
 
     owner: int
@@ -51,6 +61,19 @@ class FarShard(NamedTuple):
     packer: Packer
     unpacker: Unpacker
     place: np.ndarray
+    replica: np.ndarray
+    change: bool
+
+    def comes(self, start: bool) -> np.ndarray:
+        """Return where a result comes as it is sent, or at the start the parameters."""
+        return self.replica if start and self.change else self.place
+
+    def unpack(self, start: bool) -> None:
+        """Put what has come there into the replica."""
+        if not self.change:
+            self.unpacker.unpack(self.place)
+        elif not start:
+            np.add(self.replica, self.unpacker.unpack(self.place), out=self.replica)
 
 
 class NodeAgent:
@@ -58,16 +81,22 @@ class NodeAgent:
 
     Args:
         job: The run.
+        shards: What each owner updates, one an owner.
         replica: The node's, which results are unpacked into.
         addresses: Of the gradients of the node's workers.
         transfers: Where bytes are counted.
     """
 
     def __init__(
-        self, job: Job, replica: np.ndarray, addresses: np.ndarray, transfers: Transfers
+        self,
+        job: Job,
+        shards: Sequence[Shard],
+        replica: np.ndarray,
+        addresses: np.ndarray,
+        transfers: Transfers,
     ) -> None:
         self._arrays, self._addresses, self._transfers = job.cluster.arrays, addresses, transfers
-        self._shards = list(_far_shards(job, replica)) if addresses.size else []
+        self._shards = _far_shards(job, shards, replica) if addresses.size else []
 
     def state(self) -> OwnState:
         """Return what the push codec keeps, by name; positions in the flat vector."""
@@ -87,37 +116,38 @@ class NodeAgent:
                 self._transfers.bytes_sent += part.nbytes
         return requests
 
-    def receive_results(self) -> list[Request]:
-        """Begin to receive the results from the owners."""
-        self._transfers.bytes_received += sum(far.place.nbytes for far in self._shards)
+    def receive_results(self, start: bool = False) -> list[Request]:
+        """Begin to receive the results from the owners, or what they start with."""
+        self._transfers.bytes_received += sum(far.comes(start).nbytes for far in self._shards)
         return [
             self._arrays.begin_receive(part, far.owner, TAG_RESULT)
             for far in self._shards
-            for part in transfer_pieces(far.place)
+            for part in transfer_pieces(far.comes(start))
         ]
 
-    def unpack_results(self) -> None:
-        """Put the results into the replica, when they are here."""
+    def unpack_results(self, start: bool = False) -> None:
+        """Put them into the replica, when they are here."""
         for far in self._shards:
-            far.unpacker.unpack(far.place)
+            far.unpack(start)
 
     def free(self) -> None:
         """Let go of the window's memory; may be called twice."""
         self._shards = []
 
 
-def _far_shards(job: Job, replica: np.ndarray) -> list[FarShard]:
-    """Return the shards that this rank is the agent for."""
+def _far_shards(job: Job, shards: Sequence[Shard], replica: np.ndarray) -> list[FarShard]:
+    """Return those of the shards that this rank is the agent for."""
     cluster, dtype = job.cluster, job.dtype
-    push, pull = _packings(job)
     node, found = cluster.node_of[cluster.rank], []
-    for owner, rank in enumerate(cluster.roles.owners):
-        shard = job.shards[owner]
+    for owner, (rank, shard) in enumerate(zip(cluster.roles.owners, shards, strict=True)):
         if shard.size and not cluster.near(rank) and _agent(cluster, node, owner) == cluster.rank:
-            unpacker = Unpacker(pull.codec, shard.size, dtype, replica[shard.range])
+            push, pull, change = _packings(job, shard)
+            part = replica[shard.range]
+            unpacker = Unpacker(pull.codec, shard.size, dtype, None if change else part)
             packer = Packer(push, shard, dtype, node, 1)
             partial = np.zeros(shard.size, dtype)
-            found.append(FarShard(rank, shard, partial, packer, unpacker, unpacker.place()))
+            place = unpacker.place()
+            found.append(FarShard(rank, shard, partial, packer, unpacker, place, part, change))
     return found
 
 
@@ -126,17 +156,19 @@ class FarNodes:
 
     Args:
         job: The run.
-        params: The owner's shard of its replica.
-        transfers: Where the time is counted.
+        shard: What the owner updates.
+        params: That part of its replica.
 
     Attributes:
         sums: One vector a node with workers, of the shard's shape.
     """
 
-    def __init__(self, job: Job, params: np.ndarray, transfers: Transfers) -> None:
-        cluster, shard, dtype = job.cluster, job.shard, job.dtype
-        push, pull = _packings(job)
-        self._arrays, self._params, self._transfers = cluster.arrays, params, transfers
+    def __init__(self, job: Job, shard: Shard, params: np.ndarray) -> None:
+        cluster, dtype = job.cluster, job.dtype
+        push, pull, change = _packings(job, shard)
+        self._arrays, self._params = cluster.arrays, params
+        rooms = 2 if change else 0
+        self._rooms = [np.zeros(shard.size, dtype) for _ in range(rooms)]
         owner, node = cluster.roles.owners.index(cluster.rank), cluster.node_of[cluster.rank]
         others = sorted({cluster.node_of[r] for r in cluster.roles.workers} - {node})
         self._agents = [_agent(cluster, n, owner) for n in others if shard.size]
@@ -145,22 +177,40 @@ class FarNodes:
         self._unpackers = [Unpacker(push.codec, shard.size, dtype, out) for out in self.sums]
         self._places = [unpacker.place() for unpacker in self._unpackers]
 
-    def receive_sums(self) -> None:
-        """Wait for the other nodes' sums."""
-        coming = [
+    def receive_sums(self) -> list[Request]:
+        """Begin to receive the other nodes' sums."""
+        return [
             self._arrays.begin_receive(part, agent, TAG_PARTIAL)
             for agent, place in zip(self._agents, self._places, strict=True)
             for part in transfer_pieces(place)
         ]
-        self._transfers.wait(coming)
+
+    def unpack_sums(self) -> None:
+        """Put the sums into `sums`, when they are here."""
         for unpacker, place in zip(self._unpackers, self._places, strict=True):
             unpacker.unpack(place)
 
-    def send_results(self, step: int) -> list[Request]:
-        """Begin to send the shard's parameters to the other nodes."""
+    def send_results(self, step: int, start: bool = False) -> list[Request]:
+        """Begin to send what the other nodes need for the shard's parameters."""
         if not self._agents:
             return []
-        pieces = self._packer.pack(self._params, step, 0)
+        if self._rooms and start:
+            np.copyto(self._rooms[0], self._params)
+            pieces = transfer_pieces(self._params)
+        elif self._rooms:
+            pieces = self._pack_change(step)
+        else:
+            pieces = self._packer.pack(self._params, step, 0)
         return [
             self._arrays.begin_send(p, agent, TAG_RESULT) for agent in self._agents for p in pieces
         ]
+
+    def _pack_change(self, step: int) -> list[np.ndarray]:
+        """Pack what the others do not have yet, and take what they will make of it."""
+        there, change = self._rooms
+        np.subtract(self._params, there, out=change)
+        pieces = self._packer.pack(change, step, 0)
+        self._packer.unpack(0, change)
+        there += change
+        np.copyto(self._params, there)
+        return pieces

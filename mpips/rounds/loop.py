@@ -20,7 +20,16 @@ from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps.steps import Times
-from mpips.rounds.base import Report, Round, of_signal, signal_of
+from mpips.rounds.base import (
+    RESULTS,
+    SIGNALS,
+    Report,
+    Round,
+    of_result,
+    of_signal,
+    result_of,
+    signal_of,
+)
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.rounds.evaluation import RoundEvaluation
 from mpips.rounds.worker import RoundWorker
@@ -125,14 +134,16 @@ class RoundLoop:
 
     def _report(self, loss: float, samples: int, n: int) -> Report:
         """Put together what this rank brings into the round beside its gradient."""
-        refused, due = self._checkpoints.wanted(self._step + 1)
+        epochs = self._handout.epochs_done + n / self._job.info.n_train
+        refused, due = self._checkpoints.wanted(self._step + 1, epochs)
+        asked = self._evaluation.asked()
         flags = {
             "diverged": refused or not math.isfinite(loss),
             "checkpoint": due,
-            "target": self._evaluation.target_reached,
+            "found": of_result(asked) if asked in RESULTS else 0.0,
             "stopped": self._job.stopping,
         }
-        name = signals.received()
+        name = signals.received() or (asked if asked in SIGNALS else None)
         told = of_signal(name) if name else 0.0
         rate = (self._job.rate_factor - 1) * samples / n
         anew = self._rounds.frozen_anew
@@ -153,7 +164,7 @@ class RoundLoop:
             return signal_of(agreed.signals)
         if agreed.stopped:
             return STOPPED
-        return "target" if agreed.target else ""
+        return result_of(agreed.found)
 
     def _outcome(self, reason: str) -> Outcome:
         clocks = self._handout.clocks * len(self._cluster.roles.workers)
@@ -176,7 +187,7 @@ class RoundLoop:
             "bytes_received": transfers.bytes_received,
         }
         if (worker := self._worker) is not None:
-            moved = rounds * worker.vectors * job.layout.size * job.dtype.itemsize
+            moved = int(rounds * worker.vectors * job.layout.size * job.dtype.itemsize)
             found |= {
                 **dataclasses.asdict(self._times),
                 "pushes_sent": worker.pushes, "bytes_pushed": moved, "bytes_pulled": moved,

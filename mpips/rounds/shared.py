@@ -34,9 +34,9 @@ class SharedRound(NodeRound):
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
     ) -> None:
         """See `Round.__init__`."""
-        super().__init__(job, rule, transfers, _slot_fields(job, rule or job.rule))
+        super().__init__(job, rule, transfers, slot_fields(job, rule or job.rule))
         cluster, addresses = self._cluster, self._addresses
-        self._agent = NodeAgent(job, self.replica, addresses, self.transfers)
+        self._agent = NodeAgent(job, job.shards, self.replica, addresses, self.transfers)
         self._far_nodes: FarNodes | None = None  # both of an owner
         self._update: ShardUpdate | None = None
         self._rows, self._sum = addresses, np.zeros(0, job.dtype)
@@ -45,13 +45,13 @@ class SharedRound(NodeRound):
             self.params = self.replica[shard.range]
             names = self._rule.slots
             self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
-            self._far_nodes = FarNodes(job, self.params, self.transfers)
+            self._far_nodes = FarNodes(job, shard, self.params)
             relative = shard.begin * dtype.itemsize  # rows are addressed as whole vectors
             self._rows = np.concatenate([addresses, addresses_of(self._far_nodes.sums) - relative])
             size = shard.size if self._max_norm else BLOCK_BYTES // dtype.itemsize
             self._sum = np.zeros(min(size, shard.size), dtype)
             views = self.params, self.slots, self._sum
-            self._update = ShardUpdate(job, self._rule, *views, self.transfers)
+            self._update = ShardUpdate(job, shard, self._rule, *views, self.transfers)
 
     def own_state(self) -> OwnState:
         """See `Round.own_state`: what the push codec keeps, by name; positions in the vector."""
@@ -59,11 +59,11 @@ class SharedRound(NodeRound):
 
     def publish_start(self) -> None:
         """Send the owners' shards to the other nodes' replicas. Collective: yes."""
-        requests = self._agent.receive_results()
+        requests = self._agent.receive_results(start=True)
         if self._far_nodes is not None:
-            requests += self._far_nodes.send_results(self._job.base_step)
+            requests += self._far_nodes.send_results(self._job.base_step, start=True)
         self.transfers.wait(requests)
-        self._agent.unpack_results()
+        self._agent.unpack_results(start=True)
         self._barrier.wait()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:
@@ -92,7 +92,8 @@ class SharedRound(NodeRound):
         else:
             requests += reports
         if far_nodes is not None and self._update is not None:
-            far_nodes.receive_sums()
+            self.transfers.wait(far_nodes.receive_sums())
+            far_nodes.unpack_sums()
             weights = np.concatenate([near, np.ones(len(far_nodes.sums))])
             self._update_shard(self._update, step, weights)
             requests += far_nodes.send_results(step)
@@ -122,7 +123,7 @@ class SharedRound(NodeRound):
         super().free()
 
 
-def _slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
+def slot_fields(job: Job, rule: Rule) -> list[list[Field]]:
     """Return the fields of the slots in each rank's segment."""
     found: list[list[Field]] = [[] for _ in range(job.cluster.world)]
     for rank, shard in zip(job.cluster.roles.owners, job.shards, strict=True):

@@ -6,6 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from mpips.kernels.vectors import sum_rows
+from mpips.layout import Shard
 from mpips.optim import Part, Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import Transfers
@@ -14,10 +15,11 @@ BLOCK_BYTES = 1 << 17  # of the sum, which stays in the cache until the rule has
 
 
 class ShardUpdate:
-    """Applies a rule to this owner's shard.
+    """Applies a rule to what this owner updates.
 
     Args:
         job: The run.
+        shard: What is updated.
         rule: The rule.
         params: The shard's parameters, shape (shard.size,).
         slots: Its slots, each of that shape.
@@ -28,6 +30,7 @@ class ShardUpdate:
     def __init__(
         self,
         job: Job,
+        shard: Shard,
         rule: Rule,
         params: np.ndarray,
         slots: Slots,
@@ -36,7 +39,7 @@ class ShardUpdate:
     ) -> None:
         self._cluster, self._rate = job.cluster, job.rate()
         self._transfers = transfers
-        self._shard, self._params, self._slots, self._grad = job.shard, params, slots, grad
+        self._shard, self._params, self._slots, self._grad = shard, params, slots, grad
         self._blocks: list[tuple[Part, np.ndarray, np.ndarray, Slots]] = []
         self.cut(rule)
 

@@ -20,7 +20,7 @@ class RoundWorker(ABC):
         vectors: Vectors of the parameters' size that a round moves.
     """
 
-    vectors = 1
+    vectors: float = 1
 
     def __init__(self, job: Job) -> None:
         assert job.worker_id is not None, "servers have no part of a batch"

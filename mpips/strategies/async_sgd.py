@@ -12,12 +12,14 @@ OSDI 2014 (parameter server).
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpips.cut import worker_state
-from mpips.cut.saver import CheckpointPlan, Committer, Saver
+from mpips.cut.committer import CheckpointPlan, Committer
+from mpips.cut.saver import Saver
+from mpips.cut.table_saver import TableSaver
 from mpips.cut.worker_state import Holding
-from mpips.datasets.ledger import HandOut
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -26,10 +28,13 @@ from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Chief
 from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
+from mpips.ps.record import Record
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
+from mpips.ps.succession import succeed
 from mpips.ps.survival import adopts, announcement, spared
+from mpips.ps.table_server import TableServer
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
@@ -64,12 +69,11 @@ def run(
 def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     shard, server = job.shard, half.server
     job.fill(server.params, server.slots, shard)
+    saver = _saver(job, server)
     server.start_from(job.base_step)
-    slots = dict(zip(job.slots, server.slots, strict=True))
-    saver = Saver(job.cluster, shard, server.params, slots, job.config.snapshot == "stall")
-    handout = job.handout()
-    chief = _chief(job, half, handout, log, ahead)
-    loop = AsyncServer(job, half, saver, chief)
+    chief = _chief(job, half, log, ahead)
+    heirs = partial(succeed, job, half, log=log, ahead=ahead) if adopts(job) else None
+    loop = AsyncServer(job, half, saver, chief, heirs)
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
@@ -84,47 +88,63 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         log.say(survives)
     reason = loop.serve()
     outcome = Outcome(reason, server.version, release=half.free)
-    if chief is not None:
+    if (chief := loop.chief) is not None:
         outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
-        outcome.unsaved = chief.unsaved
-        outcome.epochs, outcome.clocks = handout.epochs_done, handout.clocks
+        outcome.step, outcome.unsaved = chief.step, chief.unsaved
+        outcome.epochs, outcome.clocks = chief.handout.epochs_done, chief.handout.clocks
         outcome.lost = chief.lost
     outcome.stats = _stats(server, server.tally.handled)
     for adoption in loop.adoptions:
         store = adoption.served.store
         begun, seconds = adoption.version - job.base_step, round(adoption.seconds, 6)
         took = {"statistics_from": begun, "adopted_in_s": seconds}
+        took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
         outcome.adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
     return outcome
+
+
+def _saver(job: Job, server: Server) -> Saver:
+    """Return what saves what a server owns; its rows of tables are filled."""
+    slots = dict(zip(job.slots, server.slots, strict=True))
+    saved = job.cluster, job.shard, server.params, slots, job.config.snapshot == "stall"
+    if not isinstance(server, TableServer):
+        return Saver(*saved)
+    server.restore(job.checkpoint)
+    return TableSaver(server.changed_rows, *saved)
 
 
 def _stats(server: Server, applied: int) -> dict[str, Any]:
     """Return a shard's part of the summary, with the number of pushes applied to it."""
     tally = server.tally
     return {
-        "bytes": server.params.nbytes * (1 + len(server.slots)),
+        "bytes": server.nbytes,
         "applied": applied,
         "busy_s": tally.busy_s,
         "pushes_dropped": tally.dropped,
         "staleness": tally.staleness.tolist(),
         "staleness_sum": tally.staleness_sum,
         "staleness_max": tally.staleness_max,
+        "rows_changed": server.rows_changed,
     }
 
 
-def _chief(job: Job, half: ServerHalf, handout: HandOut, log: "Log", ahead: int) -> Chief | None:
+def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
     """Return server 0's second duty; None on the others."""
     if job.place is None:
         return None
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(cluster, job.place, CheckpointPlan.of(job, own), log)
-    granter = Granter(cluster, half.window, handout, ahead, takes_back=bool(spared(job)))
-    holding = Holding(cluster) if own else None
-    return Chief(job, half.server, granter, handout, committer, log, holding)
+    handout, holding = job.handout(), Holding(cluster) if own else None
+    record = Record(half.window, cluster.rank) if adopts(job) else None
+    back = bool(spared(job))
+    granter = Granter(cluster, half.window, handout, ahead, takes_back=back, record=record)
+    chief = Chief(job, half.server, granter, handout, committer, log, holding, record)
+    chief.note()
+    return chief
 
 
 def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
-    puller, sender = half.puller, half.sender
+    puller, sender, job.rows = half.puller, half.sender, half.rows
     reason = yield from AsyncWorker(job, half, steps).work()
     stats = {
         **dataclasses.asdict(steps.times),
@@ -136,6 +156,7 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
         "clock_distance_max": puller.controller.distance_max if puller.controller else 0,
+        "tables": half.rows.stats() if half.rows is not None else {},
     }
     if reason != "diverged":
         half.pull_final(steps.replica)

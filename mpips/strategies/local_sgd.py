@@ -2,9 +2,10 @@
 
 In round r, worker k begins at the average w and makes steps h = 1 to H with the job's rule, ``x_k
 <- rule(x_k, g_k(x_k))``, on its own part of the round's samples; then ``w <- sum_k (n_k / n) x_k``,
-n_k of the n samples being its own; or, with an outer momentum b, ``v <- b v + (w - sum_k (n_k / n)
-x_k)`` and ``w <- w - v`` (see `mpips.rounds.averaging`). With H = 1 and plain SGD it is synchronous
-SGD. A round moves as much as one of `sync_sgd`, for H steps.
+n_k of the n samples being its own; or, with an outer momentum b and an outer rate a, ``d = w -
+sum_k (n_k / n) x_k``, ``v <- b v + d`` and ``w <- w - a v``, or Nesterov's ``w <- w - a (d + b v)``
+as in DiLoCo (see `mpips.rounds.averaging`). With H = 1 and plain SGD it is synchronous SGD. A round
+moves as much as one of `sync_sgd`, for H steps. With a codec, d is what crosses nodes, packed.
 
 The slots of the rule are averaged as well, with the same weights (for momentum as in Yu, Jin and
 Yang, ICML 2019): so a round ends in one state, which is owned by slices like that of `sync_sgd`.
@@ -12,10 +13,15 @@ With ``local_slots = "keep"`` each worker keeps its own ("maintain" of SlowMo), 
 one vector instead of one and the slots; then a checkpoint has a file a worker beside the shards,
 and on another number of workers all begin with the mean of the saved slots.
 
-Step h of round r has the number ``(r - 1) H + h`` in Adam's bias correction, and the learning
+With P fragments a round has H / P steps and exchanges one of them; then, and where local steps go
+on during an exchange, workers keep parameters of their own: see `mpips.rounds.streaming`. They are
+in the workers' files too, and on another number of workers all begin with their mean.
+
+Step h of round r has the number ``(r - 1) H / P + h`` in Adam's bias correction, and the learning
 rate of update r. The last round of an epoch has fewer steps, equally many on each worker.
 
-References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020.
+References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020;
+Douillard et al., arXiv 2311.08105 and 2501.18512.
 """
 
 import math
@@ -23,13 +29,16 @@ from typing import TYPE_CHECKING
 
 from mpips.cut.saver import WorkerSaver
 from mpips.datasets.ledger import Range, split
+from mpips.optim import Slots
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks, taken
-from mpips.rounds.averaging import AveragingRound
+from mpips.rounds.averaging import AveragingRound, LocalRound
 from mpips.rounds.loop import RoundLoop
+from mpips.rounds.streaming import StreamingRound
 from mpips.rounds.worker import RoundWorker
 from mpips.strategies.replica import Replica
+from mpips.transport import wire
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -41,33 +50,37 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    rounds = AveragingRound(job)
+    rounds = StreamingRound(job) if job.config.streaming else AveragingRound(job)
     if job.cluster.rank in job.cluster.roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
     if job.own_slots and job.worker_id is not None:
-        job.fill_own(rounds.own_slots)
+        job.fill_own(rounds.own)
     rounds.publish_start()
+    roles, node_of = job.cluster.roles, job.cluster.node_of
+    shards = rounds.shards[0] if isinstance(rounds, StreamingRound) else job.shards
+    packed = wire.announcement(job.config, roles, node_of, shards, job.layout)
+    if packed is not None:
+        log.say(packed)
     worker = LocalWorker(job, rounds) if job.worker_id is not None else None
-    return (yield from RoundLoop(job, rounds, log, worker, _savers(job, rounds)).run())
+    return (yield from RoundLoop(job, rounds, log, worker, _savers(job, rounds.own)).run())
 
 
-def _savers(job: Job, rounds: AveragingRound) -> list[WorkerSaver]:
-    """Return what saves the slots that this worker keeps, if it keeps any."""
+def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
+    """Return what saves what this worker keeps, if it keeps anything."""
     if not job.own_slots or job.worker_id is None:
         return []
-    slots = zip(job.own_slots, rounds.own_slots, strict=True)
-    own = {name: [(0, slot)] for name, slot in slots}
-    args = own, job.layout.size, job.dtype, job.config.snapshot == "stall"
+    vectors = {name: [(0, vector)] for name, vector in zip(job.own_slots, own, strict=True)}
+    args = vectors, job.layout.size, job.dtype, job.config.snapshot == "stall"
     return [WorkerSaver(job.cluster, job.worker_id, *args)]
 
 
 class LocalWorker(RoundWorker):
     """Makes local steps on its own parameters, which the round averages."""
 
-    def __init__(self, job: Job, rounds: AveragingRound) -> None:
+    def __init__(self, job: Job, rounds: LocalRound) -> None:
         super().__init__(job)
-        self._averages, self._rate = rounds, job.rate()
-        self._own = Replica(job, rounds.grad, rounds.own_slots)
+        self._rounds, self._rate = rounds, job.rate()
+        self._own = Replica(job, rounds.own_params, rounds.own_slots)
         self.vectors = rounds.vectors
 
     def steps(self, batch: Range) -> list[Range]:
@@ -77,17 +90,23 @@ class LocalWorker(RoundWorker):
         return [step for step in split(self.part(batch), count) if step[2] > step[1]]
 
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
-        """Make the local steps of a round; see `RoundWorker.compute`."""
+        """Make the local steps of a round, before the last of which its exchange may begin.
+
+        See `RoundWorker.compute`.
+        """
         steps = self.steps(batch)
         if not steps:
             return 0.0, 0
-        self._averages.begin()
+        self._rounds.begin()
         self.pushes += 1
-        total, samples = 0.0, 0
+        total, samples, c = 0.0, 0, self._job.config
         for h, local in enumerate(steps, 1):
-            number = step * self._job.config.local_steps + h
+            if h > len(steps) - c.overlap_steps:
+                self._rounds.begin_exchange(step + 1)
+            number = step * c.round_steps + h
             size, batches = local[2] - local[1], taken(self._job, self._loader, local)
-            loss = yield from self._own.step(batches, size, number, self._rate(step + 1))
+            with self._rounds.getting_on():
+                loss = yield from self._own.step(batches, size, number, self._rate(step + 1))
             total, samples = total + loss * size, samples + size
             self.times.steps += 1
             if not math.isfinite(loss):

@@ -27,7 +27,7 @@ CASES = {  # ranks, options, least accuracy: what is reached without a codec, le
     "powersgd, private": (2, f"{WIDE} --codec powersgd --window private", 0.96),
     "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.93),
 }
-QUICK = ("auto", "powersgd, servers")
+QUICK = ("auto",)
 REPORT_BYTES = 64  # a cache line
 NAN = (*CODECS, "powersgd")
 FAULTY = f"--problem {ROOT}/tests/problems/faulty.py:NanGradientOfMlp"

@@ -1,17 +1,19 @@
 """Local SGD against a run without any MPI, written from the equations of `strategies.local_sgd`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from references import SLOTS, TOLERANCE, serial_local_sgd
+from references import SLOTS, TOLERANCE, serial_local_sgd, serial_streaming
 from runs import MODELS, Plan, assert_same_state, final, names_asked, newest, summary, thinned
 
 from mpips.checkpoint import Checkpoint
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
+from mpips.optim import make_rule
 from mpips.rounds.averaging import Average, SlowMomentum
 
 JOB = "--mode local_sgd --hidden 24 --eval-every 0 --checkpoint-every 0 --epochs 2"
@@ -37,6 +39,13 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
     "kept": (
         3,
         "--optimizer adam --local-steps 6 --batch-size 8 --local-slots keep --outer-momentum 0.4 "
+        "--outer-nesterov --outer-lr 0.7 --dtype float64",
+    ),
+    "outer rate": (3, "--optimizer sgd --lr 0.1 --local-steps 4 --outer-lr 0.8 --dtype float64"),
+    "packed": (
+        3,
+        "--optimizer adam --hidden 512 --local-steps 6 --batch-size 16 --local-slots keep "
+        "--outer-momentum 0.9 --outer-nesterov --outer-lr 0.7 --codec fp16 --node-size 1 "
         "--dtype float64",
     ),
     "kept on nodes": (
@@ -44,13 +53,54 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
         "--optimizer momentum --lr 0.02 --local-steps 5 --batch-size 8 --local-slots keep "
         "--node-size 2 --servers 2 --dtype float64",
     ),
+    "fragments": (
+        3,
+        "--optimizer adam --local-steps 6 --fragments 3 --batch-size 8 --local-slots keep "
+        "--outer-momentum 0.4 --outer-nesterov --outer-lr 0.7 --dtype float64",
+    ),
+    "fragments, overlap": (
+        4,
+        "--optimizer adam --local-steps 8 --fragments 2 --overlap-steps 3 --mixing 0.6 "
+        "--batch-size 8 --local-slots keep --outer-momentum 0.9 --outer-nesterov --outer-lr 0.7 "
+        "--node-size 2 --schedule cosine --dtype float64",
+    ),
+    "fragments on nodes": (
+        5,
+        "--optimizer momentum --lr 0.02 --local-steps 6 --fragments 3 --overlap-steps 2 "
+        "--batch-size 8 --local-slots keep --node-size 2 --servers 1 --outer-momentum 0.3 "
+        "--clip 0.5",
+    ),
+    "overlap": (
+        3,
+        "--optimizer sgd --lr 0.1 --local-steps 4 --overlap-steps 1 --node-size 1 --batch-size 16 "
+        "--dtype float64",
+    ),
+    "fragments, packed": (
+        2,
+        "--optimizer adam --hidden 512 --local-steps 6 --fragments 2 --overlap-steps 1 "
+        "--batch-size 16 --local-slots keep --outer-momentum 0.9 --outer-nesterov --outer-lr 0.7 "
+        "--codec fp16 --node-size 1 --dtype float64",
+    ),
     "tiny": (4, "--optimizer sgd --local-steps 3 --batch-size 100 --dtype float64"),
 }
-QUICK, QUICK_STOPPED = ("nodes", "kept"), ("stopped kept",)
+# Relative: what fp16 makes of the changes of each round, both ways; and vectors that a round sends.
+PACKED = {"packed": 1e-2, "fragments, packed": 1e-2}
+SENT = {"packed": 2, "fragments, packed": 1 / 2}
+QUICK, QUICK_STOPPED = ("nodes", "kept", "fragments, overlap"), ("stopped kept fragments",)
 SAME = ("--optimizer", "sgd", "--epochs", "2", "--hidden", "16", "--dtype", "float64")
 STOPPED = {
     "stopped adam": (4, "--optimizer adam --local-steps 3 --outer-momentum 0.5"),
     "stopped kept": (4, "--optimizer adam --local-steps 3 --local-slots keep"),
+    "stopped kept fragments": (
+        4,
+        "--optimizer adam --local-steps 6 --fragments 3 --overlap-steps 1 --local-slots keep "
+        "--outer-momentum 0.5 --node-size 2",
+    ),
+    "stopped kept packed": (  # the owner's parameters, saved, are those of the other node too
+        2,
+        "--optimizer adam --hidden 1024 --local-steps 4 --fragments 2 --overlap-steps 1 "
+        "--local-slots keep --codec int4 --node-size 1",
+    ),
     "stopped kept stall": (
         4,
         "--optimizer momentum --local-steps 3 --local-slots keep --servers 1 --snapshot stall "
@@ -103,7 +153,13 @@ def add_changes_of_mode(plan: Plan) -> None:
     plan.add("modes", 2, [*local, *words, "3", "--servers", "1", "--resume"])
     plan.add("modes", 3, [*local, "--local-slots", "keep", *words, "4", "--resume"])
     plan.add("modes", 4, [*local, "--local-slots", "keep", *words, "5", "--resume"])
-    plan.add("modes", 3, ["--mode", "async", *words, "6", "--resume"])
+    streaming = [*local, "--local-slots", "keep", "--fragments", "4", "--overlap-steps", "2"]
+    plan.add("modes", 3, [*streaming, *words, "6", "--resume"])
+    plan.add("modes", 4, [*streaming, *words, "7", "--resume"])
+    plan.add(
+        "modes", 3, [*local, "--fragments", "1", "--overlap-steps", "0", *words, "8", "--resume"]
+    )
+    plan.add("modes", 3, ["--mode", "async", *words, "9", "--resume"])
 
 
 @pytest.mark.launch
@@ -111,23 +167,40 @@ def add_changes_of_mode(plan: Plan) -> None:
 def test_run_equals_a_serial_one(name: str, runs: Plan) -> None:
     ranks, options = CASES[name]
     config = resolve(parse_command_line([*JOB.split(), *options.split()]).options)
-    expected, slots = serial_local_sgd(config, ranks - (config.servers or 0), rate_of(config))
-    checkpoint = final(runs.out(name))
+    workers, checkpoint = ranks - (config.servers or 0), final(runs.out(name))
+    if config.streaming:
+        owners = config.servers or ranks
+        expected, slots, velocity = serial_streaming(config, workers, owners, rate_of(config))
+    else:
+        (expected, slots), velocity = serial_local_sgd(config, workers, rate_of(config)), None
     found = checkpoint.layout.views(checkpoint.read_params())
     norm = np.linalg.norm
     # Adam divides by roots that may be tiny, which enlarges what was rounded.
     tolerance = TOLERANCE[config.dtype] * (10 if config.optimizer == "adam" else 1)
+    tolerance = PACKED.get(name, tolerance)
     for key, array in expected.items():
         assert norm(found[key] - array) <= tolerance * norm(array), key
-    if config.local_slots == "keep":
+    if config.local_slots == "keep" or config.streaming:
         pairs = own_slots(checkpoint, slots)
     else:
         names = checkpoint.slot_names[: len(slots)]
         pairs = [(checkpoint.read_slot(k), s) for k, s in zip(names, slots, strict=True)]
+    if velocity is not None:
+        pairs.append((checkpoint.read_slot("outer_velocity"), velocity))
     for slot, its in pairs:
         assert norm(slot - its) <= 10 * tolerance * norm(its)
     assert len(pairs) >= SLOTS[config.optimizer]
-    assert ("outer_velocity" in checkpoint.slot_names) == bool(config.outer_momentum)
+    assert ("outer_velocity" in checkpoint.slot_names) == bool(config.outer_step)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", thinned(PACKED, ()))
+def test_what_a_round_changes_is_packed(name: str, runs: Plan) -> None:
+    found = summary(runs.out(name))
+    plain = found["global_step"] * SENT[name] * found["parameters"] * 8
+    assert found["bytes_sent"] == pytest.approx(plain / 4, rel=0.05)
+    start = (CASES[name][0] - 1) * found["parameters"] * 8
+    assert found["bytes_received"] == pytest.approx(plain / 4 + start, rel=0.05)
 
 
 def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -173,8 +246,8 @@ def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
     """No sample is lost or repeated; slots that the mode before had not begin at zero."""
     checkpoint = newest(runs.out("modes"))
-    assert checkpoint.state["handout"]["cursor"] == [6, 0]
-    assert checkpoint.state["samples"] == 6 * 1438
+    assert checkpoint.state["handout"]["cursor"] == [9, 0]
+    assert checkpoint.state["samples"] == 9 * 1438
     assert checkpoint.slot_names == ("m", "v")
     assert summary(runs.out("modes"))["mode"] == "async"
     assert np.isfinite(checkpoint.read_params()).all()
@@ -202,5 +275,16 @@ def test_rules_of_averaging(dtype: str) -> None:
     SlowMomentum(momentum=0.5).apply(params, mean, (v,), 1, 0.1)
     np.testing.assert_array_equal(v, w.dtype.type(0.5) * velocity + (w - mean))
     np.testing.assert_array_equal(params, w - v)
+    params, v = w.copy(), velocity.copy()
+    outer_step = SlowMomentum(momentum=0.9, rate=0.7, nesterov=True)
+    outer_step.apply(params, mean, (v,), 1, 0.1)
+    theirs, outer = w.copy(), velocity.copy()  # what a round has changed is a gradient to the rule
+    make_rule("nesterov", momentum=0.9).apply(theirs, w - mean, (outer,), 1, 0.7)
+    np.testing.assert_allclose(params, theirs, rtol=0, atol=10 * TOLERANCE[dtype])
+    np.testing.assert_array_equal(v, outer)
+    given, v = w.copy(), velocity.copy()
+    replace(outer_step, given=True).apply(given, w - mean, (v,), 1, 0.1)
+    np.testing.assert_array_equal(given, params)
+    np.testing.assert_array_equal(v, outer)
     with pytest.raises(ValueError, match="one length"):
         SlowMomentum().apply(params, mean[1:], (v,), 1, 0.1)

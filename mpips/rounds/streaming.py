@@ -1,0 +1,249 @@
+"""Rounds of Streaming DiLoCo: one fragment of the model each, exchanged while workers compute.
+
+The vector is cut into P **fragments**: the p-th is the p-th part of every owner's shard, so that
+each exchange uses the links of all owners. Round r exchanges fragment ``(r - 1) mod P``, so that
+each goes every P rounds. With w what the owners hold, x_k what worker k trains and a the mixing
+factor, in the ranges of that fragment:
+
+    d   = mean over k of (w - x_k)        when the exchange begins, `overlap_steps` before the end
+    w   = w after an outer step by d      (`mpips.rounds.averaging.SlowMomentum`)
+    x_k = (1 - a) x_k + a w               at the end of the round, x_k being what it is by then
+
+The mean counts every worker alike, for what one has changed comes from P rounds.
+
+An exchange begins by no call that waits: each rank says in its node's memory that its d is there,
+and goes on. What then is to be done (sums on the way to owners, updates, results on the way back)
+is a generator that yields where it would wait; a thread of `mpips.cluster.waiting.Background`
+resumes it while gradients are computed, and this rank itself does so when the round ends. So at the
+end of a round nothing is under way, and a checkpoint holds w and its slots, x_k and the worker's
+own slots. All ranks have come to the end then: what they report is added up there, in 64 bytes.
+
+References: Douillard et al., arXiv 2501.18512, algorithm 2.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from mpips.cluster import words
+from mpips.cluster.waiting import Background, all_done
+from mpips.kernels.vectors import add_scaled, addresses_of
+from mpips.layout import Shard, aligned_zeros, cut
+from mpips.optim import Rule, Slots
+from mpips.planning.job import OWN_PARAMS, Job
+from mpips.rounds.averaging import outer_rule
+from mpips.rounds.base import Report, Transfers, Weights
+from mpips.rounds.internode import FarNodes, NodeAgent
+from mpips.rounds.node import NodeRound
+from mpips.rounds.shared import slot_fields
+from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
+
+ADVANCE_S = 1e-3  # between two looks at an exchange that is under way: sockets hold more than that
+
+
+def fragment_shards(shards: Sequence[Shard], fragments: int, itemsize: int) -> list[list[Shard]]:
+    """Return what each owner updates of each fragment, by fragment and then by owner."""
+    parts = [cut(shard.size, fragments, itemsize) for shard in shards]
+    return [
+        [
+            Shard(shard.begin + part[p].begin, shard.begin + part[p].end)
+            for shard, part in zip(shards, parts, strict=True)
+        ]
+        for p in range(fragments)
+    ]
+
+
+class Fragment:
+    """One fragment, as each rank has it.
+
+    Args:
+        job: The run.
+        shards: What each owner updates.
+        rule: The outer step.
+        replica: The node's, shape (n_params,).
+        slots: An owner's, over its whole shard.
+        addresses: Of the changes of the node's workers.
+        transfers: Where bytes and time are counted.
+
+    Attributes:
+        ranges: Where its elements lie in the vector.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shards: Sequence[Shard],
+        rule: Rule,
+        replica: np.ndarray,
+        slots: Slots,
+        addresses: np.ndarray,
+        transfers: Transfers,
+    ) -> None:
+        cluster = job.cluster
+        self.ranges = [shard.range for shard in shards if shard.size]
+        self._agent = NodeAgent(job, shards, replica, addresses, transfers)
+        self._far: FarNodes | None = None  # both of an owner
+        self._update: ShardUpdate | None = None
+        share = 1 / len(cluster.roles.workers)
+        self._near = np.full(addresses.size, share)
+        self._sources = addresses, self._near
+        if cluster.rank in cluster.roles.owners:
+            shard = shards[cluster.roles.owners.index(cluster.rank)]
+            params, begin = replica[shard.range], job.shard.begin
+            self._far = FarNodes(job, shard, params)
+            sums = self._far.sums
+            relative = shard.begin * job.dtype.itemsize  # rows are addressed as whole vectors
+            rows = np.concatenate([addresses, addresses_of(sums) - relative])
+            self._sources = rows, np.concatenate([self._near, np.ones(len(sums))])
+            of_slots = tuple(slot[shard.begin - begin : shard.end - begin] for slot in slots)
+            block = np.zeros(min(BLOCK_BYTES // job.dtype.itemsize, shard.size), job.dtype)
+            self._update = ShardUpdate(job, shard, rule, params, of_slots, block, transfers)
+
+    def exchange(self, step: int) -> Iterator[None]:
+        """Exchange it, once the changes of the node's workers are there; yields where it waits.
+
+        Args:
+            step: Number of the round.
+        """
+        agent, far = self._agent, self._far
+        requests = agent.send_sums(step, self._near) + agent.receive_results()
+        if far is not None and self._update is not None:
+            coming = far.receive_sums()
+            while not all_done(coming):
+                yield
+            far.unpack_sums()
+            self._update.apply(step, 1.0, self._sources)
+            requests += far.send_results(step)
+        while not all_done(requests):
+            yield
+        agent.unpack_results()
+
+    def share(self, step: int) -> Iterator[None]:
+        """Bring what owners hold to the other nodes, as they are; yields where it waits."""
+        requests = self._agent.receive_results(start=True)
+        if self._far is not None:
+            requests += self._far.send_results(step, start=True)
+        while not all_done(requests):
+            yield
+        self._agent.unpack_results(start=True)
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self._agent.free()
+        self._far = self._update = None
+
+
+class StreamingRound(NodeRound):
+    """Rounds that exchange one fragment each; see `mpips.rounds.averaging.LocalRound`.
+
+    Attributes:
+        own_params: What a worker trains, shape (n_params,); `replica` is what the owners hold.
+        own_slots: The slots of the job's rule, each of that shape.
+        vectors: Vectors of the parameters' size that a round moves, on average.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """See `Round.__init__`."""
+        rule = outer_rule(job)
+        super().__init__(job, rule, None, slot_fields(job, rule))
+        cluster = self._cluster
+        self.own_params = np.zeros(0, job.dtype)
+        self.own_slots: Slots = ()
+        if job.worker_id is not None:
+            n = job.layout.size
+            self.own_params = aligned_zeros(n, job.dtype)
+            self.own_slots = tuple(np.zeros(n, job.dtype) for _ in job.rule.slots)
+        if cluster.rank in cluster.roles.owners:
+            self.params = self.replica[job.shard.range]
+            names = rule.slots
+            self.slots = tuple(self._window.view(cluster.rank, f"slots/{name}") for name in names)
+        self.shards = fragment_shards(job.shards, job.config.fragments, job.dtype.itemsize)
+        args = rule, self.replica, self.slots, self._addresses, self.transfers
+        self._fragments = [Fragment(job, shards, *args) for shards in self.shards]
+        self.vectors = 1 / len(self._fragments)
+        self._under_way: Iterator[None] | None = None
+        self._error: Exception | None = None
+        self._background = Background(self._advance, ADVANCE_S)
+
+    @property
+    def own(self) -> Slots:
+        """What a worker has for itself, as `Job.own_slots` names it."""
+        return (*self.own_slots, self.own_params)
+
+    def begin(self) -> None:
+        """Go on from this worker's own parameters: nothing is to be done."""
+
+    def publish_start(self) -> None:
+        """See `Round.publish_start`; workers begin there unless they have gone on already."""
+        for fragment in self._fragments:
+            self._finish(fragment.share(self._job.base_step))
+        self._barrier.wait()
+        saved = self._job.checkpoint
+        if self.own_params.size and (saved is None or OWN_PARAMS not in saved.worker_names):
+            np.copyto(self.own_params, self.replica)
+
+    def begin_exchange(self, step: int) -> None:
+        """Begin the exchange of round `step`, unless that is done. Blocks: no.
+
+        Collective: yes, with `exchange`, which begins it on ranks that have not.
+        """
+        if self._under_way is not None:
+            return
+        fragment = self._fragments[(step - 1) % len(self._fragments)]
+        if self.own_params.size:
+            for part in fragment.ranges:
+                np.subtract(self.replica[part], self.own_params[part], out=self.grad[part])
+        self._barrier.begin()
+        self._under_way = self._exchanging(fragment, step)
+        self._advance()
+
+    def _exchanging(self, fragment: Fragment, step: int) -> Iterator[None]:
+        while not self._barrier.all_begun():
+            yield
+        yield from fragment.exchange(step)
+
+    def getting_on(self) -> AbstractContextManager[None]:
+        """Return what lets an exchange that is under way get on while this rank computes."""
+        return nullcontext() if self._advance() else self._background
+
+    def _advance(self) -> bool:
+        """Get on with what is under way; returns whether it is done. In a thread or outside."""
+        if self._under_way is not None and self._error is None:
+            try:
+                return next(self._under_way, True) is True
+            except Exception as error:  # a generator that has raised is over
+                self._error = error
+        return True
+
+    def _finish(self, under_way: Iterator[None]) -> None:
+        """Wait for the end of what is under way. Blocks: never inside MPI."""
+        self._under_way = under_way
+        self.transfers.waited_s += self._cluster.wait(self._advance, words.ROUND)
+        self._under_way = None
+        if self._error is not None:
+            raise self._error
+
+    def exchange(self, step: int, weights: Weights, report: Report) -> Report:
+        """See `Round.exchange`; every worker has the same weight, whatever is given."""
+        self.begin_exchange(step)
+        assert self._under_way is not None, "an exchange was begun"
+        self._finish(self._under_way)
+        self._barrier.enter(report)
+        if self._cluster.nodes > 1:
+            self.transfers.wait(self._begin_report_sum())
+            self._publish_report_sum()
+        agreed = self._barrier.leave()
+        if self.own_params.size:
+            taken = self._job.config.mixed
+            for part in self._fragments[(step - 1) % len(self._fragments)].ranges:
+                add_scaled(self.own_params[part], 1 - taken, self.replica[part], taken)
+        return agreed
+
+    def free(self) -> None:
+        """See `Round.free`."""
+        self._background.end()
+        for fragment in self._fragments:
+            fragment.free()
+        self.own_params, self.own_slots = np.zeros(0), ()
+        super().free()
