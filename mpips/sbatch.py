@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config import OPTIONS, Config
-from mpips.config.arguments import Parser
+from mpips.config.arguments import Parser, verbatim
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import copy_shared, read_toml, resolve, shared_folder
 from mpips.datasets.files import is_pattern, matching
@@ -41,12 +41,7 @@ PASSED = {
 
 def make_parser() -> Parser:
     """Build the parser of this command."""
-    parser = Parser(
-        prog="python -m mpips.sbatch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = verbatim("python -m mpips.sbatch", __doc__)
     add = parser.add_argument
     add("--nodes", type=_count, default=1, metavar="N", help="nodes [default: 1]")
     add("--ntasks-per-node", type=_count, default=4, metavar="N", help="ranks a node [default: 4]")

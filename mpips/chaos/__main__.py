@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mpips.chaos.builtin import MODES, parse_modes
 from mpips.chaos.plan import DEFAULT, FAULTS, parse_faults
-from mpips.config.arguments import Parser, split_words
+from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import given_values, load
 from mpips.config.option import HELP_WIDTH
 from mpips.errors import UserError, complain
@@ -47,14 +47,7 @@ USAGE = "python -m mpips.chaos [--seed S] [--faults LIST] [options] [-- options 
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = Parser(
-        prog="python -m mpips.chaos",
-        usage=USAGE,
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = verbatim("python -m mpips.chaos", __doc__, usage=USAGE, epilog=EPILOG)
     add = parser.add_argument
     add("--seed", type=int, default=0, metavar="S",
         help="of the first run; the next ones take the next ones [default: 0]")  # fmt: skip
@@ -159,7 +152,7 @@ def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
         if not least <= value < 1e9:
             raise UserError(f"{flag} {value:g}", f"a number >= {least}")
     if args.plot:
-        from mpips.bench.plot import check as check_plot
+        from mpips.drawing import check as check_plot
 
         check_plot(args.plot)
         if not words:

@@ -9,11 +9,13 @@ from mpips.chaos import counting
 from mpips.chaos.plan import Fault
 from mpips.config.command_line import load
 from mpips.errors import unknown
-from mpips.layout.roles import assign
+from mpips.layout.roles import assign, with_spares
 
 MODES = {
     "async": "--mode async",
     "ssp": "--mode ssp --staleness-bound 2",
+    "async-servers": "--mode async --servers 2",
+    "ssp-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1",
     "sync": "--mode sync",
     "local_sgd": "--mode local_sgd --local-steps 2",
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000",
@@ -61,10 +63,11 @@ def job(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[
     """
     words = [*COMMON.split(), *shlex.split(MODES[mode])]
     config = load([*words, "--problem", _problem("HeldCounting")])
-    workers = len(assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers).workers)
+    roles = assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers)
+    workers = len(with_spares(roles, config.spares).workers)
     problem, rate, n_train = "HeldCounting", 1, DIGITS - HELD_OUT
     if config.in_rounds:  # of which each is to be whole: a mean over fewer samples counts for more
-        n_train -= n_train % (BATCH * workers * config.local_steps)
+        n_train -= n_train % (BATCH * workers * config.round_steps)
         rate = workers
         if config.mode == "sync":
             problem, rate = "HeldMeanCounting", BATCH * workers

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpips.bench.plot import COLOURS, drawing
 from mpips.chaos.run import Result
+from mpips.drawing import COLOURS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,10 +15,10 @@ from mpips.cluster.library import (
     library_text,
     mpi_name,
 )
+from mpips.cluster.process import cpu_name
 from mpips.cluster.world import Cluster
 from mpips.doctor.finding import Finding, fail, ok
 from mpips.doctor.software import Library
-from mpips.planning.job import cpu_name
 
 TRANSPORTS = {"libucp": "UCX", "libfabric": "libfabric", "libpsm2": "PSM2"}
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpips.config.arguments import Parser, split_words
+from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import load, parse_command_line
 from mpips.errors import UserError, complain
 
@@ -35,14 +35,7 @@ USAGE = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = Parser(
-        prog="python -m mpips.launch",
-        usage=USAGE,
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = verbatim("python -m mpips.launch", __doc__, usage=USAGE, epilog=EPILOG)
     add = parser.add_argument
     add("-n", dest="ranks", type=int, metavar="N",
         help="ranks to start [default: as many as --hosts has]")  # fmt: skip

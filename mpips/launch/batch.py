@@ -108,6 +108,8 @@ def _told(request: Request, need: Needs) -> list[str]:
     if need.servers:
         one += f", {need.server_bytes / 1e6:.0f} MB a server"
     workers = _counted(need.workers, "worker")
+    if need.evaluators:
+        workers += f", beside them {_counted(need.evaluators, 'evaluator')}"
     lines = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
     if not request.time and need.seconds > request.max_time_s:
         more = "That is more than the time limit: it is requeued, and goes on, until it ends."

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpips.config import OPTIONS, Config
-from mpips.layout.roles import Roles, assign, default_servers, matching
+from mpips.layout.roles import Roles, assign, default_servers, matching, training
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
@@ -21,8 +21,8 @@ def changed_options(given: Mapping[str, Any], ranks: int, nodes: Sequence[str]) 
 
     A number of servers that was given shrinks as the ranks do. Servers that were placed by rank or
     by host stay so on the ranks and hosts that are left; where none of them is, they are spread
-    over the nodes as if nothing had been said. Some of the backup workers go, if a round would
-    wait for nobody.
+    over the nodes as if nothing had been said. As many evaluate as before. Some of the backup
+    workers go, if a round would wait for nobody, and all spares.
 
     Args:
         given: Values of the job, without defaults.
@@ -32,6 +32,8 @@ def changed_options(given: Mapping[str, Any], ranks: int, nodes: Sequence[str]) 
     Raises:
         UserError: If a job of its mode cannot be on so few ranks.
     """
+    evaluators = given.get("evaluators") or 0
+    nodes, ranks = nodes[: training(len(nodes), evaluators)], ranks - evaluators
     world = len(nodes)
     if world == ranks:
         return {}
@@ -58,6 +60,8 @@ def changed_options(given: Mapping[str, Any], ranks: int, nodes: Sequence[str]) 
             changes["server_hosts"] = ""
         roles = _roles(mode, nodes, {**given, **changes})
         assert roles is not None, "they fit"
+    if given.get("spares"):
+        changes["spares"] = 0
     most = len(roles.workers) - 1
     if given.get("backup_workers", 0) > most:
         changes["backup_workers"] = most

@@ -119,7 +119,7 @@ def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict
 
 def without_progress(attempts: Sequence[Attempt]) -> int:
     """Return how many of the last attempts, but the first, have saved nothing that is newer."""
-    got = [(attempt.runs, attempt.step) for attempt in attempts]
+    got = [_got(attempt) for attempt in attempts]
     newer = [k for k in range(1, len(got)) if got[k] > max(got[:k])]
     return len(got) - 1 - max(newer, default=0)
 
@@ -132,5 +132,10 @@ def _asked(last: Attempt, asked: str) -> Verdict:
 
 def _no_further(attempts: Sequence[Attempt], tries: int) -> bool:
     """Whether the last attempts, so many, have saved nothing that is newer than what was there."""
-    got = [(attempt.runs, attempt.step) for attempt in attempts]
-    return len(got) > tries and max(got[-tries:]) <= got[-tries - 1]
+    got = [_got(attempt) for attempt in attempts[-tries - 1 :]]
+    return len(got) > tries and max(got[1:]) <= got[0]
+
+
+def _got(attempt: Attempt) -> tuple[int, int]:
+    """How far it has got. To save the beginning is no more than to begin: it may come too late."""
+    return attempt.runs, max(attempt.step, 0)

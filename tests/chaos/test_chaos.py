@@ -22,7 +22,10 @@ FAULTS = (
 # a worker that died, has mode async with one that is killed as it trains.
 SHARES = {
     932: ("ssp", "easgd", "async-fp16", "async-topk", "sync-topk"),
-    203: ("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
+    203: (
+        *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
+        *("async-servers", "ssp-spare"),
+    ),
 }
 PROGRAM = """
 import sys, time

@@ -160,6 +160,7 @@ NODES = ["a"] * 4 + ["b"] * 4  # what is left of 12 ranks
         ("--server-hosts c", "--servers=2 --server-hosts="),
         ("--server-hosts a,c --servers 8", "--servers=4"),
         ("--mode sync --servers 3 --backup-workers 6", "--servers=2 --backup-workers=5"),
+        ("--servers 2 --spares 1", "--servers=1 --spares=0"),
     ],
 )
 def test_options_of_fewer_ranks(given: str, changes: str) -> None:
@@ -172,6 +173,11 @@ def test_options_of_fewer_ranks(given: str, changes: str) -> None:
     names = ("servers", "server_ranks", "server_hosts")
     placing = {name: again[name] for name in names if name in again}
     assert assign(again.get("mode", "async"), NODES, [0] * 8, **placing).workers
+
+
+def test_as_many_evaluate_on_fewer_ranks() -> None:
+    options = parse_command_line(["--servers", "3", "--evaluators", "4"]).options
+    assert changed_options(options, 12, NODES) == {"servers": 2}, "3 of 8 that train, 2 of 4"
 
 
 @pytest.mark.parametrize("given", ["", "--servers 2", "--server-ranks 1"])

@@ -5,8 +5,9 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import ROOT
@@ -82,6 +83,12 @@ if len(sys.argv) > 3:
     raise KeyError("a mistake of mine")
 sys.exit(result.code)
 """
+
+
+# The same, where a spare is there, which needs no restart.
+SPARE = PROGRAM.replace(
+    "checkpoint_every=", "servers=1, spares=1, dtype='float64', checkpoint_every="
+).replace("sys.argv[2]", "'auto'")
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +201,43 @@ def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     assert_counts(newest(out), N)
 
 
+survived = pytest.mark.skipif(
+    not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die"
+)
+SERVED = [
+    ("async", ""),
+    pytest.param("ssp", "--hidden 200000", marks=pytest.mark.long),
+    pytest.param("async", "--read consistent --snapshot stall", marks=pytest.mark.long),
+]
+
+
+def outlived(
+    folder: Path, mode: str, options: str, first: int, others: Sequence[int], mark: str
+) -> dict[str, Any]:
+    """Kill a rank, and others once `mark` says that its work is done; returns the summary.
+
+    Two of them are servers, of three, and none starts again: each batch counts once.
+    """
+    out, words = folder / "out", counting_words(folder, 20, "--mode", mode, "--servers", "3")
+    with Supervised(folder, 6, [*words, *options.split()]) as job:
+        pids = job.wait_for_training(out, 1)
+        os.kill(pids[first], signal.SIGKILL)
+        job.wait_for(lambda: mark in job.output)
+        for rank in others:
+            os.kill(pids[rank], signal.SIGKILL)
+        told = job.wait(0)
+    assert told.count(mark) == 2
+    assert "starting again" not in told
+    assert starts_of(out) == 1
+    s = summary(out)
+    applied = {row["applied"] for row in s["per_server"]}
+    assert {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])} | applied == {s["global_step"]}
+    assert_counts(final(out), N, 20)
+    return s
+
+
 @pytest.mark.launch
-@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@survived
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -226,7 +268,7 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@survived
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
     """Those that live have the result, and all that the program does after its run."""
@@ -242,40 +284,50 @@ def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("async", ""),
-        pytest.param("ssp", "--hidden 200000", marks=pytest.mark.long),
-        pytest.param("async", "--read consistent --snapshot stall", marks=pytest.mark.long),
-    ],
-)
+@survived
+@pytest.mark.parametrize(("mode", "options"), SERVED)
 def test_servers_that_die(mode: str, options: str, tmp_path: Path) -> None:
     """Server 0 goes on with their shards, and each batch counts once; a worker dies as well."""
-    out, words = tmp_path / "out", counting_words(tmp_path, 20, "--mode", mode, "--servers", "3")
-    with Supervised(tmp_path, 6, [*words, *options.split()]) as job:
-        _, first, second, worker, *_ = job.wait_for_training(out, 1)
-        os.kill(first, signal.SIGKILL)
-        job.wait_for(lambda: TAKEN_OVER in job.output)
-        for pid in (second, worker):
-            os.kill(pid, signal.SIGKILL)
-        told = job.wait(0)
-    assert told.count(TAKEN_OVER) == 2
-    assert "starting again" not in told
-    assert starts_of(out) == 1
-    s = summary(out)
+    s = outlived(tmp_path, mode, options, 1, (2, 3), TAKEN_OVER)
     assert s["lost"] == [1, 2, 3]
     assert [row.get("lost", False) for row in s["per_server"]] == [False, True, True]
-    pushes = {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])}
-    assert pushes | {row["applied"] for row in s["per_server"]} == {s["global_step"]}
-    assert_counts(final(out), N, 20)
-    assert re.search(r'"kind": "lost", .*"server": 2', (out / "metrics.jsonl").read_text())
+    assert re.search(r'"kind": "lost", .*"server": 2', (tmp_path / "out/metrics.jsonl").read_text())
+
+
+@pytest.mark.launch
+@survived
+@pytest.mark.parametrize(("mode", "options"), SERVED)
+def test_chiefs_that_die(mode: str, options: str, tmp_path: Path) -> None:
+    """Server 0, and the next one with a worker: another hands out, saves, and ends the run."""
+    s = outlived(tmp_path, mode, options, 0, (1, 3), DUTIES)
+    assert s["lost"] == [0, 1, 3]
+    assert [row.get("adopted_by") for row in s["per_server"]] == [2, 2, None]
+    assert s["samples"] == 20 * N
+    lost = re.findall(
+        r'"kind": "lost", .*"rank": (\d)', (tmp_path / "out/metrics.jsonl").read_text()
+    )
+    assert lost == ["0", "0", "1", "3"], "the shard of server 0 is taken over twice"
+
+
+@pytest.mark.launch
+@survived
+def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
+    """It hands out, saves, and ends the run; a program sees nothing of that."""
+    (tmp_path / "program.py").write_text(SPARE)
+    with Supervised(tmp_path, 4, ["program.py", "out"], "--ft") as job:
+        told = job.wait(0)
+    assert told.count("the program has seen the end") == 3
+    assert told.count(DUTIES) == 1
+    assert "starting again" not in told
+    s = summary(tmp_path / "out")
+    assert s["lost"] == [0]
+    assert s["per_server"][0]["adopted_by"] == 1
+    assert s["samples"] == 3 * N
 
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@survived
 @pytest.mark.parametrize("who", ["the server", "all workers"])
 def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path: Path) -> None:
     """It is said once, and the job starts again."""
@@ -307,6 +359,7 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
 
 
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
+DUTIES = "has taken its duties over"
 
 
 HANGS = """

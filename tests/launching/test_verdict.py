@@ -39,6 +39,7 @@ def failed(*steps: int, code: int = 1) -> list[Attempt]:
         (failed(40), None),
         (failed(40, 40), 1),  # the same step again
         (failed(40, 90), None),
+        ([Attempt(1, runs=1), *failed(0)], 1),  # the first one was too quick to save its beginning
         ([*killed(40), *failed(40)], None),  # an exception that came once
         (killed(-1, -1), None),
         (killed(-1, -1, -1), 1),
