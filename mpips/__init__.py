@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpips.config.groups import Group
     from mpips.errors import UserError
+    from mpips.layout.tables import Normal, Table, Uniform, Zeros
     from mpips.library.callbacks import Callback
     from mpips.library.optimizers import (
+        FTRL,
         SGD,
         Adagrad,
         Adam,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         Momentum,
         Nesterov,
         RMSprop,
+        RowAdagrad,
     )
     from mpips.library.run import Result, run
     from mpips.library.store import Store
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "FTRL",
     "SGD",
     "Adagrad",
     "Adam",
@@ -36,20 +40,29 @@ __all__ = [
     "Group",
     "Momentum",
     "Nesterov",
+    "Normal",
     "RMSprop",
     "Result",
+    "RowAdagrad",
     "Store",
+    "Table",
+    "Uniform",
     "UserError",
     "Worker",
+    "Zeros",
     "run",
 ]
 _MODULES = {
     "Callback": "library.callbacks",
     "Group": "config.groups",
+    "Normal": "layout.tables",
     "Result": "library.run",
     "Store": "library.store",
+    "Table": "layout.tables",
+    "Uniform": "layout.tables",
     "UserError": "errors",
     "Worker": "library.worker",
+    "Zeros": "layout.tables",
     "run": "library.run",
 }
 

@@ -56,9 +56,13 @@ class Samples(Source):
 
 def dataset(name: str, train: Samples, test: Samples | None) -> Dataset:
     """Return samples to train on, and held-out ones, as a dataset of that name."""
-    held_out = test.n if test is not None else 0
-    info = DataInfo(name, train.n, held_out, (), (), None, name)
+    info = info_of(name, train.n, test.n if test is not None else 0)
     return Dataset(info, train, test)
+
+
+def info_of(name: str, count: int, held_out: int) -> DataInfo:
+    """Return what is known of a program's data: how many samples it has, by that name."""
+    return DataInfo(name, count, held_out, (), (), None, name)
 
 
 def _reader(data: Any) -> tuple[int, Take]:

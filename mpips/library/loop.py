@@ -18,6 +18,7 @@ from mpips.problems.evaluation import CHUNK, add_up, metric_sums, share
 if TYPE_CHECKING:
     from mpips.cluster.start import Request
     from mpips.library.start import Start
+    from mpips.ps.rows import RowsAtWork
     from mpips.session.training import Ended
 
 PATIENCE_S = 60.0  # for a worker that does not come to evaluate() in the loop
@@ -43,7 +44,7 @@ class Loop:
         self.id = ranks.roles.workers.index(ranks.rank)
         self.ended: Ended | None = None
         self._start, self.notes = start, Notes(self.id)
-        self._callbacks = start.callbacks
+        self._callbacks = start.given.callbacks
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
         self._next: Task | None = None  # the one after it, which is here already
@@ -213,6 +214,16 @@ class Loop:
                 other = "the end of its function" if theirs is None else f"{theirs} samples"
                 got = f"evaluate() of {samples} samples, and on worker {worker} {other}"
                 raise UserError(got, "the same calls of evaluate() on every worker")
+
+    def _tables(self, what: str) -> "RowsAtWork":
+        """Return what rows are read and pushed by."""
+        if self._tasks is None or self.ended is not None:
+            remedy = "a run's checkpoints have its rows when it is over"
+            raise UserError(f"{what}() outside the loop over the batches", "a call in it", remedy)
+        rows = self._start.job.rows
+        if rows is None:
+            raise UserError(f"{what}() in a run without tables", "tables given to mpips.run")
+        return rows
 
     def _in_work(self, what: str) -> Task:
         if self._task is None:

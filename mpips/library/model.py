@@ -8,7 +8,9 @@ import numpy as np
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.layout.tables import Table
 from mpips.optim import RuleState
+from mpips.planning.tables import checked_tables
 from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:
@@ -25,9 +27,10 @@ class Parameters:
         given: Names and arrays of real numbers.
         statistics: Those that are no parameters, the last ones; see `Problem`.
         make_state: Makes what the update rule begins with; None for nothing.
+        tables: Tables of rows beside them, by name.
 
     Raises:
-        UserError: If there is none, or one is not an array of real numbers.
+        UserError: If there is none, one is not an array of real numbers, or a table is none.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Parameters:
         given: Mapping[str, Any],
         statistics: Sequence[str] = (),
         make_state: MakeState | None = None,
+        tables: Mapping[str, Table] | None = None,
     ) -> None:
         if not isinstance(given, Mapping) or not given:
             got = f"params of type {type(given).__name__}" if given else "no params"
@@ -46,6 +50,7 @@ class Parameters:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
         self.statistics, self.make_state = tuple(statistics), make_state
+        self.tables = checked_tables(tables or {})
         self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
         # Of a job that is given none.
         doubles = all(array.dtype == np.float64 for array in arrays.values())
@@ -76,7 +81,7 @@ class Model(Problem):
     ) -> None:
         super().__init__(data, config)
         self.layout, self._params, self._evaluate = params.layout, params, evaluate
-        self.statistics = params.statistics
+        self.statistics, self.tables = params.statistics, params.tables
         if params.make_state is not None:
             self.rule_state = params.make_state(config, params.layout)
 

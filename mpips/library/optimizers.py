@@ -86,3 +86,22 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019)."""
 
     name = "adamw"
+
+
+@dataclass(frozen=True)
+class RowAdagrad(Optimizer):
+    """Adagrad with one sum a row (Mudigere et al., ISCA 2022): for tables alone."""
+
+    name = "row_adagrad"
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """FTRL-proximal (McMahan et al., KDD 2013), whose lr is alpha: for tables alone."""
+
+    name = "ftrl"
+    beta: float | None = None
+    l1: float | None = None
+    l2: float | None = None

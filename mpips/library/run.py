@@ -4,25 +4,28 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpips.checkpoint import newest_whole
 from mpips.cluster import ending, failures, signals
 from mpips.cluster.agreement import Agreed
 from mpips.cluster.start import Comm, whole_world
 from mpips.errors import UserError
+from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
 from mpips.library.model import Evaluate, MakeState, Parameters
 from mpips.library.notes import Note, write_late
 from mpips.library.optimizers import Optimizer
-from mpips.library.start import Start, checked
+from mpips.library.start import Given, Start, checked
 from mpips.library.worker import Worker
 from mpips.problems.accumulate import follow
+from mpips.ps.saved_rows import find_rows
 from mpips.session.training import Ended
 
 
@@ -33,8 +36,8 @@ class Result:
     Attributes:
         params: The parameters at the end, by name; this rank's own copies.
         summary: What ``summary.json`` in the run's folder holds; see ``mpips guide summary``.
-        reason: Why it ended: ``epochs``, ``steps``, ``target``, ``stopped`` (by `Worker.stop`),
-            ``diverged``, or the name of the signal that asked to save and end.
+        reason: Why it ended: ``epochs``, ``steps``, ``target``, ``patience``, ``stopped`` (by
+            `Worker.stop`), ``diverged``, or the name of the signal that asked to save and end.
         code: Exit code that the command line would end with: 0 when done, 85 when saved at a
             signal and not finished (``sys.exit(result.code)`` tells the job script), 1 otherwise.
         out: The run's folder.
@@ -46,6 +49,26 @@ class Result:
     code: int
     out: Path
 
+    def rows(self, table: str, ids: Any) -> np.ndarray:
+        """Return rows of a table from the run's newest checkpoint, which a run that is over has.
+
+        Args:
+            table: Its name.
+            ids: Numbers of rows, integers of any shape, duplicates allowed.
+
+        Returns:
+            The rows, shape (*ids.shape, dim).
+
+        Raises:
+            UserError: If there is no such table or checkpoint, or an id is none of its rows.
+
+        Collective: no. Blocks: while it reads all that was changed of the table.
+        """
+        found, complaints = newest_whole(self.out)
+        if found is None:
+            raise UserError(f"no whole checkpoint in {self.out}: {'; '.join(complaints)}", "one")
+        return find_rows(found, table, np.asarray(ids))
+
 
 def run(
     train: Callable[[Worker], object],
@@ -56,6 +79,7 @@ def run(
     evaluate: Evaluate | None = None,
     held_out: Any = None,
     callbacks: Sequence[Callback] = (),
+    tables: Mapping[str, Table] | None = None,
     **options: Any,
 ) -> Result:
     """Train: `train` runs on every worker, and servers serve until all workers are done.
@@ -75,8 +99,10 @@ def run(
             ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
         held_out: Samples that are evaluated as the option `eval_every` says, and at the end; as
             `Worker.batches` takes them, or a function that returns such: it is called on workers
-            alone.
+            alone, and on evaluators.
         callbacks: Told of steps, epochs, evaluations and checkpoints.
+        tables: Tables of rows beside the parameters, by name; see `Worker.pull_rows`. The same on
+            every rank. Modes async and ssp on one node have them.
         **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
             a built-in model or a data file is left out.
@@ -90,7 +116,9 @@ def run(
 
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
-    program = Program(train, evaluate=evaluate, held_out=held_out, callbacks=callbacks)
+    program = Program(
+        train, evaluate=evaluate, held_out=held_out, callbacks=callbacks, tables=tables or {}
+    )
     return run_program(program, params, optimizer, comm, options)
 
 
@@ -101,6 +129,7 @@ class Program:
     Attributes:
         train: Called with a worker on each worker.
         make_worker: Makes it.
+        begin: Called on every rank that has its share of the cores. Collective: no.
         finish: Called on every rank at the end, while its communicators are there. Collective.
         evaluate: See `run`; `held_out` likewise.
         samples: Makes held-out samples of what is given.
@@ -108,10 +137,12 @@ class Program:
         sets_rate: Whether its workers may set a factor of the learning rate.
         statistics: Names of parameters that are none; see `Problem`.
         make_state: See `Parameters`.
+        tables: See `run`.
     """
 
     train: Callable[[Any], object]
     make_worker: Callable[[Start], Loop] = Worker
+    begin: Callable[[Start], None] = lambda start: None
     finish: Callable[[Start], None] = lambda start: None
     evaluate: Evaluate | None = None
     held_out: Any = None
@@ -120,6 +151,7 @@ class Program:
     sets_rate: bool = False
     statistics: Sequence[str] = ()
     make_state: MakeState | None = None
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
 
 def run_program(
@@ -135,14 +167,12 @@ def run_program(
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     world = whole_world() if comm is None else comm
-    given, told = _held_out_of(program), Callbacks(program.callbacks)
+    held_out, told = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
-        initial = Parameters(params, program.statistics, program.make_state)
-        arguments = checked(options, optimizer), initial
-        start = Start(
-            world, _name(program.train), *arguments, program.evaluate, given, started, told
-        )
-        start.sets_rate = program.sets_rate
+        initial = Parameters(params, program.statistics, program.make_state, program.tables)
+        given = Given(initial, program.evaluate, held_out, told, program.sets_rate, started)
+        start = Start(world, _name(program.train), checked(options, optimizer), given)
+        program.begin(start)
         try:
             ended, late = _train(program, start)
             program.finish(start)
@@ -172,13 +202,11 @@ def _train(program: Program, start: Start) -> tuple[Ended, list[Note]]:
 
 def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
     ranks, summary = start.ranks, ended.summary
-    brought = ranks.gather(late)
+    brought = ranks.gather(late) if start.trains else None
     if brought is not None:
         write_late(start.job, list(itertools.chain(*filter(None, brought))))
     assert summary is not None, "kept on every rank"
-    return Result(
-        start.final_params(ended), summary, summary["stop_reason"], ended.code, start.job.out
-    )
+    return Result(start.final_params(ended), summary, summary["stop_reason"], ended.code, start.out)
 
 
 def _held_out_of(program: Program) -> Callable[[], Samples | None]:

@@ -2,12 +2,22 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from mpips.cluster.agreement import everywhere, on_root
-from mpips.cluster.collectives import broadcast, cluster_subset, free, gather_all
+from mpips.cluster.collectives import (
+    broadcast,
+    broadcast_polled,
+    cluster_subset,
+    free,
+    gather_all,
+)
 from mpips.cluster.library import check_world
+from mpips.cluster.link import Link, agreed
 from mpips.cluster.start import Comm, Request, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
@@ -16,23 +26,28 @@ from mpips.config.groups import text_of
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, nearest
+from mpips.layout.tables import Table
 from mpips.library.callbacks import Callbacks
-from mpips.library.data import Samples, dataset
+from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
 from mpips.library.optimizers import Optimizer
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
 from mpips.session import folder
+from mpips.session.evaluator import Evaluator, checked_samples, end_evaluations, evaluators
 from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks
 from mpips.session.training import Ended, train
 
 # What the program says in its own way: its model, its data.
 NOT_OPTIONS = (
     *("problem", "hidden", "activation"),
-    *("dataset", "test_dataset", "test_fraction", "classes", "scale", "eval_only"),
+    *("dataset", "test_dataset", "test_fraction", "classes", "scale", "flip", "shift"),
+    "eval_only",
 )
 DATASET = "given"
+
+T = TypeVar("T")
 
 
 def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -64,6 +79,31 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
     return found
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a program gives a run beside its options.
+
+    Attributes:
+        params: The initial parameters.
+        evaluate: See `Model`.
+        held_out: Makes the held-out samples.
+        callbacks: What the program wants to be told of.
+        sets_rate: Whether workers may set a factor of the learning rate.
+        started: `time.perf_counter` when the run began.
+    """
+
+    params: Parameters
+    evaluate: Evaluate | None
+    held_out: Callable[[], Samples | None]
+    callbacks: Callbacks
+    sets_rate: bool
+    started: float
+
+    def problem(self, name: str, info: DataInfo, config: Config) -> Model:
+        """Return the model of a job."""
+        return Model(info, config, self.params, self.evaluate)
+
+
 class Start:
     """A run of a program, as far as it is known before its data is: ranks with their roles.
 
@@ -71,50 +111,42 @@ class Start:
         comm: The ranks.
         name: What the run is called after: ``file.py:function``.
         options: As `checked` returns them; those of rank 0 count.
-        params: The initial parameters.
-        evaluate: See `Model`.
-        held_out: Held-out samples.
-        started: `time.perf_counter` when the run began.
-        callbacks: What the program wants to be told of.
+        given: The rest.
 
     Attributes:
-        comm: The communicator that was given; `name` likewise.
-        ranks: The ranks; freed at the end of the run.
+        comm: The communicator that was given; `name` and `given` likewise.
+        ranks: Those that train, or, on an evaluator, the evaluators; freed at the end of the run.
         workers: The communicator of the workers.
         config: What is known of the configuration before the loop over the batches.
-        job: The run, once it has begun.
-        callbacks: As given.
-        sets_rate: Whether workers may set a factor of the learning rate.
+        trains: Whether this rank does; else it evaluates.
+        job: The run, once it has begun, where this rank trains.
+        out: The run's folder, likewise, on every rank.
 
     Collective: yes.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        name: str,
-        options: dict[str, Any],
-        params: Parameters,
-        evaluate: Evaluate | None,
-        held_out: Callable[[], Samples | None],
-        started: float,
-        callbacks: Callbacks,
-    ) -> None:
-        self.comm, self.name, self.callbacks = comm, name, callbacks
-        self._options = {"dtype": params.dtype, **options, "problem": name, "dataset": DATASET}
-        self._params, self._evaluate, self._held_out = params, evaluate, held_out
-        self._started = started
+    def __init__(self, comm: Comm, name: str, options: dict[str, Any], given: Given) -> None:
+        self.comm, self.name, self.given = comm, name, given
+        dtype = given.params.dtype
+        self._options = {"dtype": dtype, **options, "problem": name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
-        layouts = gather_all(self.comm, params.layout)
-        states = gather_all(self.comm, params.make_state is not None)
+        layouts = gather_all(self.comm, given.params.layout)
+        tables = gather_all(self.comm, given.params.tables)
+        states = gather_all(self.comm, given.params.make_state is not None)
         everywhere(self.comm, lambda: check_layouts(layouts))
+        everywhere(self.comm, lambda: _check_tables(tables))
         everywhere(self.comm, lambda: _check_states(states))
-        self.ranks: Cluster = assign_roles(self.comm, self.config)
+        count = self.config.evaluators
+        self._link = Link(self.comm, count) if count else None
+        self.trains = self._link is None or not self._link.evaluates
+        assign = assign_roles if self.trains else evaluators
+        self.ranks: Cluster = agreed(self._link, lambda: assign(self._link or comm, self.config))
         self._shown = contextlib.ExitStack()
-        self._where = self._shown.enter_context(shown(self.ranks, self.config))
+        if self.trains:
+            self._where = self._shown.enter_context(shown(self.ranks, self.config))
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
-        self.sets_rate = False
+        self.out: Path
 
     def _first_look(self) -> Config:
         check_world(whole_world())
@@ -145,33 +177,61 @@ class Start:
         comm = self.comm
         given = {"batch_size": batch_size, "epochs": epochs}
         mine = {name: value for name, value in given.items() if value is not None}
-        first = self.ranks.roles.workers[0]
-        more = everywhere(comm, lambda: checked(mine, None))
-        more = broadcast(comm, more, first)
+        said = everywhere(comm, lambda: checked(mine, None))
+        by_rank = gather_all(comm, said if make is not None else None)  # by workers alone
+        more = next(said for said in by_rank if said is not None)
         with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
-            tell_ranks(self.ranks, run.out, self._where)
-            self.job = make_job(run, self.ranks, self._started, self._opener(make), self._problem)
-            self.job.sets_rate = self.sets_rate
-            ended: Ended = yield from train(self.job, run, True, self.callbacks.event)
+            self.out = run.out
+            ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
+        if self._link is not None:
+            ended.code, ended.summary = self.share((ended.code, ended.summary))
+            assert ended.params is not None, "they are kept"
+            broadcast_polled(comm, ended.params, 0, self.wait)
         return ended
+
+    def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
+        tell_ranks(self.ranks, run.out, self._where)
+        given = self.given
+        more = given.started, self._opener(make), given.problem
+        self.job = agreed(self._link, lambda: make_job(run, self.ranks, *more))
+        if self._link is not None:
+            _check_held_out(self.comm, self.job.info.n_test)
+        self.job.sets_rate = given.sets_rate
+        ended = yield from train(self.job, run, True, given.callbacks.event, self._link)
+        if self._link is not None and self.ranks.is_chief:
+            end_evaluations(self._link, ended.code)
+        return ended
+
+    def _follow(self, run: folder.Run) -> Ended:
+        """Evaluate until the run is over, on an evaluator."""
+        assert self._link is not None, "it evaluates for the others"
+        config, link, given = run.config, self._link, self.given
+
+        def make() -> Evaluator:
+            samples = checked_samples(given.held_out(), config, "give held_out and evaluate")
+            info = info_of(DATASET, 0, samples.n)
+            problem = given.problem(DATASET, info, config)
+            return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
+
+        evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
+        _check_held_out(self.comm, evaluator.samples)
+        params = np.empty(given.params.layout.size, config.dtype)
+        return Ended(evaluator.serve(), params)
 
     def _opener(
         self, make: Callable[[], Samples] | None
     ) -> Callable[[folder.Run, Cluster], tuple[DataInfo, Dataset | None]]:
         def open_data(run: folder.Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
             def build() -> Dataset | None:
-                return dataset(DATASET, make(), self._held_out()) if make is not None else None
+                return dataset(DATASET, make(), self.given.held_out()) if make is not None else None
 
-            found = everywhere(self.comm, build)
-            infos = gather_all(self.comm, None if found is None else found.info)
+            found = everywhere(ranks.comm, build)
+            infos = gather_all(ranks.comm, None if found is None else found.info)
             info = next(info for info in infos if info is not None)
-            everywhere(self.comm, lambda: _check_data(run.config, info, infos))
+            everywhere(ranks.comm, lambda: _check_data(run.config, info, infos))
             return info, found
 
         return open_data
-
-    def _problem(self, name: str, info: DataInfo, config: Config) -> Model:
-        return Model(info, config, self._params, self._evaluate)
 
     @property
     def step(self) -> int | None:
@@ -181,12 +241,16 @@ class Start:
     def final_params(self, ended: Ended) -> Arrays:
         """Return the parameters of a run that is over, by name."""
         assert ended.params is not None, "they are kept"
-        return self._params.layout.views(ended.params)
+        return self.given.params.layout.views(ended.params)
 
     @property
     def works(self) -> bool:
         """Whether this rank is a worker."""
-        return self.ranks.rank in self.ranks.roles.workers
+        return self.trains and self.ranks.rank in self.ranks.roles.workers
+
+    def share(self, value: T) -> T:
+        """Return what the ranks that train have on evaluators too. Collective: over all ranks."""
+        return value if self._link is None else broadcast(self.comm, value)
 
     def wait(self, request: Request) -> None:
         """Wait for an operation of the workers."""
@@ -202,6 +266,8 @@ class Start:
         if not self.ranks.failures.lost:  # it would wait for the dead
             free(self.workers)
         self.ranks.free()
+        if self._link is not None:
+            self._link.free()
 
 
 def check_layouts(layouts: list[Any]) -> None:
@@ -216,10 +282,30 @@ def check_layouts(layouts: list[Any]) -> None:
             raise UserError(got, "names and shapes as on rank 0", "make them alike on every rank")
 
 
+def _check_tables(tables: list[dict[str, Table]]) -> None:
+    for rank, found in enumerate(tables):
+        if found != tables[0] or list(found) != list(tables[0]):
+            got = f"tables {dict(found)} on rank {rank}"
+            raise UserError(got, f"{dict(tables[0])}, as on rank 0", "give the same on every rank")
+
+
 def _check_states(given: list[bool]) -> None:
     if any(given) and not all(given):
         got = f"an optimizer_state on rank {given.index(True)}, none on rank {given.index(False)}"
         raise UserError(got, "the same on every rank", "load it on all of them")
+
+
+def _check_held_out(comm: Comm, count: int) -> None:
+    """Check that evaluators have as many samples as the others say. Collective: yes."""
+    counts = gather_all(comm, count)
+
+    def check() -> None:
+        for rank, other in enumerate(counts):
+            if other != counts[0]:
+                got = f"{other} held-out samples on rank {rank}"
+                raise UserError(got, f"{counts[0]}, as on the ranks that train")
+
+    everywhere(comm, check)
 
 
 def _check_data(config: Config, info: DataInfo, infos: list[DataInfo | None]) -> None:

@@ -20,9 +20,9 @@ from mpips.cluster.start import Comm, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
-from mpips.datasets import DataInfo
 from mpips.errors import UserError
 from mpips.layout import aligned_zeros
+from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving
@@ -267,7 +267,7 @@ def _config(given: Mapping[str, Any], dtype: str, ranks: int) -> Config:
 
 
 def _job(cluster: Cluster, config: Config, params: Parameters) -> Job:
-    info = DataInfo(NAME, config.batch_size, 0, (), (), None, NAME)
+    info = info_of(NAME, config.batch_size, 0)
     load_loops(cluster, config)
     model = Model(info, config, params, None)
     return Job(config, cluster, info, None, model, Path(), 0)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from mpips.datasets import Batch
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
@@ -91,6 +93,48 @@ class Worker(Loop):
         before is free; in rounds until the round is over.
         """
         self._push(loss)
+
+    def pull_rows(self, table: str, ids: Any) -> np.ndarray:
+        """Return rows of a table, as its servers hold them now.
+
+        Unlike `pull`, each call reads anew. A row that is read while it is updated may be torn; it
+        is counted (`torn` in the run's summary) and used, like a torn read of parameters.
+
+        Args:
+            table: Its name.
+            ids: Numbers of rows, integers of any shape, duplicates allowed.
+
+        Returns:
+            The rows, shape (*ids.shape, dim), the run's dtype; a new array.
+
+        Raises:
+            UserError: Before the loop over the batches and after it; if there is no such table, or
+                an id is none of its rows.
+
+        Collective: no. Blocks: no.
+        """
+        return self._tables("pull_rows").pull(table, ids)
+
+    def push_rows(self, table: str, ids: Any, grads: Any) -> None:
+        """Add gradients of rows to the push of the batch in work, before `push` makes it.
+
+        The gradients of a row are summed, within a call and over all calls of a step, and its
+        update rule is applied once. They are copied.
+
+        Args:
+            table: Its name.
+            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            grads: Of the mean loss, by row, shape (*ids.shape, dim).
+
+        Raises:
+            UserError: If no batch is in work; if there is no such table, an id is none of its rows,
+                the gradients are of another shape or not finite, or there are more rows in the
+                push than a worker has room for.
+
+        Collective: no. Blocks: no.
+        """
+        self._in_work("push_rows")
+        self._tables("push_rows").push(table, ids, grads)
 
     def step(self, gradient: Gradient, batch: Batch) -> float:
         """Make one step: pull, ``loss = gradient(params, batch, grads)``, push.

@@ -128,8 +128,10 @@ class Accumulator:
             if keep:
                 self._make_room()
             elif not self._checked:
-                try_evaluation(self._job, params, batch)
+                try_evaluation(self._job, params)
                 flat.fill(np.nan)
+            if self._job.rows is not None:
+                self._job.rows.weight = weight
             task = Task(params, batch, self._views if keep else out)
             yield task
             if task.left:

@@ -124,14 +124,18 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
     return value
 
 
-def try_evaluation(job: "Job", params: Arrays, batch: "Batch") -> None:
-    """Evaluate a worker's first batch: else a mistake there would end the run after its epoch.
+def try_evaluation(job: "Job", params: Arrays) -> None:
+    """Evaluate a few held-out samples: else a mistake there would end the run after its epoch.
 
     Raises:
         UserError: If the problem has not the metrics that the run needs.
     """
     if not job.info.n_test:
         return
+    assert job.dataset is not None, "this is a worker"
+    assert job.dataset.test is not None, "samples are held out"
+    few = min(job.info.n_test, job.config.batch_size)
+    batch = next(iterate(job.dataset.test, 0, few, few, job.dtype))
     metrics = checked_metrics(job.problem.evaluate(params, batch))
     if job.config.target_accuracy and "accuracy" not in metrics:
         got = f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"

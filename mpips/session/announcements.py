@@ -6,6 +6,7 @@ from mpips import __version__
 from mpips.config.delay import delays_text
 from mpips.cut import worker_state
 from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
 from mpips.rounds import state as round_state
 from mpips.session import metrics
 from mpips.session.metrics import Log
@@ -28,7 +29,14 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
     names = [ranks.roles.name(r) for r in range(ranks.world)]
     log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
     log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
+    for table in tables_of(job):
+        shape = f"{table.table.rows:,} rows of {table.dim}"
+        log.say(f"table {table.name}: {shape}, {table.rule.name} at {table.rule.rate:g}")
     log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
+    if c.evaluators:
+        first, last = ranks.world, ranks.world + c.evaluators - 1
+        which = f"rank {first} evaluates" if first == last else f"ranks {first} to {last} evaluate"
+        log.say(f"{which} a checkpoint every {c.eval_every:g} epochs")
     for note in (*notes, *job.info.notes):
         log.say(note)
     asked, held = job.samples_per_update, job.info.n_train
@@ -41,8 +49,8 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
     if c.delays:
         log.say(f"slowed: {delays_text(c.delays)}")
     log.event(
-        "start", job.base_step, mode=c.mode, world=ranks.world, resumed=bool(job.checkpoint),
-        inject_delay=c.delays, data=job.info.notes,
+        "start", job.base_step, mode=c.mode, world=ranks.world + c.evaluators,
+        resumed=bool(job.checkpoint), inject_delay=c.delays, data=job.info.notes,
     )  # fmt: skip
     for note in notes:
         log.note(note)

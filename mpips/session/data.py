@@ -1,6 +1,9 @@
 """The data of a run on every rank: files found by one, counted by all workers, opened by each."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mpips.checkpoint.place import DATA, unwritable
 from mpips.cluster.agreement import everywhere, on_root
@@ -18,8 +21,11 @@ from mpips.datasets import (
     index,
     make_dataset,
     open_parts,
+    places,
 )
 from mpips.session.folder import Run
+
+T = TypeVar("T")
 
 
 def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
@@ -61,9 +67,13 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
 
     def look() -> index.Index:
         shares = many if mine is not None else {}
-        return {
+        found = {
             k: _look(f, kept.get(k, []), path, mine or 0, len(workers)) for k, f in shares.items()
         }
+        if run.config.eval_only:
+            return found
+        kept_apart = partial(places.save, path, worker=mine or 0)
+        return _written(lambda: {k: kept_apart(k, entries=e) for k, e in found.items()}, path)
 
     looked = gather_all(comm, everywhere(comm, look))
     parts = [looked[rank] for rank in workers]
@@ -72,8 +82,11 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         for option, files in many.items()
     }
     if not (run.config.eval_only or kept.keys() >= many.keys()):
-        on_root(comm, lambda: _save(path, found))
-    return {option: Counted(files, found[option]) for option, files in many.items()}
+        on_root(comm, lambda: _written(lambda: index.save(path, found), path))
+    return {
+        option: Counted(files, found[option], partial(places.load, path, option))
+        for option, files in many.items()
+    }
 
 
 def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) -> list[Entry]:
@@ -85,8 +98,8 @@ def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) 
     return [index.recognise(entry, file, path) for entry, file in pairs]
 
 
-def _save(path: Path, found: index.Index) -> None:
+def _written(write: Callable[[], T], path: Path) -> T:
     try:
-        index.save(path, found)
+        return write()
     except OSError as problem:
         raise unwritable(path.parent, problem) from None

@@ -1,5 +1,7 @@
 """The compiled loops of a job, loaded before it begins; a stop is noticed meanwhile."""
 
+from collections.abc import Sequence
+
 from mpips import codecs
 from mpips.cluster import signals
 from mpips.cluster.agreement import Agreed
@@ -9,22 +11,35 @@ from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
 from mpips.errors import write_line
 from mpips.kernels.compiled import compiling
-from mpips.optim import make_rule, warm
+from mpips.optim import make_rule
+from mpips.optim import warm as warm_rule
+from mpips.planning.tables import JobTable
+from mpips.ps.table_shard import warm
 from mpips.session.probe import possible
 
 
-def load_loops(ranks: Cluster, config: Config) -> None:
+def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
     """Load every loop that the job may need; the first time ever, one rank of a host compiles them.
+
+    Args:
+        ranks: The job's.
+        config: Of the job.
+        tables: Where they are given, those of these alone, if there are any.
 
     Raises:
         Agreed: If any rank was told to stop; on all ranks, with the exit code for that.
 
     Collective: yes. Blocks: for up to a minute where loops are compiled.
     """
+    if tables is not None and not tables:
+        return
     watch = _Watch(ranks, config.quiet)
     try:
         with compiling(watch.compiling):
-            _load(config)
+            if tables is None:
+                _load(config)
+            for table in tables or ():
+                warm(table.table, table.rule, config.dtype)
     except _Stopped:
         watch.look()
     all_here = begin_barrier(ranks.comm)
@@ -45,7 +60,7 @@ def load_loops(ranks: Cluster, config: Config) -> None:
 
 def _load(config: Config) -> None:
     pushes, pulls = possible(config)
-    warm(make_rule(config.optimizer), config.dtype)
+    warm_rule(make_rule(config.optimizer), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.codec == "powersgd":

@@ -88,9 +88,11 @@ class Log:
         self._progress.close()
 
     def reopen(self, path: Path) -> None:
-        """Go on in another file: the one before is gone."""
+        """Go on in another file: the one before is gone, or was another rank's."""
         if self._file is not None:
             self._file.reopen(path)
+        else:
+            self._file = MetricsFile(path)
 
     def start_at(self, samples: int) -> None:
         """Begin to count speed, from `samples` that were done before."""
@@ -151,10 +153,18 @@ class Log:
         gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
         return bool(self._loss_samples) and now - self._last[0] >= gap
 
-    def progress(self, step: int, epoch: float, samples: int, force: bool = False) -> None:
+    def progress(
+        self,
+        step: int,
+        epoch: float,
+        samples: int,
+        force: bool = False,
+        staleness: float | None = None,
+    ) -> None:
         """Show where the run is, if it is time.
 
         With `force` if there is anything new, and with the speed of the whole run: the last line.
+        The mean `staleness` since the last line goes into the file, where it is known.
         """
         outdated = self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
         new = bool(self._loss_samples) or outdated
@@ -167,9 +177,10 @@ class Log:
             self._last = (now, samples)
             self.last_loss = self._loss_sum / self._loss_samples
             self._loss_sum, self._loss_samples = 0.0, 0
+            stale = {} if staleness is None else {"staleness": round(staleness, 3)}
             self.event(
                 "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,
-                samples_per_s=round(rate, 1),
+                samples_per_s=round(rate, 1), **stale,
             )  # fmt: skip
         if not self._quiet:
             self._show(step, epoch, rate)

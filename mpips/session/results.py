@@ -63,16 +63,29 @@ def results(runs: Sequence[Path]) -> list[dict[str, str]]:
         UserError: If a run's files cannot be read.
     """
     jobs = [read_toml(run / CONFIG) if (run / CONFIG).exists() else {} for run in runs]
+    return rows(runs, jobs, [_summary(run / SUMMARY) for run in runs])
+
+
+def rows(
+    runs: Sequence[Path],
+    jobs: Sequence[Mapping[str, Any]],
+    summaries: Sequence[Mapping[str, Any]],
+) -> list[dict[str, str]]:
+    """Return `results` of files that were read already, empty where there is none."""
+    differ = differing(jobs)
+    found = []
+    for run, job, summary in zip(runs, jobs, summaries, strict=True):
+        varied = {f"--{k}" if k in RESULTS else k: plain(job.get(k)) for k in differ}
+        came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
+        found.append({"run": run.name, "state": _state(run, summary), **came, **varied})
+    return found
+
+
+def differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the options in which jobs differ; those that are empty are not known."""
     names = [k for k in OPTIONS if k not in SESSION_FIELDS]
     known = [job for job in jobs if job]
-    differ = [k for k in names if any(job.get(k) != known[0].get(k) for job in known)]
-    rows = []
-    for run, job in zip(runs, jobs, strict=True):
-        summary = _summary(run / SUMMARY)
-        varied = {f"--{k}" if k in RESULTS else k: _plain(job.get(k)) for k in differ}
-        came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
-        rows.append({"run": run.name, "state": _state(run, summary), **came, **varied})
-    return rows
+    return [k for k in names if any(job.get(k) != known[0].get(k) for job in known)]
 
 
 def _state(run: Path, summary: Mapping[str, Any]) -> str:
@@ -85,7 +98,7 @@ def _state(run: Path, summary: Mapping[str, Any]) -> str:
     return f"not done ({summary.get('stop_reason', 'not ended')})"
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """Return an option as it is given on a command line, ``-`` for one that is not."""
     if isinstance(value, (list, tuple)):
         value = ",".join(map(str, value))
@@ -103,9 +116,10 @@ def _summary(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _number(form: str, value: float | None) -> str:
-    if value is None:
-        return "-"
+def _number(form: str, value: float | str | None) -> str:
+    """Return a result as text; NaN and infinities stand as text in a summary."""
+    if value is None or isinstance(value, str):
+        return value or "-"
     return f"{value:.3g}" if form == LOSS and abs(value) >= LONG_LOSS else form.format(value)
 
 

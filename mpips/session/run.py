@@ -3,6 +3,7 @@
 from mpips.cluster.agreement import on_root
 from mpips.cluster.collectives import gather_to_first
 from mpips.cluster.library import check_world
+from mpips.cluster.link import Link, agreed
 from mpips.cluster.start import Comm, whole_world
 from mpips.config import Config
 from mpips.config.command_line import CommandLine
@@ -12,6 +13,7 @@ from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.session import folder
+from mpips.session.evaluator import end_evaluations, evaluate_for
 from mpips.session.folder import Run
 from mpips.session.setup import assign_roles, held_run, make_cluster, make_job, shown, tell_ranks
 from mpips.session.training import train
@@ -58,15 +60,31 @@ def _find(line: CommandLine, comm: Comm) -> Run:
 
 
 def _run(found: Run, comm: Comm, started: float) -> int:
+    if found.config.evaluators and not found.config.eval_only:
+        link = Link(comm, found.config.evaluators)
+        code = evaluate_for(found, link) if link.evaluates else _train(found, link, started)
+        link.free()
+        return code
+    if not found.config.eval_only:
+        return _train(found, comm, started)
     ranks = assign_roles(comm, found.config)
+    with shown(ranks, found.config):
+        code = _evaluate_only(make_job(found, ranks, started), found)
+    ranks.free()
+    return code
+
+
+def _train(found: Run, comm: Comm | Link, started: float) -> int:
+    """Train; returns the exit code. Collective: yes, with a link over both sides in parts."""
+    link = comm if isinstance(comm, Link) else None
+    ranks = agreed(link, lambda: assign_roles(comm, found.config))
     with shown(ranks, found.config) as where:
-        if not found.config.eval_only:
-            tell_ranks(ranks, found.out, where)
-        job = make_job(found, ranks, started)
-        if found.config.eval_only:
-            code = _evaluate_only(job, found)
-        else:
-            code = follow(job.problem, train(job, found)).code
+        tell_ranks(ranks, found.out, where)
+        job = agreed(link, lambda: make_job(found, ranks, started))
+        agreed(link, lambda: None)  # evaluators have read where the data is
+        code = follow(job.problem, train(job, found, link=link)).code
+    if link is not None and ranks.is_chief:
+        end_evaluations(link, code)
     ranks.free()
     return code
 

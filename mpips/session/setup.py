@@ -11,18 +11,21 @@ from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster import words
 from mpips.cluster.agreement import Agreed, everywhere, on_root
 from mpips.cluster.collectives import broadcast
+from mpips.cluster.link import Link
 from mpips.cluster.stall import watched
 from mpips.cluster.start import Comm
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.delay import check_delays
 from mpips.datasets import DataInfo, Dataset
+from mpips.datasets.augment import augment_of
 from mpips.errors import UserError
 from mpips.launch import signs
 from mpips.layout import Layout
-from mpips.layout.roles import Roles, assign
+from mpips.layout.roles import Roles, assign, with_spares
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
+from mpips.planning.tables import check_job, tables_of
 from mpips.problems import Problem, load_problem
 from mpips.session import folder
 from mpips.session.data import open_data
@@ -54,9 +57,13 @@ def held_run(comm: Comm, find: Callable[[], Run]) -> Iterator[Run]:
         place.release()
 
 
-def make_cluster(comm: Comm, config: Config) -> Cluster:
-    """Return the job's ranks, on the nodes that the job sees. Collective: yes."""
-    return Cluster(comm, 1 if config.window == "private" else config.node_size)
+def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
+    """Return the job's ranks, or those of this side, on the nodes that the job sees.
+
+    Collective: yes, over all ranks.
+    """
+    side, everyone = (ranks.side, ranks.everyone) if isinstance(ranks, Link) else (ranks, ranks)
+    return Cluster(side, 1 if config.window == "private" else config.node_size, everyone)
 
 
 def shown(ranks: Cluster, config: Config) -> contextlib.AbstractContextManager[list[words.Address]]:
@@ -73,14 +80,16 @@ def tell_ranks(ranks: Cluster, out: Path, where: list[words.Address]) -> None:
         place.note_ranks(out, where)
 
 
-def assign_roles(comm: Comm, config: Config) -> Cluster:
-    """Return the job's ranks, with their roles and their share of the cores. Collective: yes.
+def assign_roles(comm: Comm | Link, config: Config) -> Cluster:
+    """Return the job's ranks, or those that train, with their roles and their share of the cores.
 
     Raises:
-        Agreed: If they cannot be assigned, on every rank.
+        Agreed: If they cannot be assigned, on every one of them.
+
+    Collective: yes.
     """
     ranks = make_cluster(comm, config)
-    ranks.roles = everywhere(comm, lambda: _roles(config, ranks))
+    ranks.roles = everywhere(ranks.comm, lambda: _roles(config, ranks))
     ranks.limit_threads(config.threads)
     return ranks
 
@@ -90,8 +99,9 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
         return Roles((), tuple(range(ranks.world)))
     roles = assign(
         config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
-        config.server_hosts,
+        config.server_hosts, config.evaluators,
     )  # fmt: skip
+    roles = with_spares(roles, config.spares)
     workers = len(roles.workers)
     check_delays(config.delays, workers)
     if config.backup_workers >= workers:
@@ -137,20 +147,27 @@ def make_job(
         if saved is not None:
             check_samples(saved, info.n_train)
         kept = int(saved.state["block"]) if saved is not None else block
+        augment_of(config, info)  # checks that there are images
         job = Job(config, ranks, info, dataset, problem, found.out, kept, saved, initial, started)
+        check_job(job)
         if saved is not None:
             check_length(job.handout().epochs_done, config)
         if isinstance(initial, ParameterFile) and ranks.rank in ranks.roles.owners:
             initial.read_params(job.shard.begin, job.shard.end)  # shows what is wrong, to all
         job.rate()  # checks the schedule
-        if config.backup_workers and not all(shard.size for shard in job.shards):
-            got = f"servers {len(job.shards)} for {problem.layout.size} parameters"
-            raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
+        _check_shares(job)
         return job
 
     job = everywhere(comm, build)
+    load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
     return job
+
+
+def _check_shares(job: Job) -> None:
+    if job.config.backup_workers and not all(shard.size for shard in job.shards):
+        got = f"servers {len(job.shards)} for {job.layout.size} parameters"
+        raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
 
 
 def _initial(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:

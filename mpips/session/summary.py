@@ -3,57 +3,68 @@
 import shlex
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from mpips import __version__
+from mpips.checkpoint.place import BEST
 from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
 from mpips.config.delay import delays_text
+from mpips.cut.evaluations import Standing
 from mpips.errors import human_bytes
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
-from mpips.problems.evaluation import mean_evaluation
+from mpips.planning.tables import tables_of
 from mpips.session import metrics
 
+Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.
-PER_WORKER = ("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s", "lost")
+PER_WORKER = (
+    *("steps", "samples", "compute_s", "pull_s", "push_s", "wait_s", "lost"),
+    *("bytes_sent", "bytes_received"),
+)
 
 
 def summarise(
-    job: Job, outcome: Outcome, parts: list[dict[str, Any]], train_s: float
+    job: Job, outcome: Outcome, parts: list[dict[str, Any]], held_out: Means, train_s: float
 ) -> dict[str, Any]:
-    """Return ``summary.json`` from every rank's part, by rank.
+    """Return ``summary.json``.
 
-    Raises:
-        UserError: If the problem's metrics are not those of all workers.
+    Args:
+        job: The run.
+        outcome: How it ended.
+        parts: Every rank's part, by rank.
+        held_out: The mean of each metric at the end, if the run is over.
+        train_s: Seconds that training took.
     """
     c, ranks = job.config, job.cluster
     workers = [parts[r] for r in ranks.roles.workers]
     owners = [parts[r] for r in ranks.roles.owners]
-    held_out = mean_evaluation(job, [w["eval"] for w in workers])
     done = outcome.samples - job.base_samples
     return {
-        "mode": c.mode, "world": ranks.world, "servers": len(ranks.roles.servers),
-        "workers": len(workers), "nodes": _nodes(ranks), "parameters": job.layout.size,
+        "mode": c.mode, "world": ranks.world + c.evaluators,
+        "servers": len(ranks.roles.servers) - ranks.roles.spares, "workers": len(workers),
+        "evaluators": c.evaluators, "nodes": _nodes(ranks), "parameters": job.layout.size,
         "optimizer": c.optimizer, "lr": c.learning_rate, "seed": c.seed, "command": command(),
         "codec": c.codec, "pull_codec": c.pull_codec,
         "global_step": outcome.step, "steps": outcome.clocks, "epochs": round(outcome.epochs, 6),
         "samples": outcome.samples, "wall_s": round(time.perf_counter() - job.started, 3),
         "train_s": round(train_s, 3), "samples_per_s": round(done / train_s, 1),
         "loss": None, "eval_loss": held_out.get("loss"), "accuracy": held_out.get("accuracy"),
+        **_standing(job),
         "pushes_sent": sum(w["pushes_sent"] for w in workers),
         "pushes_applied": max(o["applied"] for o in owners) if not c.in_rounds
         else sum(w["pushes_sent"] for w in workers),
         "staleness": _staleness(owners, c.in_rounds),
         "clock_distance_max": max(w.get("clock_distance_max", 0) for w in workers)
         if c.mode == "ssp" else None,
-        "torn_reads": _sum(workers, "torn_reads"),
-        "bytes_pulled": _sum(workers, "bytes_pulled"),
-        "bytes_pushed": _sum(workers, "bytes_pushed"),
+        **{k: _sum(workers, k) for k in ("torn_reads", "bytes_pulled", "bytes_pushed")},
+        "tables": _tables(job, workers, owners),
         "bytes_sent": _sum(parts, "bytes_sent"),
         "bytes_received": _sum(parts, "bytes_received"),
-        "per_worker": [{k: w[k] for k in PER_WORKER if k in w} for w in workers],
-        "per_server": [_server(o) for o in owners],
+        "per_worker": [{"rank": r, **_worker(parts[r])} for r in ranks.roles.workers],
+        "per_server": [{"rank": r, **_server(parts[r])} for r in ranks.roles.owners],
         "inject_delay": c.delays,
         "peak_memory_mb": [
             None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
@@ -63,6 +74,21 @@ def summarise(
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
+
+
+def _tables(
+    job: Job, workers: list[dict[str, Any]], owners: list[dict[str, Any]]
+) -> dict[str, dict[str, int]]:
+    """Return what was done with each table, and how many of its rows have been changed."""
+    found = {}
+    for table in tables_of(job):
+        does = [worker["tables"][table.name] for worker in workers if "tables" in worker]
+        changed = [owner["rows_changed"][table.name] for owner in owners]
+        found[table.name] = {
+            "rows": table.table.rows, "dim": table.dim, "changed": sum(changed),
+            **{name: sum(each[name] for each in does) for name in does[0]},
+        }  # fmt: skip
+    return found
 
 
 def _sum(parts: list[dict[str, Any]], name: str) -> Any:
@@ -86,9 +112,13 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
     return f"saved in {job.out}"
 
 
+def _worker(part: dict[str, Any]) -> dict[str, Any]:
+    return {k: part[k] for k in PER_WORKER if k in part}
+
+
 def _server(part: dict[str, Any]) -> dict[str, Any]:
     stale = part.get("staleness_sum", 0) / max(1, part["applied"])
-    known = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s")
+    known = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by")
     found = {k: part[k] for k in known if k in part}
     return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
 
@@ -123,10 +153,26 @@ def _lost(summary: dict[str, Any]) -> list[str]:
         if server.get("lost"):
             took, since = f"{server['adopted_in_s']:.3f} s", server["statistics_from"]
             found.append(
-                f"server 0 took the shard of server {number} over in {took}; "
+                f"server {server['adopted_by']} took the shard of server {number} over in {took}; "
                 f"what is said of it is of the time from its update {since} on"
             )
     return found
+
+
+def _standing(job: Job) -> dict[str, Any]:
+    """Return step and loss of the best evaluation; None where there are no evaluators."""
+    best = job.evaluations.standing if job.evaluations is not None else Standing()
+    loss = best.best_loss if best.best_step is not None else None
+    return {"best_step": best.best_step, "best_loss": loss}
+
+
+def _best(job: Job, summary: dict[str, Any]) -> list[str]:
+    """Return the line about the best evaluation, where there are evaluators."""
+    if summary["best_step"] is None:
+        return []
+    where = f": {job.out / BEST}" if job.config.keep_best else ""
+    loss, step = f"{summary['best_loss']:.4f}", summary["best_step"]
+    return [f"lowest held-out loss {loss} at step {step}{where}"]
 
 
 def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
@@ -181,6 +227,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             *_clocks(job, s),
             *_dropped(job, s),
             *_lost(s),
+            *_best(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"], s["unsaved"]),
         ]

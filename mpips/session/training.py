@@ -11,14 +11,16 @@ import numpy as np
 
 from mpips.checkpoint import place
 from mpips.cluster import signals, words
-from mpips.cluster.collectives import begin_broadcast, begin_sum
+from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
+from mpips.cluster.link import Link
 from mpips.cluster.world import Cluster
+from mpips.cut.evaluations import Evaluations
 from mpips.errors import UserError, complain
 from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
-from mpips.problems.evaluation import evaluate, share
+from mpips.problems.evaluation import evaluate, mean_evaluation, share
 from mpips.ps.survival import spared
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_left_out, say_start
@@ -28,7 +30,6 @@ from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.strategies import strategy
 
-PIECE = 32 << 20  # elements that one broadcast brings
 LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died
 
 
@@ -49,7 +50,11 @@ class Ended:
 
 
 def train(
-    job: Job, found: Run, keep: bool = False, listener: Listener | None = None
+    job: Job,
+    found: Run,
+    keep: bool = False,
+    listener: Listener | None = None,
+    link: Link | None = None,
 ) -> Tasks[Ended]:
     """Train, evaluate, save and say how it ended. Collective: yes.
 
@@ -58,18 +63,21 @@ def train(
         found: Its folder, and what it continues.
         keep: Whether every rank is to have the parameters at the end.
         listener: Told on the chief of each line of ``metrics.jsonl``.
+        link: To evaluators, where there are any.
 
     Raises:
         UserError: If something fails on this rank alone; the caller ends the job.
     """
     try:
-        return (yield from _train(job, found, keep, listener))
+        return (yield from _train(job, found, keep, listener, link))
     except UserError as error:
         error.code = 1 if job.begun else error.code
         raise
 
 
-def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks[Ended]:
+def _train(
+    job: Job, found: Run, keep: bool, listener: Listener | None, link: Link | None
+) -> Tasks[Ended]:
     chief = job.cluster.is_chief
     done = job.out / place.DONE
     finished = chief and done.exists()
@@ -81,6 +89,7 @@ def _train(job: Job, found: Run, keep: bool, listener: Listener | None) -> Tasks
     path = job.out / place.METRICS if chief else None
     c = job.config
     with Log(path, job.started, job.total_steps, c.log_every, c.quiet, listener) as log:
+        job.evaluations = Evaluations(job, link, log) if chief and link is not None else None
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
@@ -118,12 +127,12 @@ def _share_params(job: Job, outcome: Outcome) -> np.ndarray:
     params = np.zeros(job.layout.size, job.dtype)
     if ranks.rank in workers:
         np.copyto(params, outcome.params)
-    for begin in range(0, params.size if ranks.roles.servers else 0, PIECE):
-        piece = params[begin : begin + PIECE]
-        if ranks.failures.left_out:  # no collective works
+    if ranks.roles.servers and not ranks.failures.left_out:
+        broadcast_polled(ranks.comm, params, workers[0], ranks.wait_request)
+    elif ranks.roles.servers:  # no collective works
+        for begin in range(0, params.size, PIECE):
+            piece = params[begin : begin + PIECE]
             piece[:] = ranks.share(piece, workers[0])
-        else:
-            ranks.wait_request(begin_broadcast(ranks.comm, piece, workers[0]))
     return params
 
 
@@ -193,6 +202,8 @@ def _gather(
 ) -> dict[str, Any] | None:
     """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
     part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
+    if job.evaluations is not None:
+        job.evaluations.finish(exit_code(outcome.reason) == 0)
     parts = job.cluster.gather(part)
     if parts is None:
         return None
@@ -200,7 +211,10 @@ def _gather(
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
     for rank, stats in outcome.adopted.items():
         parts[rank] = {"lost": True, "eval": None, **stats}
-    return summarise(job, outcome, parts, train_s)
+    means = mean_evaluation(job, [parts[r]["eval"] for r in job.cluster.roles.workers])
+    if job.evaluations is not None:
+        job.evaluations.add_last(outcome.step, outcome.epochs, means)
+    return summarise(job, outcome, parts, means, train_s)
 
 
 def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finished: bool) -> int:

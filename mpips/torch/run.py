@@ -66,7 +66,7 @@ def run(
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
             ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
         held_out: A map-style dataset that is evaluated as the option `eval_every` says, and at
-            the end; or a function that returns one, which is called on workers alone.
+            the end; or a function that returns one, called on workers alone, and on evaluators.
         callbacks: As in `mpips.run`.
         optimizer_state: What the update rule of a new run begins with, the same on every rank: the
             state dict of torch's optimizer of the same rule and numbers, over the trained
@@ -94,13 +94,13 @@ def run(
             return evaluate(module, batch.x)
 
     def make_worker(start: Start) -> Worker:
-        torch.set_num_threads(start.ranks.threads)
         worker = Worker(start, module, losses)
         over.callback(worker.close)
         return worker
 
     program = library.Program(
-        train, make_worker, lambda start: buffers.update(_mean_buffers(start, module)),
+        train, make_worker, lambda start: torch.set_num_threads(start.ranks.threads),
+        lambda start: buffers.update(_mean_buffers(start, module)),
         metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
         sets_rate=True, statistics=tuple(statistics_of(module)),
         make_state=state_maker(optimizer_state, module),
@@ -119,15 +119,15 @@ def _dtype(module: torch.nn.Module) -> str:
 
 def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:
     """Return the means of the workers' buffers, on every rank. Collective: yes."""
-    ranks = start.ranks
-    found = ranks.gather(_floating_buffers(module) if start.works else None)
+    ranks, found = start.ranks, None
+    if start.trains:
+        found = ranks.gather(_floating_buffers(module) if start.works else None)
     of_workers = [one for one in found or () if one is not None]
     means = {
         name: np.asarray(np.mean([one[name] for one in of_workers], axis=0))
         for name in (of_workers[0] if of_workers else ())
     }
-    shared: dict[str, np.ndarray] = ranks.share(means, ranks.roles.chief)
-    return shared
+    return start.share(ranks.share(means, ranks.roles.chief))
 
 
 def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -76,7 +76,7 @@ def optimizer_state(run: PathLike) -> dict[str, Any]:
         got = f"{run} of mode easgd, whose workers each have an optimizer of their own"
         raise UserError(got, "a mode with one for all")
     if config.mode == "local_sgd":
-        steps *= config.local_steps
+        steps *= config.round_steps
     steps += int(found.state.get("steps_before", 0))
     kept = found.state.get("statistics", ())  # which lie behind the parameters
     shapes = zip(found.layout.names, found.layout.shapes, strict=True)

@@ -36,6 +36,16 @@ REFUSED = {
     "ragged data": r"x of shape \(3,\), y of shape \(4,\)",
     "a batch too large": "batch_size 11, expected at most 10",
     "no epochs": "epochs 0 and steps 0",
+    "a table that is none": "table 'item' of type int, expected an mpips.Table",
+    "a table without a name": "table 'a/b', expected a name of letters",
+    "tables that differ": r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0",
+    "a rule that rows have not": "'rmsprop'",
+    "tables in rounds": "tables in mode 'sync', expected mode async or ssp",
+    "tables on nodes": "tables on 3 nodes, expected one node",
+    "tables read consistently": "read=consistent with tables",
+    "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most",
+    "tables and init_from": "init_from with tables",
+    "tables and compensation": r"delay_compensation=0.1 with tables",
     "a folder in use": "is not empty",
     "good": "epochs",
 }
@@ -117,6 +127,13 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> No
 def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
     assert found.output.count("9 modes") == 3
+
+
+@pytest.mark.launch
+def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
+    """The curve, the best, patience, and one result on every rank."""
+    found = run(3, [str(PROGRAMS / "evaluators.py"), str(tmp_path)], tmp_path, 100).check()
+    assert found.output.count("is done") == 3, found.output
 
 
 @pytest.mark.launch

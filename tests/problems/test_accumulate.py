@@ -40,7 +40,8 @@ def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: 
     data = open_dataset(config)
     problem = load_problem(config.problem, data.info, config)
     parts = {"config": config, "layout": problem.layout, "problem": problem, "info": data.info}
-    job: Any = SimpleNamespace(**parts, dtype=np.dtype(dtype), delay=1.0)
+    parts["dataset"] = data
+    job: Any = SimpleNamespace(**parts, dtype=np.dtype(dtype), delay=1.0, rows=None)
     accumulator, norm = Accumulator(job), np.linalg.norm
     params = problem.layout.views(initial_vector(problem, 0, job.dtype))
     flat, whole = np.zeros(problem.layout.size, dtype), np.zeros(problem.layout.size, dtype)
@@ -65,7 +66,7 @@ def test_a_loss_that_is_not_finite_shows(bad: int) -> None:
     config = Config(batch_size=2, accumulate=3)
     layout = SimpleNamespace(size=3, views=lambda flat: {"w": flat})
     parts = {"config": config, "layout": layout, "problem": problem}
-    job: Any = SimpleNamespace(**parts, dtype="f4", delay=1.0)
+    job: Any = SimpleNamespace(**parts, dtype="f4", delay=1.0, rows=None)
     accumulator, flat = Accumulator(job), np.zeros(3, "f4")
     accumulator._checked = True
     batches: Any = [range(2)] * 3

@@ -39,7 +39,9 @@ def compute(write: Write, loss: Any = 0.5) -> tuple[float, np.ndarray]:
 def first_gradient(problem: Any, info: Any, config: Any, batch: Any) -> tuple[float, np.ndarray]:
     """Have a problem compute the first gradient of a worker; return its loss and the vector."""
     parts = {"problem": problem, "layout": LAYOUT, "info": info, "config": config}
-    job: Any = SimpleNamespace(**parts, dtype=np.dtype("f4"), delay=1.0)
+    held_out = SimpleNamespace(load=lambda begin, end, dtype: (np.arange(begin, end), None))
+    parts["dataset"] = SimpleNamespace(test=held_out)
+    job: Any = SimpleNamespace(**parts, dtype=np.dtype("f4"), delay=1.0, rows=None)
     flat = np.zeros(LAYOUT.size, "f4")
     tasks = Accumulator(job).gradient({}, [batch], len(batch), dict(LAYOUT.views(flat)), flat)
     return follow(problem, tasks), flat
@@ -50,7 +52,7 @@ def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int
     calls: list[Any] = []
 
     def evaluate(params: Any, batch: Any) -> dict[str, float]:
-        calls.append(batch)
+        calls.append(batch.x.tolist())
         return {"loss": 1.0}
 
     def loss_and_grad(params: Any, batch: Any, out: Any) -> float:
@@ -58,10 +60,11 @@ def test_evaluate_is_tried_where_samples_are_held_out(target: float, n_test: int
         return 1.0
 
     problem = SimpleNamespace(loss_and_grad=loss_and_grad, evaluate=evaluate)
-    info, config = SimpleNamespace(n_test=n_test), SimpleNamespace(target_accuracy=target)
+    info = SimpleNamespace(n_test=n_test)
+    config = SimpleNamespace(target_accuracy=target, batch_size=3)
     batch = range(3)
     assert first_gradient(problem, info, config, batch)[0] == 1.0
-    assert calls == [batch] * (n_test > 0)
+    assert calls == [[0, 1, 2]] * (n_test > 0), "as many as a batch has"
     info.n_test, config.target_accuracy = 5, 0.9
     with pytest.raises(UserError, match="evaluate gives loss, expected 'accuracy' as well"):
         first_gradient(problem, info, config, batch)

@@ -224,6 +224,8 @@ REFUSALS = {
     "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
     "--init-from {data}/good.npz": "good.npz without 'w1', expected an array for each parameter",
     "--init-from {data}/good.npz --mode sync": "good.npz without 'w1', expected an array",
+    "--init-from {data}/good.npz --evaluators 1": "good.npz without 'w1', expected an array",
+    "--servers 2 --evaluators 1": "servers=2 leaves no worker in a world of 2 beside evaluators=1",
     "--init-from {data}/absent.npz": "no file .*/absent.npz, expected a file of parameters, or",
     "--init-from {data}/absent.pt": "absent.pt, expected a file that ends in .npz or .safetensors",
     "--init-from {data}/nan-bias.npz {quick}": "nan-bias.npz: NaN or infinity in 'b', expected",

@@ -47,16 +47,20 @@ def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFi
         log.count(5.0, 20)
         clock.now += 2.0
         log.progress(7, 0.25, 30)
+        log.count(1.0, 10)
+        clock.now += 1.0
+        log.progress(8, 0.5, 40, staleness=1 / 3)
         log.heard("eval", {"step": 7.0, "epoch": 0.25, "loss": 1.5, "accuracy": 0.5})
     found = rows(path)
     assert found[0] == {"kind": "start", "time_s": 1.0, "step": 0, "mode": "async", "world": 8}
     line = {"kind": "train", "time_s": 3.0, "step": 7, "epoch": 0.25}
     assert found[1] == line | {"loss": 4.0, "samples": 30, "samples_per_s": 15.0}
-    assert found[2]["kind"] == "eval"
-    assert found[2]["step"] == 7
-    assert (found[2]["loss"], found[2]["accuracy"]) == (1.5, 0.5)
+    assert (found[2]["samples_per_s"], found[2]["staleness"]) == (10.0, 0.333)
+    assert found[3]["kind"] == "eval"
+    assert found[3]["step"] == 7
+    assert (found[3]["loss"], found[3]["accuracy"]) == (1.5, 0.5)
     assert log.last_eval == {"loss": 1.5, "accuracy": 0.5}
-    assert log.last_loss == 4.0
+    assert log.last_loss == 1.0
     shown = capsys.readouterr().out
     assert "step        7" in shown
     assert "loss 4.0000" in shown

@@ -64,6 +64,14 @@ def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
     assert (row["eval_loss"], row["global_step"]) == ("3.5e+28", "150000")
 
 
+def test_what_diverged(tmp_path: Path) -> None:
+    """NaN and infinities stand as text in a summary."""
+    came = {**SUMMARY, "loss": "nan", "eval_loss": "inf", "accuracy": None}
+    make_run(tmp_path / "1", Config(), came, done=False)
+    (row,) = results(find_runs([tmp_path]))
+    assert (row["loss"], row["eval_loss"], row["accuracy"]) == ("nan", "inf", "-")
+
+
 def test_everything_fits_100_columns() -> None:
     """Many columns make more tables, and a long word loses its middle; nothing else is lost."""
     row = {"run": "r", **{f"option_{k}": str(k) * (5 * k + 1) for k in range(30)}}

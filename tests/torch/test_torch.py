@@ -99,7 +99,7 @@ def test_what_is_frozen_for_a_while_is_as_in_torch(alike: int, told: str) -> Non
 @pytest.mark.one_mpi
 @pytest.mark.program("running_means")
 def test_running_means_travel_with_the_parameters(told: str) -> None:
-    assert told.count("8 modes") == 3
+    assert told.count("10 modes") == 3
 
 
 @pytest.mark.launch

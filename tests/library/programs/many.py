@@ -113,6 +113,7 @@ def learns(mode: str, out: Path) -> None:
     rule = mpips.Momentum(0.1, momentum=0.5)
     how = {"mode": mode, "epochs": 30, "out": out, "quiet": True, "eval_every": 10}
     how |= {"evaluate": means, "held_out": data, "callbacks": [heard]}
+    how |= {"evaluators": 1} if mode == "sync" else {}
     result = mpips.run(train, {"line": np.zeros(2)}, rule, **how)
     np.testing.assert_allclose(result.params["line"], (2, 1), atol=0.05)
     assert result.summary["eval_loss"] < 1e-2

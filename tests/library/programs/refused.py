@@ -12,6 +12,7 @@ import mpips
 
 WORLD = MPI.COMM_WORLD
 INIT = {"w": np.zeros(4)}
+ITEM = mpips.Table(rows=5, dim=2)
 
 
 def train(worker: mpips.Worker) -> None:
@@ -30,6 +31,11 @@ def loop(*args: Any, **options: Any) -> Callable[[mpips.Worker], None]:
     return train
 
 
+def tabled(out: Path, **options: Any) -> mpips.Result:
+    """Run with a table."""
+    return mpips.run(train, INIT, mpips.SGD(), out=out, **{"tables": {"item": ITEM}, **options})
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
     "unknown option": lambda out: mpips.run(train, INIT, batchsize=3, out=out),
     "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
@@ -45,6 +51,20 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "ragged data": lambda out: mpips.run(loop((np.zeros(3), np.zeros(4))), INIT, out=out),
     "a batch too large": lambda out: mpips.run(loop(10, batch_size=11), INIT, out=out),
     "no epochs": lambda out: mpips.run(loop(100, epochs=0), INIT, out=out),
+    "a table that is none": lambda out: mpips.run(train, INIT, tables={"item": 3}, out=out),
+    "a table without a name": lambda out: mpips.run(train, INIT, tables={"a/b": ITEM}, out=out),
+    "tables that differ": lambda out: mpips.run(
+        train, INIT, tables={"item": mpips.Table(rows=5 + WORLD.rank, dim=2)}, out=out
+    ),
+    "a rule that rows have not": lambda out: mpips.run(
+        train, INIT, mpips.RMSprop(), tables={"item": ITEM}, out=out
+    ),
+    "tables in rounds": lambda out: tabled(out, mode="sync"),
+    "tables on nodes": lambda out: tabled(out, node_size=1),
+    "tables read consistently": lambda out: tabled(out, read="consistent"),
+    "a table too large": lambda out: tabled(out, tables={"item": mpips.Table(1 << 36, 64)}),
+    "tables and init_from": lambda out: tabled(out, init_from=str(out.parent / "w.npz")),
+    "tables and compensation": lambda out: tabled(out, delay_compensation=0.1),
     "a folder in use": lambda out: mpips.run(train, INIT, out=out.parent),
 }
 
@@ -52,6 +72,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
 def main(folder: Path) -> None:
     """Try all; every rank has the same errors, and the last run goes well."""
     (folder / "file").write_text("in use")
+    if WORLD.rank == 0:
+        np.savez(folder / "w.npz", w=np.zeros(4))
+    WORLD.Barrier()
     for name, call in CASES.items():
         try:
             call(folder / name.replace(" ", "-"))
@@ -61,7 +84,7 @@ def main(folder: Path) -> None:
         found = set(WORLD.allgather(told))
         if WORLD.rank == 0:
             print(f"{name}: {' | '.join(sorted(found))}")
-    assert {path.name for path in folder.iterdir()} == {"file"}, "no folder is left"
+    assert {path.name for path in folder.iterdir()} == {"file", "w.npz"}, "no folder is left"
     result = mpips.run(train, INIT, epochs=1, out=folder / "good", quiet=True)
     if WORLD.rank == 0:
         print(f"good: {result.reason}", flush=True)

@@ -21,12 +21,20 @@ DATA = TensorDataset(points, (points.sum(1) > 15).long())
 MEAN, VARIANCE = points.mean(0), points.var(0)
 MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async", "clip": 1.0, "delay_compensation": 0.1},
+    "evaluated": {"mode": "async", "evaluators": 1},
     "carried": {"mode": "async", "node_size": 1, "node_aggregation": True},
     "ssp": {"mode": "ssp", "servers": 2},
     "sync": {"mode": "sync", "clip": 1e-3, "optimizer": mpips.AdamW(1e-2, weight_decay=0.5)},
     "nodes": {"mode": "sync", "node_size": 2, "clip": 1e-3, "codec": "powersgd"},
     "allreduce": {"mode": "sync", "reduce": "allreduce", "clip": 1e-3},
     "local": {"mode": "local_sgd", "local_steps": 4, "outer_momentum": 0.5},
+    "streaming": {
+        "mode": "local_sgd",
+        "local_steps": 4,
+        "fragments": 2,
+        "overlap_steps": 1,
+        "mixing": 0.8,
+    },
     "easgd": {"mode": "easgd", "tau": 2, "elastic_rate": 0.4},
 }
 

@@ -1,0 +1,181 @@
+"""A rank that evaluates checkpoints while the others train; see `mpips.cut.evaluations`."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import open_checkpoint
+from mpips.cluster import signals
+from mpips.cluster.agreement import everywhere
+from mpips.cluster.link import Link
+from mpips.cluster.start import Comm
+from mpips.cluster.world import Cluster
+from mpips.config import Config
+from mpips.datasets import Batch, Source
+from mpips.datasets.base import iterate
+from mpips.errors import UserError
+from mpips.layout.roles import Roles
+from mpips.problems import Problem, load_problem
+from mpips.problems.evaluation import CHUNK, metric_sums, share
+from mpips.session.data import open_data
+from mpips.session.folder import Run
+from mpips.session.setup import make_cluster
+
+IDLE_S = 0.02
+
+
+class _Over(Exception):
+    """The run has ended in the middle of an evaluation."""
+
+
+def evaluate_for(found: Run, link: Link) -> int:
+    """Evaluate what the chief asks for, until the run is over; returns the job's exit code.
+
+    Raises:
+        Agreed: If the job is refused, on every rank.
+        UserError: If the problem's metrics are none.
+
+    Collective: yes, over both sides as the job begins. Blocks: until the run is over.
+    """
+    ranks = link.agreed(lambda: evaluators(link, found.config))
+    link.agreed(lambda: None)  # the others make the job ready, and count the data's files
+    evaluator = link.agreed(lambda: _prepared(found, ranks, link))
+    code = evaluator.serve()
+    ranks.free()
+    return code
+
+
+def evaluators(everyone: Comm | Link, config: Config) -> Cluster:
+    """Return the ranks that evaluate, with their share of the cores.
+
+    Collective: yes, with `assign_roles` on the others.
+    """
+    ranks = make_cluster(everyone, config)
+    ranks.roles = Roles((), tuple(range(ranks.world)))
+    ranks.limit_threads(config.threads)
+    return ranks
+
+
+def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
+    """Open the data and build the problem. Collective: over the evaluators."""
+    config = dataclasses.replace(found.config, data_cache="")  # the others copy files there
+    known = dataclasses.replace(found, config=config, resumed=True)  # files are counted already
+    info, dataset = open_data(known, ranks)
+    assert dataset is not None, "every evaluator opens it"
+    held_out = dataset.test if info.n_test else None
+
+    def make() -> Evaluator:
+        samples = checked_samples(held_out, config, "give --test-dataset")
+        problem = load_problem(config.problem, info, config)
+        return Evaluator(link, ranks, samples, problem, np.dtype(config.dtype))
+
+    evaluator = everywhere(ranks.comm, make)
+    ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
+    return evaluator
+
+
+def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Source:
+    """Return the held-out samples.
+
+    Args:
+        held_out: What there is.
+        config: Of the job.
+        remedy: How to give some.
+
+    Raises:
+        UserError: If there are none.
+    """
+    if held_out is None:
+        got = f"evaluators {config.evaluators} without held-out samples"
+        raise UserError(got, "samples to evaluate", f"{remedy}, or leave out evaluators")
+    return held_out
+
+
+def end_evaluations(link: Link, code: int) -> None:
+    """Tell evaluators that the run is over, with the job's exit code. On the chief."""
+    for rank in link.evaluators:
+        link.send(rank, "end", code)
+
+
+class Evaluator:
+    """Evaluates what the chief asks for.
+
+    Args:
+        link: To the chief.
+        ranks: The evaluators.
+        held_out: The held-out samples, of which it evaluates its share.
+        problem: The model.
+        dtype: Of its parameters.
+
+    Attributes:
+        samples: How many are held out.
+    """
+
+    def __init__(
+        self, link: Link, ranks: Cluster, held_out: Source, problem: Problem, dtype: np.dtype
+    ) -> None:
+        self._link, self._held_out, self._problem = link, held_out, problem
+        self.samples = held_out.n
+        self._share = share(self.samples, ranks.rank, ranks.world)
+        self._params = np.empty(problem.layout.size, dtype)
+        self._told_signal = False
+        self._chief: int | None = None
+        self._asked: list[str] = []
+        self._code: int | None = None
+
+    def serve(self) -> int:
+        """Evaluate until the run is over; returns the job's exit code.
+
+        It sleeps while there is nothing to evaluate.
+        """
+        while self._code is None:
+            self._attend()
+            if not self._asked:
+                time.sleep(IDLE_S)
+                continue
+            try:
+                found = self._evaluate(self._asked.pop())
+            except _Over:
+                break
+            assert self._chief is not None, "it has asked"
+            self._link.send(self._chief, "evaluated", found)
+        assert self._code is not None
+        return self._code
+
+    def _attend(self) -> None:
+        """Act on messages and signals."""
+        for source, kind, payload in self._link.poll():
+            self._handle(source, kind, payload)
+        name = signals.received()
+        if name is not None and self._chief is not None and not self._told_signal:
+            self._told_signal = True
+            self._link.send(self._chief, "stop", name)
+
+    def _handle(self, source: int, kind: str, payload: Any) -> None:
+        self._chief = source
+        if kind == "evaluate":
+            self._asked.append(payload)
+        elif kind == "end":
+            self._code = payload
+        else:
+            assert kind == "begin", f"unknown message {kind!r} to an evaluator"
+
+    def _evaluate(self, folder: str) -> dict[str, float] | str:
+        """Return the sums over this share of the samples, or why there are none."""
+        try:
+            open_checkpoint(folder).read_params(out=self._params)
+        except UserError as problem:
+            return str(problem)
+        params = self._problem.layout.views(self._params, writable=False)
+        return metric_sums(self._batches(), functools.partial(self._problem.evaluate, params))
+
+    def _batches(self) -> Iterator[Batch]:
+        for batch in iterate(self._held_out, *self._share, CHUNK, self._params.dtype):
+            self._attend()
+            if self._code is not None:
+                raise _Over
+            yield batch

@@ -1,0 +1,355 @@
+"""Tables of rows in worlds of one node: ``tables.py CASE OUT``; ``all`` is what shares one.
+
+``exact``: the counting problem, by rows: each push adds 1 to the row of each of its samples, in
+two tables of different length, beside a third with another rule; each row ends as its samples came.
+``kills OUT SERVERS``: the same, slow and saved often, for whoever kills it; ``check OUT`` looks at
+what that has left.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpips
+from mpips.checkpoint import Checkpoint, newest_whole, verify
+from mpips.cluster import ending
+from mpips.ps.saved_rows import find_rows
+
+WORLD = MPI.COMM_WORLD
+PLACES = np.array([[0, 1, 0], [996, 916, 999]])  # rows changed, and rows that nobody has touched
+N, EPOCHS, WIDE = 230, 4, 3
+SEVERAL = 17  # rows of the table that each push has many samples of one row of
+ZEROS = mpips.Zeros()
+TABLES = {
+    "one": mpips.Table(rows=N, dim=1, init=ZEROS, optimizer=mpips.SGD(1.0)),
+    "wide": mpips.Table(rows=SEVERAL, dim=WIDE, init=ZEROS, optimizer=mpips.SGD(1.0)),
+    "slots": mpips.Table(rows=1000, dim=5, init=mpips.Uniform(0.5), optimizer=mpips.Adagrad(0.1)),
+}
+INIT = {"counts": np.zeros(N)}
+
+
+def trainer(stop: int = -1, pause_s: float = 0.0, epochs: int = EPOCHS) -> Callable[..., None]:
+    """Return a training function whose worker 0 stops the run when it has pushed so many."""
+
+    def train(worker: mpips.Worker) -> None:
+        batches = worker.batches(N, batch_size=7, epochs=epochs)
+        for pushed, batch in enumerate(batches, 1):
+            ids = batch.ids
+            rows = worker.pull_rows("slots", ids)
+            assert rows.shape == (len(ids), 5)
+            worker.grads["counts"][:] = -np.bincount(ids, minlength=N)
+            worker.push_rows("one", ids, -np.ones((len(ids), 1)))
+            half = len(ids) // 2
+            for part in (ids[:half], ids[half:]):
+                worker.push_rows("wide", part % SEVERAL, np.full((len(part), WIDE), -1.0))
+            worker.push_rows("slots", 4 * ids, rows - 1)
+            time.sleep(pause_s)
+            worker.push(0.0)
+            if pushed == stop and worker.id == 0:
+                worker.stop()
+
+    return train
+
+
+def rows_of(found: Checkpoint, table: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return all rows that are saved, in the order of their numbers, with what goes with each."""
+    pieces = list(found.read_table(table))
+    numbers = np.concatenate([piece.rows for piece in pieces])
+    order = np.argsort(numbers)
+    assert len(set(numbers.tolist())) == len(numbers), "a row in two files"
+    columns = {name: np.concatenate([p.arrays[name] for p in pieces]) for name in pieces[0].arrays}
+    return numbers[order], {k: c[order] for k, c in columns.items() if k != "rows"}
+
+
+def check_counts(out: Path) -> Checkpoint:
+    """Check the newest checkpoint of a run against its own parameters; it may be of any step."""
+    found, complaints = newest_whole(out)
+    assert found is not None, complaints
+    assert not verify(found.path)
+    counts = found.read_params()
+    assert counts.sum() == found.state["samples"]
+    numbers, columns = rows_of(found, "one")
+    np.testing.assert_array_equal(numbers, np.flatnonzero(counts))
+    np.testing.assert_array_equal(columns["params"][:, 0], counts[numbers])
+    numbers, columns = rows_of(found, "wide")
+    sums = np.bincount(np.arange(N) % SEVERAL, counts, SEVERAL)
+    np.testing.assert_array_equal(numbers, np.flatnonzero(sums))
+    np.testing.assert_array_equal(columns["params"], np.repeat(sums[numbers, None], WIDE, axis=1))
+    numbers, columns = rows_of(found, "slots")
+    np.testing.assert_array_equal(numbers, 4 * np.flatnonzero(counts))
+    assert columns["params"].shape == (len(numbers), 5)
+    return found
+
+
+def run(train: Any, ranks: int, out: Path, **options: Any) -> mpips.Result | str | None:
+    """Run on the first ranks of the world, while the others wait; returns why it was refused."""
+    comm = WORLD.Split(0 if WORLD.rank < ranks else MPI.UNDEFINED, WORLD.rank)
+    result: mpips.Result | str | None = None
+    if comm != MPI.COMM_NULL:
+        options = {"params": INIT, "tables": TABLES, "quiet": True, "seed": 3, **options}
+        try:
+            result = mpips.run(train, optimizer=mpips.SGD(1.0), comm=comm, out=out, **options)
+        except mpips.UserError as error:  # all ranks have the same
+            result = str(error)
+        comm.Free()
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.004)
+    return result
+
+
+def done(result: mpips.Result | str | None) -> mpips.Result:
+    """Return what a run of this rank's has left."""
+    assert isinstance(result, mpips.Result), result
+    return result
+
+
+def exact(folder: Path) -> None:
+    """Stops, resumes on other servers, and both modes; in the end every count is whole."""
+    parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (3, 5, {"servers": 1}),
+        (5, 4, {"servers": 3}),
+        (4, 3, {"servers": 2, "snapshot": "stall", "checkpoint_every": "4steps"}),
+        (5, -1, {"servers": 2, "checkpoint_every": "10steps"}),
+    )
+    for mode in ("async", "ssp"):
+        out = folder / mode
+        for ranks, stop, options in parts:
+            result = run(trainer(stop), ranks, out, mode=mode, resume="auto", **options)
+            if WORLD.rank == 0:
+                ended = done(result)
+                assert ended.reason == ("epochs" if stop < 0 else "stopped"), ended.reason
+                found = check_counts(out)
+                assert found.step == ended.summary["global_step"]
+        if WORLD.rank == 0:
+            np.testing.assert_array_equal(found.read_params(), EPOCHS)
+            np.testing.assert_array_equal(ended.rows("one", np.arange(N)), np.full((N, 1), EPOCHS))
+
+
+def same(folder: Path) -> None:
+    """Rows and slots that 2 servers have saved are those of 1 and of 3, to the bit."""
+    out, saved = folder / "same", []
+
+    def train(worker: mpips.Worker) -> None:
+        for _ in worker.batches(N, batch_size=7, epochs=EPOCHS + len(saved)):
+            worker.grads["counts"][:] = 0
+            worker.push(0.0)
+
+    for servers, function in ((2, trainer()), (1, train), (3, train)):
+        result = run(function, servers + 2, out, servers=servers, resume="auto")
+        assert not isinstance(result, str), result
+        found, _ = newest_whole(out)
+        assert found is not None
+        assert found.step == -(-N // 7) * (EPOCHS + len(saved))
+        assert len(found.contents.rows) == servers
+        saved.append({name: rows_of(found, name) for name in TABLES})
+    for other in saved[1:]:
+        for name, (numbers, columns) in saved[0].items():
+            np.testing.assert_array_equal(numbers, other[name][0])
+            assert columns.keys() == other[name][1].keys()
+            for key, column in columns.items():
+                np.testing.assert_array_equal(column, other[name][1][key], strict=True)
+    assert len(saved[0]["slots"][1]) > 1, "there is a slot"
+    resized(out, saved[0]["slots"])
+
+
+def resized(out: Path, saved: tuple[np.ndarray, dict[str, np.ndarray]]) -> None:
+    """A table may have more rows when a run goes on, and no other dim; all rows stay the same."""
+    item, (newest, _) = TABLES["slots"], newest_whole(out)
+    assert newest is not None
+    before = find_rows(newest, "slots", PLACES)
+
+    def train(worker: mpips.Worker) -> None:
+        for _ in worker.batches(N, batch_size=7, epochs=EPOCHS + 4):
+            rows = worker.pull_rows("slots", PLACES)
+            np.testing.assert_array_equal(rows, before, strict=True)
+            np.testing.assert_array_equal(rows[0, 0], saved[1]["params"][0], strict=True)
+            assert 0 < abs(rows[[0, 1, 1], [1, 0, 2]]).max() <= 0.5, (
+                "untouched rows are as they were made"
+            )
+            worker.grads["counts"][:] = 0
+            worker.push(0.0)
+
+    changes: tuple[tuple[dict[str, int], str], ...] = (
+        ({"dim": 6}, "dim 6 on resume"),
+        ({"rows": 999}, "at least 1,000"),
+        ({"rows": 1500}, ""),
+    )
+    for change, told in changes:
+        tables = TABLES | {"slots": dataclasses.replace(item, **change)}
+        result = run(train, 3, out, servers=1, resume="yes", tables=tables)
+        if WORLD.rank < 3 and told:
+            assert told in str(result), result
+        elif WORLD.rank < 3:
+            assert done(result).summary["tables"]["slots"]["rows"] == 1500
+
+
+def torn(folder: Path) -> None:
+    """Rows that are read while they are updated are counted."""
+    table = {"long": mpips.Table(rows=2, dim=1 << 17, optimizer=mpips.SGD(1e-3))}
+
+    def train(worker: mpips.Worker) -> None:
+        ones = np.ones((2, 1 << 17))
+        for _ in worker.batches(300, batch_size=1):
+            for _ in range(4):
+                worker.pull_rows("long", [0, 1, 0, 1])
+            worker.grads["counts"][:] = 0
+            worker.push_rows("long", [0, 1], ones)
+            worker.push(0.0)
+
+    result = run(train, 4, folder / "torn", tables=table, servers=1, epochs=1)
+    if WORLD.rank < 4:
+        long = done(result).summary["tables"]["long"]
+        assert long["again"] + long["torn"] > 0
+        assert (long["changed"], long["pushed"], long["pulled"]) == (2, 600, 4800)
+
+
+def empty(folder: Path) -> None:
+    """Servers whose shard is empty take pushes, have clocks, and save their rows."""
+    out, options = folder / "empty", {"tables": {"one": TABLES["one"]}, "mode": "ssp"}
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(N, batch_size=7, epochs=2 + (worker.workers == 1)):
+            worker.grads["counts"][:] = -len(batch)
+            worker.push_rows("one", batch.ids, -np.ones((len(batch), 1)))
+            worker.push(0.0)
+
+    for ranks, servers, epochs in ((5, 3, 2), (3, 2, 3)):
+        named = {"servers": servers, "staleness_bound": 0, "params": {"counts": np.zeros(1)}}
+        result = run(train, ranks, out, resume="auto", **options, **named)
+        if WORLD.rank == 0:
+            assert done(result).summary["clock_distance_max"] == 0
+            assert all(each["applied"] for each in done(result).summary["per_server"])
+            assert done(result).params["counts"] == N * epochs
+            rows = done(result).rows("one", np.arange(N))
+            np.testing.assert_array_equal(rows, np.full((N, 1), epochs))
+
+
+def weighed(folder: Path) -> None:
+    """A norm is bounded over parameters and rows; batches of a step weigh by their samples."""
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(samples, batch_size=2, epochs=1):
+            worker.grads["counts"][:] = 0
+            worker.grads["counts"][0] = 12
+            worker.push_rows("wide", [3], [[3.0, 4.0, 0.0]])
+            worker.push_rows("one", batch.ids, np.ones((len(batch), 1)))
+            worker.push(0.0)
+
+    samples = 2
+    result = run(train, 2, folder / "clip", clip=1.3)
+    if WORLD.rank == 0:
+        norm = np.sqrt(12**2 + 5**2 + 2)
+        expected = np.array([-3.0, -4.0, 0.0]) * 1.3 / norm
+        np.testing.assert_allclose(done(result).rows("wide", [3])[0], expected, rtol=1e-12)
+        assert np.isclose(done(result).params["counts"][0], -12 * 1.3 / norm)
+        lone = [[-1.3 / norm], [-1.3 / norm], [0.0]]
+        np.testing.assert_allclose(done(result).rows("one", [0, 1, 2]), lone, rtol=1e-12)
+    samples = 5
+    result = run(train, 2, folder / "accumulate", accumulate=4)
+    if WORLD.rank == 0:  # one step of batches of 2, 2 and 1 samples
+        np.testing.assert_allclose(done(result).rows("wide", [3])[0], [-3.0, -4.0, 0.0], rtol=1e-12)
+        weights = sorted(done(result).rows("one", np.arange(5))[:, 0])
+        np.testing.assert_allclose(weights, [-0.4, -0.4, -0.4, -0.4, -0.2], rtol=1e-12)
+
+
+BAD: dict[str, tuple[str, Callable[[mpips.Worker], object]]] = {
+    "an id below": ("id -1 ", lambda w: w.pull_rows("wide", [0, -1])),
+    "an id behind": ("id 17 ", lambda w: w.push_rows("wide", [17], np.ones((1, WIDE)))),
+    "floats": ("dtype float64, expected an integer", lambda w: w.pull_rows("wide", [1.0])),
+    "no table": ("did you mean 'wide'", lambda w: w.pull_rows("wid", [0])),
+    "shape": (
+        "of shape (2, 3), expected (1, 3)",
+        lambda w: w.push_rows("wide", [0], np.ones((2, WIDE))),
+    ),
+    "nan": (
+        "nan in the gradient of row 4 of table 'wide'",
+        lambda w: w.push_rows("wide", [3, 4], [[1, 2, 3], [1, np.nan, 3]]),
+    ),
+    "words": ("of dtype <U1", lambda w: w.push_rows("one", [0], [["a"]])),
+    "too many": (
+        "5 rows of table 'few' in one push, expected at most 2; give the table push_rows=5",
+        lambda w: w.push_rows("few", [5, 7, 6, 7], np.ones((4, 1))),
+    ),
+}
+
+
+def told_by(call: Callable[[mpips.Worker], object], worker: mpips.Worker) -> str:
+    """Return the message of what is refused."""
+    try:
+        call(worker)
+    except mpips.UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def bad(folder: Path) -> None:
+    """What is refused in a step leaves the step as it was; what is read is what was pushed."""
+    tables = TABLES | {"few": mpips.Table(rows=9, dim=1, push_rows=2, init=ZEROS)}
+    outside: list[mpips.Worker] = []
+
+    def train(worker: mpips.Worker) -> None:
+        assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
+        for _ in worker.batches(8, batch_size=1, epochs=1):
+            worker.push_rows("few", [2, 2, 3], np.ones((3, 1)))
+            for name, (told, call) in BAD.items():
+                found = told_by(call, worker)
+                assert told in found, (name, found)
+            worker.push_rows("wide", np.zeros((0, 2), int), np.zeros((0, 2, WIDE)))
+            assert worker.pull_rows("wide", []).shape == (0, WIDE)
+            assert worker.pull_rows("wide", [[1, 2]]).dtype == np.float64
+            worker.grads["counts"][:] = 0
+            worker.push(0.0)
+        assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
+        outside.append(worker)
+
+    out = folder / "bad"
+    options = {"tables": tables, "servers": 2, "max_staleness": 1000}
+    result = run(train, 4, out, **options)
+    if WORLD.rank == 0:
+        summary = done(result).summary
+        found, _ = newest_whole(out)
+        assert found is not None
+        numbers, columns = rows_of(found, "few")
+        np.testing.assert_array_equal(numbers, [2, 3])
+        np.testing.assert_array_equal(columns["params"], [[-16.0], [-8.0]])  # the run's rule
+        assert summary["tables"]["few"]["pushed"] == 24
+        assert summary["tables"]["wide"]["changed"] == 0
+
+    def without(worker: mpips.Worker) -> None:
+        for _ in worker.batches(8, batch_size=4, epochs=1):
+            assert "without tables" in told_by(lambda w: w.pull_rows("one", [0]), worker)
+            worker.grads["counts"][:] = 0
+            worker.push(0.0)
+
+    assert not isinstance(run(without, 3, folder / "none", tables=None), str)
+
+
+def main(case: str, out: Path, servers: str = "1") -> None:
+    """Run one case, or all that share a world."""
+    if case == "kills":
+        mpips.run(
+            trainer(pause_s=0.05), INIT, mpips.SGD(1.0), tables=TABLES, servers=int(servers),
+            out=out, resume="auto", checkpoint_every="3steps", quiet=True,
+        )  # fmt: skip
+    if case in ("kills", "check"):
+        if WORLD.rank == 0:
+            check_counts(out)
+        return
+    for each in (exact, same, torn, empty, weighed, bad):
+        each(out)
+        if WORLD.rank == 0:
+            print(f"{each.__name__} is done", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)
