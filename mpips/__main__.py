@@ -12,6 +12,8 @@ COMMANDS = {
     "guide": "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
     "jobs": "list, show or copy the job files that come with mpips",
     "results": "show runs side by side",
+    "report": "draw runs: curves, staleness, load, time and bytes in one page",
+    "watch": "follow runs in a terminal: curves, rates, ranks",
     "checkpoint": "list, inspect, verify or export the checkpoints of a run",
     "sbatch": "write a job script for SLURM, or copy those that come with mpips",
     "doctor": "find out whether a cluster runs mpips well, and what to change",

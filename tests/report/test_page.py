@@ -1,0 +1,262 @@
+"""The page, its figures and numbers, and the command that makes them."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from made import SUMMARY, job, make, row, whole
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from mpips.drawing import COLOURS
+from mpips.errors import UserError
+from mpips.report import __main__ as command
+from mpips.report.figures import Figure, engineered, shown
+from mpips.report.groups import LINES, groups
+from mpips.report.page import figures_of, render, run_table
+from mpips.report.record import Record, read
+
+HOSTILE = """a<b>&"'$x_1$"""
+ALWAYS = {"events", "staleness-histogram", "workers", "servers", "bytes", "staleness-time"}
+CURVES = {
+    f"{name}-{axis}"
+    for name in ("training-loss", "held-out-loss", "accuracy")
+    for axis in ("time", "samples", "updates")
+}
+
+
+def parsed(page: str) -> ElementTree.Element:
+    """Return a page as XML: what is not closed or not escaped is an error."""
+    return ElementTree.fromstring(page.removeprefix("<!doctype html>\n"))
+
+
+def drawn(figure: Figure) -> Axes:
+    axes = Canvas().add_subplot()
+    figure.draw(axes)
+    return axes
+
+
+def by_name(*runs: Record) -> dict[str, Figure]:
+    return {figure.name: figure for figure in figures_of(runs)}
+
+
+# Figures.
+
+
+def test_curves_are_drawn_as_they_were_measured(tmp_path: Path) -> None:
+    found = by_name(read(whole(tmp_path / "a"), "a"))
+    assert set(found) == ALWAYS | CURVES | {"samples-per-s-time"}
+    for axis, step in (("time", 2), ("samples", 100), ("updates", 10)):
+        (line,) = drawn(found[f"training-loss-{axis}"]).lines
+        assert np.allclose(line.get_xydata(), [(step * k, 1 / k) for k in (1, 2, 3, 4)])
+    (line,) = drawn(found["accuracy-updates"]).lines
+    assert np.allclose(line.get_xydata(), [(10 * k, 1 - 1 / k / 8) for k in (1, 2, 3, 4)])
+    table = found["training-loss-time"].table
+    assert dict(zip(table.heads, table.rows[0], strict=True)) == {
+        "run": "a", "lines": 4, "first": 1, "lowest": 1 / 4, "highest": 1, "last": 1 / 4,
+        "at s": 8, "at update": 40,
+    }  # fmt: skip
+
+
+def test_what_a_summary_says_is_drawn(tmp_path: Path) -> None:
+    found = by_name(read(whole(tmp_path / "a"), "a"))
+    (bars,) = drawn(found["staleness-histogram"]).patches
+    assert np.allclose(bars.get_data().values, [25, 50, 12.5, 7.5, 5])
+    tops = [patch.get_data().values[::2] for patch in drawn(found["workers"]).patches]
+    assert np.allclose(tops[0], [3, 4, 5])
+    assert np.allclose(tops[3], [4.75, 5.75, 6.75])
+    assert np.allclose(tops[4], 8)
+    (busy,) = drawn(found["servers"]).patches
+    assert np.allclose(busy.get_data().values[::2], 25)
+    assert found["servers"].table.rows == [("a", "owner 0 (rank 0)", 800, 40, 0, 2.0, 25.0, 1.5)]
+    assert found["bytes"].title == "Bytes moved"
+
+
+def test_bytes_by_link(tmp_path: Path) -> None:
+    nodes = [{"host": "x", "ranks": [0, 1]}, {"host": "y", "ranks": [2, 3]}]
+    workers = [{"rank": k, "bytes_sent": 10**k, "bytes_received": 2 * 10**k} for k in (1, 2, 3)]
+    came = {**SUMMARY, "nodes": nodes, "per_worker": workers}
+    figure = by_name(read(make(tmp_path / "a", job(), came), "a"))["bytes"]
+    assert figure.title == "Bytes by link"
+    assert [row[1:4] for row in figure.table.rows[1:]] == [
+        ("link of node 0 (x)", 10, 20), ("link of node 1 (y)", 1100, 2200)
+    ]  # fmt: skip
+    sent, both = (patch.get_data().values[::2] for patch in drawn(figure).patches)
+    assert (list(sent), list(both)) == ([10, 1100], [30, 3300])
+
+
+def test_marks_and_gaps(tmp_path: Path) -> None:
+    """A curve is broken between jobs, and what happened is marked on it and in its lane."""
+    lines = [*job(0, 2), row("lost", 9.5, 20, rank=3, worker=2), *job(2, 4, resumed=True)]
+    found = by_name(read(make(tmp_path / "a", lines), "a"))
+    curve, *marks = drawn(found["training-loss-time"]).lines
+    assert np.isnan(curve.get_xydata()).any(axis=1).tolist() == [False, False, True, False, False]
+    assert [mark.get_gid().partition(":")[2].split()[1] for mark in marks] == [
+        *("worker", "the", "resumed", "the")
+    ]
+    lanes = drawn(found["events"])
+    assert len(lanes.patches) == 2
+    assert {line.get_marker() for line in lanes.lines} == {"X", "D", ">"}
+
+
+def test_runs_lie_over_each_other_and_seeds_are_a_band(tmp_path: Path) -> None:
+    runs = [
+        read(whole(tmp_path / name, lr + seed / 100, lr=lr, seed=seed), name)
+        for lr, seed, name in ((lr, k, f"{lr}-{k}") for lr in (1.0, 2.0) for k in (1, 2, 3))
+    ]
+    found = groups(runs)
+    assert [group.label for group in found] == ["lr 1.0: 3 seeds", "lr 2.0: 3 seeds"]
+    axes = drawn(by_name(*runs)["training-loss-updates"])
+    assert len(axes.lines) == len(axes.collections) == 2
+    first = axes.lines[0].get_xydata()
+    assert (first[0, 1], first[-1, 1]) == (1.02, 1.02 / 4)
+    assert [line.get_color() for line in axes.lines] == [group.colour for group in found]
+    again = [*runs[:2], read(whole(tmp_path / "again", lr=1.0, seed=2), "again")]
+    assert [group.label for group in groups(again)] == ["1.0-1", "1.0-2", "again"]
+
+
+def test_of_many_runs_the_best_have_colours(tmp_path: Path) -> None:
+    names = [f"{k}" for k in range(1, 11)]
+    runs = [read(whole(tmp_path / k, scale=float(k), lr=float(k)), k) for k in names]
+    found = groups(runs[::-1])
+    shown_ones = [group for group in found if group.shown]
+    assert {group.label for group in shown_ones} == set(names[: len(LINES)])
+    assert sorted(group.colour for group in shown_ones) == sorted(LINES)
+    assert {group.colour for group in found if not group.shown} == {COLOURS[7]}
+    page = render(runs)
+    assert "3 more, with higher losses" in page
+
+
+def test_a_long_noisy_curve(tmp_path: Path) -> None:
+    """Is drawn through means, with its extremes behind; all values are there in the numbers."""
+    lines = [row("start", 0.0, 0)]
+    lines += [row("train", k + 1.0, k, epoch=k, samples=k, loss=1 + k % 2) for k in range(8_000)]
+    run = read(make(tmp_path / "a", lines), "a")
+    extremes, means = drawn(by_name(run)["training-loss-updates"]).lines
+    assert len(means.get_xdata()) == 200
+    assert 2_000 <= len(extremes.get_xdata()) <= 2_002
+    assert np.allclose(means.get_ydata(), 1.5)
+    assert {1.0, 2.0} == set(extremes.get_ydata())
+
+
+def test_cells_and_ticks() -> None:
+    assert [shown(v) for v in (None, 1234, 0.123456, 98765.4, "x")] == [
+        *("-", "1,234", "0.1235", "98,765", "x")
+    ]
+    assert [engineered(v) for v in (0, 0.5, 1500, 2e6)] == ["0", "0.5", "1.5k", "2M"]
+
+
+# The page.
+
+
+def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+    """Also where a run has a name that would be read as something else."""
+    out = whole(tmp_path / HOSTILE, scale=1.5, problem="x</pre><script>.py:A")
+    runs = [read(out, HOSTILE), read(whole(tmp_path / "b", seed=1, lr=0.5), "b")]
+    runs[0].missing.append("<img src=x onerror=alert(1)>")
+    page = render(runs)
+    tree = parsed(page)
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
+    assert not [e for e in tree.iter() if {"src", "onerror", "onclick"} & set(e.attrib)]
+    assert [e.tag for e in tree.iter() if e.tag in ("script", "link", "img")] == ["script"]
+    assert any(HOSTILE in "".join(e.itertext()) for e in tree.iter("td"))
+    ids = [e.attrib["id"] for e in tree.iter() if "id" in e.attrib]
+    assert len(set(ids)) == len(ids)
+    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page))
+    assert {a or b for a, b in used} <= set(ids)
+
+
+def test_every_figure_can_be_read_without_eyes(tmp_path: Path) -> None:
+    run = read(whole(tmp_path / "a"), "a")
+    tree = parsed(render([run]))
+    found = {e.attrib["id"]: e for e in tree.iter("figure")}
+    assert set(found) == {figure.name for figure in figures_of([run])}
+    for figure in found.values():
+        assert "".join(figure.find("figcaption").itertext()).strip()
+        assert len(figure.find("div[@role='img']").attrib["aria-label"]) > 20
+        assert figure.find(".//table/tbody/tr") is not None
+        assert figure.find(".//svg") is not None
+
+
+def test_the_best_are_marked(tmp_path: Path) -> None:
+    runs = [read(whole(tmp_path / k, float(k), lr=float(k)), k) for k in ("3", "1", "2")]
+    heads, cells = run_table(runs)
+    at = heads.index("eval_loss")
+    assert [row[at].best for row in cells] == [False, True, False]
+    assert [row[at].text for row in cells] == ["1.5", "0.5", "1"]
+    assert [row[heads.index("lr")].text for row in cells] == ["3.0", "1.0", "2.0"]
+    assert not any(cell.best for row in run_table(runs[:1])[1] for cell in row)
+
+
+def test_a_run_that_has_nothing(tmp_path: Path) -> None:
+    """Says so, alone and beside others."""
+    empty = read(make(tmp_path / "empty", summary=None, done=False), "empty")
+    diverged = make(tmp_path / "d", job(), {"loss": "nan", "eval_loss": "inf", "staleness": 1})
+    for runs in ([empty], [empty, read(whole(tmp_path / "b"), "b"), read(diverged, "d")]):
+        page = render(runs)
+        parsed(page)
+        assert "no line of training yet" in page
+        assert "not done (not ended)" in page
+
+
+# The command.
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for k in (1, 2):
+        whole(tmp_path / "sweep" / f"{k}", lr=float(k))
+    (tmp_path / "sweep" / "3.failed").write_text("exit code 2\n")
+    page, png, numbers = tmp_path / "r.html", tmp_path / "png", tmp_path / "deep" / "csv"
+    words = [tmp_path / "sweep", "-o", page, "--png", png, "--csv", numbers]
+    assert command.main([str(word) for word in words]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{page}: 3 runs, [\d.]+ kB", told[0])
+    assert "failed (exit code 2)" in page.read_text()
+    names = {figure.attrib["id"] for figure in parsed(page.read_text()).iter("figure")}
+    assert {path.stem for path in png.iterdir()} == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in png.iterdir())
+    assert {path.name for path in numbers.iterdir()} == {
+        *("runs.csv", "curves.csv", "events.csv", "staleness-histogram.csv"),
+        *("workers.csv", "servers.csv", "bytes.csv"),
+    }
+    with (numbers / "curves.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if r["measure"] == "held-out loss"]
+    assert [(r["run"], float(r["samples"]), float(r["value"])) for r in rows] == [
+        (f"{run}", 100.0 * k, 2 / k) for run in (1, 2) for k in (1, 2, 3, 4)
+    ]
+
+
+def test_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole(Path("a"))
+    assert command.main(["a", "--csv", "numbers"]) == 0
+    assert not Path("report.html").exists()
+    assert command.main(["a"]) == 0
+    assert Path("report.html").exists()
+
+
+def test_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole(Path("a"))
+    Path("none").mkdir()
+    Path("file").write_text("")
+    for words, error in (
+        (["a", "none"], "no run in none, expected folders with config.toml"),
+        (["a", "missing"], "no run in missing"),
+        (["a", "-o", "missing/r.html"], "missing/r.html: No such file or directory, expected a"),
+        (["a", "--png", "file"], "file: File exists, expected a place that can be written"),
+        ([], "the following arguments are required: RUN"),
+    ):
+        assert command.main(words) == 2
+        assert error in capsys.readouterr().err
+    for module, package in (("matplotlib", "Matplotlib"), ("jinja2", "Jinja2")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(UserError, match=rf"no {package}.*'mpips\[report\]'"):
+                command.make(["a"])
