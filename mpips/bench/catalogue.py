@@ -65,15 +65,18 @@ MEASURES = {
         Measure("rounds", (2, 4, 8), (2,)),
         Measure("rules", (1,), (1,)),
         Measure("codecs", (1,), (1,)),
+        Measure("rows", (1,), (1,)),
         Measure("idle", (3,), (3,), least=2),
         Measure("link", least=2, nodes=2),
         Measure("wire", least=2, nodes=2),
         Measure("mlp"),
         Measure("oversubscription"),
         Measure("stragglers"),
+        Measure("evaluators"),
         Measure("convergence", named=True),
         Measure("start"),
         Measure("memory"),
+        Measure("reading"),
         Measure("torch", package="torch"),
     )
 }

@@ -1,58 +1,23 @@
 """The picture of the scaling table: time of a step over the size, with the fits."""
 
-import contextlib
-import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpips.bench.fit import fit_line
 from mpips.bench.measure import bytes_text
 from mpips.bench.points import Points, Series, by_series
-from mpips.errors import UserError
+from mpips.drawing import COLOURS, MARKERS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KINDS = (".svg", ".png")
 TITLES = {
     "async": "asynchronous: pull, compute, push; 1 server",
     "sync": "synchronous: one round",
 }
-# Okabe and Ito's colours, which those who see no red or no green tell apart as well.
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
-MARKERS = "osD^vPX*"
 TICKS = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 BENDS = 24  # of a line that is straight on linear axes only
-METADATA = {".svg": {"Date": None, "Creator": None}}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as text
-    "svg.hashsalt": "mpips",  # the same picture from the same points
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-}
-
-
-def check(path: Path) -> None:
-    """Check that a picture can be drawn into a file.
-
-    Raises:
-        UserError: If it cannot.
-    """
-    if path.suffix not in KINDS:
-        raise UserError(f"--plot {path}", f"a name that ends in {' or '.join(KINDS)}")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--plot {path}", "a file in a folder that is there")
-    if importlib.util.find_spec("matplotlib") is None:
-        remedy = "pip install 'mpips[report]'"
-        raise UserError("--plot without matplotlib", "matplotlib to draw with", remedy)
 
 
 def draw(points: Points, path: Path) -> None:
@@ -70,31 +35,6 @@ def draw(points: Points, path: Path) -> None:
             _panel(axes, {s: t for s, t in found.items() if s.mode == mode}, ranks)
             axes.set_title(TITLES[mode], fontsize=9)
         panels[0].set_ylabel("time per step, ms")
-
-
-@contextlib.contextmanager
-def drawing(path: Path, columns: int, inches: tuple[float, float]) -> Iterator[list["Axes"]]:
-    """Yield panels that stand beside each other; what is drawn into them is saved in the end.
-
-    Args:
-        path: Of the picture; its ending says of which kind.
-        columns: How many panels.
-        inches: Width and height.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with matplotlib.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            1, columns, figsize=inches, sharey=True, squeeze=False, layout="constrained"
-        )
-        try:
-            yield list(axes[0])
-            figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
-        finally:
-            pyplot.close(figure)
 
 
 def _panel(axes: "Axes", found: Mapping[Series, Mapping[int, float]], ranks: list[int]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpips import drawing
 from mpips.bench import growth, jobs, plot
 from mpips.bench.driver import described, machine
 from mpips.bench.measure import Options
@@ -50,7 +51,7 @@ class Request:
             remedy = "use --json FILE here, and then --scale --from FILE ... without mpirun"
             raise UserError(f"{name} under mpirun", "a command without it", remedy)
         if self.plot:
-            plot.check(self.plot)
+            drawing.check(self.plot)
 
 
 def run(request: Request, options: Options) -> int:

@@ -25,7 +25,7 @@ from mpips.layout.roles import assign
 COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace
 SENT = 8  # column of the bytes sent, after the name
 SIZES, QUICK = (16 << 20,), (1 << 20,)
-AIMS = {"fp16": 1.95, "bf16": 1.95, "int8": 3.8, "topk": 40.0, "onebit": 28.0}
+AIMS = {"fp16": 1.95, "bf16": 1.95, "int8": 3.8, "int4": 7.5, "topk": 40.0, "onebit": 28.0}
 PULLED = ("fp16", "bf16", "int8")
 LEAST = 0.9  # of the bytes of plain messages must be seen by a counter
 STEPS = 24

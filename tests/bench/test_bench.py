@@ -158,9 +158,9 @@ def test_the_interface_that_sent_most_counts() -> None:
 @pytest.mark.parametrize(
     ("ranks", "nodes", "names"),
     [
-        (1, 1, ["rounds", "rules", "codecs"]),
-        (2, 1, ["pushpull", "rounds", "rules", "codecs", "idle"]),
-        (2, 2, ["pushpull", "rounds", "rules", "codecs", "idle", "link", "wire"]),
+        (1, 1, ["rounds", "rules", "codecs", "rows"]),
+        (2, 1, ["pushpull", "rounds", "rules", "codecs", "rows", "idle"]),
+        (2, 2, ["pushpull", "rounds", "rules", "codecs", "rows", "idle", "link", "wire"]),
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
@@ -282,7 +282,7 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
     rows = check_rows(
-        tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "codec", "idle"}
+        tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "codec", "rows", "idle"}
     )
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
@@ -354,6 +354,7 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
         "mlp",
         "oversubscription",
         "stragglers",
+        "evaluators",
         "start",
         "--quick",
         "--repeats",
@@ -363,8 +364,18 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
     ]
     done = driver(*args, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    rows = check_rows(tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "start"})
+    rows = check_rows(
+        tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "evaluators", "start"}
+    )
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+def test_reading_quickly() -> None:
+    found = catalogue.MEASURES["reading"].run(Options(repeats=1, quick=True))
+    names = [row.case.partition(",")[0] for row in found]
+    assert names[0] == "HDF5"
+    assert set(names) <= {"HDF5", "images", "tar", "Parquet"}
+    assert all(row.value > 0 and row.other > 0 for row in found)
 
 
 def test_without_pytorch_its_measure_is_left_out(

@@ -12,6 +12,7 @@ import launch
 import numpy as np
 import pytest
 
+from mpips import drawing
 from mpips.bench import growth, plot
 from mpips.bench.__main__ import main
 from mpips.bench.fit import Line, fit_line, power
@@ -265,7 +266,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"expected matplotlib .*; pip install 'mpips\[report\]'"):
-        plot.check(tmp_path / "a.svg")
+        drawing.check(tmp_path / "a.svg")
 
 
 # The command line ----------------------------------------------------------------------------
@@ -423,6 +424,6 @@ def test_the_memory_of_a_server_is_its_own(node_size: int, pool: int, tmp_path: 
     done = launch.run(4, ["-c", code], tmp_path).check()
     found: Any = re.search(r"^\[\d+, \d+\]$", done.output, re.MULTILINE)
     before, after = json.loads(found[0])
-    assert after - before == pytest.approx(48e6, abs=2e6)
+    assert after - before == pytest.approx(48e6, abs=5e6)  # either end may take a huge page
     gradients = 3 * 2 * 8e6
     assert pool * 8e6 < before < 90e6 + pool * 8e6 + gradients / 2, done.output
