@@ -17,20 +17,26 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MULTI_RANK = HERE / "mpi"
-LONGEST = [  # each of a minute or more, if with its long tests, the longest first
+LONGEST = [  # each of half a minute or more, if with its long tests, the longest first
     HERE / f"{name}.py"
     for name in (
-        *("chaos/test_chaos", "test_worlds", "config/test_jobs", "cut/test_resume"),
-        *("bench/test_bench", "config/test_job_scripts", "cut/test_worker_state"),
-        *("strategies/test_convergence", "torch/test_torch", "rounds/test_serial"),
-        *("cut/test_exactly_once", "cut/test_storage", "test_guide", "checkpoint/test_damage"),
-        *("session/test_bad_input", "slurm/test_slurm_shell"),
+        *("config/test_jobs", "chaos/test_chaos", "test_worlds", "config/test_job_scripts"),
+        *("session/test_bad_input", "cut/test_worker_state", "torch/test_torch", "test_guide"),
+        *("library/test_library", "library/test_jax", "cut/test_exactly_once", "cut/test_storage"),
+        *("doctor/test_doctor", "launching/test_supervise", "slurm/test_slurm_shell"),
+        *("bench/test_bench", "rounds/test_serial", "slurm/test_sbatch", "checkpoint/test_damage"),
+        *("strategies/test_convergence", "session/test_many_files", "cut/test_resume"),
+        *("config/test_command_line", "launching/test_elastic", "launching/test_reach"),
     )
 ]
 PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shared out
 # Where it is set, and packages were not compiled as they were installed, each rank of each job
 # compiles all that it imports: 1.7 s of processor in place of 0.6.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Jobs of several processes share the cores, which no job knows: a rank that waits within MPI gives
+# its core away also where its job has one for each. A world of 2 takes half the processor.
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,6 +32,7 @@ from mpips.guide import completion, figures
 from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
 from mpips.launch.__main__ import make_parser as launch_parser
+from mpips.report.__main__ import make_parser as report_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = ("pytorch", "library", "options", "slow-links")
@@ -341,7 +342,9 @@ def check_unrun(line: str) -> None:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])
         case ["python", "-m", "mpips.bench", *rest]:
             bench_parser().parse_args(rest)
-        case ["python", "-m", "mpips.results" | "mpips.ps", *folders]:
+        case ["python", "-m", "mpips.report", *rest]:
+            report_parser().parse_args(rest)
+        case ["python", "-m", "mpips.results" | "mpips.ps" | "mpips.watch", *folders]:
             assert folders
         case ["sbatch", *rest]:
             (at,) = (k for k, word in enumerate(rest) if word.endswith(".sbatch"))

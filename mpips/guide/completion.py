@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpips import sbatch
+from mpips import sbatch, watch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.chaos.__main__ import make_parser as chaos_parser
@@ -21,6 +21,7 @@ from mpips.doctor.__main__ import make_parser as doctor_parser
 from mpips.errors import UserError, answer, unknown
 from mpips.guide.pages import TOPICS
 from mpips.launch.__main__ import make_parser as launch_parser
+from mpips.report.__main__ import make_parser as report_parser
 
 USAGE = """usage: mpips completion SHELL
 
@@ -41,7 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     parsers = {
         "train": _train(), "launch": launch_parser(), "chaos": chaos_parser(),
         "ps": _ps(),
-        "guide": _guide(), "jobs": jobs_parser(), "results": _results(),
+        "guide": _guide(), "jobs": jobs_parser(), "results": _results(), "report": report_parser(),
+        "watch": watch.make_parser(),
         "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
         "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
     }  # fmt: skip

@@ -8,8 +8,8 @@ from mpips.errors import unknown
 
 FOLDER = Path(__file__).resolve().parent
 TOPICS = (  # in the order in which a newcomer may want them
-    *("your-model", "pytorch", "library", "data", "options", "checkpoints", "restarts"),
-    *("summary", "consistency", "several-nodes", "slow-links", "slurm"),
+    *("your-model", "pytorch", "library", "tables", "data", "options", "checkpoints", "restarts"),
+    *("summary", "report", "consistency", "several-nodes", "slow-links", "slurm"),
     *("how-fast", "troubleshooting", "design"),
 )
 OPTIONS_HERE = "<!-- options -->"
