@@ -134,10 +134,11 @@ class Moved(Fails, SlowCounting):
         super().__init__(data, config)
         self.out, self.last = Path(config.out), rank() == last_rank()
         self.done, self.pause = self.out.with_name(f"{self.out.name}.moved"), 1e-3
+        self.waits = not config.resume
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         end, self.pause = time.monotonic() + self.pause, min(1.3 * self.pause, 5.0)
-        while not self.done.exists():
+        while self.waits and not self.done.exists():
             if self.last and list(self.out.glob("checkpoints/*/index.h5")):
                 self.move()
                 self.done.touch()
