@@ -129,10 +129,10 @@ class Source:
                 names the file, the array and the row. Data in memory was checked when opened.
         """
         x, y = self.load_stored(begin, end, dtype)
-        return self.scaled(x, dtype), y
+        return self._inputs(x, dtype) if self._keeps else x, y
 
     def load_stored(self, begin: int, end: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same, but for inputs that are stored as bytes, which `scaled` converts."""
+        """Return the same, but for inputs that are stored as bytes: as they are, see `factor`."""
         raw_x, raw_y = self.read_block(begin, end)
         x = raw_x.reshape(-1, *self.info.x_shape) if self._keeps else self._inputs(raw_x, dtype)
         y = self._targets(raw_y, dtype)
@@ -142,9 +142,10 @@ class Source:
             self._check_targets(raw_y, y, begin)
         return x, y
 
-    def scaled(self, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return inputs that `load_stored` has returned as a batch has them."""
-        return self._inputs(x, dtype) if self._keeps else x
+    @property
+    def factor(self) -> float:
+        """What turns inputs that `load_stored` has returned into those of a batch."""
+        return self._scale if self._keeps else 1.0
 
     def check(self, dtype: np.dtype) -> None:
         """Check every sample of a whole table in memory, block by block; raises as `load`."""

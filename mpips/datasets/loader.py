@@ -1,5 +1,6 @@
 """Batches ahead of the step: a background thread for files, nothing but a gather in memory."""
 
+import math
 import threading
 from collections import OrderedDict, deque
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 from mpips.datasets.augment import Augment
 from mpips.datasets.base import Batch, Source
 from mpips.datasets.order import Order
+from mpips.kernels.vectors import take_rows
 
 CACHED_BLOCKS = 4
 CACHE_BYTES = 32 << 20
@@ -48,7 +50,7 @@ class Blocks:
             UserError: As `Source.load`.
         """
         info = self._source.info
-        x: np.ndarray | None = None
+        x = np.empty((len(ids), *info.x_shape), self._dtype)
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
         _, firsts = np.unique(numbers, return_index=True)
@@ -57,10 +59,9 @@ class Blocks:
             here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
             inner = ids[here] - number * self._block
-            x = np.empty((len(ids), *info.x_shape), block_x.dtype) if x is None else x
-            x[here], y[here] = block_x[inner], block_y[inner]
-        x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
-        return Batch(self._source.scaled(x, self._dtype), y, ids, epoch)
+            take_rows(_flat(block_x), inner, here, self._source.factor, _flat(x))
+            y[here] = block_y[inner]
+        return Batch(x, y, ids, epoch)
 
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._kept:
@@ -78,6 +79,11 @@ class Blocks:
             len(self._kept) >= CACHED_BLOCKS or self.nbytes + largest > CACHE_BYTES
         ):
             self._kept.popitem(last=False)
+
+
+def _flat(samples: np.ndarray) -> np.ndarray:
+    """Return samples as rows of numbers, shape (n, width), a view where they lie together."""
+    return samples.reshape(len(samples), math.prod(samples.shape[1:]))
 
 
 class Loader:

@@ -1,4 +1,4 @@
-"""Loops over vectors: addresses, sums of rows, norms, checks and copies.
+"""Loops over vectors: addresses, sums of rows, norms, checks, copies and rows taken.
 
 Blocks are slices with their own loop from zero: an index with an offset is tested for being
 negative at every element, and the loop is not vectorised (three times slower).
@@ -136,3 +136,32 @@ def copy_finite(src: Vector, dst: Vector) -> bool:
         dst[i] = value
         bad |= not math.isfinite(value)
     return not bad
+
+
+@kernel()
+def take_rows(
+    rows: np.ndarray, numbers: Vector, places: Vector, factor: float, out: np.ndarray
+) -> None:
+    """Set ``out[places[k]] = factor * rows[numbers[k]]``, in out's dtype.
+
+    Args:
+        rows: Shape (n, width), of real numbers.
+        numbers: Which rows, shape (k,), dtype int64.
+        places: Where each goes, shape (k,), dtype int64.
+        factor: Rounded to out's dtype.
+        out: Shape (m, width), float32 or float64; must not overlap `rows`.
+
+    Raises:
+        ValueError: If the widths or lengths differ, or a number is no row of its array.
+    """
+    if rows.shape[1] != out.shape[1] or numbers.size != places.size:
+        raise ValueError("take_rows: rows of one length, and a place for each, are expected")
+    for k in range(numbers.size):
+        if not (0 <= numbers[k] < rows.shape[0] and 0 <= places[k] < out.shape[0]):
+            raise ValueError("take_rows: a number beyond the rows")
+    real = out.dtype.type
+    one = real(factor)
+    for k in range(numbers.size):
+        row, target = rows[numbers[k]], out[places[k]]
+        for i in range(row.size):
+            target[i] = one * real(row[i])

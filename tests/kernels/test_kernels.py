@@ -512,6 +512,25 @@ def test_add_scaled_is_numpy_s_sum(dtype, n):
         vectors.add_scaled(x, 1.0, y, 1.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", [np.uint8, np.float32, np.float64])
+def test_take_rows_is_numpy_s_indexing(stored, dtype):
+    rows = sample(7 * 33, np.float64).reshape(7, 33)
+    rows = (100 * np.abs(rows)).astype(stored)
+    numbers, places = np.array([6, 0, 0, 3]), np.array([4, 2, 0, 1])
+    out = sample(6 * 33, dtype).reshape(6, 33)
+    expected = out.copy()
+    expected[places] = rows[numbers].astype(dtype) * dtype(1 / 255)
+    vectors.take_rows(rows, numbers, places, 1 / 255, out)
+    np.testing.assert_array_equal(out, expected)
+    for wrong in ((7, 0), (-1, 0), (0, 6), (0, -1)):
+        with pytest.raises(ValueError, match="beyond the rows"):
+            vectors.take_rows(rows, *(np.array([0, k]) for k in wrong), 1.0, out)
+    with pytest.raises(ValueError, match="one length"):
+        vectors.take_rows(rows[:, :-1], numbers, places, 1.0, out)
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_refuses_vectors_of_other_lengths(name):
     slots, scalars = UPDATES[name]
@@ -540,12 +559,18 @@ def arguments(name, dtype):
         "elastic": [x, y, np.ones(8, dtype), 0.5],
         "slow_momentum": [x, y, np.ones(8, dtype), *[0.5] * 5],
         "copy_finite": [x, y],
+        "take_rows": [
+            np.zeros((2, 8), np.uint8),
+            *[np.zeros(1, np.int64)] * 2,
+            0.5,
+            x.reshape(1, 8),
+        ],
     }[name]
 
 
 LOOPS = [
     *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "slow_momentum"),
-    *("elastic", "copy_finite", *UPDATES),
+    *("elastic", "copy_finite", "take_rows", *UPDATES),
 ]
 
 
@@ -584,6 +609,8 @@ for name in optim.RULES:
         x = np.ones(1, dtype)
         update_rules.slow_momentum(x, x, x, *[0.5] * 5)
         update_rules.elastic(x, x, x, 0.5)
+        rows = np.ones((1, 1), dtype)
+        vectors.take_rows(rows, *[np.zeros(1, "i8")] * 2, 1.0, rows.copy())
         compensation.compensate(x, x, x, x, 0.5)
         compensation.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
 modules = atomics, barrier, compensation, update_rules, vectors
