@@ -91,7 +91,9 @@ def serial_local_sgd(
                 batch = Batch(*data.train.convert(*data.train.read(ids), dtype), ids)
                 problem.loss_and_grad(problem.layout.views(x), batch, problem.layout.views(g))
                 number = (r - 1) * config.local_steps + h
-                local_step(config, x, g, own, number, rate(r, len(rounds)))
+                local_step(
+                    config, x, g, own, number, rate(number, config.local_steps * len(rounds))
+                )
             share = (part[2] - part[1]) / n
             mean += share * x
             for total, slot in zip(means, own, strict=True):
@@ -134,7 +136,7 @@ def serial_streaming(
                 views = problem.layout.views
                 problem.loss_and_grad(views(xs[k]), batch, views(g))
                 number = (r - 1) * every + h + 1
-                local_step(config, xs[k], g, slots[k], number, rate(r, len(rounds)))
+                local_step(config, xs[k], g, slots[k], number, rate(number, every * len(rounds)))
             if len(changes) == k:
                 changes.append((w - xs[k])[at])
         d = sum(changes) / workers

@@ -178,18 +178,20 @@ class Job:
         """Samples that one update takes, as long as batches are whole."""
         return self.config.unit_size * self.gradients_per_update
 
-    def rate(self, lr: float | None = None) -> Callable[[int], float]:
-        """Return the learning rate as a function of the update's number.
+    def rate(self, lr: float | None = None, steps: int = 1) -> Callable[[int], float]:
+        """Return the learning rate as a function of the update's number, or of its steps'.
 
         Args:
             lr: What the schedule begins with; by default the job's.
+            steps: Into which each update is divided; they are what is numbered then.
         """
-        c = self.config
+        c, total = self.config, max(1, steps * self.total_steps)
         found = schedule(
-            c.schedule, c.learning_rate if lr is None else lr, total_steps=max(1, self.total_steps),
-            warmup_steps=c.warmup_steps, step_every=c.step_every, step_factor=c.step_factor,
+            c.schedule, c.learning_rate if lr is None else lr, total_steps=total,
+            warmup_steps=steps * c.warmup_steps, step_every=steps * c.step_every,
+            step_factor=c.step_factor,
         )  # fmt: skip
-        ahead = self.base_position - self.base_step
+        ahead = steps * (self.base_position - self.base_step)
         if c.schedule != "cosine" or not ahead:
             return found
         return lambda step: found(step + ahead)

@@ -17,8 +17,9 @@ With P fragments a round has H / P steps and exchanges one of them; then, and wh
 on during an exchange, workers keep parameters of their own: see `mpips.rounds.streaming`. They are
 in the workers' files too, and on another number of workers all begin with their mean.
 
-Step h of round r has the number ``(r - 1) H / P + h`` in Adam's bias correction, and the learning
-rate of update r. The last round of an epoch has fewer steps, equally many on each worker.
+Step h of round r has the number ``(r - 1) H / P + h``, in Adam's bias correction and in the
+schedule: the learning rate changes from step to step, also in a warm-up of one round. The last
+round of an epoch has fewer steps, equally many on each worker.
 
 References: McDonald, Hall and Mann, NAACL 2010; Stich, ICLR 2019; Lin et al., ICLR 2020;
 Douillard et al., arXiv 2311.08105 and 2501.18512.
@@ -79,7 +80,7 @@ class LocalWorker(RoundWorker):
 
     def __init__(self, job: Job, rounds: LocalRound) -> None:
         super().__init__(job)
-        self._rounds, self._rate = rounds, job.rate()
+        self._rounds, self._rate = rounds, job.rate(steps=job.config.round_steps)
         self._own = Replica(job, rounds.own_params, rounds.own_slots)
         self.vectors = rounds.vectors
 
@@ -106,7 +107,7 @@ class LocalWorker(RoundWorker):
             number = step * c.round_steps + h
             size, batches = local[2] - local[1], taken(self._job, self._loader, local)
             with self._rounds.getting_on():
-                loss = yield from self._own.step(batches, size, number, self._rate(step + 1))
+                loss = yield from self._own.step(batches, size, number, self._rate(number))
             total, samples = total + loss * size, samples + size
             self.times.steps += 1
             if not math.isfinite(loss):

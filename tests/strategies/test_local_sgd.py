@@ -62,7 +62,7 @@ CASES = {  # ranks, options; an epoch's last round is a partial one
         4,
         "--optimizer adam --local-steps 8 --fragments 2 --overlap-steps 3 --mixing 0.6 "
         "--batch-size 8 --local-slots keep --outer-momentum 0.9 --outer-nesterov --outer-lr 0.7 "
-        "--node-size 2 --schedule cosine --dtype float64",
+        "--node-size 2 --schedule cosine --warmup-steps 2 --dtype float64",
     ),
     "fragments on nodes": (
         5,
@@ -111,10 +111,17 @@ STOPPED = {
 
 
 def rate_of(config: Config) -> Callable[[int, int], float]:
-    lr = config.learning_rate
-    if config.schedule == "constant":
-        return lambda r, rounds: lr
-    return lambda r, rounds: lr * 0.5 * (1 + np.cos(np.pi * (r - 1) / rounds))
+    """Return the rate of a local step, the warm-up's rounds cut into steps too."""
+    lr, warm = config.learning_rate, config.warmup_steps * config.round_steps
+
+    def rate(step: int, steps: int) -> float:
+        risen = min(1.0, step / warm) if warm else 1.0
+        if config.schedule == "constant":
+            return lr * risen
+        share = max(0.0, (step - 1 - warm) / (steps - warm))
+        return lr * risen * 0.5 * (1 + np.cos(np.pi * share))
+
+    return rate
 
 
 @pytest.fixture(scope="module")
