@@ -1,6 +1,7 @@
 """Packages that only some commands or formats need, which are extras of the installation."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from mpips.errors import UserError
@@ -22,5 +23,20 @@ def load(module: str, package: str, extra: str, what: str) -> Any:
         return import_module(module)
     except ImportError as problem:
         why = "" if isinstance(problem, ModuleNotFoundError) else f" ({problem})"
-        remedy = f"pip install 'mpips[{extra}]'"
-        raise UserError(f"no {package}{why}", f"{package}, which {what}", remedy) from None
+        raise missing(why, package, extra, what) from None
+
+
+def find(module: str, package: str, extra: str, what: str) -> None:
+    """Make sure that a module is there, without an import; see `load`.
+
+    Raises:
+        UserError: If it is not.
+    """
+    if find_spec(module.partition(".")[0]) is None:
+        raise missing("", package, extra, what)
+
+
+def missing(why: str, package: str, extra: str, what: str) -> UserError:
+    """Make the error for a package that is not there."""
+    remedy = f"pip install 'mpips[{extra}]'"
+    return UserError(f"no {package}{why}", f"{package}, which {what}", remedy)

@@ -38,7 +38,9 @@ LAYOUT_FIELDS = (
     *("accumulate", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
-SESSION_FIELDS = ("out", "resume", "quiet", "eval_only", "timeout", "inject_delay")
+SESSION_FIELDS = (
+    *("out", "resume", "quiet", "eval_only", "timeout", "inject_delay", "tensorboard"),
+)
 UNITS_S = {"s": 1, "min": 60, "h": 3600}
 PERIOD = re.compile(
     r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
@@ -97,9 +99,7 @@ class Config:
         "cluster", 0, "servers beside the others that own nothing: one goes on for server 0 if it "
         "dies, where the MPI lets ranks go on", ">= 0", modes=("async", "ssp"),
     )  # fmt: skip
-    node_size: int = setting(
-        "cluster", 0, "treat N consecutive ranks as a node; 0: the real nodes", ">= 0"
-    )
+    node_size: int = setting("cluster", 0, "consecutive ranks of a node; 0: the real nodes", ">= 0")
     evaluators: int = setting(
         "cluster", 0, "how many of the ranks, the last ones, evaluate checkpoints of this job in "
         "place of its workers: one is saved every --eval-every epochs", ">= 0",
@@ -190,9 +190,7 @@ class Config:
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
         pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
-    hidden: tuple[int, ...] = setting(
-        "model", (128, 64), "widths of the hidden layers of mlp", ">= 1"
-    )
+    hidden: tuple[int, ...] = setting("model", (128, 64), "widths of mlp's hidden layers", ">= 1")
     activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
@@ -304,6 +302,7 @@ class Config:
 
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
     log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
+    tensorboard: bool = setting("output", False, "also TensorBoard's files, in <out>/tensorboard")
 
     checkpoint_every: str = setting(
         "checkpoints", "60", "period of the checkpoints; 0: the first and the last only",

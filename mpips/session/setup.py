@@ -27,7 +27,7 @@ from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
 from mpips.planning.tables import check_job, tables_of
 from mpips.problems import Problem, load_problem
-from mpips.session import folder
+from mpips.session import folder, tensorboard
 from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.loading import load_loops
@@ -104,6 +104,8 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
     roles = with_spares(roles, config.spares)
     workers = len(roles.workers)
     check_delays(config.delays, workers)
+    if config.tensorboard:
+        tensorboard.check()
     if config.backup_workers >= workers:
         got = f"backup_workers {config.backup_workers} of {workers} workers"
         raise UserError(got, f"backup_workers <= {workers - 1}", "a round needs a gradient")

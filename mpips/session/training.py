@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mpips.session.folder import Run
 from mpips.session.metrics import Listener, Log
 from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
+from mpips.session.tensorboard import EventFiles
 from mpips.strategies import strategy
 
 LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died
@@ -86,9 +88,8 @@ def _train(
         folder.save_config(job.out, job.config)
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)
-    path = job.out / place.METRICS if chief else None
     c = job.config
-    with Log(path, job.started, job.total_steps, c.log_every, c.quiet, listener) as log:
+    with _log(job, listener) as log:
         job.evaluations = Evaluations(job, link, log) if chief and link is not None else None
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
@@ -115,6 +116,18 @@ def _train(
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
     return ended
+
+
+@contextlib.contextmanager
+def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
+    """Write what is to be seen of the run, on the chief."""
+    c, path = job.config, job.out / place.METRICS if job.cluster.is_chief else None
+    with contextlib.ExitStack() as stack:
+        if path is not None and c.tensorboard:
+            events = EventFiles(job.out, job.base_step, listener)
+            listener = stack.enter_context(contextlib.closing(events))
+        log = Log(path, job.started, job.total_steps, c.log_every, c.quiet, listener)
+        yield stack.enter_context(log)
 
 
 def _share_params(job: Job, outcome: Outcome) -> np.ndarray:

@@ -1,0 +1,84 @@
+"""The figures of a run as TensorBoard's event files, beside ``metrics.jsonl``.
+
+Each job of a run adds a file to ``<out>/tensorboard``, whose first event tells TensorBoard to drop
+what an earlier job wrote of later steps: what was not saved is computed again.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpips import extras
+from mpips.errors import complain
+from mpips.session.metrics import Listener
+
+FOLDER = "tensorboard"
+PACKAGE = ("tensorboardX", "tensorboard", "writes event files")
+BESIDE = ("step", "worker", "epoch")  # of a line, which say where its figures belong
+
+
+def check() -> None:
+    """Make sure that event files can be written; imports nothing that takes long.
+
+    Raises:
+        UserError: If there is no package that writes them.
+    """
+    extras.find("tensorboardX", *PACKAGE)
+
+
+class EventFiles:
+    """Writes lines of ``metrics.jsonl`` as scalars, each when it comes. Blocks: for the file.
+
+    Args:
+        out: The run's folder.
+        step: The update at which this job begins.
+        then: Told of each line too.
+
+    A file that cannot be written is told of once, and ends no run.
+    """
+
+    def __init__(self, out: Path, step: int, then: Listener | None = None) -> None:
+        self._then, self._step = then, step
+        self._proto = extras.load("tensorboardX.proto.event_pb2", *PACKAGE)
+        self._summary = extras.load("tensorboardX.proto.summary_pb2", *PACKAGE).Summary
+        self._file: Any = None
+        self._try(lambda: self._open(out / FOLDER))
+
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        module = extras.load("tensorboardX.event_file_writer", *PACKAGE)
+        self._file = module.EventsWriter(str(folder / "events"))
+        log = self._proto.SessionLog
+        self._write(self._step, session_log=log(status=log.START))
+
+    def __call__(self, kind: str, step: int | None, fields: Mapping[str, Any]) -> None:
+        """Write the figures of a line; see `mpips.session.metrics.Log`."""
+        self._step = self._step if step is None else step
+        worker = f"/worker {fields['worker']}" if "worker" in fields else ""
+        values = [
+            self._summary.Value(tag=f"{kind}/{name}{worker}", simple_value=float(value))
+            for name, value in fields.items()
+            if name not in BESIDE and isinstance(value, int | float)
+        ]
+        if kind in ("train", "eval", "log") and values and self._file is not None:
+            self._try(lambda: self._write(self._step, summary=self._summary(value=values)))
+        if self._then is not None:
+            self._then(kind, step, fields)
+
+    def _write(self, step: int, **what: Any) -> None:
+        self._file.write_event(self._proto.Event(wall_time=time.time(), step=step, **what))
+        self._file.flush()
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as problem:
+            self._file = None
+            complain(f"warning: no more event files for TensorBoard: {problem.strerror}")
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._file is not None:
+            self._try(self._file.close)
+            self._file = None
