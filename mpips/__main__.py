@@ -14,6 +14,7 @@ COMMANDS = {
     "results": "show runs side by side",
     "report": "draw runs: curves, staleness, load, time and bytes in one page",
     "watch": "follow runs in a terminal: curves, rates, ranks",
+    "trace": "merge what each rank did when into a timeline, with its critical path",
     "checkpoint": "list, inspect, verify or export the checkpoints of a run",
     "sbatch": "write a job script for SLURM, or copy those that come with mpips",
     "doctor": "find out whether a cluster runs mpips well, and what to change",

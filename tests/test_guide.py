@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from launch import ROOT, environment, run
 
-from mpips import sbatch
+from mpips import sbatch, trace
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.chaos.__main__ import make_parser as chaos_parser
@@ -344,6 +344,8 @@ def check_unrun(line: str) -> None:
             bench_parser().parse_args(rest)
         case ["python", "-m", "mpips.report", *rest]:
             report_parser().parse_args(rest)
+        case ["python", "-m", "mpips.trace", *rest]:
+            trace.make_parser().parse_args(rest)
         case ["python", "-m", "mpips.results" | "mpips.ps" | "mpips.watch", *folders]:
             assert folders
         case ["sbatch", *rest]:

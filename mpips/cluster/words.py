@@ -14,18 +14,21 @@ Loads no MPI.
 import fcntl
 import mmap
 import os
+import time
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 # What a rank does; from WAITING on, what it waits for.
 STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALUATING, ENDING = (
     range(10)
 )
+APPLYING = 10  # told to a trace alone
 WAITING = 16
 OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END = range(WAITING, WAITING + 8)
 PHASES = {
     STARTING: "starting", SERVING: "serving", READING: "reading data", PULLING: "pulling",
     COMPUTING: "computing", PUSHING: "pushing", SUMMING: "in a round", BETWEEN: "between steps",
-    EVALUATING: "evaluating", ENDING: "ending",
+    EVALUATING: "evaluating", ENDING: "ending", APPLYING: "applying",
     OTHERS: "waits for others", BATCH: "waits for a batch", BUFFER: "waits for a buffer",
     CLOCKS: "waits for a clock", ROUND: "waits for the round", SHARD: "waits for a shard",
     SAVE: "waits until it is saved", END: "waits for the end",
@@ -39,6 +42,8 @@ RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, W
 MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER = 1, 2  # of ROLE
+TOLD = 32  # what a trace is told of a word, and which words it is told of
+TRACED = (CLOCK, SAVED, WRITING)
 NAME = "mpips-words"
 Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
 
@@ -172,6 +177,8 @@ def _read(record: bytes) -> Record:
 
 # Those of this process ------------------------------------------------------------------------
 
+Note = Callable[[int, float, int], object]
+_note: Note | None = None
 _alone = memoryview(bytearray(RECORD))
 _ints, _times = _alone.cast("q"), _alone.cast("d")
 _text = _alone[TEXT:]
@@ -218,6 +225,8 @@ def enter(phase: int, now: float) -> None:
     """Say what this rank does from `now` on, a time of `time.perf_counter`. Costs 0.1 us."""
     _times[SINCE] = now
     _ints[PHASE] = phase
+    if _note is not None:
+        _note(phase, now, 0)
 
 
 def begin_wait(what: int, now: float) -> tuple[int, float] | None:
@@ -230,21 +239,46 @@ def begin_wait(what: int, now: float) -> tuple[int, float] | None:
     return before, since
 
 
-def end_wait(before: tuple[int, float] | None) -> None:
-    """Say that it goes on with what it did before."""
+def end_wait(before: tuple[int, float] | None, now: float) -> None:
+    """Say that it goes on from `now` on with what it did before."""
     if before is not None:
-        enter(*before)
+        _ints[PHASE], _times[SINCE] = before
+        if _note is not None:
+            _note(before[0], now, 0)
 
 
 def waits_for(what: int) -> None:
     """Say more closely what it waits for, if it waits."""
-    if _ints[PHASE] >= WAITING:
+    if _ints[PHASE] >= WAITING and _ints[PHASE] != what:
         _ints[PHASE] = what
+        if _note is not None:
+            _note(what, time.perf_counter(), 0)
 
 
 def tell(word: int, value: int) -> None:
     """Say how far this rank is: CLOCK, HANDLED, SAVED or WRITING."""
     _ints[word] = value
+    if _note is not None and word in TRACED:
+        _note(TOLD + word, time.perf_counter(), value)
+
+
+def is_traced() -> bool:
+    """Whether somebody notes what this rank does."""
+    return _note is not None
+
+
+def trace_by(note: Note | None) -> None:
+    """Have a function told what this rank does, from when on, and a value; None ends it."""
+    global _note
+    _note = note
+
+
+def applied(start: float, end: float, pushes: Iterable[tuple[int, int]]) -> None:
+    """Tell a trace that this rank has applied pushes of workers, by their numbers."""
+    assert _note is not None, "nobody is told"
+    for worker, seq in pushes:
+        _note(APPLYING, start, worker << 32 | seq)
+    _note(SERVING, end, 0)
 
 
 def beat(now: float, call: str) -> None:

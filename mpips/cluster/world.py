@@ -120,8 +120,9 @@ class Cluster:
                 self.progress()
                 backoff.pause()
         finally:
-            words.end_wait(before)
-        return time.perf_counter() - start
+            end = time.perf_counter()
+            words.end_wait(before, end)
+        return end - start
 
     def wait_request(self, request: MPI.Request) -> float:
         """Wait for a non-blocking operation; returns the seconds waited."""

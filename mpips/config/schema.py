@@ -39,7 +39,7 @@ LAYOUT_FIELDS = (
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
 SESSION_FIELDS = (
-    *("out", "resume", "quiet", "eval_only", "timeout", "inject_delay", "tensorboard"),
+    *("out", "resume", "quiet", "eval_only", "timeout", "inject_delay", "tensorboard", "trace"),
 )
 UNITS_S = {"s": 1, "min": 60, "h": 3600}
 PERIOD = re.compile(
@@ -302,6 +302,7 @@ class Config:
 
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
     log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
+    trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
     tensorboard: bool = setting("output", False, "also TensorBoard's files, in <out>/tensorboard")
 
     checkpoint_every: str = setting(

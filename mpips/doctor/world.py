@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.cluster import ending
+from mpips.cluster import clocks, ending
 from mpips.cluster.library import check_world
 from mpips.cluster.start import whole_world
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.doctor import clocks, library, links, memory, network, software, storage, windows
+from mpips.doctor import library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
 from mpips.doctor.finding import Finding, count, fail, ok, warn
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.doctor.machine import judge_machines
+from mpips.doctor.network import judge_clocks
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import Watch
@@ -105,7 +106,7 @@ def _judge_world(ranks: Cluster, node_size: int) -> Finding:
 
 def check_clocks(visit: Visit) -> list[Finding]:
     """Compare the hosts' clocks."""
-    return clocks.try_clocks(visit.cluster)
+    return [judge_clocks(clocks.skews(visit.cluster))]
 
 
 def check_storage(visit: Visit) -> list[Finding]:

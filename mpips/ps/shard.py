@@ -259,7 +259,10 @@ class Server:
         self.leaving.count(count)
         self.record(push)
         self.clocks.publish()
-        self.tally.busy_s += time.perf_counter() - start
+        end = time.perf_counter()
+        self.tally.busy_s += end - start
+        if words.is_traced():
+            words.applied(start, end, ((part.worker, part.seq) for part in push))
         return version
 
     def finished(self, rank: int, pushes: int) -> None:

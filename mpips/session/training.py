@@ -30,6 +30,7 @@ from mpips.session.metrics import Listener, Log
 from mpips.session.probe import choose_codecs
 from mpips.session.summary import summarise, summary_text
 from mpips.session.tensorboard import EventFiles
+from mpips.session.tracing import traced
 from mpips.strategies import strategy
 
 LEAVING_S = 5.0  # that the chief waits for others to have the exit code, where some have died
@@ -89,7 +90,7 @@ def _train(
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)
     c = job.config
-    with _log(job, listener) as log:
+    with traced(job), _log(job, listener) as log:
         job.evaluations = Evaluations(job, link, log) if chief and link is not None else None
         say_start(job, found.notes, log)
         _choose_codecs(job, log)

@@ -74,10 +74,10 @@ def test_an_inner_wait_is_not_told_of(board: Board) -> None:
     inner = words.begin_wait(words.SHARD, 4.0)
     (told,) = board.read()
     assert (told.phase, told.since, told.waits) == (words.BATCH, 3.0, True)
-    words.end_wait(inner)
+    words.end_wait(inner, 0.0)
     words.waits_for(words.CLOCKS)
     assert board.read()[0].phase == words.CLOCKS
-    words.end_wait(outer)
+    words.end_wait(outer, 0.0)
     words.waits_for(words.CLOCKS)
     assert (board.read()[0].phase, board.read()[0].since) == (words.PULLING, 2.0)
 

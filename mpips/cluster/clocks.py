@@ -6,22 +6,8 @@ import numpy as np
 
 from mpips.cluster.tags import TAG_CLOCK
 from mpips.cluster.world import Cluster
-from mpips.doctor.finding import Finding
-from mpips.doctor.network import judge_clocks
 
 TRIES = 10
-
-
-def try_clocks(cluster: Cluster) -> list[Finding]:
-    """Compare each host's clock with rank 0's. Collective: yes. The finding is rank 0's."""
-    firsts = first_ranks(cluster)
-    skews = {}
-    for rank in firsts[1:]:
-        if cluster.rank == 0:
-            skews[cluster.hosts[rank]] = _ask(cluster, rank)
-        elif cluster.rank == rank:
-            _answer(cluster)
-    return [judge_clocks(skews)]
 
 
 def first_ranks(cluster: Cluster) -> list[int]:
@@ -29,8 +15,24 @@ def first_ranks(cluster: Cluster) -> list[int]:
     return [r for r, host in enumerate(cluster.hosts) if cluster.hosts.index(host) == r]
 
 
+def skews(cluster: Cluster) -> dict[str, float]:
+    """Return on rank 0 the seconds by which each other host's clock is ahead of its own.
+
+    Collective: yes. Blocks: for ten messages there and back a host, one host after the other.
+
+    Reference: Cristian, Distributed Computing 3 (1989).
+    """
+    found = {}
+    for rank in first_ranks(cluster)[1:]:
+        if cluster.rank == 0:
+            found[cluster.hosts[rank]] = _ask(cluster, rank)
+        elif cluster.rank == rank:
+            _answer(cluster)
+    return found
+
+
 def _ask(cluster: Cluster, rank: int) -> float:
-    """Return the seconds by which another rank's clock is ahead (Cristian, 1989)."""
+    """Return the seconds by which another rank's clock is ahead."""
     best, ahead = float("inf"), 0.0
     for _ in range(TRIES):
         question, answer = np.zeros(1), np.zeros(1)

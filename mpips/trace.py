@@ -1,0 +1,71 @@
+"""What each rank of a job did when: ``python -m mpips.trace RUN``, of a run made with --trace.
+
+Writes a timeline that https://ui.perfetto.dev and chrome://tracing open, and prints where the time
+of each rank went, and that of the critical path: the chain of work and waits that the job's time
+consists of. Of a run of several jobs it is the last one. Starts no MPI.
+"""
+
+import argparse
+import gzip
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO, cast
+
+from mpips.checkpoint import place
+from mpips.cluster import words
+from mpips.cluster.trace import Traced
+from mpips.config.arguments import verbatim
+from mpips.errors import UserError, answer, human_bytes
+from mpips.report.timeline import critical_path, read_run, shares, write
+
+LINES = 10  # of the critical path
+
+
+def table(ranks: Sequence[Traced]) -> str:
+    """Return where the time of each rank, and of the critical path, went."""
+    every, path = shares(ranks), critical_path(ranks)
+    whats = sorted({what for each in every for what in each}, key=lambda w: (w >= words.WAITING, w))
+    lines = []
+    for each, seconds in zip(ranks, every, strict=True):
+        total = sum(seconds.values())
+        spent = [f"{words.PHASES[w]} {seconds[w] / total:.0%}" for w in whats if w in seconds]
+        lines.append(f"rank {each.about['rank']:3d}  {each.about['name']:10s}  {', '.join(spent)}")
+    whole = sum(path.values())
+    lines.append(f"critical path, {whole:.3f} s:")
+    for (rank, what), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
+        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {words.PHASES[what]}")
+    return "\n".join(lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips.trace", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the timeline, compressed "
+        "where its name ends in .gz [default: RUN/trace.json]")  # fmt: skip
+    return parser
+
+
+def make(argv: Sequence[str]) -> str:
+    """Write a timeline; returns what to tell of it.
+
+    Raises:
+        UserError: If there are no traces, or the file cannot be written.
+    """
+    args = make_parser().parse_args(argv)
+    ranks = read_run(args.run)
+    out = args.out or args.run / f"{place.TRACE}.json"
+    try:
+        open_text = gzip.open if out.suffix == ".gz" else open
+        with open_text(out, "wt") as file:
+            count = write(ranks, cast(TextIO, file))
+    except OSError as problem:
+        raise UserError(f"{out}: {problem.strerror}", "a file that can be written") from None
+    size = human_bytes(out.stat().st_size)
+    told = f"{count:,} events in {out} ({size}): open it in https://ui.perfetto.dev"
+    return f"{table(ranks)}\n{told}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(answer(make, sys.argv[1:]))

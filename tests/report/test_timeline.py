@@ -1,0 +1,141 @@
+"""Traces of ranks, merged into a timeline."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import run
+
+from mpips import trace
+from mpips.cluster import trace as recording
+from mpips.cluster import words
+from mpips.cluster.trace import Trace, Traced, read
+from mpips.errors import UserError
+from mpips.report.timeline import critical_path, read_run, shares, slices, write
+
+ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "ahead": 0.5, "workers": [1, 2]}
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    words.write_to_own()
+    yield
+    words.trace_by(None)
+    words.write_to_own()
+
+
+def test_what_a_rank_tells_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "PIECE", 3)  # so that there are several
+    kept = Trace(tmp_path / "rank-00001", ABOUT)
+    assert words.is_traced()
+    words.enter(words.PULLING, 1.0)
+    before = words.begin_wait(words.BATCH, 2.0)
+    words.end_wait(before, 3.5)
+    words.tell(words.HANDLED, 9)  # nobody wants it
+    words.applied(4.0, 4.5, [(3, 1 << 20)])
+    kept.close()
+    kept.close()
+    assert not words.is_traced()
+    words.enter(words.ENDING, 9.0)
+    found = read(tmp_path / "rank-00001")
+    np.testing.assert_allclose(found.times - found.times[0], [0, 1, 2.5, 3, 3.5])
+    kinds = [words.PULLING, words.BATCH, words.PULLING, words.APPLYING, words.SERVING]
+    assert found.whats.tolist() == kinds
+    assert found.values.tolist() == [0, 0, 0, 3 << 32 | 1 << 20, 0]
+    whole = (tmp_path / "rank-00001").read_bytes()
+    (tmp_path / "rank-00001").write_bytes(whole[:-5])  # killed as it wrote
+    assert len(read(tmp_path / "rank-00001").times) == 3
+
+
+def test_a_trace_ends_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recording, "PIECE", 2)
+    monkeypatch.setattr(recording, "MOST", 150)
+    kept = Trace(tmp_path / "rank-00000", ABOUT)
+    for k in range(20):
+        words.enter(words.PULLING, float(k))
+    kept.close()
+    assert len(read(tmp_path / "rank-00000").times) == 8
+    assert capsys.readouterr().err.count("ends here: it is full") == 1
+    Trace(tmp_path / "none" / "rank-00000", ABOUT).close()
+    assert "no trace" in capsys.readouterr().err
+
+
+def traced(rank: int, *changes: tuple[float, int], workers: Sequence[int] = (0, 1)) -> Traced:
+    """Return the trace of a rank that enters phases at some times."""
+    about = {**ABOUT, "rank": rank, "workers": list(workers)}
+    times, whats = (np.array(column) for column in zip(*changes, strict=True))
+    return Traced(about, times.astype("f8"), whats, np.zeros(len(times), "i8"))
+
+
+def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
+    """Two rounds: first rank 1 computes for long, then rank 0."""
+    quick = traced(
+        0, (0, words.COMPUTING), (1, words.SUMMING), (5, words.COMPUTING), (9, words.SUMMING),
+        (10, words.ENDING),
+    )  # fmt: skip
+    slow = traced(
+        1, (0, words.COMPUTING), (4, words.SUMMING), (5, words.COMPUTING), (6, words.SUMMING),
+        (10, words.ENDING),
+    )  # fmt: skip
+    assert shares([quick, slow])[0] == {words.COMPUTING: 5.0, words.SUMMING: 5.0}
+    path = critical_path([quick, slow])
+    assert sum(path.values()) == 10.0
+    assert path[1, words.COMPUTING] == 4.0
+    assert path[0, words.COMPUTING] == 4.0
+    assert sum(s for (_, what), s in path.items() if what == words.SUMMING) == 2.0
+
+
+def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
+    worker = traced(
+        1, (0, words.COMPUTING), (0.5, words.PUSHING), (1, words.BUFFER), (6, words.COMPUTING),
+        (6.5, words.PUSHING), (7, words.ENDING), (7, words.ENDING), workers=(1,),
+    )  # fmt: skip
+    server = traced(
+        0, (0, words.SERVING), (1, words.APPLYING), (6, words.SERVING), (7, words.SERVING)
+    )
+    assert critical_path([server, worker]) == {
+        (0, words.APPLYING): 5.0, (1, words.COMPUTING): 1.0, (1, words.PUSHING): 1.0,
+    }  # fmt: skip
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="without traces, expected a run made with --trace"):
+        read_run(tmp_path)
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-00000").write_bytes(b"no trace\n")
+    with pytest.raises(UserError, match="rank-00000 cannot be read"):
+        trace.make([str(tmp_path)])
+    (tmp_path / "trace" / "rank-00000").write_text(json.dumps({**ABOUT, "epoch": 0.0}) + "\n")
+    with pytest.raises(UserError, match=r"none/x\.json: No such file"):
+        trace.make([str(tmp_path), "-o", str(tmp_path / "none" / "x.json")])
+    assert "0.000 s" in trace.make([str(tmp_path)])
+
+
+@pytest.mark.launch
+def test_the_timeline_of_a_run(tmp_path: Path) -> None:
+    """Two servers and two workers on two nodes: every push has an arrow to both servers."""
+    options = ["--servers", "2", "--node-size", "2", "--hidden", "64", "--trace", "--steps", "40"]
+    run(4, ["-m", "mpips.train", *options, "--quiet", "--out", "run"], tmp_path).check()
+    text = trace.make([str(tmp_path / "run"), "-o", str(tmp_path / "t.json.gz")])
+    assert "critical path" in text
+    found = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
+    assert len({(e["pid"], e["tid"]) for e in found if e["ph"] == "X"}) == 4
+    begun, ended = ({e["id"]: e["ts"] for e in found if e["ph"] == phase} for phase in "sf")
+    assert len(ended) == 2 * 80  # 40 steps of two workers at two servers
+    assert all(begun[key] <= at for key, at in ended.items())
+    ranks = read_run(tmp_path / "run")
+    for each in ranks:
+        parts = slices(each)
+        assert (parts.ends >= parts.begins).all()
+    first = min(slices(each).begins[0] for each in ranks)
+    last = max(slices(each).ends[-1] for each in ranks)
+    assert sum(critical_path(ranks).values()) <= last - first + 1e-6
+    out = tmp_path / "trace.json"
+    with open(out, "w") as file:
+        count = write(ranks, file)
+    assert count == len(json.loads(out.read_text())["traceEvents"])
