@@ -1,0 +1,415 @@
+"""The events of a simulated job whose servers apply pushes as they come: one compiled loop.
+
+Links are pipes, two a node, one each way. Out of a node replies and pushes take turns, each kind in
+its order; what has begun to leave comes into the other node behind what came before it. A **lane**
+is what the servers of one node own together, or those of several nodes where all are alike. A
+worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
+each lane, and asks for the next parts. A server receives so many far parts at a time, and applies
+them one after the other as they are here.
+
+Events lie in a binary heap by their time, equal ones in the order in which they were made, so that
+a run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpips.kernels.compiled import Vector, kernel
+
+Matrix = np.ndarray
+
+# Columns of `events`, a row an event; row 0 has three times instead.
+TIME, ORDER, CODE = range(3)
+WARM_AT, LAST_AT, END_AT = range(3)
+WORKER_BITS, LANE_BITS = 42, 21  # of a code: kind, worker, lane
+# Words of `numbers`.
+WORKERS, LANES, TOTAL, BOUND, AHEAD, SHARES, READS, WARM, LAST = range(9)
+SIZE, MADE, HANDED, STARTED, COMPLETE, BLOCKED = range(9, 15)
+NUMBERS = 15
+# Columns of `workers`.
+NODE, FAR, COPY_S, SHARE, STEP, IDLE, WAITING, UNSENT, HELD = range(9)
+MISSING, ARRIVED = 9, 11  # two each, by whether the step is odd
+SINCE, COMPUTE, PULL, PUSH, WAIT = range(13, 18)
+BATCH = 18
+RING = 64  # steps of which something is remembered
+WORKER_COLUMNS = BATCH + RING
+# Columns of `lanes`; the last row is what data is read from.
+AT, DELAY, PULL_OUT, PULL_IN, PUSH_OUT, PUSH_IN, APPLY, PLACES, FREE, BUSY, VERSION = range(11)
+HEAD, TAIL = 11, 12  # of those who wait for a place
+LANE_COLUMNS = 13
+# Columns of `parts`, a row a worker and row of `lanes`; those of joints a row a worker's node.
+PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED = range(6)
+BEHIND = 6  # two, the next in a queue of replies and of pushes
+SEEN = 8
+PART_COLUMNS = SEEN + RING
+# Columns of `pipes`, a row a node.
+IN, OUT_BUSY, IN_BUSY, SENDING, TURN = range(5)
+QUEUE = 5  # heads of replies and of pushes, then tails
+PIPE_COLUMNS = 9
+BINS = 4096  # of staleness in `tally`; behind them the parts of each batch that are not applied
+# Kinds of events, and of messages.
+_FREED, _START, _COMPUTED, _DELIVERED, _APPLY = range(5)
+_REPLY, _PUSH = 0, 1
+
+
+class State(NamedTuple):
+    """All arrays of a run; see the names of their columns."""
+
+    events: Matrix
+    numbers: Vector
+    workers: Matrix
+    lanes: Matrix
+    parts: Matrix
+    pipes: Matrix
+    compute: Matrix
+    tally: Vector
+
+
+@kernel()
+def put(s: State, time: float, kind: int, w: int, k: int) -> None:
+    """Make an event."""
+    heap, n = s.events, s.numbers
+    n[MADE] += 1
+    n[SIZE] += 1
+    i = n[SIZE]
+    while i > 1 and heap[i >> 1, TIME] > time:
+        for c in range(3):
+            heap[i, c] = heap[i >> 1, c]
+        i >>= 1
+    heap[i, TIME] = time
+    heap[i, ORDER] = n[MADE]
+    heap[i, CODE] = (kind << WORKER_BITS) | (w << LANE_BITS) | k
+
+
+@kernel(quick=True)
+def before(heap: Matrix, i: int, j: int) -> bool:
+    """Whether an event comes before another."""
+    if heap[i, TIME] != heap[j, TIME]:
+        return heap[i, TIME] < heap[j, TIME]
+    return heap[i, ORDER] < heap[j, ORDER]
+
+
+@kernel()
+def drop_first(s: State) -> None:
+    """Take the first event out of the heap."""
+    heap, last = s.events, s.numbers[SIZE]
+    s.numbers[SIZE] -= 1
+    i = 1
+    while True:
+        child = 2 * i
+        if child >= last:
+            break
+        if child + 1 < last and before(heap, child + 1, child):
+            child += 1
+        if before(heap, last, child):
+            break
+        for c in range(3):
+            heap[i, c] = heap[child, c]
+        i = child
+    for c in range(3):
+        heap[i, c] = heap[last, c]
+
+
+@kernel()
+def try_start(s: State, w: int, now: float) -> None:
+    """Begin to compute as soon as all that the step needs is here."""
+    me = s.workers[w]
+    odd = int(me[STEP]) & 1
+    if me[IDLE] and not me[HELD] and me[MISSING + odd] == 0:
+        me[IDLE] = 0
+        put(s, max(now, me[ARRIVED + odd]), _START, w, 0)
+
+
+@kernel()
+def arrive(s: State, w: int, step: int, done: float, now: float) -> None:
+    """Note when a part of what a step needs will be here."""
+    me, odd = s.workers[w], step & 1
+    me[ARRIVED + odd] = max(me[ARRIVED + odd], done)
+    me[MISSING + odd] -= 1
+    try_start(s, w, now)
+
+
+@kernel()
+def receive(s: State, node: int, seconds: float, at: float, whole: float) -> float:
+    """Take a message into a node from `at` on, which takes at least `whole`; returns its end."""
+    pipe = s.pipes[node]
+    pipe[IN] = max(at, pipe[IN]) + seconds
+    pipe[IN_BUSY] += seconds
+    return max(pipe[IN], at + whole)
+
+
+@kernel()
+def enqueue(s: State, node: int, w: int, k: int, kind: int, now: float) -> None:
+    """Send a message out of a node, behind those of its kind."""
+    pipe, row = s.pipes[node], w * (s.numbers[LANES] + 1) + k
+    if not pipe[SENDING]:
+        begin(s, node, row, kind, now)
+    elif pipe[QUEUE + kind] < 0:
+        pipe[QUEUE + kind] = pipe[QUEUE + 2 + kind] = row
+    else:
+        s.parts[int(pipe[QUEUE + 2 + kind]), BEHIND + kind] = row
+        pipe[QUEUE + 2 + kind] = row
+
+
+@kernel()
+def begin(s: State, node: int, row: int, kind: int, now: float) -> None:
+    """Begin to send a message: from now on the pipe out of the node is full."""
+    stride, pipe = s.numbers[LANES] + 1, s.pipes[node]
+    w, k = row // stride, row % stride
+    lane = s.lanes[k]
+    seconds = lane[PUSH_OUT] * s.workers[w, SHARE] if kind == _PUSH else lane[PULL_OUT]
+    pipe[SENDING], pipe[TURN] = 1, 1 - kind
+    pipe[OUT_BUSY] += seconds
+    put(s, now + seconds, _FREED, node, 0)
+    if kind == _PUSH:
+        share = s.workers[w, SHARE]
+        at = now + lane[DELAY]
+        done = receive(s, int(lane[AT]), lane[PUSH_IN] * share, at, lane[PUSH_OUT] * share)
+        put(s, done, _DELIVERED, w, k)
+    else:
+        reply(s, w, k, now)
+
+
+@kernel()
+def freed(s: State, node: int, now: float) -> None:
+    """Send the next message out of a node: replies and pushes take turns."""
+    pipe = s.pipes[node]
+    pipe[SENDING] = 0
+    kind = int(pipe[TURN])
+    if pipe[QUEUE + kind] < 0:
+        kind = 1 - kind
+    row = int(pipe[QUEUE + kind])
+    if row >= 0:
+        last = row == pipe[QUEUE + 2 + kind]
+        pipe[QUEUE + kind] = -1 if last else s.parts[row, BEHIND + kind]
+        begin(s, node, row, kind, now)
+
+
+@kernel()
+def reply(s: State, w: int, k: int, now: float) -> None:
+    """Send a part as it is now, also to those of its node who have asked since."""
+    stride, lane = s.numbers[LANES] + 1, s.lanes[k]
+    node, at = int(s.workers[w, NODE]), now + 2 * lane[DELAY]
+    done = receive(s, node, lane[PULL_IN], at, lane[PULL_OUT])
+    joint = s.parts[node * stride + k]
+    row, others = w * stride + k, int(joint[JOINED])
+    if k < s.numbers[LANES]:
+        joint[JOINT], joint[JOINED] = 0, -1
+    else:
+        others = -1
+    while row >= 0:
+        part = s.parts[row]
+        step = int(part[PULLED])
+        part[PULLED] += 1
+        part[SEEN + step % RING] = lane[VERSION]
+        arrive(s, row // stride, step, done, now)
+        row = others
+        if row >= 0:
+            others = int(s.parts[row, NEXT])
+
+
+@kernel()
+def ask(s: State, w: int, now: float) -> None:
+    """Ask for the far parts of a worker's next replica."""
+    lanes, node, count = s.lanes, int(s.workers[w, NODE]), s.numbers[LANES]
+    for k in range(count):
+        at = int(lanes[k, AT])
+        if at == node:
+            continue
+        joint, row = s.parts[node * (count + 1) + k], w * (count + 1) + k
+        if s.numbers[SHARES] and joint[JOINT]:
+            s.parts[row, NEXT] = joint[JOINED]
+            joint[JOINED] = row
+            continue
+        joint[JOINT] = 1
+        enqueue(s, at, w, k, _REPLY, now)
+
+
+@kernel()
+def take(s: State, w: int, now: float) -> None:
+    """Take a batch, and ask for what it needs unless it has to wait for other workers."""
+    n, me = s.numbers, s.workers[w]
+    if n[HANDED] >= n[TOTAL]:
+        return
+    batch = n[HANDED]
+    n[HANDED] += 1
+    me[BATCH + int(me[STEP]) % RING] = batch
+    me[IDLE] = 1
+    if n[BOUND] >= 0 and n[COMPLETE] < (batch // n[WORKERS] - n[BOUND]) * n[WORKERS]:
+        me[HELD] = 1 + batch
+        n[BLOCKED] += 1
+        return
+    if not n[AHEAD] or me[STEP] == 0:
+        ask(s, w, now)
+    try_start(s, w, now)
+
+
+@kernel()
+def start(s: State, w: int, now: float) -> None:
+    """Compute a gradient."""
+    n, me = s.numbers, s.workers[w]
+    step = int(me[STEP])
+    for k in range(n[LANES]):
+        if s.lanes[k, AT] == me[NODE]:
+            s.parts[w * (n[LANES] + 1) + k, SEEN + step % RING] = s.lanes[k, VERSION]
+    if n[STARTED] == n[WARM]:
+        s.events[0, WARM_AT] = now
+    if n[STARTED] == n[LAST]:
+        s.events[0, LAST_AT] = now
+    n[STARTED] += 1
+    me[PULL] += now - me[SINCE] + me[COPY_S]
+    me[MISSING + (step & 1)] = me[FAR] + n[READS]
+    me[ARRIVED + (step & 1)] = 0
+    if n[READS]:
+        enqueue(s, int(s.lanes[n[LANES], AT]), w, n[LANES], _REPLY, now)
+    if n[AHEAD]:
+        ask(s, w, now)
+    seconds = s.compute[w, step % s.compute.shape[1]]
+    me[COMPUTE] += seconds
+    me[SINCE] = now + me[COPY_S] + seconds
+    put(s, me[SINCE], _COMPUTED, w, 0)
+
+
+@kernel()
+def computed(s: State, w: int, now: float) -> None:
+    """Push, unless parts of the push before have not left."""
+    if s.workers[w, UNSENT] > 0:
+        s.workers[w, WAITING] = 1
+    else:
+        push(s, w, now)
+
+
+@kernel()
+def push(s: State, w: int, now: float) -> None:
+    """Announce a part to each lane, and go on."""
+    count, me = s.numbers[LANES], s.workers[w]
+    me[PUSH] += now - me[SINCE]
+    me[UNSENT] = count
+    me[STEP] += 1
+    me[SINCE] = now
+    for k in range(count):
+        lane = s.lanes[k]
+        if lane[AT] == me[NODE]:
+            apply(s, w, k, now)
+        elif lane[PLACES] > 0:
+            lane[PLACES] -= 1
+            enqueue(s, int(me[NODE]), w, k, _PUSH, now)
+        elif lane[HEAD] < 0:
+            lane[HEAD] = lane[TAIL] = w
+        else:
+            s.parts[int(lane[TAIL]) * (count + 1) + k, WAITS] = w
+            lane[TAIL] = w
+    take(s, w, now)
+
+
+@kernel()
+def gone(s: State, w: int, now: float) -> None:
+    """Note that a part of a push needs its buffer no longer."""
+    me = s.workers[w]
+    me[UNSENT] -= 1
+    if me[UNSENT] == 0 and me[WAITING]:
+        me[WAITING] = 0
+        push(s, w, now)
+
+
+@kernel()
+def apply(s: State, w: int, k: int, now: float) -> None:
+    """Put a part of a push behind what its server applies."""
+    lane = s.lanes[k]
+    seconds = lane[APPLY] * s.workers[w, SHARE]
+    lane[FREE] = max(now, lane[FREE]) + seconds
+    lane[BUSY] += seconds
+    put(s, lane[FREE], _APPLY, w, k)
+
+
+@kernel()
+def applied(s: State, w: int, k: int, now: float) -> None:
+    """Count an update, and let in who waits for the place of its body."""
+    lane, count = s.lanes[k], s.numbers[LANES]
+    part = s.parts[w * (count + 1) + k]
+    step = int(part[APPLIED])
+    part[APPLIED] += 1
+    s.tally[min(BINS - 1, int(lane[VERSION] - part[SEEN + step % RING]))] += 1
+    lane[VERSION] += 1
+    s.events[0, END_AT] = now
+    complete(s, int(s.workers[w, BATCH + step % RING]), now)
+    if lane[AT] == s.workers[w, NODE]:
+        gone(s, w, now)
+    elif lane[HEAD] < 0:
+        lane[PLACES] += 1
+    else:
+        first = int(lane[HEAD])
+        lane[HEAD] = -1 if first == lane[TAIL] else s.parts[first * (count + 1) + k, WAITS]
+        enqueue(s, int(s.workers[first, NODE]), first, k, _PUSH, now)
+
+
+@kernel()
+def complete(s: State, batch: int, now: float) -> None:
+    """Count a part of a batch, and wake who has waited for the clock that it ends."""
+    n, left = s.numbers, s.tally[BINS:]
+    left[batch] -= 1
+    ended = n[COMPLETE] // n[WORKERS]
+    while n[COMPLETE] < n[TOTAL] and left[n[COMPLETE]] == 0:
+        n[COMPLETE] += 1
+    if n[BLOCKED] == 0 or n[COMPLETE] // n[WORKERS] == ended:
+        return
+    for w in range(n[WORKERS]):
+        me = s.workers[w]
+        clock = (int(me[HELD]) - 1) // n[WORKERS]
+        if me[HELD] and n[COMPLETE] >= (clock - n[BOUND]) * n[WORKERS]:
+            me[HELD] = 0
+            n[BLOCKED] -= 1
+            me[WAIT] += now - me[SINCE]
+            me[SINCE] = now
+            ask(s, w, now)
+            try_start(s, w, now)
+
+
+@kernel()
+def handle(s: State, kind: int, w: int, k: int, now: float) -> None:
+    """Have an event happen."""
+    if kind == _FREED:
+        freed(s, w, now)
+    elif kind == _START:
+        start(s, w, now)
+    elif kind == _COMPUTED:
+        computed(s, w, now)
+    elif kind == _DELIVERED:
+        apply(s, w, k, now)
+        gone(s, w, now)
+    else:
+        applied(s, w, k, now)
+
+
+@kernel()
+def simulate(
+    events: Matrix, numbers: Vector, workers: Matrix, lanes: Matrix,
+    parts: Matrix, pipes: Matrix, compute: Matrix, tally: Vector,
+) -> int:  # fmt: skip
+    """Run from the first step of all workers to the last update.
+
+    Args:
+        events: Room for the heap, shape (most + 1, 3), dtype float64.
+        numbers: Shape (NUMBERS,), dtype int64.
+        workers: Shape (workers, WORKER_COLUMNS), dtype float64.
+        lanes: Shape (lanes + 1, LANE_COLUMNS), dtype float64.
+        parts: Shape (workers * (lanes + 1), PART_COLUMNS), dtype float64.
+        pipes: Shape (nodes, PIPE_COLUMNS), dtype float64.
+        compute: Seconds of each worker's gradients, shape (workers, steps), dtype float64.
+        tally: Shape (BINS + batches,), dtype int64.
+
+    Returns:
+        How many events there were.
+    """
+    s = State(events, numbers, workers, lanes, parts, pipes, compute, tally)
+    for w in range(numbers[WORKERS]):
+        if numbers[READS]:
+            enqueue(s, int(lanes[numbers[LANES], AT]), w, numbers[LANES], _REPLY, 0.0)
+        take(s, w, 0.0)
+    while numbers[SIZE] > 0:
+        now, code = events[1, TIME], np.int64(events[1, CODE])
+        drop_first(s)
+        mask = (1 << LANE_BITS) - 1
+        handle(s, code >> WORKER_BITS, (code >> LANE_BITS) & mask, code & mask, now)
+    return numbers[MADE]

@@ -1,0 +1,204 @@
+"""Predict a job: ``python -m mpips.plan JOB.toml --workers 100 --link 10gbit --step-time 0.3``.
+
+Formulas and a simulation say how long a step takes in a world that need not exist, where the time
+goes, how stale gradients are, and when the job ends. What it does not know, every option of
+mpips.train, goes into the job. With ``--from RUN`` the times are those that a run has measured, and
+without ``--workers`` the world is its own, so that both stand side by side. Starts no MPI.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpips.checkpoint.place import CONFIG
+from mpips.config import OPTIONS, SESSION_FIELDS, Config
+from mpips.config.arguments import Parser, verbatim
+from mpips.config.command_line import parse_command_line
+from mpips.config.jobfile import read_toml, resolve
+from mpips.config.option import Option, default_text, metavar
+from mpips.errors import UserError, answer
+from mpips.layout.roles import default_servers
+from mpips.planning.explain import codec_ratios
+from mpips.planning.simulator import measured
+from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, size
+from mpips.planning.simulator.measured import Run
+from mpips.planning.simulator.model import PAYLOAD, Speeds
+from mpips.planning.simulator.prediction import Facts, predict, told
+from mpips.planning.simulator.search import Proposal, World, search
+from mpips.planning.simulator.text import proposal_text, text_of
+from mpips.report.record import Record, read
+
+RATED = "training loss"  # the curve whose points have the samples before them
+
+
+class _Known(NamedTuple):
+    """What a command line comes to: the job, the facts, the run, and its world where it is used."""
+
+    config: Config
+    facts: Facts
+    run: Run | None
+    own_world: bool
+
+
+def make_parser() -> Parser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips.plan", __doc__)
+    for option in ASKED.values():
+        text = f"{option.help} [{option.bound + '; ' if option.bound else ''}default: "
+        parser.add_argument(
+            option.flag, type=partial(_typed, option),
+            metavar=metavar(option), help=f"{text}{default_text(option)}]",
+        )  # fmt: skip
+    parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a run "
+                        "whose job and measured times are taken")  # fmt: skip
+    parser.add_argument("--search", action="store_true", help="find the cheapest workers, servers, "
+                        "mode and codec, of at most --workers")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    return parser
+
+
+def _typed(option: Option, text: str) -> Any:
+    return option.check(option.from_text(text), remedy=f"see {option.flag} in --help")
+
+
+def write(argv: Sequence[str]) -> str:
+    """Return the plan for a command line.
+
+    Raises:
+        UserError: If the command line, the job, its data or the run is wrong, or the world too
+            small.
+    """
+    args, words = make_parser().parse_known_args(argv)
+    asked = Asked(**{k: v for k in ASKED if (v := getattr(args, k)) is not None})
+    if asked.deadline and not args.search:
+        raise UserError("--deadline without --search", "--search with it")
+    known = _known(args, asked, words)
+    if args.search:
+        return _searched(known, asked, args.json)
+    config, hosts, node_of = known.config, *_world(known, asked)
+    found = predict(config, hosts, node_of, known.facts)
+    run = known.run if known.own_world else None
+    if not args.json:
+        return text_of(found, run)
+    beside = {"run": dataclasses.asdict(run)} if run is not None else {}
+    return json.dumps({**told(found), **beside}, indent=1) + "\n"
+
+
+def _known(args: argparse.Namespace, asked: Asked, words: Sequence[str]) -> _Known:
+    line = parse_command_line(words)
+    record = _record(args.run) if args.run else None
+    job = read_toml(line.job) if line.job else None
+    if record is not None:
+        saved = {k: v for k, v in record.config.items() if k not in SESSION_FIELDS}
+        job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
+    config = resolve(line.options, job)
+    run = None if record is None else measured.run_of(record.summary, config, _rate(record))
+    own = run is not None and not asked.workers
+    if not asked.workers and run is None:
+        raise UserError("a plan without a world", "--workers N", "or --from RUN")
+    if own and run is not None and run.server_ranks and "servers" not in line.options:
+        config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
+    return _Known(config, _facts(config, asked, run, record), run, own)
+
+
+def _record(path: Path) -> Record:
+    if not (path / CONFIG).is_file():
+        raise UserError(f"--from {path}", "the folder of a run")
+    record = read(path, path.name)
+    if not record.summary:
+        raise UserError(f"--from {path}", "a run that has ended", "it has no summary.json")
+    return record
+
+
+def _rate(record: Record) -> float | None:
+    """Return the samples a second between a run's first progress line and its last but one."""
+    curve = record.curves.get(RATED)
+    points = [p for p in curve.points if p.samples > 0][:-1] if curve else []
+    if len(record.jobs) != 1 or len(points) < 3 or points[-1].seconds <= points[0].seconds:
+        return None
+    return (points[-1].samples - points[0].samples) / (points[-1].seconds - points[0].seconds)
+
+
+def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None) -> Facts:
+    """Return what holds in any world: what is asked, else what the run or the job says."""
+    parameters, samples = count(asked.parameters), count(asked.samples)
+    if run is not None:
+        parameters, samples = parameters or run.parameters, samples or run.samples
+    step_s, data_bytes = seconds(asked.step_time, 0.0), 0.0
+    if not (parameters and samples and (step_s or run)):
+        from mpips.planning.needs import measure
+
+        here = measure(config)
+        parameters, samples = parameters or here.parameters, samples or here.n_train
+        step_s, data_bytes = step_s or here.grad_s, here.data_bytes
+    speeds = Speeds(
+        step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
+        latency_s=seconds(asked.latency), storage=rate(asked.storage),
+        batch_bytes=config.batch_size * size(asked.sample_bytes),
+    )  # fmt: skip
+    if record is not None:
+        found = measured.speeds_of(record.summary, config, speeds)
+        speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
+    return Facts(
+        parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),
+        codec_ratios(parameters, config.dtype), data_bytes, asked.simulate,
+    )  # fmt: skip
+
+
+def _world(known: _Known, asked: Asked) -> World:
+    if known.own_world and known.run is not None:
+        return list(known.run.hosts), list(known.run.node_of)
+    c, workers = known.config, asked.workers
+    servers = len(c.server_ranks) or c.servers
+    if servers is None:  # as many as the mode has in a world of so many ranks in all
+        servers = next(k for k in range(workers + 1) if default_servers(c.mode, workers + k) == k)
+    return spread(workers + servers + c.spares, asked.nodes, c.node_size)
+
+
+def spread(ranks: int, nodes: int, node_size: int) -> World:
+    """Return hosts and nodes of so many ranks, on as many nodes, one a node where neither is said.
+
+    Raises:
+        UserError: If there are more nodes than ranks.
+    """
+    if nodes > ranks:
+        raise UserError(f"nodes {nodes} with {ranks} ranks", f"nodes <= {ranks}", "set --nodes")
+    nodes = nodes or ranks
+    node_of = [rank // node_size if node_size else rank * nodes // ranks for rank in range(ranks)]
+    return [f"node{node}" for node in node_of], node_of
+
+
+def _searched(known: _Known, asked: Asked, as_json: bool) -> str:
+    workers = asked.workers or (known.run.workers if known.run else 0)
+    whole = len(_world(known, asked)[1])
+    size_ = -(-whole // asked.nodes) if asked.nodes else 1
+
+    def world_of(ranks: int) -> World:
+        return spread(ranks, 0, known.config.node_size or size_)
+
+    deadline_s = seconds(asked.deadline)
+    found = search(known.config, workers, world_of, known.facts, deadline_s)
+    if not as_json:
+        return proposal_text(found, deadline_s)
+    return json.dumps(_proposal_json(found), indent=1) + "\n"
+
+
+def _proposal_json(found: Proposal) -> dict[str, Any]:
+    best = None if found.best is None else {**told(found.best), "why": "cheapest"}
+    others = [{**told(p), "why": why} for p, why in found.others]
+    return {"looked_at": found.looked_at, "best": best, "fastest": told(found.fastest),
+            "others": others}  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit code."""
+    return answer(write, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

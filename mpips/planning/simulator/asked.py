@@ -1,0 +1,145 @@
+"""What a plan is asked beside the job: the world, the speeds of its machines, what may fail."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from mpips.config.command_line import Question
+from mpips.config.command_line import RATE as RATES
+from mpips.config.option import Option, setting
+from mpips.config.schema import UNITS_S
+from mpips.errors import UserError
+
+NUMBER = r"[0-9]{1,15}(\.[0-9]{1,9})?"
+SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, **UNITS_S, "d": 86400}
+TIME = re.compile(rf"(?P<number>{NUMBER})(?P<unit>us|ms|s|min|h|d)?")
+THOUSANDS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+COUNT = re.compile(rf"(?P<number>{NUMBER})(?P<unit>[kMGT])?")
+SIZE = re.compile(rf"(?P<number>{NUMBER})((?P<unit>[kMGT])?B)?")
+ONE = rf"[1-9][0-9]{{0,5}}x{NUMBER}"
+SLOW = re.compile(rf"({ONE}(,{ONE})*)?")
+TIME_FORM = "a time such as 300ms, 0.3 (seconds), 12h or 30d"
+SIZE_FORM = "a size such as 150kB"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of ``python -m mpips.plan``; no keys of a job file."""
+
+    workers: int = setting(
+        "plan", 0, "workers of the world, beside its servers", ">= 0", unset="those of the run"
+    )
+    nodes: int = setting(
+        "plan", 0, "nodes that all ranks are spread over, filled one after the other", ">= 0",
+        unset="one a rank, or those of the run",
+    )  # fmt: skip
+    link: str = setting(
+        "plan", "10gbit", "rate of a node's link, each way", pattern=RATES,
+        form="a rate such as 100mbit or 25gbit", metavar="RATE",
+    )  # fmt: skip
+    latency: str = setting(
+        "plan", "50us", "of a message between nodes", pattern=TIME, form=TIME_FORM, metavar="TIME"
+    )
+    step_time: str = setting(
+        "plan", "", "in which a worker computes the gradient of a batch", pattern=TIME,
+        form=TIME_FORM, metavar="TIME", numeric=True, unset="measured here, or by the run",
+    )  # fmt: skip
+    jitter: float = setting(
+        "plan", 0.1, "standard deviation of that time, over its mean", ">= 0"
+    )
+    slow: str = setting(
+        "plan", "", "so many workers are so many times slower", pattern=SLOW,
+        form="COUNTxFACTOR[,COUNTxFACTOR...], such as 1x3", metavar="NxF", unset="none",
+    )  # fmt: skip
+    parameters: str = setting(
+        "plan", "", "of the model, in place of those of the job's problem", pattern=COUNT,
+        form="a number such as 25.6M", metavar="N", numeric=True, unset="the job's",
+    )  # fmt: skip
+    samples: str = setting(
+        "plan", "", "to train on, in place of those of the job's data", pattern=COUNT,
+        form="a number such as 100M", metavar="N", numeric=True, unset="the job's",
+    )  # fmt: skip
+    sample_bytes: str = setting(
+        "plan", "0", "of a sample that is read over the links", pattern=SIZE, form=SIZE_FORM,
+        metavar="SIZE", numeric=True,
+    )  # fmt: skip
+    storage: str = setting(
+        "plan", "", "rate at which all nodes together can read data", pattern=RATES,
+        form="a rate such as 100gbit", metavar="RATE", unset="no limit",
+    )  # fmt: skip
+    mtbf: str = setting(
+        "plan", "", "mean time between failures of a node", pattern=TIME, form=TIME_FORM,
+        metavar="TIME", numeric=True, unset="none fails",
+    )  # fmt: skip
+    restart: str = setting(
+        "plan", "2min", "from a failure to the next step, and before the first", pattern=TIME,
+        form=TIME_FORM, metavar="TIME", numeric=True,
+    )  # fmt: skip
+    simulate: int = setting(
+        "plan", 0, "steps of each worker that are simulated", ">= 0",
+        unset="1000, or what takes some seconds",
+    )  # fmt: skip
+    deadline: str = setting(
+        "plan", "", "with --search: when the job has to be over", pattern=TIME, form=TIME_FORM,
+        metavar="TIME", numeric=True, unset="none",
+    )  # fmt: skip
+
+    @property
+    def slow_workers(self) -> tuple[tuple[int, float], ...]:
+        """How many workers are slow, and by which factors.
+
+        Raises:
+            UserError: If a factor is below 1.
+        """
+        pairs = [one.split("x") for one in self.slow.split(",") if one]
+        found = tuple((int(count), float(factor)) for count, factor in pairs)
+        if any(factor < 1 for _, factor in found):
+            raise UserError(f"slow {self.slow!r}", "factors >= 1", "write 1x3 for a third as fast")
+        return found
+
+
+ASKED = {field.name: Option.of(field) for field in dataclasses.fields(Asked)}
+
+
+def seconds(text: str, unset: float = math.inf) -> float:
+    """Return the seconds of a text that `TIME` matches; of an empty one `unset`."""
+    return _scaled(TIME, text, SECONDS) if text else unset
+
+
+def count(text: str) -> int:
+    """Return the number of a text that `COUNT` matches; of an empty one 0."""
+    return round(_scaled(COUNT, text, THOUSANDS)) if text else 0
+
+
+def size(text: str) -> float:
+    """Return the bytes of a text that `SIZE` matches."""
+    return _scaled(SIZE, text, THOUSANDS)
+
+
+def rate(text: str) -> float:
+    """Return the bytes a second of a rate such as 10gbit; of an empty text infinity."""
+    return Question(link=text).bytes_per_s if text else math.inf
+
+
+def _scaled(pattern: re.Pattern[str], text: str, units: dict[str, float]) -> float:
+    match = pattern.fullmatch(text)
+    assert match is not None, "checked on the command line"
+    return float(match["number"]) * units[match["unit"] or ""]
+
+
+def shown_time(value: float) -> str:
+    """Return a time in words: ``310 ms``, ``1 min 20 s``, ``2 d 3 h``."""
+    if not math.isfinite(value):
+        return "never"
+    if value < 60:
+        small = value < 1
+        return f"{1e6 * value:.3g} us" if value < 1e-3 else (
+            f"{1e3 * value:.3g} ms" if small else f"{value:.3g} s")  # fmt: skip
+    for large, small_unit, name, part in (
+        (86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"),
+    ):  # fmt: skip
+        whole, rest = divmod(round(value / small_unit), large // small_unit)
+        if whole:
+            return f"{whole} {name} {rest} {part}" if rest else f"{whole} {name}"
+    return f"{value:.0f} s"

@@ -1,0 +1,187 @@
+"""What a simulated job is made of: its traffic, the speeds of its machines, and what came of it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpips.errors import UserError
+from mpips.planning.traffic import Case
+
+# What of the rate of a link carries messages; the rest is headers. Seen on links of 1 Gbit/s.
+PAYLOAD = 0.94
+# What a core applies of gradients in a second, by Adam in float32, and what it copies, at least.
+APPLY_BYTES_PER_S, COPY_BYTES_PER_S = 4e9, 8e9
+# What a core packs and unpacks in a second, of bytes in memory; as `python -m mpips.bench` tells.
+PACK = {"fp16": (3e9, 4e9), "bf16": (4e9, 6e9), "int8": (1.5e9, 4e9), "int4": (1e9, 3e9)}
+OTHERS = (0.5e9, 3e9)
+NUMBERS = ("mean", "p50", "p90", "p99", "max")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast the machines of a job are.
+
+    Attributes:
+        step_s: Seconds in which a worker computes the gradient of a batch, on average.
+        jitter: Standard deviation of a gradient's seconds over their mean; they are log-normal.
+        slow: How many workers are slower, the last ones, and by which factors.
+        each: Factor of each worker on `step_s`, beside `slow`; all are 1 where it is empty.
+        link: Bytes a second that a node's link carries each way.
+        latency_s: Of a message between nodes.
+        apply: Bytes of gradients that a server applies in a second.
+        copy: Bytes that a worker copies in a second.
+        between_s: Seconds of a worker between two steps beside all else.
+        batch_bytes: Of a batch, read over the link of the worker's node; 0: it costs nothing.
+        storage: Bytes a second that all nodes together read of data; infinite: no limit.
+    """
+
+    step_s: float
+    jitter: float = 0.0
+    slow: tuple[tuple[int, float], ...] = ()
+    each: tuple[float, ...] = ()
+    link: float = PAYLOAD * 1.25e9
+    latency_s: float = 50e-6
+    apply: float = APPLY_BYTES_PER_S
+    copy: float = COPY_BYTES_PER_S
+    between_s: float = 0.0
+    batch_bytes: float = 0.0
+    storage: float = float("inf")
+
+    def factors(self, workers: int) -> np.ndarray:
+        """Return how much longer each worker takes, shape (workers,), dtype float64.
+
+        Raises:
+            UserError: If more are to be slow than there are.
+        """
+        found = np.ones(workers)
+        if len(self.each) == workers:
+            found *= self.each
+        at = workers
+        for count, factor in self.slow:
+            if count > at:
+                got = f"{sum(n for n, _ in self.slow)} slow workers of {workers}"
+                raise UserError(got, "at most as many as there are", "see --slow and --workers")
+            found[at - count : at] *= factor
+            at -= count
+        return found
+
+    def compute_s(self, workers: int, units: int, batches: int, seed: int) -> np.ndarray:
+        """Draw the seconds of each worker's units of so many batches.
+
+        Returns:
+            Shape (workers, units), dtype float64. The jitter of the batches of a unit averages out.
+        """
+        mean = batches * (self.step_s + self.between_s) * self.factors(workers)
+        times = np.repeat(mean[:, None], units, axis=1)
+        if self.jitter:
+            variance = np.log1p(self.jitter**2 / batches)
+            rng = np.random.default_rng(seed)
+            times *= rng.lognormal(-variance / 2, np.sqrt(variance), times.shape)
+        return times
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job, as it is simulated.
+
+    Attributes:
+        case: What its bytes depend on.
+        speeds: Of its machines.
+        bound: Of clocks, in mode ssp; None elsewhere.
+        backup: Gradients that a round does without.
+        places: Far pushes that a server receives at a time.
+        pack_s: Seconds of a worker for packing and unpacking in an exchange.
+        unpack: Bytes in memory that a server packs and unpacks a second, for a push and a reply.
+        seed: Of jitter.
+    """
+
+    case: Case
+    speeds: Speeds
+    bound: int | None = None
+    backup: int = 0
+    places: int = 2
+    pack_s: float = 0.0
+    unpack: float = float("inf")
+    seed: int = 0
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.case.roles.workers)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """How busy the links of some equal nodes are.
+
+    Attributes:
+        nodes: How many there are.
+        servers: Of each of them.
+        workers: Of each of them.
+        sends: Share of the time in which the link sends.
+        receives: Likewise, in which it receives.
+    """
+
+    nodes: int
+    servers: int
+    workers: int
+    sends: float
+    receives: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation has found.
+
+    Attributes:
+        step_s: Seconds between two steps of a worker, those of all together averaged.
+        steps: Simulated, of all workers.
+        events: Handled.
+        parts: Where a worker's time goes, in shares: compute, pull, push, wait.
+        staleness: Counts of updates by their staleness.
+        links: Of nodes, the busiest first.
+        applying: Share of the time in which the busiest server applies.
+        storage: Share of the time in which data is read from storage.
+        dropped: Share of the gradients that came too late for their round.
+        took_s: Seconds that the simulation took.
+    """
+
+    step_s: float
+    steps: int
+    events: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+    staleness: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    links: tuple[Busy, ...] = ()
+    applying: float = 0.0
+    storage: float = 0.0
+    dropped: float = 0.0
+    took_s: float = 0.0
+
+    def stale(self) -> dict[str, float]:
+        """Return the staleness of updates: `NUMBERS`; all 0 where none is stale."""
+        counts = self.staleness
+        if not counts.sum():
+            return dict.fromkeys(NUMBERS, 0.0)
+        ends, values = np.cumsum(counts) / counts.sum(), np.arange(len(counts))
+        places = [float(np.searchsorted(ends, part - 1e-12)) for part in (0.5, 0.9, 0.99)]
+        mean, most = float(counts @ values / counts.sum()), float(np.flatnonzero(counts)[-1])
+        return dict(zip(NUMBERS, (mean, *places, most), strict=True))
+
+
+def grouped(work: Work, shares: np.ndarray) -> tuple[Busy, ...]:
+    """Return how busy links are, of nodes with as many ranks of each role together.
+
+    Args:
+        work: The job.
+        shares: Of the time in which each node sends and receives, shape (nodes, 2).
+    """
+    counts = np.zeros((work.case.nodes, 2), int)
+    for column, ranks in enumerate((work.case.roles.servers, work.case.roles.workers)):
+        np.add.at(counts[:, column], [work.case.node_of[rank] for rank in ranks], 1)
+    kinds, which = np.unique(counts, axis=0, return_inverse=True)
+    found = []
+    for kind, (servers, workers) in enumerate(kinds):
+        mine = shares[which.reshape(-1) == kind]
+        sends, receives = mine.mean(axis=0)
+        found.append(Busy(len(mine), int(servers), int(workers), float(sends), float(receives)))
+    return tuple(sorted(found, key=lambda busy: -max(busy.sends, busy.receives)))

@@ -1,0 +1,192 @@
+"""What a job will do in a world: formulas and a simulation of it, side by side."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpips.config import Config
+from mpips.optim import make_rule
+from mpips.planning import choice, traffic
+from mpips.planning.explain import Topology, assumed, case_of
+from mpips.planning.needs import Measured, Needs, needs
+from mpips.planning.simulator import rounds, served
+from mpips.planning.simulator.failures import Hazards, Lifetime, live
+from mpips.planning.simulator.model import OTHERS, PACK, Busy, Simulated, Speeds, Work
+from mpips.planning.traffic import Case
+
+BUSY = 0.85  # from here on something is the bottleneck
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds in all worlds that are compared.
+
+    Attributes:
+        parameters: Number of parameters.
+        samples: To train on.
+        speeds: Of the machines.
+        mtbf_s: Mean time between failures of a node.
+        restart_s: From a failure to the next step.
+        codecs: Bytes on the wire over bytes in memory, by codec.
+        data_bytes: Memory that a worker's data takes.
+        simulated: Steps of each worker that are simulated; 0: some.
+    """
+
+    parameters: int
+    samples: int
+    speeds: Speeds
+    mtbf_s: float = math.inf
+    restart_s: float = 120.0
+    codecs: Mapping[str, float] = field(default_factory=dict)
+    data_bytes: float = 0.0
+    simulated: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A job in a world.
+
+    Attributes:
+        config: The job, its codecs chosen.
+        case: What its bytes depend on.
+        formula_s: Least seconds of a step, by the formulas of ``--explain``.
+        found: The simulation.
+        batches: Of each worker, to the end.
+        lifetime: From its start to its end.
+        needs: Memory.
+        ranks: Number of ranks, evaluators included.
+        cores: Of a rank.
+    """
+
+    config: Config
+    case: Case
+    formula_s: float
+    found: Simulated
+    batches: int
+    lifetime: Lifetime
+    needs: Needs
+    ranks: int
+    cores: int
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second of all workers that are not dropped."""
+        each = len(self.case.roles.workers) * self.config.batch_size * (1 - self.found.dropped)
+        return each / self.found.step_s
+
+    @property
+    def core_hours(self) -> float:
+        """Hours of all cores to the end."""
+        return self.ranks * self.cores * self.lifetime.mean_s / 3600
+
+    @property
+    def bottleneck(self) -> tuple[str, float]:
+        """What is busy for most of the time, in words, and for which share of it."""
+        found = [(f"links of {nodes_text(b)}", max(b.sends, b.receives)) for b in self.found.links]
+        found += [("servers, which apply", self.found.applying)]
+        found += [("storage, which data is read from", self.found.storage)]
+        name, share = max(found, key=lambda pair: pair[1])
+        if share >= BUSY:
+            return name, share
+        parts = self.found.parts
+        if parts["wait"] > max(1 - BUSY, parts["push"]) and self.case.rounds:
+            return "the slowest worker, whom the others wait for", parts["wait"]
+        if parts["compute"] < 0.5:  # nothing is full, and yet most of the time goes
+            part = max(("pull", "push", "wait"), key=lambda name: parts[name])
+            return f"{part}, which computing does not hide", parts[part]
+        return "computing", parts["compute"]
+
+
+def nodes_text(busy: Busy) -> str:
+    """Return which nodes these are, in words."""
+    roles = ((busy.servers, "server"), (busy.workers, "worker"))
+    has = [f"{count} {name}{'s' * (count > 1)}" for count, name in roles if count]
+    return f"{busy.nodes} node{'s' * (busy.nodes > 1)} with {' and '.join(has) or 'nothing'}"
+
+
+def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
+            facts: Facts) -> Prediction:  # fmt: skip
+    """Predict what a job does in a world.
+
+    Raises:
+        UserError: If the world does not allow the job's roles.
+    """
+    speeds = facts.speeds
+    topology = Topology(hosts, node_of, facts.parameters, speeds.link, speeds.step_s, facts.codecs)
+    if choice.is_open(config):
+        config = assumed(config, topology)
+    case = case_of(config, topology)
+    work = work_of(config, case, speeds)
+    units = -(-facts.simulated // max(1, case.every)) if facts.simulated else 0
+    if case.rounds or work.backup:
+        found = rounds.simulate(work, max(2, units or served.UNITS))
+    else:
+        found = served.simulate(work, max(2, units or served.default_units(work)))
+    batches = batches_of(config, case, facts.samples)
+    nodes, ranks = case.nodes, len(node_of) + config.evaluators
+    measured = Measured(facts.parameters, facts.samples, facts.data_bytes, speeds.step_s)
+    return Prediction(
+        config, case, traffic.step_s(case, speeds.link, speeds.step_s + speeds.between_s),
+        found, batches, live(batches * found.step_s, hazards_of(config, case, facts), config.seed),
+        needs(config, measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
+    )  # fmt: skip
+
+
+def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
+    """Return a job as it is simulated."""
+    push, pull = PACK.get(config.codec, OTHERS), PACK.get(config.pull_codec, OTHERS)
+    pack, unpack = (1 / push[0], 1 / push[1]) if config.codec != "none" else (0.0, 0.0)
+    packs, unpacks = (1 / pull[0], 1 / pull[1]) if config.pull_codec != "none" else (0.0, 0.0)
+    nodes = {case.node_of[rank] for rank in case.roles.workers}
+    far = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0
+    at_server = unpack + packs
+    return Work(
+        case, speeds, config.bound if config.mode == "ssp" else None, config.backup_workers,
+        config.inbox, far * (pack + unpacks), 1 / at_server if at_server else math.inf, config.seed,
+    )  # fmt: skip
+
+
+def batches_of(config: Config, case: Case, samples: int) -> int:
+    """Return how many batches each worker has, to the end of the job."""
+    every = max(1, case.every)
+    taken = len(case.roles.workers) - config.backup_workers
+    units = config.steps or config.epochs * math.ceil(samples / (config.unit_size * taken))
+    return units * every
+
+
+def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
+    """Return what may stop a job, and how long its checkpoints stop it."""
+    seconds, steps = config.checkpoint_period
+    state = max(case.shards) * (1 + len(make_rule(config.optimizer).slots))
+    if steps is not None:
+        seconds = steps * facts.speeds.step_s
+    return Hazards(
+        facts.mtbf_s / case.nodes, facts.restart_s, seconds or math.inf, state / facts.speeds.copy
+    )
+
+
+def told(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON has it: times in seconds, sizes in bytes, shares of 1."""
+    p, found = prediction, prediction.found
+    name, share = p.bottleneck
+    return {
+        "mode": p.config.mode, "ranks": p.ranks, "servers": len(p.case.roles.servers),
+        "workers": len(p.case.roles.workers), "nodes": p.case.nodes,
+        "codec": p.config.codec, "pull_codec": p.config.pull_codec,
+        "parameter_bytes": p.case.vector,
+        "step_s": found.step_s, "step_formula_s": p.formula_s, "samples_per_s": p.samples_per_s,
+        "bottleneck": {"what": name, "share": share},
+        "links": [dataclasses.asdict(busy) for busy in found.links],
+        "applying": found.applying, "storage": found.storage,
+        "workers_time": found.parts, "dropped": found.dropped,
+        "staleness": {**found.stale(), "histogram": np.asarray(found.staleness).tolist()},
+        "batches": p.batches, "end_s": p.lifetime.mean_s,
+        "lifetime": dataclasses.asdict(p.lifetime),
+        "server_bytes": p.needs.server_bytes, "worker_bytes": p.needs.worker_bytes,
+        "core_hours": p.core_hours,
+        "simulation": {"steps": found.steps, "events": found.events, "seconds": found.took_s},
+    }  # fmt: skip

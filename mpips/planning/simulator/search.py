@@ -1,0 +1,201 @@
+"""The cheapest configuration that is over by a deadline: workers, servers, mode, codec.
+
+Only codecs that do no more than round are tried, and of the modes those whose every gradient is
+taken from the parameters of all, and the job's own. Formulas bound from below what a configuration
+costs; those that cannot be cheaper than the best so far are not simulated.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpips.config import OPTIONS, Config
+from mpips.config.validation import validate
+from mpips.errors import UserError
+from mpips.planning import traffic
+from mpips.planning.explain import Topology, case_of, has
+from mpips.planning.simulator.model import Speeds
+from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, predict
+
+MODES = ("async", "ssp", "sync")
+CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
+STEPS = 100  # of each worker, that a search simulates
+MOST_SERVERS = 64
+
+World = tuple[list[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a search has found.
+
+    Attributes:
+        best: The cheapest that is over in time; None if none is.
+        fastest: Of those that were simulated.
+        others: Those that differ from the best in one thing, and why they are not it.
+        looked_at: How many there are.
+    """
+
+    best: Prediction | None
+    fastest: Prediction
+    others: tuple[tuple[Prediction, str], ...]
+    looked_at: int
+
+    @staticmethod
+    def options(p: Prediction) -> str:
+        """Return what makes a configuration, as on the command line."""
+        c = p.config
+        pull = f" --pull-codec {c.pull_codec}" if c.pull_codec != "none" else ""
+        codec = f" --codec {c.codec}" if c.codec != "none" else ""
+        servers = f" --servers {len(p.case.roles.servers)}" if p.case.roles.servers else ""
+        return f"--workers {len(p.case.roles.workers)} --mode {c.mode}{servers}{codec}{pull}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A configuration that was not simulated yet.
+
+    Attributes:
+        key: Workers, mode, servers, codecs.
+        config: The job.
+        world: Its hosts and nodes.
+        least_s: Least seconds to the end.
+    """
+
+    key: tuple[int, str, int, tuple[str, str]]
+    config: Config
+    world: World
+    least_s: float
+
+    @property
+    def least_cost(self) -> float:
+        """Least seconds of all ranks."""
+        return self.least_s * len(self.world[1])
+
+
+def variants(config: Config, workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield numbers of workers and what to change in the job."""
+    modes = dict.fromkeys((config.mode, *MODES))
+    counts = sorted({max(1, workers >> k) for k in range(8)} | {max(1, 3 * workers // 4)})
+    for count in counts:
+        for mode in modes:
+            alone = mode in ("sync", "local_sgd")
+            servers = [0] if alone else [1 << k for k in range(7) if 1 << k <= count]
+            if not alone and config.servers and config.servers not in servers:
+                servers.append(config.servers)
+            for k in servers:
+                for codec, pull_codec in CODECS:
+                    yield count, {"mode": mode, "servers": k, "codec": codec,
+                                  "pull_codec": pull_codec}  # fmt: skip
+
+
+def varied(config: Config, changes: dict[str, Any]) -> Config | None:
+    """Return a job with changes, without what its mode does not have; None if there is none."""
+    mode = changes["mode"]
+    if any(not has(k, mode) for k, v in changes.items() if v != OPTIONS[k].default):
+        return None
+    left = {k: o.default for k, o in OPTIONS.items() if not has(k, mode)}
+    free = {"server_ranks": (), "server_hosts": "", "backup_workers": 0}
+    try:
+        found = dataclasses.replace(config, **{**left, **free, **changes})
+        validate(found)
+    except UserError:
+        return None
+    return found
+
+
+def search(config: Config, workers: int, world_of: Callable[[int], World], facts: Facts,
+           deadline_s: float = math.inf) -> Proposal:  # fmt: skip
+    """Find the cheapest configuration.
+
+    Args:
+        config: The job.
+        workers: At most so many.
+        world_of: Makes a world of so many ranks.
+        facts: What holds in all of them.
+        deadline_s: Seconds to the end, at most.
+
+    Raises:
+        UserError: If there is none that could be tried.
+    """
+    facts = dataclasses.replace(facts, simulated=facts.simulated or STEPS)
+    found = [c for pair in variants(config, workers) if (c := _candidate(config, *pair,
+             world_of, facts))]  # fmt: skip
+    if not found:
+        raise UserError("no configuration", "a job whose mode, servers and codec may differ")
+    done: dict[Any, Prediction] = {}
+
+    def run(candidate: _Candidate) -> Prediction:
+        if candidate.key not in done:
+            done[candidate.key] = predict(candidate.config, *candidate.world, facts)
+        return done[candidate.key]
+
+    best: _Candidate | None = None
+    for candidate in sorted(found, key=lambda c: c.least_cost):
+        if best is not None and candidate.least_cost >= 3600 * run(best).core_hours:
+            break
+        if candidate.least_s > deadline_s or run(candidate).lifetime.mean_s > deadline_s:
+            continue
+        if best is None or run(candidate).core_hours < run(best).core_hours:
+            best = candidate
+    if best is None:
+        fastest = run(min(found, key=lambda c: c.least_s))
+        return Proposal(None, fastest, (), len(found))
+    others = [run(c) for c in found if _differs(c, best)]
+    told = [(p, _why(p, run(best), deadline_s)) for p in others]
+    told.sort(key=lambda pair: pair[0].core_hours)
+    return Proposal(run(best), run(best), tuple(told), len(found))
+
+
+def _candidate(config: Config, workers: int, changes: dict[str, Any],
+               world_of: Callable[[int], World], facts: Facts) -> _Candidate | None:  # fmt: skip
+    changed = varied(config, changes)
+    if changed is None:
+        return None
+    speeds, hosts_nodes = facts.speeds, world_of(workers + changes["servers"])
+    topology = Topology(*hosts_nodes, facts.parameters, speeds.link, speeds.step_s, facts.codecs)
+    try:
+        case = case_of(changed, topology)
+        compute_s = least_step_s(speeds, workers, case.rounds)
+    except UserError:
+        return None
+    step_s = traffic.step_s(case, speeds.link, compute_s)
+    key = workers, changes["mode"], changes["servers"], (changes["codec"], changes["pull_codec"])
+    least_s = facts.restart_s + batches_of(changed, case, facts.samples) * step_s
+    return _Candidate(key, changed, hosts_nodes, least_s)
+
+
+def least_step_s(speeds: Speeds, workers: int, in_rounds: bool) -> float:
+    """Return the least mean seconds of computing: of the slowest in rounds, of all elsewhere.
+
+    Raises:
+        UserError: If more workers are to be slow than there are.
+    """
+    factors = speeds.factors(workers)
+    mean = factors.max() if in_rounds else 1 / (1 / factors).mean()
+    return float((speeds.step_s + speeds.between_s) * mean)
+
+
+def _differs(candidate: _Candidate, best: _Candidate) -> bool:
+    """Whether a configuration is a neighbour: another in one thing, and by one step of it."""
+    (workers, mode, servers, codecs), (w, m, s, c) = candidate.key, best.key
+    if mode != m:
+        same_servers = servers == s or 0 in (servers, s) and servers in (0, 1)
+        return workers == w and codecs == c and same_servers
+    near = workers in (w // 2, 2 * w) or abs(workers - w) * 4 <= max(workers, w)
+    differing = [workers != w, servers != s, codecs != c]
+    if sum(differing) != 1:
+        return False
+    return near if workers != w else servers in (s // 2, s, 2 * s)
+
+
+def _why(p: Prediction, best: Prediction, deadline_s: float) -> str:
+    """Return why a configuration is not the best."""
+    name, share = p.bottleneck
+    busy = f"{name} ({share:.0%})"
+    if p.lifetime.mean_s > deadline_s:
+        return f"too late: {busy}"
+    dearer = p.core_hours / best.core_hours - 1
+    return f"{dearer:+.0%}: {busy}"

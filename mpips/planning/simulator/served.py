@@ -1,0 +1,188 @@
+"""Modes whose servers apply pushes as they come, by events (`mpips.kernels.simulation`).
+
+A step here is a **unit**: what a worker computes between two pushes. Servers with a node of their
+own and shards of one size are alike: where there are many they are simulated `MOST_LANES` at a
+time, as one whose link is as many times faster.
+"""
+
+import dataclasses
+import time
+
+import numpy as np
+
+from mpips.kernels import simulation as sim
+from mpips.planning.simulator.model import Simulated, Work, grouped
+from mpips.planning.traffic import Case
+
+MOST_LANES = 16  # of servers that are alike
+EVENTS = 20_000_000  # aimed at, where the number of steps is left open
+UNITS, LEAST_UNITS = 1000, 30
+WARM = 0.1  # of the steps, before it is measured
+MOST_PLACES = sim.RING - 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    """Shards of a node, or of several that are alike.
+
+    Attributes:
+        nodes: Their numbers.
+        nbytes: Of the shards of all of them.
+        largest: Of the largest shard: what one core applies.
+        alone: Whether no worker is on those nodes.
+    """
+
+    nodes: tuple[int, ...]
+    nbytes: int
+    largest: int
+    alone: bool
+
+
+def lanes_of(case: Case) -> list[_Lane]:
+    """Return the lanes of a job, those that are alike together."""
+    working = {case.node_of[rank] for rank in case.roles.workers}
+    owned: dict[int, list[int]] = {}
+    for rank, nbytes in zip(case.roles.owners, case.shards, strict=True):
+        if nbytes:
+            owned.setdefault(case.node_of[rank], []).append(nbytes)
+    apart = [
+        _Lane((node,), sum(sizes), max(sizes), node not in working)
+        for node, sizes in owned.items()
+    ]
+    alone = [lane for lane in apart if lane.alone]
+    if len(alone) <= MOST_LANES or len({len(owned[lane.nodes[0]]) for lane in alone}) > 1:
+        return apart
+    found = [lane for lane in apart if not lane.alone]
+    for k in range(MOST_LANES):
+        part = alone[k * len(alone) // MOST_LANES : (k + 1) * len(alone) // MOST_LANES]
+        nodes = tuple(lane.nodes[0] for lane in part)
+        largest = max(lane.largest for lane in part)
+        found.append(_Lane(nodes, sum(lane.nbytes for lane in part), largest, True))
+    return found
+
+
+def default_units(work: Work) -> int:
+    """Return how many units of each worker are simulated, if nobody says."""
+    each = 4 * len(lanes_of(work.case)) + 2
+    return int(np.clip(EVENTS // (each * work.workers), LEAST_UNITS, UNITS))
+
+
+class _Arrays:
+    """The arrays of a job for `mpips.kernels.simulation.simulate`."""
+
+    def __init__(self, work: Work, units: int) -> None:
+        self.work, self.lanes = work, lanes_of(work.case)
+        workers, count = work.workers, len(self.lanes)
+        # Nodes with workers come first, then those of lanes, then what data is read from.
+        on = [work.case.node_of[rank] for rank in work.case.roles.workers]
+        self.number = {node: k for k, node in enumerate(dict.fromkeys(on))}
+        self.pipe_of = [self.number.get(lane.nodes[0], -1) for lane in self.lanes]
+        pipes = len(self.number)
+        for k, pipe in enumerate(self.pipe_of):
+            if pipe < 0:
+                self.pipe_of[k], pipes = pipes, pipes + 1
+        self.pipes = np.zeros((pipes + 1, sim.PIPE_COLUMNS))
+        self.pipes[:, sim.QUEUE :] = -1
+        self.events = np.zeros((workers * (4 * count + 8) + 16, 3))
+        self.batches = workers * units
+        self.tally = np.zeros(sim.BINS + self.batches, np.int64)
+        self.tally[sim.BINS :] = count
+        batches = max(1, work.case.every)
+        self.compute = work.speeds.compute_s(workers, units, batches, work.seed) + work.pack_s
+        self.numbers = self._numbers(units)
+        self.at_lanes = self._lanes()
+        self.workers = self._workers([self.number[node] for node in on])
+        self.parts = np.zeros((workers * (count + 1), sim.PART_COLUMNS))
+        self.parts[:, sim.JOINED] = -1
+
+    def _numbers(self, units: int) -> np.ndarray:
+        work, workers = self.work, self.work.workers
+        found = np.zeros(sim.NUMBERS, np.int64)
+        found[[sim.WORKERS, sim.LANES, sim.TOTAL]] = workers, len(self.lanes), self.batches
+        found[sim.BOUND] = -1 if work.bound is None else work.bound
+        found[[sim.AHEAD, sim.SHARES]] = work.case.prefetch, work.case.one_pull
+        found[sim.READS] = work.speeds.batch_bytes > 0
+        found[sim.WARM] = workers * int(WARM * units)
+        found[sim.LAST] = workers * (units - 1)
+        return found
+
+    def _lanes(self) -> np.ndarray:
+        work, speeds = self.work, self.work.speeds
+        found = np.zeros((len(self.lanes) + 1, sim.LANE_COLUMNS))
+        found[:, [sim.HEAD, sim.TAIL]] = -1
+        found[:, sim.DELAY] = speeds.latency_s
+        for row, lane, pipe in zip(found, self.lanes, self.pipe_of, strict=False):
+            own, seconds = len(lane.nodes), lane.nbytes / speeds.link
+            row[[sim.AT, sim.PLACES]] = pipe, min(MOST_PLACES, own * work.places)
+            row[[sim.PULL_IN, sim.PULL_OUT]] = np.array([1, 1 / own]) * seconds * work.case.params
+            row[[sim.PUSH_OUT, sim.PUSH_IN]] = np.array([1, 1 / own]) * seconds * work.case.grads
+            row[sim.APPLY] = lane.largest * (1 / speeds.apply + 1 / work.unpack)
+        store = found[-1]
+        nbytes = speeds.batch_bytes * max(1, work.case.every)
+        store[sim.AT], store[sim.PULL_OUT] = len(self.pipes) - 1, nbytes / speeds.storage
+        store[sim.PULL_IN] = nbytes / speeds.link
+        return found
+
+    def _workers(self, node_of: list[int]) -> np.ndarray:
+        found = np.zeros((len(node_of), sim.WORKER_COLUMNS))
+        ranks = np.bincount(node_of)
+        near = np.zeros(len(ranks))
+        far = np.full(len(ranks), len(self.lanes))
+        for lane, pipe in zip(self.lanes, self.pipe_of, strict=True):
+            if pipe < len(ranks):
+                near[pipe] += lane.nbytes
+                far[pipe] -= 1
+        found[:, sim.NODE] = node_of
+        found[:, sim.COPY_S] = near[node_of] / self.work.speeds.copy
+        found[:, sim.FAR] = far[node_of]
+        found[:, sim.SHARE] = 1 / ranks[node_of] if self.work.case.one_push else 1
+        needed = found[:, sim.FAR] + self.numbers[sim.READS]
+        found[:, sim.MISSING] = found[:, sim.MISSING + 1] = needed
+        return found
+
+    def run(self) -> int:
+        """Simulate; returns the number of events."""
+        return int(
+            sim.simulate(
+                self.events, self.numbers, self.workers, self.at_lanes, self.parts, self.pipes,
+                self.compute, self.tally,
+            )
+        )  # fmt: skip
+
+    def shares(self, seconds: float) -> np.ndarray:
+        """Return the shares of the time in which nodes send and receive, shape (nodes, 2)."""
+        found = np.zeros((self.work.case.nodes, 2))
+        for lane, pipe in zip(self.lanes, self.pipe_of, strict=True):
+            for node in lane.nodes:
+                found[node] = self.pipes[pipe, sim.OUT_BUSY : sim.IN_BUSY + 1]
+        for node, pipe in self.number.items():
+            found[node] = self.pipes[pipe, sim.OUT_BUSY : sim.IN_BUSY + 1]
+        return np.asarray(found / seconds)
+
+
+def simulate(work: Work, units: int) -> Simulated:
+    """Simulate so many units of each worker, handed out to who asks.
+
+    Args:
+        work: The job.
+        units: Of each worker, on average; at least 2.
+    """
+    begun = time.perf_counter()
+    arrays = _Arrays(work, units)
+    events = arrays.run()
+    n, at, end = arrays.numbers, arrays.events[0], arrays.events[0, sim.END_AT]
+    measured = int(n[sim.LAST] - n[sim.WARM])
+    unit_s = work.workers * float(at[sim.LAST_AT] - at[sim.WARM_AT]) / measured
+    times = arrays.workers[:, sim.COMPUTE : sim.WAIT + 1].sum(axis=0)
+    names = ("compute", "pull", "push", "wait")
+    counts = arrays.tally[: sim.BINS]
+    return Simulated(
+        step_s=unit_s / max(1, work.case.every),
+        steps=arrays.batches * max(1, work.case.every), events=events,
+        parts={k: float(v) for k, v in zip(names, times / max(times.sum(), 1e-300), strict=True)},
+        staleness=np.trim_zeros(counts, "b").copy() if counts.any() else counts[:1].copy(),
+        links=grouped(work, arrays.shares(end)) if work.case.nodes > 1 else (),
+        applying=float(arrays.at_lanes[:, sim.BUSY].max() / end),
+        storage=float(arrays.pipes[-1, sim.OUT_BUSY] / end),
+        took_s=time.perf_counter() - begun,
+    )  # fmt: skip
