@@ -16,6 +16,7 @@ COMMANDS = {
     "watch": "follow runs in a terminal: curves, rates, ranks",
     "trace": "merge what each rank did when into a timeline, with its critical path",
     "checkpoint": "list, inspect, verify or export the checkpoints of a run",
+    "plan": "predict a job on a cluster: time, bottleneck, staleness; find the cheapest",
     "sbatch": "write a job script for SLURM, or copy those that come with mpips",
     "doctor": "find out whether a cluster runs mpips well, and what to change",
     "bench": "measure mpips beside the machine's limit and plain MPI",

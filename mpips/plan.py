@@ -6,7 +6,6 @@ mpips.train, goes into the job. With ``--from RUN`` the times are those that a r
 without ``--workers`` the world is its own, so that both stand side by side. Starts no MPI.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -30,7 +29,7 @@ from mpips.planning.simulator.measured import Run
 from mpips.planning.simulator.model import PAYLOAD, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, World, search
-from mpips.planning.simulator.text import proposal_text, text_of
+from mpips.planning.simulator.text import comparison, proposal_text, text_of
 from mpips.report.record import Record, read
 
 RATED = "training loss"  # the curve whose points have the samples before them
@@ -56,6 +55,8 @@ def make_parser() -> Parser:
         )  # fmt: skip
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="folder of a run "
                         "whose job and measured times are taken")  # fmt: skip
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", help="folders of runs: a "
+                        "table of what each did and what is predicted of it")  # fmt: skip
     parser.add_argument("--search", action="store_true", help="find the cheapest workers, servers, "
                         "mode and codec, of at most --workers")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="write JSON")
@@ -77,7 +78,9 @@ def write(argv: Sequence[str]) -> str:
     asked = Asked(**{k: v for k in ASKED if (v := getattr(args, k)) is not None})
     if asked.deadline and not args.search:
         raise UserError("--deadline without --search", "--search with it")
-    known = _known(args, asked, words)
+    if args.compare:
+        return _compared(args.compare, asked, words)
+    known = _known(args.run, asked, words)
     if args.search:
         return _searched(known, asked, args.json)
     config, hosts, node_of = known.config, *_world(known, asked)
@@ -89,21 +92,32 @@ def write(argv: Sequence[str]) -> str:
     return json.dumps({**told(found), **beside}, indent=1) + "\n"
 
 
-def _known(args: argparse.Namespace, asked: Asked, words: Sequence[str]) -> _Known:
+def _known(path: Path | None, asked: Asked, words: Sequence[str]) -> _Known:
     line = parse_command_line(words)
-    record = _record(args.run) if args.run else None
+    record = _record(path) if path else None
     job = read_toml(line.job) if line.job else None
     if record is not None:
         saved = {k: v for k, v in record.config.items() if k not in SESSION_FIELDS}
         job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
     config = resolve(line.options, job)
-    run = None if record is None else measured.run_of(record.summary, config, _rate(record))
+    run = None if record is None else measured.run_of(record.summary, config, _rate(record, config))
     own = run is not None and not asked.workers
     if not asked.workers and run is None:
         raise UserError("a plan without a world", "--workers N", "or --from RUN")
     if own and run is not None and run.server_ranks and "servers" not in line.options:
         config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
     return _Known(config, _facts(config, asked, run, record), run, own)
+
+
+def _compared(paths: Sequence[Path], asked: Asked, words: Sequence[str]) -> str:
+    rows = []
+    for path in paths:
+        known = _known(path, asked, words)
+        if known.run is None or not known.own_world:
+            raise UserError("--compare with --workers", "the world of each run")
+        found = predict(known.config, *_world(known, asked), known.facts)
+        rows.append((path.name, found, known.run))
+    return comparison(rows, asked.link)
 
 
 def _record(path: Path) -> Record:
@@ -115,8 +129,13 @@ def _record(path: Path) -> Record:
     return record
 
 
-def _rate(record: Record) -> float | None:
-    """Return the samples a second between a run's first progress line and its last but one."""
+def _rate(record: Record, config: Config) -> float | None:
+    """Return the samples a second between a run's first progress line and its last but one.
+
+    None where workers may end at different times, and where there are too few.
+    """
+    if config.steps and not config.in_rounds:
+        return None
     curve = record.curves.get(RATED)
     points = [p for p in curve.points if p.samples > 0][:-1] if curve else []
     if len(record.jobs) != 1 or len(points) < 3 or points[-1].seconds <= points[0].seconds:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from launch import ROOT, environment, run
 
-from mpips import sbatch, trace
+from mpips import plan, sbatch, trace
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.chaos.__main__ import make_parser as chaos_parser
@@ -342,6 +342,8 @@ def check_unrun(line: str) -> None:
                 check_train(rest[at + 1 :])
         case ["python", "-m", "mpips.sbatch", *rest]:
             check_train(sbatch.make_parser().parse_known_args(rest)[1])
+        case ["python", "-m", "mpips.plan", *rest]:
+            check_train(plan.make_parser().parse_known_args(rest)[1])
         case ["python", "-m", "mpips.bench", *rest]:
             bench_parser().parse_args(rest)
         case ["python", "-m", "mpips.report", *rest]:

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mpips import sbatch, trace, watch
+from mpips import plan, sbatch, trace, watch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.chaos.__main__ import make_parser as chaos_parser
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         "train": _train(), "launch": launch_parser(), "chaos": chaos_parser(),
         "ps": _ps(),
         "guide": _guide(), "jobs": jobs_parser(), "results": _results(), "report": report_parser(),
-        "watch": watch.make_parser(), "trace": trace.make_parser(),
+        "watch": watch.make_parser(), "trace": trace.make_parser(), "plan": plan.make_parser(),
         "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
         "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
     }  # fmt: skip

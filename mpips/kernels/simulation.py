@@ -7,8 +7,7 @@ worker pulls a part from each lane, computes, waits until the push before has le
 each lane, and asks for the next parts. A server receives so many far parts at a time, and applies
 them one after the other as they are here.
 
-Events lie in a binary heap by their time, equal ones in the order in which they were made, so that
-a run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
+A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
 """
 
 from typing import NamedTuple
@@ -16,22 +15,20 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.events import CODE, KIND_BITS, LANE_BITS, MADE, SIZE, TIME, drop_first, put
 
 Matrix = np.ndarray
 
-# Columns of `events`, a row an event; row 0 has three times instead.
-TIME, ORDER, CODE = range(3)
-WARM_AT, LAST_AT, END_AT = range(3)
-WORKER_BITS, LANE_BITS = 42, 21  # of a code: kind, worker, lane
-# Words of `numbers`.
-WORKERS, LANES, TOTAL, BOUND, AHEAD, SHARES, READS, WARM, LAST = range(9)
-SIZE, MADE, HANDED, STARTED, COMPLETE, BLOCKED = range(9, 15)
-NUMBERS = 15
+WARM_AT, LAST_AT, END_AT = range(3)  # in row 0 of `events`, which is no event
+# Words of `numbers`, behind SIZE and MADE.
+WORKERS, LANES, TOTAL, QUOTA, BOUND, AHEAD, SHARES, READS, WARM, LAST = range(2, 12)
+HANDED, STARTED, COMPLETE, BLOCKED = range(12, 16)
+NUMBERS = 16
 # Columns of `workers`.
 NODE, FAR, COPY_S, SHARE, STEP, IDLE, WAITING, UNSENT, HELD = range(9)
 MISSING, ARRIVED = 9, 11  # two each, by whether the step is odd
-SINCE, COMPUTE, PULL, PUSH, WAIT = range(13, 18)
-BATCH = 18
+SINCE, COMPUTE, PULL, PUSH, WAIT, KNOWN = range(13, 19)
+BATCH = 19
 RING = 64  # steps of which something is remembered
 WORKER_COLUMNS = BATCH + RING
 # Columns of `lanes`; the last row is what data is read from.
@@ -39,9 +36,9 @@ AT, DELAY, PULL_OUT, PULL_IN, PUSH_OUT, PUSH_IN, APPLY, PLACES, FREE, BUSY, VERS
 HEAD, TAIL = 11, 12  # of those who wait for a place
 LANE_COLUMNS = 13
 # Columns of `parts`, a row a worker and row of `lanes`; those of joints a row a worker's node.
-PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED = range(6)
-BEHIND = 6  # two, the next in a queue of replies and of pushes
-SEEN = 8
+PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED, ASKED, DONE, FOUND = range(9)
+BEHIND = 9  # two, the next in a queue of replies and of pushes
+SEEN = 11
 PART_COLUMNS = SEEN + RING
 # Columns of `pipes`, a row a node.
 IN, OUT_BUSY, IN_BUSY, SENDING, TURN = range(5)
@@ -67,58 +64,13 @@ class State(NamedTuple):
 
 
 @kernel()
-def put(s: State, time: float, kind: int, w: int, k: int) -> None:
-    """Make an event."""
-    heap, n = s.events, s.numbers
-    n[MADE] += 1
-    n[SIZE] += 1
-    i = n[SIZE]
-    while i > 1 and heap[i >> 1, TIME] > time:
-        for c in range(3):
-            heap[i, c] = heap[i >> 1, c]
-        i >>= 1
-    heap[i, TIME] = time
-    heap[i, ORDER] = n[MADE]
-    heap[i, CODE] = (kind << WORKER_BITS) | (w << LANE_BITS) | k
-
-
-@kernel(quick=True)
-def before(heap: Matrix, i: int, j: int) -> bool:
-    """Whether an event comes before another."""
-    if heap[i, TIME] != heap[j, TIME]:
-        return heap[i, TIME] < heap[j, TIME]
-    return heap[i, ORDER] < heap[j, ORDER]
-
-
-@kernel()
-def drop_first(s: State) -> None:
-    """Take the first event out of the heap."""
-    heap, last = s.events, s.numbers[SIZE]
-    s.numbers[SIZE] -= 1
-    i = 1
-    while True:
-        child = 2 * i
-        if child >= last:
-            break
-        if child + 1 < last and before(heap, child + 1, child):
-            child += 1
-        if before(heap, last, child):
-            break
-        for c in range(3):
-            heap[i, c] = heap[child, c]
-        i = child
-    for c in range(3):
-        heap[i, c] = heap[last, c]
-
-
-@kernel()
 def try_start(s: State, w: int, now: float) -> None:
     """Begin to compute as soon as all that the step needs is here."""
     me = s.workers[w]
     odd = int(me[STEP]) & 1
     if me[IDLE] and not me[HELD] and me[MISSING + odd] == 0:
         me[IDLE] = 0
-        put(s, max(now, me[ARRIVED + odd]), _START, w, 0)
+        put(s.events, s.numbers, max(now, me[ARRIVED + odd]), _START, w, 0)
 
 
 @kernel()
@@ -161,12 +113,12 @@ def begin(s: State, node: int, row: int, kind: int, now: float) -> None:
     seconds = lane[PUSH_OUT] * s.workers[w, SHARE] if kind == _PUSH else lane[PULL_OUT]
     pipe[SENDING], pipe[TURN] = 1, 1 - kind
     pipe[OUT_BUSY] += seconds
-    put(s, now + seconds, _FREED, node, 0)
+    put(s.events, s.numbers, now + seconds, _FREED, node, 0)
     if kind == _PUSH:
         share = s.workers[w, SHARE]
         at = now + lane[DELAY]
         done = receive(s, int(lane[AT]), lane[PUSH_IN] * share, at, lane[PUSH_OUT] * share)
-        put(s, done, _DELIVERED, w, k)
+        put(s.events, s.numbers, done, _DELIVERED, w, k)
     else:
         reply(s, w, k, now)
 
@@ -195,7 +147,7 @@ def reply(s: State, w: int, k: int, now: float) -> None:
     joint = s.parts[node * stride + k]
     row, others = w * stride + k, int(joint[JOINED])
     if k < s.numbers[LANES]:
-        joint[JOINT], joint[JOINED] = 0, -1
+        joint[JOINT], joint[JOINED], joint[DONE], joint[FOUND] = 0, -1, done, lane[VERSION]
     else:
         others = -1
     while row >= 0:
@@ -218,19 +170,33 @@ def ask(s: State, w: int, now: float) -> None:
         if at == node:
             continue
         joint, row = s.parts[node * (count + 1) + k], w * (count + 1) + k
-        if s.numbers[SHARES] and joint[JOINT]:
+        newer = s.numbers[SHARES] and joint[ASKED] >= s.workers[w, KNOWN]
+        if newer and joint[JOINT]:
             s.parts[row, NEXT] = joint[JOINED]
             joint[JOINED] = row
-            continue
-        joint[JOINT] = 1
-        enqueue(s, at, w, k, _REPLY, now)
+        elif newer and joint[DONE] > now:
+            join(s, w, k, now)
+        else:
+            joint[JOINT], joint[ASKED] = 1, now
+            enqueue(s, at, w, k, _REPLY, now)
+
+
+@kernel()
+def join(s: State, w: int, k: int, now: float) -> None:
+    """Have a part with a neighbour, whose read is under way."""
+    stride = s.numbers[LANES] + 1
+    joint, part = s.parts[int(s.workers[w, NODE]) * stride + k], s.parts[w * stride + k]
+    step = int(part[PULLED])
+    part[PULLED] += 1
+    part[SEEN + step % RING] = joint[FOUND]
+    arrive(s, w, step, joint[DONE], now)
 
 
 @kernel()
 def take(s: State, w: int, now: float) -> None:
     """Take a batch, and ask for what it needs unless it has to wait for other workers."""
     n, me = s.numbers, s.workers[w]
-    if n[HANDED] >= n[TOTAL]:
+    if n[HANDED] >= n[TOTAL] or (n[QUOTA] and me[STEP] >= n[QUOTA]):
         return
     batch = n[HANDED]
     n[HANDED] += 1
@@ -258,6 +224,7 @@ def start(s: State, w: int, now: float) -> None:
     if n[STARTED] == n[LAST]:
         s.events[0, LAST_AT] = now
     n[STARTED] += 1
+    me[KNOWN] = now
     me[PULL] += now - me[SINCE] + me[COPY_S]
     me[MISSING + (step & 1)] = me[FAR] + n[READS]
     me[ARRIVED + (step & 1)] = 0
@@ -268,7 +235,7 @@ def start(s: State, w: int, now: float) -> None:
     seconds = s.compute[w, step % s.compute.shape[1]]
     me[COMPUTE] += seconds
     me[SINCE] = now + me[COPY_S] + seconds
-    put(s, me[SINCE], _COMPUTED, w, 0)
+    put(s.events, s.numbers, me[SINCE], _COMPUTED, w, 0)
 
 
 @kernel()
@@ -320,7 +287,7 @@ def apply(s: State, w: int, k: int, now: float) -> None:
     seconds = lane[APPLY] * s.workers[w, SHARE]
     lane[FREE] = max(now, lane[FREE]) + seconds
     lane[BUSY] += seconds
-    put(s, lane[FREE], _APPLY, w, k)
+    put(s.events, s.numbers, lane[FREE], _APPLY, w, k)
 
 
 @kernel()
@@ -408,8 +375,8 @@ def simulate(
             enqueue(s, int(lanes[numbers[LANES], AT]), w, numbers[LANES], _REPLY, 0.0)
         take(s, w, 0.0)
     while numbers[SIZE] > 0:
-        now, code = events[1, TIME], np.int64(events[1, CODE])
-        drop_first(s)
+        now, code = events[1, TIME], int(events[1, CODE])
+        drop_first(events, numbers)
         mask = (1 << LANE_BITS) - 1
-        handle(s, code >> WORKER_BITS, (code >> LANE_BITS) & mask, code & mask, now)
+        handle(s, code >> KIND_BITS, (code >> LANE_BITS) & mask, code & mask, now)
     return numbers[MADE]

@@ -5,8 +5,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from mpips.config.command_line import Question
 from mpips.config.command_line import RATE as RATES
+from mpips.config.command_line import Question
 from mpips.config.option import Option, setting
 from mpips.config.schema import UNITS_S
 from mpips.errors import UserError
@@ -45,9 +45,7 @@ class Asked:
         "plan", "", "in which a worker computes the gradient of a batch", pattern=TIME,
         form=TIME_FORM, metavar="TIME", numeric=True, unset="measured here, or by the run",
     )  # fmt: skip
-    jitter: float = setting(
-        "plan", 0.1, "standard deviation of that time, over its mean", ">= 0"
-    )
+    jitter: float = setting("plan", 0.1, "standard deviation of that time, over its mean", ">= 0")
     slow: str = setting(
         "plan", "", "so many workers are so many times slower", pattern=SLOW,
         form="COUNTxFACTOR[,COUNTxFACTOR...], such as 1x3", metavar="NxF", unset="none",

@@ -1,9 +1,9 @@
 """How long a job takes where nodes fail: it goes on from its newest checkpoint.
 
-Nodes fail at random, each once in so long on average. All that was done since the newest checkpoint
-is lost, and the start takes its time; no failure is waited for while nothing is left to do. J. Daly,
-"A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006, has the
-mean in a formula, `expected_s`; the spread is that of `LIVES` simulated ones.
+Nodes fail at random, each once in so long on average. What was done since the newest checkpoint is
+lost, and the start takes its time. J. Daly, "A higher order estimate of the optimum checkpoint
+interval for restart dumps", FGCS 2006, has the mean in a formula, `expected_s`; mean and spread
+that are told are those of `LIVES` simulated jobs.
 """
 
 import math

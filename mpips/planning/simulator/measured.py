@@ -73,14 +73,13 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
     Computing is that of each worker. What is neither computing, pulling, pushing nor waiting lies
     between steps. On one node a pull is a copy.
     """
-    rows = [row for row in summary["per_worker"] if row.get("steps") and row.get("compute_s")]
+    rows = [row for row in summary["per_worker"] if row.get("samples") and row.get("compute_s")]
     if not rows:
         raise UserError("a run without computed steps", "one that has trained")
-    batches = config.unit_size // config.batch_size
-    each = np.array([row["compute_s"] / row["steps"] for row in rows]) / batches
+    batches = [row["samples"] / config.batch_size for row in rows]
+    each = np.array([row["compute_s"] for row in rows]) / batches
     spent = [sum(row[k] for k in ("compute_s", "pull_s", "push_s", "wait_s")) for row in rows]
     rest = summary["train_s"] * len(rows) - sum(spent)
-    steps = batches * sum(row["steps"] for row in rows)
     owners = [row for row in summary["per_server"] if row.get("busy_s", 0) > LEAST_BUSY_S]
     applied = sum(row["bytes"] * row["applied"] for row in owners)
     copy, pull_s = given.copy, sum(row["pull_s"] for row in rows)
@@ -88,6 +87,6 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
         copy = summary["bytes_pulled"] / pull_s
     return dataclasses.replace(
         given, step_s=float(each.mean()), each=tuple(each / each.mean()),
-        between_s=max(0.0, rest / steps), copy=copy,
+        between_s=max(0.0, rest / sum(batches)), copy=copy,
         apply=applied / sum(row["busy_s"] for row in owners) if applied else given.apply,
     )  # fmt: skip

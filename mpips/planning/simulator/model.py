@@ -11,9 +11,11 @@ from mpips.planning.traffic import Case
 PAYLOAD = 0.94
 # What a core applies of gradients in a second, by Adam in float32, and what it copies, at least.
 APPLY_BYTES_PER_S, COPY_BYTES_PER_S = 4e9, 8e9
-# What a core packs and unpacks in a second, of bytes in memory; as `python -m mpips.bench` tells.
-PACK = {"fp16": (3e9, 4e9), "bf16": (4e9, 6e9), "int8": (1.5e9, 4e9), "int4": (1e9, 3e9)}
-OTHERS = (0.5e9, 3e9)
+# What a core packs and unpacks in a second, of bytes in memory: half of what one that was free did.
+PACK = {
+    "fp16": (8e9, 10e9), "bf16": (6e9, 10e9), "int8": (2.7e9, 10e9), "int4": (2e9, 6e9),
+    "topk": (0.9e9, 10e9), "onebit": (0.25e9, 4e9), "powersgd": (1e9, 1e9),
+}  # fmt: skip
 NUMBERS = ("mean", "p50", "p90", "p99", "max")
 
 
@@ -89,6 +91,7 @@ class Work:
         speeds: Of its machines.
         bound: Of clocks, in mode ssp; None elsewhere.
         backup: Gradients that a round does without.
+        quota: Whether each worker makes as many steps; else batches are handed out to who asks.
         places: Far pushes that a server receives at a time.
         pack_s: Seconds of a worker for packing and unpacking in an exchange.
         unpack: Bytes in memory that a server packs and unpacks a second, for a push and a reply.
@@ -99,6 +102,7 @@ class Work:
     speeds: Speeds
     bound: int | None = None
     backup: int = 0
+    quota: bool = False
     places: int = 2
     pack_s: float = 0.0
     unpack: float = float("inf")

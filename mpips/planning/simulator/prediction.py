@@ -15,7 +15,7 @@ from mpips.planning.explain import Topology, assumed, case_of
 from mpips.planning.needs import Measured, Needs, needs
 from mpips.planning.simulator import rounds, served
 from mpips.planning.simulator.failures import Hazards, Lifetime, live
-from mpips.planning.simulator.model import OTHERS, PACK, Busy, Simulated, Speeds, Work
+from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
 from mpips.planning.traffic import Case
 
 BUSY = 0.85  # from here on something is the bottleneck
@@ -138,15 +138,16 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
 
 def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
     """Return a job as it is simulated."""
-    push, pull = PACK.get(config.codec, OTHERS), PACK.get(config.pull_codec, OTHERS)
-    pack, unpack = (1 / push[0], 1 / push[1]) if config.codec != "none" else (0.0, 0.0)
-    packs, unpacks = (1 / pull[0], 1 / pull[1]) if config.pull_codec != "none" else (0.0, 0.0)
+    free = (math.inf, math.inf)
+    pack, unpack = (1 / rate for rate in PACK.get(config.codec, free))
+    packs, unpacks = (1 / rate for rate in PACK.get(config.pull_codec, free))
     nodes = {case.node_of[rank] for rank in case.roles.workers}
     far = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0
     at_server = unpack + packs
+    rate = 1 / at_server if at_server else math.inf
     return Work(
         case, speeds, config.bound if config.mode == "ssp" else None, config.backup_workers,
-        config.inbox, far * (pack + unpacks), 1 / at_server if at_server else math.inf, config.seed,
+        config.steps > 0, config.inbox, far * (pack + unpacks), rate, config.seed,
     )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def _differs(candidate: _Candidate, best: _Candidate) -> bool:
     """Whether a configuration is a neighbour: another in one thing, and by one step of it."""
     (workers, mode, servers, codecs), (w, m, s, c) = candidate.key, best.key
     if mode != m:
-        same_servers = servers == s or 0 in (servers, s) and servers in (0, 1)
+        same_servers = servers == s or (0 in (servers, s) and servers in (0, 1))
         return workers == w and codecs == c and same_servers
     near = workers in (w // 2, 2 * w) or abs(workers - w) * 4 <= max(workers, w)
     differing = [workers != w, servers != s, codecs != c]

@@ -46,8 +46,7 @@ def lanes_of(case: Case) -> list[_Lane]:
         if nbytes:
             owned.setdefault(case.node_of[rank], []).append(nbytes)
     apart = [
-        _Lane((node,), sum(sizes), max(sizes), node not in working)
-        for node, sizes in owned.items()
+        _Lane((node,), sum(sizes), max(sizes), node not in working) for node, sizes in owned.items()
     ]
     alone = [lane for lane in apart if lane.alone]
     if len(alone) <= MOST_LANES or len({len(owned[lane.nodes[0]]) for lane in alone}) > 1:
@@ -93,12 +92,13 @@ class _Arrays:
         self.at_lanes = self._lanes()
         self.workers = self._workers([self.number[node] for node in on])
         self.parts = np.zeros((workers * (count + 1), sim.PART_COLUMNS))
-        self.parts[:, sim.JOINED] = -1
+        self.parts[:, sim.JOINED] = self.parts[:, sim.ASKED] = -1
 
     def _numbers(self, units: int) -> np.ndarray:
         work, workers = self.work, self.work.workers
         found = np.zeros(sim.NUMBERS, np.int64)
         found[[sim.WORKERS, sim.LANES, sim.TOTAL]] = workers, len(self.lanes), self.batches
+        found[sim.QUOTA] = units if work.quota else 0
         found[sim.BOUND] = -1 if work.bound is None else work.bound
         found[[sim.AHEAD, sim.SHARES]] = work.case.prefetch, work.case.one_pull
         found[sim.READS] = work.speeds.batch_bytes > 0
@@ -161,7 +161,7 @@ class _Arrays:
 
 
 def simulate(work: Work, units: int) -> Simulated:
-    """Simulate so many units of each worker, handed out to who asks.
+    """Simulate so many units of each worker, handed out to who asks, or of each alone.
 
     Args:
         work: The job.
@@ -173,6 +173,8 @@ def simulate(work: Work, units: int) -> Simulated:
     n, at, end = arrays.numbers, arrays.events[0], arrays.events[0, sim.END_AT]
     measured = int(n[sim.LAST] - n[sim.WARM])
     unit_s = work.workers * float(at[sim.LAST_AT] - at[sim.WARM_AT]) / measured
+    if work.quota:  # whoever is done leaves the links to the others
+        unit_s = float(end) / units
     times = arrays.workers[:, sim.COMPUTE : sim.WAIT + 1].sum(axis=0)
     names = ("compute", "pull", "push", "wait")
     counts = arrays.tally[: sim.BINS]

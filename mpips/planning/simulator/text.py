@@ -9,23 +9,26 @@ from mpips.planning.simulator.prediction import Prediction, nodes_text
 from mpips.planning.simulator.search import Proposal
 
 
+def many(count: int, name: str) -> str:
+    """Return a number of things: ``1 server``, ``1,000 servers``."""
+    return f"{count:,} {name}{'s' * (count != 1)}"
+
+
 def text_of(p: Prediction, run: Run | None = None) -> str:
     """Return a prediction as it is printed; beside what a run did, where that is its world."""
     roles, c = p.case.roles, p.config
-    item, on = p.case.vector // max(1, sum(p.case.shards)), f"{p.case.nodes} nodes"
-    del item
+    where = "one node" if p.case.nodes == 1 else f"{p.case.nodes} nodes"
+    servers = f"{many(len(roles.servers), 'server')} and " if roles.servers else ""
     lines = [
-        f"mode {c.mode}: {len(roles.servers)} servers and {len(roles.workers)} workers on "
-        f"{'one node' if p.case.nodes == 1 else on}, {human_bytes(p.case.vector)} of parameters, "
-        f"codec {c.codec}, of pulls {c.pull_codec}",
-        f"a step takes {shown_time(p.found.step_s)}, at least {shown_time(p.formula_s)} by formula: "
-        f"{p.samples_per_s:,.0f} samples/s",
+        f"mode {c.mode}: {servers}{many(len(roles.workers), 'worker')} on {where}, "
+        f"{human_bytes(p.case.vector)} of parameters, codec {c.codec}, of pulls {c.pull_codec}",
+        f"a step takes {shown_time(p.found.step_s)}, by formula at least "
+        f"{shown_time(p.formula_s)}: {p.samples_per_s:,.0f} samples/s",
         *_bottleneck(p),
         *_stale(p),
         *_memory(p),
         *_end(p),
-        f"{p.core_hours:,.1f} core hours: {p.ranks} ranks of {p.cores} "
-        f"core{'s' * (p.cores > 1)}",
+        f"{p.core_hours:,.1f} core hours: {many(p.ranks, 'rank')} of {many(p.cores, 'core')}",
         f"simulated: {p.found.steps:,} steps, {p.found.events:,} events, "
         f"{p.found.took_s:.2g} s",
         *(_beside(p, run) if run is not None else []),
@@ -68,14 +71,14 @@ def _memory(p: Prediction) -> list[str]:
 
 def _end(p: Prediction) -> list[str]:
     life, c = p.lifetime, p.config
-    what = f"{c.steps:,} steps" if c.steps else f"{c.epochs} epochs"
+    what = many(c.steps, "step") if c.steps else many(c.epochs, "epoch")
     line = f"time to the end of {what}: {shown_time(life.mean_s)}"
     if not life.failures:
         return [line]
     return [
         f"{line}, in nine cases of ten at most {shown_time(life.p90_s)}",
-        f"of it {life.failures:.3g} failures, which undo {shown_time(life.lost_s)}; training "
-        f"stands still for checkpoints for {shown_time(life.saving_s)}",
+        f"failures of nodes: {life.failures:.3g}, which undo {shown_time(life.lost_s)} of "
+        f"training; checkpoints hold it up for {shown_time(life.saving_s)}",
     ]
 
 
@@ -89,6 +92,32 @@ def _beside(p: Prediction, run: Run) -> list[str]:
         off = f"{predicted / measured - 1:+.0%}" if measured else ""
         lines.append(f"  {name:15s}  {measured:9.4g}  {predicted:9.4g}  {unit:2s} {off:>5s}")
     return lines
+
+
+def comparison(rows: Sequence[tuple[str, Prediction, Run]], link: str) -> str:
+    """Return a table in Markdown of what runs did and what is predicted of each.
+
+    Args:
+        rows: Name, prediction and run.
+        link: Rate of the links, as it was asked.
+    """
+    lines = [
+        "| run | link | world | step, ms | predicted | | mean staleness | predicted | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, p, run in rows:
+        servers, workers = len(p.case.roles.servers), len(p.case.roles.workers)
+        cells = [name, link, f"{p.case.nodes} nodes, {servers} + {workers} ranks"]
+        cells += _cells(1e3 * run.step_s, 1e3 * p.found.step_s)
+        stale = run.staleness
+        cells += ["", "", ""] if stale is None else _cells(stale, p.found.stale()["mean"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(measured: float, predicted: float) -> list[str]:
+    off = f"{100 * (predicted / measured - 1):+.0f} %" if measured else ""
+    return [f"{measured:.3g}", f"{predicted:.3g}", off]
 
 
 def proposal_text(proposal: Proposal, deadline_s: float) -> str:

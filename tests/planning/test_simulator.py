@@ -1,0 +1,465 @@
+"""The simulator beside closed forms, and beside a loop of plain Python."""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips.config.jobfile import resolve
+from mpips.errors import UserError
+from mpips.layout.roles import assign, shares
+from mpips.planning import traffic
+from mpips.planning.explain import Topology, case_of
+from mpips.planning.simulator import rounds, served
+from mpips.planning.simulator.failures import Hazards, expected_s, live
+from mpips.planning.simulator.measured import run_of, speeds_of
+from mpips.planning.simulator.model import Simulated, Speeds, Work
+from mpips.planning.simulator.prediction import Facts, predict, told
+from mpips.planning.simulator.search import Proposal, search, variants, varied
+from mpips.planning.traffic import Case
+
+N = 16 * 36_000  # parameters: as many cache lines for each of up to 6 servers
+M = 4 * N
+LINK = 1e8
+PIPE_S = M / LINK  # of all parameters over a link
+FAST: dict[str, Any] = {"link": LINK, "latency_s": 0.0, "apply": 1e15, "copy": 1e15}
+
+
+def case(workers: int, servers: int, node_of: list[int] | None = None, **kinds: Any) -> Case:
+    """Return a served job, by default of a node a rank, the servers first."""
+    node_of = node_of or list(range(workers + servers))
+    hosts = [f"host{node}" for node in node_of]
+    mode = "sync" if kinds.get("rounds") else "async"
+    roles = assign(mode, hosts, node_of, servers, tuple(range(servers)))
+    sizes = tuple(shard.size * 4 for shard in shares(N, roles, 4))
+    return Case(roles, tuple(node_of), sizes, **kinds)
+
+
+def simulated(of: Case, speeds: Speeds, units: int = 200, **more: Any) -> Simulated:
+    work = Work(of, speeds, **more)
+    return (rounds if of.rounds or work.backup else served).simulate(work, units)
+
+
+# Closed forms.
+
+
+def test_one_worker_and_one_server() -> None:
+    """A step is computing, the way there and back, and the pull; the push is hidden."""
+    speeds = Speeds(0.5, **{**FAST, "latency_s": 1e-3})
+    found = simulated(case(1, 1), speeds)
+    assert found.step_s == pytest.approx(0.5 + 2e-3 + PIPE_S, rel=1e-12)
+    assert found.stale()["mean"] == pytest.approx(1, abs=0.01)  # its own push is not in its read
+    # A pipe that is full: the push after this one waits for it.
+    assert simulated(case(1, 1), Speeds(0.0, **FAST)).step_s == pytest.approx(PIPE_S)
+    near = simulated(case(1, 1, [0, 0]), Speeds(0.5, **{**FAST, "copy": LINK, "apply": LINK}))
+    assert near.step_s == pytest.approx(0.5 + PIPE_S)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(8, 1), (12, 3), (30, 6)])
+def test_a_full_link_is_the_formula_s(workers: int, servers: int) -> None:
+    of = case(workers, servers)
+    found = simulated(of, Speeds(0.01, 0.2, **FAST), 300)
+    assert found.step_s == pytest.approx(traffic.step_s(of, LINK, 0.01), rel=0.01)
+    assert found.links[0].servers == 1
+    assert found.links[0].sends > 0.98
+    assert found.links[0].receives > 0.98
+    assert found.links[1].sends == pytest.approx(found.links[0].sends * servers / workers)
+
+
+def test_an_idle_link_is_the_formula_s() -> None:
+    """Workers whose pulls do not meet: computing and a pull, or with prefetch computing alone."""
+    speeds = Speeds(10.0, 0.5, **FAST)
+    for ahead in (False, True):
+        of = case(3, 1, prefetch=ahead)
+        formula = traffic.step_s(of, LINK, 10.0)
+        assert simulated(of, speeds, 1000).step_s == pytest.approx(formula, rel=0.03)
+
+
+def test_a_server_that_applies_is_the_bottleneck() -> None:
+    found = simulated(case(6, 2), Speeds(0.001, **{**FAST, "apply": LINK / 10}))
+    assert found.step_s == pytest.approx(6 * 10 * PIPE_S / 2, rel=0.02)
+    assert found.applying == pytest.approx(1, abs=0.02)
+
+
+def test_staleness_is_what_others_do_meanwhile() -> None:
+    """As by Little's law: updates a second times the seconds from a read to its push."""
+    workers = 5
+    found = simulated(case(workers, 1), Speeds(1.0, 0.3, **FAST), 1000)
+    held = 1.0 + 2 * PIPE_S  # from the reply on: the pull, the gradient, the push
+    own = 1 - PIPE_S / found.step_s
+    assert found.stale()["mean"] == pytest.approx(
+        (workers - 1) * held / found.step_s + own, rel=0.05
+    )
+    assert found.staleness.sum() == workers * 1000  # each push is applied once at the server
+
+
+def test_pushes_are_all_applied() -> None:
+    found = simulated(case(4, 3), Speeds(0.1, 0.5, **FAST), 100)
+    assert found.staleness.sum() == 4 * 100 * 3
+    assert found.steps == 400
+
+
+def test_workers_of_a_node_join_reads() -> None:
+    """Three of a node whose link is full: one pull for all, or three, beside three pushes."""
+    apart, together = (
+        simulated(case(3, 1, [0, 1, 1, 1], one_pull=shared), Speeds(0.001, **FAST))
+        for shared in (False, True)
+    )
+    assert apart.step_s == pytest.approx(3 * PIPE_S, rel=0.02)
+    assert together.step_s == pytest.approx(3 * PIPE_S, rel=0.02)  # the pushes cross one by one
+    one, all_ = (case(3, 1, [0, 1, 1, 1], one_pull=s, grads=0.1) for s in (True, False))
+    assert simulated(all_, Speeds(0.001, **FAST)).step_s == pytest.approx(3 * PIPE_S, rel=0.02)
+    assert simulated(one, Speeds(0.001, **FAST)).step_s < 2.2 * PIPE_S
+
+
+def test_steps_of_each_worker() -> None:
+    """With a number of steps a worker that is near its server is done before the others."""
+    of, speeds = case(3, 1, [0, 0, 1, 2]), Speeds(0.001, **FAST)
+    shared = simulated(of, speeds)
+    alone = simulated(of, speeds, quota=True)
+    assert alone.step_s == pytest.approx(2 * PIPE_S, rel=0.02)
+    assert shared.step_s < 0.5 * alone.step_s
+    assert alone.staleness.sum() == 600
+
+
+def test_servers_that_are_alike_are_taken_together() -> None:
+    speeds = Speeds(0.01, 0.1, link=LINK)
+    many = case(48, 32)
+    assert len(served.lanes_of(many)) == served.MOST_LANES
+    found = simulated(many, speeds, 60)
+    assert found.step_s == pytest.approx(traffic.step_s(many, LINK, 0.01), rel=0.05)
+    assert sum(busy.nodes for busy in found.links) == 80
+
+
+def test_reading_data_can_be_the_bottleneck() -> None:
+    speeds = Speeds(0.01, **FAST, batch_bytes=1e6, storage=2e6)
+    found = simulated(case(4, 1), speeds)
+    assert found.step_s == pytest.approx(4 * 0.5, rel=0.01)
+    assert found.storage == pytest.approx(1, abs=0.02)
+    in_rounds = simulated(case(4, 0, rounds=True), speeds)
+    assert in_rounds.step_s == pytest.approx(4 * 0.5)
+
+
+def test_a_slow_worker() -> None:
+    """Of six one takes five times as long: in rounds all do, elsewhere it alone."""
+    speeds = Speeds(1.0, slow=((1, 5.0),), **FAST)
+    alone = simulated(case(6, 1), speeds, 500)
+    assert alone.step_s == pytest.approx(6 / 5.2, rel=0.04)
+    assert simulated(case(6, 0, rounds=True), speeds).step_s >= 5
+    backed = simulated(case(6, 1), speeds, backup=1)
+    assert backed.step_s < 1.3
+    assert 0.02 < backed.dropped < 1 / 6
+    bound = simulated(case(6, 1), speeds, 500, bound=1)
+    assert alone.step_s < bound.step_s < 5
+    assert bound.parts["wait"] > 0.2
+    with pytest.raises(UserError, match="7 slow workers of 6, expected at most as many"):
+        simulated(case(6, 1), Speeds(1.0, slow=((7, 2.0),)))
+
+
+def test_rounds_of_equal_times() -> None:
+    of = case(4, 0, rounds=True)
+    found = simulated(of, Speeds(0.2, **FAST))
+    assert found.step_s == pytest.approx(traffic.step_s(of, LINK, 0.2))
+    local = case(4, 0, rounds=True, every=5, hidden=0.4)
+    assert simulated(local, Speeds(0.2, **FAST)).step_s == pytest.approx(
+        traffic.step_s(dataclasses.replace(local, hidden=0), LINK, 0.2)
+        - min(traffic.link_s(local, LINK), 0.4 * 0.2)
+    )
+    slower = simulated(of, Speeds(0.2, 0.3, **FAST), 2000)
+    draws = np.random.default_rng(0).lognormal(sigma=math.sqrt(math.log1p(0.09)), size=(9999, 4))
+    mean = draws.max(axis=1).mean() / math.sqrt(1.09)
+    assert slower.step_s == pytest.approx(0.2 * mean + traffic.link_s(of, LINK), rel=0.02)
+
+
+def test_runs_are_equal_by_seed() -> None:
+    first, again, other = (
+        simulated(case(5, 2), Speeds(0.1, 0.4, **FAST), seed=seed) for seed in (1, 1, 2)
+    )
+    assert first.step_s == again.step_s != other.step_s
+    assert (first.staleness == again.staleness).all()
+
+
+# A loop of plain Python.
+
+
+class Reference:
+    """Servers and workers with nodes of their own: a heap of functions, and no arrays."""
+
+    def __init__(self, work: Work, compute: np.ndarray) -> None:
+        self.workers, self.compute = work.workers, compute
+        self.pipe_s = [size / work.speeds.link for size in work.case.shards]
+        self.apply_s = [size / work.speeds.apply for size in work.case.shards]
+        self.latency, self.bound = work.speeds.latency_s, work.bound
+        self.total = compute.size
+        lanes, nodes = len(self.pipe_s), len(work.case.shards) + work.workers
+        self.heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self.made, self.handed = itertools.count(), 0
+        self.out: list[deque[tuple[float, Callable[[float], None]]]] = [
+            deque() for _ in range(nodes)
+        ]
+        self.sending, self.free = [False] * nodes, [0.0] * nodes
+        self.places, self.queue = [work.places] * lanes, [deque[int]() for _ in range(lanes)]
+        self.version, self.applying = [0] * lanes, [0.0] * lanes
+        self.seen: list[deque[int]] = [deque() for _ in range(lanes * work.workers)]
+        self.step, self.unsent = [0] * self.workers, [0] * self.workers
+        self.missing, self.arrived = [lanes] * self.workers, [0.0] * self.workers
+        self.waiting, self.held = [False] * self.workers, dict[int, int]()
+        self.batches: list[deque[list[int]]] = [deque() for _ in range(self.workers)]
+        self.left, self.complete = Counter[int](), 0
+        self.starts, self.counts = list[float](), Counter[int]()
+
+    def at(self, when: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(self.heap, (when, next(self.made), what))
+
+    def run(self) -> None:
+        for w in range(self.workers):
+            self.take(w, 0.0)
+        while self.heap:
+            now, _, what = heapq.heappop(self.heap)
+            what(now)
+
+    def send(self, node: int, seconds: float, begun: Callable[[float], None], now: float) -> None:
+        self.out[node].append((seconds, begun))
+        if not self.sending[node]:
+            self.freed(node, now)
+
+    def freed(self, node: int, now: float) -> None:
+        self.sending[node] = bool(self.out[node])
+        if self.out[node]:
+            seconds, begun = self.out[node].popleft()
+            self.at(now + seconds, lambda t: self.freed(node, t))
+            begun(now)
+
+    def receive(self, node: int, seconds: float, at: float) -> float:
+        self.free[node] = max(at, self.free[node]) + seconds
+        return self.free[node]
+
+    def take(self, w: int, now: float) -> None:
+        if self.handed == self.total:
+            return
+        batch, self.handed = self.handed, self.handed + 1
+        self.batches[w].append([batch] * len(self.pipe_s))
+        self.held[w] = batch
+        self.ask_unless_held(w, now)
+
+    def ask_unless_held(self, w: int, now: float) -> None:
+        clock = self.held[w] // self.workers
+        if self.bound is not None and self.complete < (clock - self.bound) * self.workers:
+            return
+        del self.held[w]
+        lanes = len(self.pipe_s)
+        for k in range(lanes):
+            self.send(k, self.pipe_s[k], lambda t, k=k: self.reply(w, k, t), now)  # type: ignore[misc]
+
+    def reply(self, w: int, k: int, now: float) -> None:
+        lanes = len(self.pipe_s)
+        self.seen[w * lanes + k].append(self.version[k])
+        done = self.receive(lanes + w, self.pipe_s[k], now + 2 * self.latency)
+        self.arrived[w] = max(self.arrived[w], done)
+        self.missing[w] -= 1
+        if not self.missing[w]:
+            self.at(max(now, self.arrived[w]), lambda t: self.start(w, t))
+
+    def start(self, w: int, now: float) -> None:
+        self.starts.append(now)
+        self.missing[w], self.arrived[w] = len(self.pipe_s), 0.0
+        seconds = self.compute[w, self.step[w] % self.compute.shape[1]]
+        self.at(now + seconds, lambda t: self.computed(w, t))
+
+    def computed(self, w: int, now: float) -> None:
+        self.waiting[w] = self.unsent[w] > 0
+        if self.waiting[w]:
+            return
+        self.unsent[w] = len(self.pipe_s)
+        self.step[w] += 1
+        for k in range(len(self.pipe_s)):
+            self.queue[k].append(w)
+            self.admit(k, now)
+        self.take(w, now)
+
+    def admit(self, k: int, now: float) -> None:
+        if self.queue[k] and self.places[k]:
+            self.places[k] -= 1
+            w, lanes = self.queue[k].popleft(), len(self.pipe_s)
+
+            def begun(t: float) -> None:
+                done = self.receive(k, self.pipe_s[k], t + self.latency)
+                self.at(done, lambda t: self.delivered(w, k, t))
+
+            self.send(lanes + w, self.pipe_s[k], begun, now)
+
+    def delivered(self, w: int, k: int, now: float) -> None:
+        self.applying[k] = max(now, self.applying[k]) + self.apply_s[k]
+        self.at(self.applying[k], lambda t: self.applied(w, k, t))
+        self.unsent[w] -= 1
+        if not self.unsent[w] and self.waiting[w]:
+            self.computed(w, now)
+
+    def applied(self, w: int, k: int, now: float) -> None:
+        lanes = len(self.pipe_s)
+        self.counts[self.version[k] - self.seen[w * lanes + k].popleft()] += 1
+        self.version[k] += 1
+        first = next(left for left in self.batches[w] if left[k] >= 0)
+        self.left[first[k]] += 1
+        first[k] = -1
+        before = self.complete // self.workers
+        while self.left[self.complete] == lanes:
+            self.complete += 1
+        if self.complete // self.workers > before:
+            for each in sorted(self.held):
+                self.ask_unless_held(each, now)
+        self.places[k] += 1
+        self.admit(k, now)
+
+
+@pytest.mark.parametrize("bound", [None, 0, 2])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (5, 1), (7, 3)])
+@pytest.mark.parametrize(("step_s", "apply"), [(0.001, 1e9), (0.05, 1e9), (0.2, 3e7)])
+def test_events_beside_a_plain_loop(
+    workers: int, servers: int, step_s: float, apply: float, bound: int | None
+) -> None:
+    speeds = Speeds(step_s, 0.4, slow=((1, 2.0),), link=LINK, latency_s=1e-4, apply=apply)
+    work = Work(case(workers, servers), speeds, bound=bound, seed=3)
+    units = 20
+    reference = Reference(work, speeds.compute_s(workers, units, 1, 3))
+    reference.run()
+    found = served.simulate(work, units)
+    warm, last = workers * 2, workers * (units - 1)
+    between = reference.starts[last] - reference.starts[warm]
+    assert found.step_s == pytest.approx(workers * between / (last - warm), rel=1e-9)
+    assert found.staleness.sum() == sum(reference.counts.values()) == workers * servers * units
+    expected = [reference.counts[k] for k in range(len(found.staleness))]
+    assert found.staleness.tolist() == expected
+
+
+# Failures.
+
+
+def test_failures_are_daly_s() -> None:
+    hazards = Hazards(mtbf_s=5000, restart_s=100, period_s=600, save_s=20)
+    found = live(36_000, hazards, seed=0, lives=3000)
+    assert found.mean_s == pytest.approx(100 + expected_s(36_000, hazards), rel=0.03)
+    assert found.p90_s > found.mean_s
+    assert found.lost_s > 0
+    assert found.failures == pytest.approx(found.mean_s / 5000, rel=0.1)
+    assert live(36_000, hazards, seed=5) == live(36_000, hazards, seed=5)
+
+
+def test_without_failures_a_job_takes_its_time() -> None:
+    found = live(1000, Hazards(restart_s=7, period_s=100, save_s=2), seed=0)
+    assert (found.mean_s, found.p90_s, found.failures, found.lost_s) == (1027, 1027, 0, 0)
+    assert live(1000, Hazards(period_s=math.inf), 0).mean_s == 1120
+    rare = Hazards(mtbf_s=1e12, restart_s=7, period_s=100, save_s=2)
+    assert live(1000, rare, 0).mean_s == pytest.approx(1027)
+
+
+def test_a_job_that_never_ends_is_refused() -> None:
+    with pytest.raises(UserError, match="shorter --checkpoint-every"):
+        live(1e6, Hazards(mtbf_s=100, period_s=3600), seed=0)
+
+
+# Predictions.
+
+
+def world(ranks: int) -> tuple[list[str], list[int]]:
+    return [f"host{k}" for k in range(ranks)], list(range(ranks))
+
+
+FACTS = Facts(N, 100_000, Speeds(0.05, link=LINK), codecs={"fp16": 0.5, "int8": 0.25}, simulated=40)
+
+
+def test_a_prediction_has_all_numbers() -> None:
+    found = predict(resolve({"servers": 2, "epochs": 3}), *world(8), FACTS)
+    data = told(found)
+    assert data["batches"] == 3 * math.ceil(100_000 / (32 * 6))
+    assert data["end_s"] == pytest.approx(120 + data["batches"] * data["step_s"], rel=0.01)
+    assert data["core_hours"] == pytest.approx(8 * data["end_s"] / 3600)
+    assert data["samples_per_s"] == pytest.approx(6 * 32 / data["step_s"])
+    assert data["step_s"] >= 0.98 * data["step_formula_s"]
+    assert sum(data["workers_time"].values()) == pytest.approx(1)
+    assert data["bottleneck"]["what"] == "links of 2 nodes with 1 server"
+    assert data["worker_bytes"] > 4 * M
+
+
+def test_codecs_shrink_what_crosses_links() -> None:
+    facts = dataclasses.replace(FACTS, speeds=Speeds(0.001, link=LINK))
+    plain, packed = (
+        predict(resolve({"servers": 1, **codec}), *world(5), facts)
+        for codec in ({}, {"codec": "fp16", "pull_codec": "fp16"})
+    )
+    assert packed.found.step_s == pytest.approx(plain.found.step_s / 2, rel=0.1)
+    chosen = predict(resolve({"codec": "auto", "servers": 1}), *world(5), FACTS)
+    assert chosen.config.codec in ("fp16", "bf16", "int8", "none")
+
+
+def test_the_search_finds_the_cheapest() -> None:
+    """It leaves out what cannot be: the result is that of trying all."""
+    config = resolve({"epochs": 2})
+    free = search(config, 8, world, FACTS)
+    deadline_s = 0.6 * free.fastest.lifetime.mean_s
+    found = search(config, 8, world, FACTS, deadline_s)
+    costs = []
+    for workers, changes in variants(config, 8):
+        job = varied(config, changes)
+        assert job is not None
+        each = predict(job, *world(workers + changes["servers"]), FACTS)
+        if each.lifetime.mean_s <= deadline_s:
+            costs.append(each.core_hours)
+    assert costs
+    assert found.best is not None
+    assert found.best.core_hours == pytest.approx(min(costs))
+    assert found.best.core_hours > free.fastest.core_hours
+    assert found.best.lifetime.mean_s <= deadline_s
+    assert found.others
+    assert all(why.startswith(("too late: ", "+")) or "%" in why for _, why in found.others)
+    assert "--mode" in Proposal.options(found.best)
+
+
+def test_a_search_without_an_answer_tells_the_fastest() -> None:
+    found = search(resolve({}), 4, world, FACTS, 1.0)
+    assert found.best is None
+    assert found.fastest.lifetime.mean_s > 1
+
+
+# Runs.
+
+SUMMARY: dict[str, Any] = {
+    "nodes": [{"host": "a", "ranks": [0, 2]}, {"host": "b", "ranks": [1]}],
+    "servers": 1, "workers": 2, "parameters": N, "samples": 6400, "epochs": 2.0,
+    "samples_per_s": 640.0, "train_s": 10.0, "bytes_pulled": 100 * M,
+    "staleness": {"mean": 1.5},
+    "per_worker": [
+        {"rank": 1, "samples": 3200, "compute_s": 4.0, "pull_s": 2.0, "push_s": 1.0, "wait_s": 2.0},
+        {"rank": 2, "samples": 3200, "compute_s": 8.0, "pull_s": 0.5, "push_s": 0.5, "wait_s": 0.5},
+    ],
+    "per_server": [{"rank": 0, "bytes": M, "applied": 200, "busy_s": 2.0}],
+}  # fmt: skip
+
+
+def test_a_run_s_times_are_taken() -> None:
+    config = resolve({})
+    found = speeds_of(SUMMARY, config, Speeds(0.0, link=LINK))
+    assert found.step_s == pytest.approx(0.06)
+    assert found.each == pytest.approx((4 / 6, 8 / 6))
+    assert found.between_s == pytest.approx((20 - 9 - 9.5) / 200)
+    assert found.apply == pytest.approx(200 * M / 2)
+    assert found.copy == Speeds(0.0).copy  # its pulls went over links
+    run = run_of(SUMMARY, config)
+    assert (run.node_of, run.hosts, run.server_ranks) == ((0, 1, 0), ("a", "b", "a"), (0,))
+    assert (run.samples, run.staleness) == (3200, 1.5)
+    assert run.step_s == pytest.approx(2 * 32 / 640)
+    topology = Topology(run.hosts, run.node_of, N, LINK)
+    assert case_of(config, topology).nodes == 2
+
+
+@pytest.mark.parametrize("lost", ["nodes", "samples_per_s", "staleness"])
+def test_a_run_without_times_is_refused(lost: str) -> None:
+    damaged = {k: v for k, v in SUMMARY.items() if k != lost}
+    with pytest.raises(UserError, match="a summary without times"):
+        run_of(damaged, resolve({}))
