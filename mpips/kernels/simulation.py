@@ -202,9 +202,10 @@ def take(s: State, w: int, now: float) -> None:
     n[HANDED] += 1
     me[BATCH + int(me[STEP]) % RING] = batch
     me[IDLE] = 1
-    if n[BOUND] >= 0 and n[COMPLETE] < (batch // n[WORKERS] - n[BOUND]) * n[WORKERS]:
-        me[HELD] = 1 + batch
+    if n[BOUND] >= 0:
+        me[HELD] = 1
         n[BLOCKED] += 1
+        release(s, w, now)
         return
     if not n[AHEAD] or me[STEP] == 0:
         ask(s, w, now)
@@ -300,7 +301,7 @@ def applied(s: State, w: int, k: int, now: float) -> None:
     s.tally[min(BINS - 1, int(lane[VERSION] - part[SEEN + step % RING]))] += 1
     lane[VERSION] += 1
     s.events[0, END_AT] = now
-    complete(s, int(s.workers[w, BATCH + step % RING]), now)
+    complete(s, w, int(s.workers[w, BATCH + step % RING]), now)
     if lane[AT] == s.workers[w, NODE]:
         gone(s, w, now)
     elif lane[HEAD] < 0:
@@ -312,25 +313,37 @@ def applied(s: State, w: int, k: int, now: float) -> None:
 
 
 @kernel()
-def complete(s: State, batch: int, now: float) -> None:
-    """Count a part of a batch, and wake who has waited for the clock that it ends."""
+def complete(s: State, w: int, batch: int, now: float) -> None:
+    """Count a part of a worker's batch, and wake who has waited for it or its clock."""
     n, left = s.numbers, s.tally[BINS:]
     left[batch] -= 1
+    if left[batch] == 0:
+        release(s, w, now)
     ended = n[COMPLETE] // n[WORKERS]
     while n[COMPLETE] < n[TOTAL] and left[n[COMPLETE]] == 0:
         n[COMPLETE] += 1
     if n[BLOCKED] == 0 or n[COMPLETE] // n[WORKERS] == ended:
         return
-    for w in range(n[WORKERS]):
-        me = s.workers[w]
-        clock = (int(me[HELD]) - 1) // n[WORKERS]
-        if me[HELD] and n[COMPLETE] >= (clock - n[BOUND]) * n[WORKERS]:
-            me[HELD] = 0
-            n[BLOCKED] -= 1
-            me[WAIT] += now - me[SINCE]
-            me[SINCE] = now
-            ask(s, w, now)
-            try_start(s, w, now)
+    for other in range(n[WORKERS]):
+        release(s, other, now)
+
+
+@kernel()
+def release(s: State, w: int, now: float) -> None:
+    """Have a worker read whose own pushes are applied, and all those of clocks it waits for."""
+    n, me, left = s.numbers, s.workers[w], s.tally[BINS:]
+    if not me[HELD]:
+        return
+    step, workers = int(me[STEP]), n[WORKERS]
+    clock = int(me[BATCH + step % RING]) // workers
+    mine = step == 0 or left[int(me[BATCH + (step - 1) % RING])] == 0
+    if mine and n[COMPLETE] >= (clock - n[BOUND]) * workers:
+        me[HELD] = 0
+        n[BLOCKED] -= 1
+        me[WAIT] += now - me[SINCE]
+        me[SINCE] = now
+        ask(s, w, now)
+        try_start(s, w, now)
 
 
 @kernel()

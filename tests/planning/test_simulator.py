@@ -250,8 +250,10 @@ class Reference:
 
     def ask_unless_held(self, w: int, now: float) -> None:
         clock = self.held[w] // self.workers
-        if self.bound is not None and self.complete < (clock - self.bound) * self.workers:
-            return
+        if self.bound is not None:
+            own = any(lane >= 0 for batch in list(self.batches[w])[:-1] for lane in batch)
+            if own or self.complete < (clock - self.bound) * self.workers:
+                return
         del self.held[w]
         lanes = len(self.pipe_s)
         for k in range(lanes):
@@ -308,6 +310,8 @@ class Reference:
         first = next(left for left in self.batches[w] if left[k] >= 0)
         self.left[first[k]] += 1
         first[k] = -1
+        if w in self.held:
+            self.ask_unless_held(w, now)
         before = self.complete // self.workers
         while self.left[self.complete] == lanes:
             self.complete += 1

@@ -142,7 +142,9 @@ def work_of(config: Config, case: Case, speeds: Speeds) -> Work:
     pack, unpack = (1 / rate for rate in PACK.get(config.codec, free))
     packs, unpacks = (1 / rate for rate in PACK.get(config.pull_codec, free))
     nodes = {case.node_of[rank] for rank in case.roles.workers}
-    far = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0
+    far = max(case.vector - case.owned(node) for node in nodes) if case.nodes > 1 else 0.0
+    if case.rounds:  # the ranks of a node share what they pack
+        far /= max(case.ranks(traffic.WORKERS, node) for node in nodes)
     at_server = unpack + packs
     rate = 1 / at_server if at_server else math.inf
     return Work(

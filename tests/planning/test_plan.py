@@ -1,0 +1,190 @@
+"""``python -m mpips.plan``: its words, its errors, its JSON, and runs beside their predictions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_simulator import SUMMARY
+
+from mpips import plan
+from mpips.config.jobfile import resolve, to_toml
+from mpips.errors import UserError
+from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
+
+MODEL = ["--parameters", "1M", "--samples", "100k", "--step-time", "50ms", "--epochs", "2"]
+WORLD = [*MODEL, "--workers", "4", "--simulate", "40"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder, as `mpips.train` leaves it."""
+    folder = tmp_path / "tried"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "config.toml").write_text(to_toml(resolve({"servers": 1, "epochs": 2})))
+    lines: list[dict[str, Any]] = [{"kind": "start", "time_s": 1.0, "step": 0, "world": 3}]
+    lines += [
+        {"kind": "train", "time_s": 1.0 + t, "step": 20 * t, "epoch": t / 5, "samples": 640 * t,
+         "loss": 1.0, "staleness": 1.5}
+        for t in range(1, 11)
+    ]  # fmt: skip
+    lines += [{"kind": "end", "time_s": 12.0, "step": 200, "reason": "epochs"}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def test_units() -> None:
+    times = {"0.3": 0.3, "300ms": 0.3, "12h": 43200, "2min": 120, "30d": 2_592_000, "50us": 5e-5}
+    assert {text: seconds(text) for text in times} == pytest.approx(times)
+    assert seconds("", 7.0) == 7
+    assert (count("25.6M"), count("7"), count("")) == (25_600_000, 7, 0)
+    assert (size("150kB"), size("12"), size("3MB"), size("5B")) == (150e3, 12, 3e6, 5)
+    assert rate("10gbit") == 1.25e9
+    assert Asked(slow="1x3,2x1.5").slow_workers == ((1, 3.0), (2, 1.5))
+    words = {3e-5: "30 us", 0.31: "310 ms", 4.5: "4.5 s", 80: "1 min 20 s", 7200: "2 h",
+             183_600: "2 d 3 h", 59.99: "60 s", 3599.9: "1 h", float("inf"): "never"}  # fmt: skip
+    assert {value: shown_time(value) for value in words} == words
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (MODEL, "a plan without a world, expected --workers N; or --from RUN"),
+        ([*WORLD, "--link", "fast"], "link 'fast', expected a rate such as 100mbit or 25gbit"),
+        ([*WORLD, "--step-time", "soon"], "step_time 'soon', expected a time such as 300ms"),
+        ([*WORLD, "--slow", "3"], "slow '3', expected COUNTxFACTOR"),
+        ([*WORLD, "--slow", "1x0.5"], "slow '1x0.5', expected factors >= 1"),
+        ([*WORLD, "--slow", "5x2"], "5 slow workers of 4, expected at most as many as there are"),
+        ([*WORLD, "--workers", "x"], "workers 'x', expected an integer >= 0"),
+        ([*WORLD, "--nodes", "9"], "nodes 9 with 5 ranks, expected nodes <= 5"),
+        ([*WORLD, "--deadline", "3h"], "--deadline without --search, expected --search with it"),
+        ([*WORLD, "--mode", "synk"], "unknown mode 'synk', expected one of async, ssp"),
+        ([*WORLD, "--from", "nowhere"], "--from nowhere, expected the folder of a run"),
+        ([*WORLD, "--mtbf", "10s"], "expected checkpoints that are reached"),
+        ([*WORLD, "--frm", "x"], "unknown option --frm, expected one of those"),
+        ([*WORLD, "nothing.toml"], "job file 'nothing.toml' not found"),
+    ],
+)
+def test_mistakes(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("mpips: ")
+    assert error in told
+
+
+def test_help_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    told = capsys.readouterr().out
+    assert all(option.flag in told for option in ASKED.values())
+
+
+def test_a_plan_in_words() -> None:
+    told = plan.write([*WORLD, "--servers", "2", "--mtbf", "10h", "--storage", "10gbit",
+                       "--sample-bytes", "10kB"])  # fmt: skip
+    lines = told.splitlines()
+    assert lines[0].startswith("mode async: 2 servers and 4 workers on 6 nodes, 4.0 MB of param")
+    assert lines[1].startswith("a step takes 5")
+    for part in (
+        *("bottleneck: ", "4 nodes with 1 worker", "workers' time: compute 9", "staleness mean "),
+        *(
+            "memory: ",
+            "time to the end of 2 epochs: ",
+            "failures of nodes: ",
+            "core hours: 6 ranks",
+        ),
+        *("storage is read from for ", "simulated: 160 steps"),
+    ):
+        assert part in told, part
+
+
+def test_equal_words_make_equal_plans() -> None:
+    first, again, other = (
+        json.loads(plan.write([*WORLD, "--json", "--seed", seed])) for seed in ("1", "1", "2")
+    )
+    for found in (first, again, other):
+        del found["simulation"]["seconds"]
+    assert first == again != other
+
+
+def test_json_of_a_plan() -> None:
+    found = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))
+    assert set(found) == {
+        *(
+            "mode",
+            "ranks",
+            "servers",
+            "workers",
+            "nodes",
+            "codec",
+            "pull_codec",
+            "links",
+            "storage",
+        ),
+        *("parameter_bytes", "step_s", "step_formula_s", "samples_per_s", "bottleneck", "applying"),
+        *("workers_time", "dropped", "staleness", "batches", "end_s", "lifetime", "core_hours"),
+        *("server_bytes", "worker_bytes", "simulation"),
+    }
+    assert (found["ranks"], found["nodes"], found["parameter_bytes"]) == (5, 5, 4_000_000)
+    assert found["links"][0] == {"nodes": 1, "servers": 1, "workers": 0,
+                                 "sends": found["links"][0]["sends"],
+                                 "receives": found["links"][0]["receives"]}  # fmt: skip
+    assert sum(found["staleness"]["histogram"]) == 4 * 40
+
+
+def test_servers_by_default_are_those_of_the_mode() -> None:
+    """As many as training would take in a world of all these ranks."""
+    found = json.loads(plan.write([*MODEL, "--workers", "9", "--simulate", "20", "--json"]))
+    assert (found["servers"], found["ranks"]) == (2, 11)
+    in_rounds = json.loads(
+        plan.write([*MODEL, "--workers", "9", "--mode", "sync", "--nodes", "3", "--json"])
+    )
+    assert (in_rounds["servers"], in_rounds["ranks"], in_rounds["nodes"]) == (0, 9, 3)
+
+
+def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('problem = "softmax"\nepochs = 2\nmode = "sync"\n')
+    found = json.loads(plan.write([str(job), "--workers", "2", "--json"]))
+    assert (found["mode"], found["parameter_bytes"]) == ("sync", 4 * 650)
+    assert found["batches"] == 2 * 23
+
+
+def test_a_search_in_words_and_json() -> None:
+    words = [*MODEL, "--workers", "4", "--search", "--deadline", "1h", "--simulate", "20"]
+    told = plan.write(words)
+    assert told.startswith("cheapest of ")
+    assert "why not another" in told
+    found = json.loads(plan.write([*words, "--json"]))
+    assert found["best"]["end_s"] <= 3600
+    assert all(other["why"] for other in found["others"])
+    late = plan.write([*MODEL, "--workers", "4", "--search", "--deadline", "1s"])
+    assert late.startswith("none of ")
+    assert "the fastest takes" in late
+
+
+def test_a_run_beside_its_prediction(run: Path) -> None:
+    told = plan.write(["--from", str(run), "--link", "1gbit"])
+    assert "1 server and 2 workers on 2 nodes" in told
+    assert "the run itself:    measured  predicted" in told
+    found = json.loads(plan.write(["--from", str(run), "--json"]))
+    assert found["run"]["step_s"] == pytest.approx(0.1)  # 640 samples a second of two workers
+    assert found["run"]["staleness"] == 1.5
+    elsewhere = plan.write(["--from", str(run), "--workers", "6", "--servers", "2"])
+    assert "2 servers and 6 workers on 8 nodes" in elsewhere
+    assert "the run itself" not in elsewhere
+
+
+def test_runs_in_a_table(run: Path) -> None:
+    head, rule, row = plan.write(["--compare", str(run), str(run)]).splitlines()[:3]
+    assert head.count("|") == rule.count("|") == row.count("|")
+    assert row.startswith("| tried | 10gbit | 2 nodes, 1 + 2 ranks | 100 | ")
+    with pytest.raises(UserError, match="the world of each run"):
+        plan.write(["--compare", str(run), "--workers", "3"])
+
+
+def test_a_run_that_has_not_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").unlink()
+    assert plan.main(["--from", str(run)]) == 2
+    assert "expected a run that has ended; it has no summary.json" in capsys.readouterr().err
