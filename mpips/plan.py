@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.checkpoint.place import CONFIG
+from mpips.codecs.powersgd import Factors
 from mpips.config import OPTIONS, SESSION_FIELDS, Config
 from mpips.config.arguments import Parser, verbatim
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import Option, default_text, metavar
+from mpips.datasets import open_dataset
 from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
 from mpips.planning.explain import codec_ratios
@@ -30,6 +32,7 @@ from mpips.planning.simulator.model import PAYLOAD, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, World, search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
+from mpips.problems import load_problem
 from mpips.report.record import Record, read
 
 RATED = "training loss"  # the curve whose points have the samples before them
@@ -165,8 +168,21 @@ def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None)
         speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
     return Facts(
         parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),
-        codec_ratios(parameters, config.dtype), data_bytes, asked.simulate,
+        _codecs(config, parameters, bool(asked.parameters)), data_bytes, asked.simulate,
     )  # fmt: skip
+
+
+def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:
+    """Return the bytes on the wire over those in memory, by codec."""
+    found = codec_ratios(parameters, config.dtype)
+    if config.codec == "powersgd":
+        if given:
+            got = "--codec powersgd with --parameters"
+            raise UserError(got, "the shapes of a model's arrays", "leave out --parameters")
+        layout = load_problem(config.problem, open_dataset(config).info, config).layout
+        factors = Factors.of(layout, config.dtype, config.powersgd_rank)
+        found["powersgd"] = factors.sent / layout.size
+    return found
 
 
 def _world(known: _Known, asked: Asked) -> World:

@@ -61,6 +61,10 @@ def test_units() -> None:
         ([*WORLD, "--deadline", "3h"], "--deadline without --search, expected --search with it"),
         ([*WORLD, "--mode", "synk"], "unknown mode 'synk', expected one of async, ssp"),
         ([*WORLD, "--from", "nowhere"], "--from nowhere, expected the folder of a run"),
+        (
+            [*WORLD, "--mode", "sync", "--codec", "powersgd"],
+            "--codec powersgd with --parameters, expected the shapes of a model's arrays",
+        ),
         ([*WORLD, "--mtbf", "10s"], "expected checkpoints that are reached"),
         ([*WORLD, "--frm", "x"], "unknown option --frm, expected one of those"),
         ([*WORLD, "nothing.toml"], "job file 'nothing.toml' not found"),
@@ -149,6 +153,37 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     found = json.loads(plan.write([str(job), "--workers", "2", "--json"]))
     assert (found["mode"], found["parameter_bytes"]) == ("sync", 4 * 650)
     assert found["batches"] == 2 * 23
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mode easgd --tau 4",
+        "--mode ssp --staleness-bound 0 --servers 2",
+        "--mode sync --servers 2 --backup-workers 1",
+        "--mode sync --codec powersgd",
+        "--mode sync --reduce allreduce --nodes 2",
+        "--mode local_sgd --local-steps 4 --overlap-steps 2 --local-slots keep",
+        "--accumulate 4 --servers 1",
+        "--nodes 1",
+        "--nodes 2 --node-aggregation --prefetch",
+        "--node-size 2 --server-ranks 0,3",
+        "--spares 1 --evaluators 1 --servers 2",
+        "--steps 50",
+        "--codec topk",
+        "--checkpoint-every 20steps --mtbf 30h",
+    ],
+)
+def test_every_kind_of_job(words: str) -> None:
+    model = ["--step-time", "50ms", "--workers", "6", "--simulate", "40", "--epochs", "2"]
+    if "--steps" in words:
+        model = model[:-2]
+    found = json.loads(plan.write([*model, *words.split(), "--json"]))
+    assert found["workers"] == 6
+    assert 0.3 * 0.05 < found["step_s"] < 0.2
+    assert found["step_s"] > 0.98 * found["step_formula_s"] or found["nodes"] > 1
+    assert found["end_s"] > found["batches"] * found["step_s"] > 0
+    assert found["worker_bytes"] > 1e8
 
 
 def test_a_search_in_words_and_json() -> None:
