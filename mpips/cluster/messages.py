@@ -49,6 +49,19 @@ class Arrays:
             found.Recv(rows)
             yield source, rows
 
+    def begin_receives(self, tag: int) -> Iterator[tuple[int, Request, np.ndarray]]:
+        """Begin to receive the messages that have come or are coming, of any length.
+
+        Yields:
+            Rank of the sender, the request, and what the message goes to, dtype uint8, aligned as
+            any number wants it.
+        """
+        status = self._status
+        while (found := self.find(ANY_SOURCE, tag, status)) is not None:
+            nbytes = status.Get_count(MPI.BYTE)
+            out = np.empty(-(-nbytes // 8), "u8").view("u1")[:nbytes]
+            yield status.source, found.Irecv(out), out
+
 
 def begin_receive_found(found: Found, out: np.ndarray) -> Request:
     """Begin to receive a message that `Arrays.find` has found. Collective: no. Blocks: no."""

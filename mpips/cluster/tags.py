@@ -17,6 +17,8 @@ TAG_START = 7  # an owner's parameters and slots before the first round of low r
 TAG_PROBE = 8  # measures links at the start of a job
 TAG_CLOCK = 9  # compares the hosts' clocks
 TAG_PLAIN = 10  # a plain send, to compare with
+TAG_WANTED = 11  # which rows of a table a worker wants of a far server
+TAG_ROWS = 12  # these rows
 TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
 

@@ -8,7 +8,7 @@ Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ class Field:
         shape: Of the array.
         sparse: Whether it takes memory only where it is written, on a node of several ranks:
             nobody fills it with zeroes, but the system does with each page that is touched first.
+            Ranks of other nodes cannot `Window.get` it.
     """
 
     name: str
@@ -52,14 +53,14 @@ class Field:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank's segment holds; each field begins on a cache line."""
+    """What one rank's segment holds; each field begins on a cache line, sparse ones come last."""
 
     fields: tuple[Field, ...]
 
     def offsets(self) -> dict[str, tuple[int, Field]]:
         """Return ``{name: (offset in bytes, field)}``."""
         out, at = {}, 0
-        for field in self.fields:
+        for field in sorted(self.fields, key=lambda field: field.sparse):
             out[field.name] = (at, field)
             at += -(-field.nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         return out
@@ -67,8 +68,19 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of the segment."""
-        line = CACHE_LINE_BYTES
-        return sum(-(-f.nbytes // line) * line for f in self.fields)
+        return _lines(self.fields)
+
+    @property
+    def far_nbytes(self) -> int:
+        """Bytes that ranks of other nodes may read: all but sparse fields.
+
+        A network that reads memory by itself may want all its pages to be there.
+        """
+        return _lines(field for field in self.fields if not field.sparse)
+
+
+def _lines(fields: Iterable[Field]) -> int:
+    return sum(-(-f.nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for f in fields)
 
 
 class Window:
@@ -106,8 +118,9 @@ class Window:
             rank: _fields(plans[rank], memory[: plans[rank].nbytes])
             for rank, memory in segments.items()
         }
-        own = segments[cluster.rank][: plans[cluster.rank].nbytes]
-        fresh = shared and len(cluster.my_node) > 1  # for one rank alone MPI may take its heap
+        own = segments[cluster.rank][: plans[cluster.rank].far_nbytes]
+        # For one rank alone MPI may take its heap; memory of its own is zero anyway.
+        fresh = not shared or len(cluster.my_node) > 1
         for field in plans[cluster.rank].fields:
             if not (field.sparse and fresh):
                 # By its owner: first touch, and the standard promises no zeroes.
@@ -154,6 +167,7 @@ class Window:
         MPI (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
         """
         offset, field = self._plans[rank].offsets()[name]
+        assert not field.sparse, f"{name} is not read from afar"
         items = int(np.prod(field.shape, dtype=np.int64))
         if begin < 0 or begin + out.size > items:  # MPICH reads past the end of a window silently
             raise IndexError(f"items {begin} to {begin + out.size} of {name}, which has {items}")

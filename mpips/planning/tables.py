@@ -138,11 +138,9 @@ def check_job(job: "Job") -> None:
         raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
     if c.mode not in TABLE_MODES:
         raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
-    if ranks.nodes > 1:
-        remedy = "start all ranks on one, without node_size and window"
-        raise UserError(
-            f"tables on {ranks.nodes} nodes", "one node, whose memory they lie in", remedy
-        )
+    if ranks.nodes > 1 and c.node_aggregation:
+        got = f"node_aggregation with tables, on {ranks.nodes} nodes"
+        raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
     if ranks.failures.on:
         remedy = "leave out --ft: python -m mpips.launch starts it again from its checkpoint"
         raise UserError(
@@ -157,12 +155,20 @@ def check_job(job: "Job") -> None:
         if given:
             got = f"{name}={getattr(c, name)} with tables"
             raise UserError(got, f"{name} as it is by default", "leave it out")
-    free = shared_bytes_free()
     for table in tables:
-        needed = table.nbytes(job.dtype.itemsize)
-        if needed > free:
-            got = f"table {table.name!r} of {table.table.rows:,} rows takes {human_bytes(needed)}"
-            expected = f"at most {human_bytes(free)}, what {SHARED_MEMORY} has free"
-            raise UserError(got, expected, "give it fewer rows, or a smaller dim")
+        _check_room(job, table)
         if table.table.capacity != "full":
             raise UserError(f"capacity={table.table.capacity!r} of table {table.name!r}", "full")
+
+
+def _check_room(job: "Job", table: JobTable) -> None:
+    """Raise UserError unless this host has room for its servers' rows."""
+    ranks, free = job.cluster, shared_bytes_free()
+    here, servers = ranks.hosts[ranks.rank], ranks.roles.servers
+    share = sum(ranks.hosts[rank] == here for rank in servers)
+    needed = table.nbytes(job.dtype.itemsize) * share // len(servers)
+    if needed > free and job.config.window == "shared":
+        got = f"table {table.name!r} of {table.table.rows:,} rows takes {human_bytes(needed)}"
+        expected = f"at most {human_bytes(free)}, what {SHARED_MEMORY} has free"
+        where = f" on {here}" if len(set(ranks.hosts)) > 1 else ""
+        raise UserError(got, expected + where, "give it fewer rows, or a smaller dim")

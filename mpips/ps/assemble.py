@@ -29,8 +29,9 @@ from mpips.ps.quorum import QuorumServer
 from mpips.ps.rows import RowsAtWork
 from mpips.ps.shard import Server
 from mpips.ps.table_server import TableServer
-from mpips.transport.channel import Arrival, Receiver, Sender
+from mpips.transport.channel import Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
+from mpips.transport.inbox import Arrival
 from mpips.transport.neighbours import Neighbour, SharedReads
 
 
@@ -80,7 +81,7 @@ class WorkerHalf(Half):
         super().__init__(window)
         worker = cluster.roles.workers.index(cluster.rank)
         self.feed = Feed(cluster, window, worker, design.ahead)
-        args = design.aggregate, design.pushes, design.stale.origins, bool(design.tables)
+        args = design.aggregate, design.pushes, design.stale.origins, design.tables
         self.sender = Sender(cluster, window, worker, design.shards, *args)
         reads = _Reads(cluster, window, design, worker)
         self._plain = reads.puller("get")  # waits for nobody
@@ -91,7 +92,9 @@ class WorkerHalf(Half):
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         neighbours = [Neighbour.of(window, rank) for rank in ranks]
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
-        self.rows = RowsAtWork(cluster, window, design.tables) if design.tables else None
+        self.rows: RowsAtWork | None = None
+        if design.tables:
+            self.rows = RowsAtWork(cluster, window, design.tables, design.replies.codec)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
@@ -140,7 +143,7 @@ class ServerHalf(Half):
             needed = len(cluster.roles.workers) - design.backup
             self.server = QuorumServer(*self._parts(number), needed=needed)
         elif design.tables:
-            self.server = TableServer(design.tables, *self._parts(number))
+            self.server = TableServer(design.tables, design.replies.codec, *self._parts(number))
         elif design.adopts:
             self.server = journaled = Journaled(*self._parts(number))
             journaled.sign()
@@ -157,10 +160,9 @@ class ServerHalf(Half):
 
     def _receiver(self, number: int, server: Server) -> Receiver:
         design = self._design
-        names = [table.name for table in design.tables]
-        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins, names
+        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
         place = self._cluster, self.window, number, design.shards[number]
-        return Receiver(*place, design.dtype, server.applied, Arrival(*how))
+        return Receiver(*place, design.dtype, server.applied, Arrival(*how, design.tables))
 
     def adopt(self, number: int) -> tuple[Adopted, Receiver]:
         """Return what serves the shard of a server that has died, where it lies."""

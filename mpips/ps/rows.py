@@ -1,7 +1,8 @@
 """What a worker does with rows of tables within a step: it reads some, and pushes gradients.
 
-Rows are read from the memory of the servers that own them, each as it is when it is read. What is
-pushed goes into the buffer of the step's push (`mpips.transport.rows`), and out with it.
+Rows are read from the memory of the servers that own them, each as it is when it is read; those of
+other nodes' servers come by message (`mpips.transport.far_rows`). What is pushed goes into the
+buffer of the step's push (`mpips.transport.rows`), and out with it.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ import numpy as np
 
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
+from mpips.codecs import Codec
 from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import all_finite, scale, sum_squares
 from mpips.layout.tables import Grouped, combine
 from mpips.planning.tables import JobTable
 from mpips.ps.table_server import table_fields
 from mpips.ps.table_shard import TableRows
+from mpips.transport.far_rows import FarRows
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Sections
 
@@ -43,8 +46,16 @@ class Counts:
 class _WorkerTable:
     """A table as one worker has it."""
 
-    def __init__(self, cluster: Cluster, window: Window, table: JobTable) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        number: int,
+        table: JobTable,
+        codec: Codec | None,
+    ) -> None:
         ranks = cluster.roles.servers
+        self.far = FarRows(cluster, number, table, codec)
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
         self._sections = Sections(window, cluster.rank, table.name)
@@ -52,6 +63,8 @@ class _WorkerTable:
         self._ids, self._grouped = np.empty(0, np.int64), self.ownership.group(np.empty(0, "i8"))
         self._rows = []
         for server, rank in enumerate(ranks):
+            if not cluster.near(rank):
+                continue
             fields = table_fields(table, len(ranks), server, self._dtype.name)
             memory = {each.name: window.view(rank, each.name) for each in fields}
             self._rows.append(TableRows(self.ownership, server, memory))
@@ -61,13 +74,17 @@ class _WorkerTable:
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), self.table.dim), self._dtype)
-        grouped, counts = self._group(ids), self.counts
+        grouped = self._group(ids)
+        self.far.read(grouped, out, lambda: self._gather(grouped, out))
+        self.counts.pulled += len(ids)
+        return out
+
+    def _gather(self, grouped: Grouped, out: np.ndarray) -> None:
+        """Read the rows of this node."""
         for rows in self._rows:
             again, torn = rows.gather(grouped, out)
-            counts.again += again
-            counts.torn += torn
-        counts.pulled += len(ids)
-        return out
+            self.counts.again += again
+            self.counts.torn += torn
 
     def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
         k, s = seq % BUFFERS, self._sections
@@ -141,13 +158,23 @@ class RowsAtWork:
         cluster: The job's ranks.
         window: Of the store.
         tables: Of the job.
+        codec: Of pulls from other nodes.
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
     """
 
-    def __init__(self, cluster: Cluster, window: Window, tables: Sequence[JobTable]) -> None:
-        self._tables = {table.name: _WorkerTable(cluster, window, table) for table in tables}
+    def __init__(
+        self,
+        cluster: Cluster,
+        window: Window,
+        tables: Sequence[JobTable],
+        codec: Codec | None = None,
+    ) -> None:
+        self._tables = {
+            table.name: _WorkerTable(cluster, window, number, table, codec)
+            for number, table in enumerate(tables)
+        }
         self._seq, self.weight = 1, 1.0
 
     def begin(self, seq: int) -> None:
@@ -187,6 +214,16 @@ class RowsAtWork:
         if not found.size:  # of an empty list it is a float
             found = found.astype(np.int64)
         return self._tables[name], found
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of requests for rows that this rank has sent to other nodes."""
+        return sum(table.far.bytes_sent for table in self._tables.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of rows that this rank has read from other nodes, as they were sent."""
+        return sum(table.far.bytes_received for table in self._tables.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return what was done with each table."""

@@ -93,7 +93,7 @@ class AsyncServer:
         """Do what there is to do; returns whether there was anything. Blocks: for reads only."""
         busy = self._apply_some()
         for served in self._all:
-            served.store.serve_reads()
+            busy |= served.store.serve_reads()
         messages = self._cluster.poll()
         for source, kind, payload in messages:
             self._handle(source, kind, payload)

@@ -332,8 +332,11 @@ class Server:
         consistent, *needs = request
         self.clocks.want(rank, consistent, Awaited(*needs))
 
-    def serve_reads(self) -> None:
+    def serve_reads(self) -> bool:
         """Let those who asked read the shard now, between two updates.
+
+        Returns:
+            Whether anybody reads rows of tables.
 
         Blocks: until near readers have copied the shard; far ones get a reply.
         """
@@ -341,3 +344,4 @@ class Server:
             self.clocks.let()
         self._grants.serve()
         self._replies.serve()
+        return False

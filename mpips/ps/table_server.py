@@ -5,7 +5,7 @@ of it, and its number goes into the ledger once. A server whose shard is empty h
 same, and takes every push.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,14 @@ import numpy as np
 from mpips.checkpoint import Checkpoint, TableRows
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
+from mpips.codecs import Codec
 from mpips.planning.tables import JobTable
-from mpips.ps.shard import Server
+from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
+from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.push import Push
+
+BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
 
 
 def table_fields(table: JobTable, servers: int, server: int, dtype: str) -> tuple[Field, ...]:
@@ -83,6 +87,7 @@ class TableServer(Server):
 
     Args:
         tables: Of the job.
+        codec: Of pulls from other nodes.
         args: See `Server`.
 
     Attributes:
@@ -92,6 +97,7 @@ class TableServer(Server):
     def __init__(
         self,
         tables: Sequence[JobTable],
+        codec: Codec | None,
         cluster: Cluster,
         window: Window,
         server_id: int,
@@ -104,6 +110,10 @@ class TableServer(Server):
             fields = table_fields(table, len(ranks), server_id, dtype)
             memory = {field.name: window.view(ranks[server_id], field.name) for field in fields}
             self.tables.append(ServedTable(table, len(ranks), server_id, memory))
+        self._far: RowReplies | None = None
+        if cluster.nodes > 1:
+            served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
+            self._far = RowReplies(cluster, served, self.params.dtype, codec)
 
     @property
     def idle(self) -> bool:
@@ -134,9 +144,30 @@ class TableServer(Server):
         """Return copies of the rows of each table that have been changed."""
         return {each.table.name: each.changed_rows(self.params.dtype) for each in self.tables}
 
+    def serve_reads(self) -> bool:
+        """See `Server.serve_reads`."""
+        super().serve_reads()
+        return self._far is not None and self._far.serve()
+
+    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
+        """See `Server.blocks`."""
+        for block in super().blocks(some):
+            self._get_on()
+            yield block
+
+    def _get_on(self) -> None:
+        """Enter MPI within an update, and send a little of what far workers wait for."""
+        if self._far is not None:
+            self._cluster.progress()
+            self._far.serve(most=1)
+
     def _update(self, push: Push, version: int, oldest: int) -> None:
         super()._update(push, version, oldest)
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
-            if len(places):
-                rate = self.stale.rate(served.table.rate(version), oldest)
-                served.shard.apply(places, sums, rate * push.factors)
+            rate = self.stale.rate(served.table.rate(version), oldest) * push.factors
+            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
+            if self._far is None:
+                step = max(1, len(places))
+            for at in range(0, len(places), step):
+                self._get_on()
+                served.shard.apply(places[at : at + step], sums[at : at + step], rate)

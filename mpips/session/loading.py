@@ -16,6 +16,7 @@ from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
 from mpips.ps.table_shard import warm
 from mpips.session.probe import possible
+from mpips.transport import far_rows
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
@@ -40,6 +41,8 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
                 _load(config)
             for table in tables or ():
                 warm(table.table, table.rule, config.dtype)
+                if ranks.nodes > 1:
+                    far_rows.warm(config.dtype)
     except _Stopped:
         watch.look()
     all_here = begin_barrier(ranks.comm)

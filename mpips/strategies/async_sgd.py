@@ -144,19 +144,20 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
 
 
 def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
-    puller, sender, job.rows = half.puller, half.sender, half.rows
+    puller, sender, rows = half.puller, half.sender, half.rows
+    job.rows = rows
     reason = yield from AsyncWorker(job, half, steps).work()
     stats = {
         **dataclasses.asdict(steps.times),
         "pushes_sent": sender.seq,
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
-        "bytes_sent": sender.bytes_sent,
-        "bytes_received": puller.bytes_received,
+        "bytes_sent": sender.bytes_sent + (rows.bytes_sent if rows else 0),
+        "bytes_received": puller.bytes_received + (rows.bytes_received if rows else 0),
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
         "clock_distance_max": puller.controller.distance_max if puller.controller else 0,
-        "tables": half.rows.stats() if half.rows is not None else {},
+        "tables": rows.stats() if rows else {},
     }
     if reason != "diverged":
         half.pull_final(steps.replica)

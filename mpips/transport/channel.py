@@ -8,7 +8,6 @@ the buffer is free once every near server has applied it, and the far ones have 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +15,12 @@ import numpy as np
 
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec
 from mpips.datasets.ledger import Range
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
-from mpips.transport.inbox import Inbox
+from mpips.planning.tables import JobTable
+from mpips.transport.inbox import Arrival, Inbox
 from mpips.transport.outbox import (
     BUFFERS,
     PUSHED,
@@ -32,6 +31,7 @@ from mpips.transport.outbox import (
     Outbox,
     carriers,
 )
+from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
 from mpips.transport.push import Push, pack
 from mpips.transport.rows import Section, Sections
 from mpips.transport.wire import Packing
@@ -44,7 +44,7 @@ class Sender:
         aggregate: Whether the gradients of a node go to far servers in one message.
         packing: How what goes to far servers is packed.
         origins: Whether the replicas that they were computed from are pushed as well.
-        tables: Whether every server has rows of tables, beside its shard.
+        tables: Of which every server has rows, beside its shard.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Sender:
         aggregate: bool = False,
         packing: Packing | None = None,
         origins: bool = False,
-        tables: bool = False,
+        tables: Sequence[JobTable] = (),
     ) -> None:
         self._worker = worker_id
         self._me = me = Announced.of(window, worker_id, cluster.rank, origins)
@@ -67,7 +67,8 @@ class Sender:
         far = [owner for owner in owners if not cluster.near(owner[1])]
         self.outbox: Outbox | None = None
         if far:
-            self.outbox = self._make_outbox(cluster, window, far, aggregate, packing or Packing())
+            args = aggregate, packing or Packing(), tables
+            self.outbox = self._make_outbox(cluster, window, far, *args)
         self.seq = 0
 
     def _make_outbox(
@@ -77,12 +78,17 @@ class Sender:
         far: Sequence[tuple[int, int, Shard]],
         aggregate: bool,
         packing: Packing,
+        tables: Sequence[JobTable],
     ) -> Outbox:
         carrier = carriers(cluster, aggregate)[cluster.rank]
         workers = enumerate(cluster.roles.workers)
         members = [Announced.of(window, w, r) for w, r in workers if cluster.near(r)]
         if not aggregate or len(members) == 1:
-            return Direct(cluster, far, self._me, packing)
+            args = tables, len(cluster.roles.servers)
+            numbers = [server for server, *_ in far if tables]
+            me = cluster.rank
+            rows = [RowsPacker(window, me, *args, k, packing.codec) for k in numbers]
+            return Direct(cluster, far, self._me, packing, rows)
         carried = window.view(carrier, "carried")
         if carrier != cluster.rank:
             return Carried(carried, self._me)
@@ -160,25 +166,6 @@ class Sender:
         return self.outbox is None or self.outbox.resting()
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """How pushes come to a server.
-
-    Attributes:
-        places: Far bodies held at a time.
-        aggregate: Whether the gradients of a node come in one message from afar.
-        codec: What large far bodies are packed by, or None.
-        origins: Whether the replicas that they were computed from come as well.
-        tables: Names of the tables whose rows come as well.
-    """
-
-    places: int
-    aggregate: bool = False
-    codec: Codec | None = None
-    origins: bool = False
-    tables: Sequence[str] = ()
-
-
 class _Slot(NamedTuple):
     """What a server reads of one of a near worker's buffers; views that are made once.
 
@@ -245,7 +232,7 @@ class Receiver:
         near = [(w, r) for w, r in workers if cluster.near(r)]
         announced = [Announced.of(window, w, r, arrival.origins) for w, r in near]
         slots = range(BUFFERS)
-        rows = [[Sections(window, r, name) for name in arrival.tables] for _, r in near]
+        rows = [[Sections(window, r, table.name) for table in arrival.tables] for _, r in near]
         self._slots = [
             [_Slot.of(a, k, server_id, shard, tables) for k in slots]
             for a, tables in zip(announced, rows, strict=True)
@@ -262,8 +249,11 @@ class Receiver:
             if not cluster.near(rank):
                 sources.setdefault(carrier[rank], []).append(worker)
         self._has_far = bool(sources)
-        args = cluster, sources, shard.size, dtype, applied, arrival.places
-        self._far = Inbox(*args, arrival.codec, arrival.origins)
+        unpacker = None
+        if arrival.tables:
+            servers = len(cluster.roles.servers)
+            unpacker = RowsUnpacker(arrival.tables, servers, server_id, dtype, arrival.codec)
+        self._far = Inbox(cluster, sources, shard.size, dtype, applied, arrival, unpacker)
         self._far_first = False
 
     @property

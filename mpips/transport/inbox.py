@@ -27,6 +27,8 @@ from mpips.cluster.window import transfer_pieces
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
+from mpips.planning.tables import JobTable
+from mpips.transport.packed_rows import RowsUnpacker
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.wire import Unpacker
 
@@ -47,7 +49,8 @@ class _Body:
 
     Attributes:
         place: Room for the message: shape (shard.size,) of the gradients' dtype, or a packed
-            message's bytes; and, where servers need it, for what the gradient was computed from.
+            message's bytes; and, where servers need it, for what the gradient was computed from,
+            or for the push's rows.
         requests: What has to complete; the first piece, of whoever sends it, at first.
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
@@ -59,6 +62,13 @@ class _Body:
     status: Status
     key: Key | None = None
     probed: bool = False
+
+
+def _pieces(place: Place) -> list[np.ndarray]:
+    """Return what a body comes to, transfer by transfer; the first may be of nothing."""
+    first, *more = place
+    behind = [piece for vector in more for piece in transfer_pieces(vector)]
+    return (transfer_pieces(first) or [first]) + behind
 
 
 class _Pool:
@@ -96,6 +106,26 @@ class _Pool:
     def may_grow(self) -> bool:
         """Whether there may be one more."""
         return self.made <= self.kept + 1
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How pushes come to a server.
+
+    Attributes:
+        places: Far bodies held at a time; with 2, one is received while the other is applied. There
+            may be one more at a cut, and one for bodies that no receive matches.
+        aggregate: Whether the gradients of a node come in one message from afar.
+        codec: What large far bodies are packed by, or None.
+        origins: Whether the replicas that they were computed from come as well.
+        tables: Those whose rows come as well.
+    """
+
+    places: int
+    aggregate: bool = False
+    codec: Codec | None = None
+    origins: bool = False
+    tables: Sequence[JobTable] = ()
 
 
 class _Announced:
@@ -153,10 +183,8 @@ class Inbox:
         size: Elements of the shard.
         dtype: Of the gradients.
         applied: The server's ledger, shape (workers,); read here, written by the store.
-        places: Bodies held at a time; with 2, one is received while the other is applied. There
-            may be one more at a cut, and one for bodies that no receive matches.
-        codec: What large ones are packed by, or None.
-        origins: Whether each gradient comes with what it was computed from.
+        arrival: How pushes come.
+        rows: Unpacks their rows, where there are tables.
     """
 
     def __init__(
@@ -166,16 +194,16 @@ class Inbox:
         size: int,
         dtype: str,
         applied: np.ndarray,
-        places: int,
-        codec: Codec | None = None,
-        origins: bool = False,
+        arrival: Arrival,
+        rows: RowsUnpacker | None = None,
     ) -> None:
         self._cluster, self._sources, self._applied = cluster, sources, applied
         self._arrays, self._incoming = cluster.arrays, cluster.bodies
-        places = places if sources and size else 0
-        self._unpacker = Unpacker(codec, size if places else 0, dtype)
-        rows = int(origins), size
-        self._pool = _Pool(lambda: (self._unpacker.place(), *np.zeros(rows, dtype)), places)
+        places = arrival.places if sources and (size or rows is not None) else 0
+        self._unpacker, self._rows = Unpacker(arrival.codec, size if places else 0, dtype), rows
+        shape = int(arrival.origins), size
+        more = (lambda: np.zeros(shape, dtype)) if rows is None else (lambda: [rows.place()])
+        self._pool = _Pool(lambda: (self._unpacker.place(), *more()), places)
         free = self._pool.free
         self._probing = bool(free) and free[0][0].nbytes <= PROBED_MAX_BYTES
         self._next_look_s = 0.0
@@ -219,7 +247,7 @@ class Inbox:
 
     def _post(self, source: int) -> None:
         place, status = self._pool.take(), Status()
-        first = transfer_pieces(place[0])[0]
+        first = _pieces(place)[0]
         request = self._incoming.begin_receive(first, source, ANY_TAG)
         self._posted.append(_Body(place, [request], status))
 
@@ -229,7 +257,7 @@ class Inbox:
         if found is None:
             return False
         place = self._pool.take()
-        request = begin_receive_found(found, transfer_pieces(place[0])[0])
+        request = begin_receive_found(found, _pieces(place)[0])
         self._posted.append(_Body(place, [request], Status(), probed=True))
         return True
 
@@ -296,7 +324,7 @@ class Inbox:
                 waiting.append(body)
             elif not body.status.Is_cancelled():
                 body.key = rank, tag = body.status.source, body.status.tag
-                rest = [p for vector in body.place for p in transfer_pieces(vector)][1:]
+                rest = _pieces(body.place)[1:]
                 tag += TAG_REST
                 body.requests = [self._arrays.begin_receive(p, rank, tag) for p in rest]
                 self._bodies.append(body)
@@ -321,13 +349,17 @@ class Inbox:
                 continue
             self._bodies.remove(body)
             header = self._announced.take(body.key)
-            message, *origin = body.place
+            message, *more = body.place
             grad = self._unpacker.unpack(message)
-            if grad is message or origin:
+            if grad is message or more:
                 self._lent = body.place
             else:
                 self._pool.give_back(body.place)
-            return Push.unpack_all(header, grad, *origin)
+            if self._rows is None:
+                return Push.unpack_all(header, grad, *more)
+            push = Push.unpack(header[0], grad)
+            push.rows = self._rows.unpack(push.worker, *more)
+            return push
         return None
 
     def give_back(self) -> None:

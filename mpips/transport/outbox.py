@@ -4,6 +4,9 @@ A header announces the push and the body waits at the sender (a synchronous send
 has room, so that a server's memory depends on neither the number of workers nor their speed. The
 gradient's buffer is free when the send has completed.
 
+Where there are tables, a push's rows follow its gradient (`mpips.transport.packed_rows`), also to a
+server whose shard is empty.
+
 Where a server needs what a gradient was computed from (`mpips.optim.staleness`), the worker's
 replica of push ``seq`` lies in shared memory beside the gradient, stays as long, and is sent behind
 it.
@@ -23,6 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,6 +40,9 @@ from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
 from mpips.transport.push import HEADER_WORDS
 from mpips.transport.wire import Packer, Packing
+
+if TYPE_CHECKING:
+    from mpips.transport.packed_rows import RowsPacker
 
 BUFFERS = 2  # open pushes a worker, and open messages a carrier
 PUSHED = 0  # word of a worker: number of pushes announced
@@ -209,6 +216,7 @@ class Direct(Outbox):
         far: Server number, rank and shard of each far server with a shard; there may be none.
         me: This worker.
         packing: How bodies are packed.
+        rows: Packs the rows for each of the servers; of none without tables.
     """
 
     def __init__(
@@ -217,8 +225,9 @@ class Direct(Outbox):
         far: Sequence[tuple[int, int, Shard]],
         me: Announced,
         packing: Packing,
+        rows: "Sequence[RowsPacker]" = (),
     ) -> None:
-        self._far, self._me = far, me
+        self._far, self._me, self._rows = far, me, rows
         self._messages = [_Message(cluster) for _ in range(BUFFERS)]
         self.packers, self.packed = _packers(packing, far, me), packing.before
 
@@ -230,8 +239,10 @@ class Direct(Outbox):
         """See `Outbox.send`."""
         me, grad = self._me, self._me.grads[seq % BUFFERS]
         parts = []
-        for (server, rank, shard), packer in zip(self._far, self.packers, strict=True):
-            body = packer.pack(grad[shard.range], seq, seq % BUFFERS)
+        for k, (server, rank, shard) in enumerate(self._far):
+            body = self.packers[k].pack(grad[shard.range], seq, seq % BUFFERS)
+            if self._rows:
+                body = (body or [grad[shard.range]]) + self._rows[k].pack(seq)
             if (origin := me.origin(seq, shard)) is not None:
                 body += transfer_pieces(origin)
             parts.append((rank, me.header(seq, server)[None], body))

@@ -290,7 +290,7 @@ def test_a_carrier_whose_earlier_message_is_beyond_a_limit(cluster: Cluster, n: 
         cluster.wait(lambda: outbox._all_left(sent))
     elif cluster.rank == 0:
         applied, limit = np.array([4, 2], "i8"), np.array([4, 3], "i8")
-        pool = inbox.Inbox(cluster, {1: [0, 1]}, n, "float64", applied, 1)
+        pool = inbox.Inbox(cluster, {1: [0, 1]}, n, "float64", applied, inbox.Arrival(1))
         taken: list[tuple[int, int, float]] = []
 
         def take() -> bool:

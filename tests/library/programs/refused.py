@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
         train, INIT, mpips.RMSprop(), tables={"item": ITEM}, out=out
     ),
     "tables in rounds": lambda out: tabled(out, mode="sync"),
-    "tables on nodes": lambda out: tabled(out, node_size=1),
+    "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
     "tables read consistently": lambda out: tabled(out, read="consistent"),
     "a table too large": lambda out: tabled(out, tables={"item": mpips.Table(1 << 36, 64)}),
     "tables and init_from": lambda out: tabled(out, init_from=str(out.parent / "w.npz")),

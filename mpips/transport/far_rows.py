@@ -1,0 +1,287 @@
+"""Reads of rows of tables across nodes: the worker's half and the server's half, side by side.
+
+A worker asks each far server once, for the rows of its call that the server owns: which table, how
+many rows, and their places as the gaps between them; a list that is the one that this worker asked
+for last is not sent again (Li et al., OSDI 2014, section 5.1: key caching). The server answers with
+the rows in that order, in chunks, each gathered when it is handed to MPI; between two of its loops,
+so that every row is whole. It keeps the last list of each worker and table, as it came, and a few
+chunks: a list has `push_rows` rows at most, and what is more is asked for when that is here.
+
+Rows go by the codec of pulls where that writes each number on its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from mpips.cluster import words
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_ROWS, TAG_WANTED
+from mpips.cluster.waiting import all_done
+from mpips.cluster.world import Cluster
+from mpips.codecs import Codec, MessageId, buffer_for, codec_for
+from mpips.kernels.row_lists import read_places, spread
+from mpips.layout.tables import Grouped
+from mpips.planning.tables import JobTable
+from mpips.transport.far import CHUNK_BYTES, WINDOW
+from mpips.transport.packed_rows import SentList, rows_codec
+
+HEAD = 2  # words of a request: number of the table, and how many rows
+
+
+class _Chunks(NamedTuple):
+    """How the rows of an answer are cut and packed.
+
+    Attributes:
+        codec: What they are packed by, or None.
+        step: Rows of a chunk, at least one.
+    """
+
+    codec: Codec | None
+    step: int
+
+    @classmethod
+    def of(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "_Chunks":
+        """Return those of an answer of so many rows."""
+        found = codec_for(codec, rows * dim, dtype)
+        each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
+        return cls(found, max(1, CHUNK_BYTES // each))
+
+    def message(self, chunk: np.ndarray) -> np.ndarray:
+        """Return what to receive for a chunk: itself, or room for its message."""
+        if self.codec is None:
+            return chunk
+        return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
+
+    def pack(self, chunk: np.ndarray) -> np.ndarray:
+        """Return the message of a chunk."""
+        message = self.message(chunk)
+        if self.codec is not None:
+            self.codec.encode(chunk.reshape(-1), message, (), MessageId())
+        return message
+
+    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
+        """Read a message into its chunk, unless that is where it came."""
+        if self.codec is not None:
+            self.codec.decode(message, chunk.reshape(-1))
+
+
+class _Asked:
+    """The rows of one call that a worker wants of one far server."""
+
+    def __init__(self, far: "_FarServer", places: np.ndarray, rows: np.ndarray) -> None:
+        self._far, self._places, self.rows = far, places, rows
+        self._next = 0  # the first place that has not been asked for
+        self._coming: deque[tuple[Request, _Chunks, np.ndarray, np.ndarray]] = deque()
+        self._sending: list[Request] = []
+        self._lists: list[np.ndarray] = []  # alive until sent
+
+    def advance(self) -> bool:
+        """Get on; returns whether all rows are here. Blocks: no."""
+        while True:
+            while self._coming and self._coming[0][0].Test():
+                _, chunks, message, chunk = self._coming.popleft()
+                chunks.unpack(message, chunk)
+            if self._coming or not all_done(self._sending):
+                return False
+            if self._next == len(self._places):
+                return True
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask for what one request may have."""
+        far, part = self._far, slice(self._next, self._next + self._far.most)
+        places, rows = self._places[part], self.rows[part]
+        self._next += len(places)
+        chunks = _Chunks.of(far.codec, len(rows), rows.shape[1], rows.dtype)
+        begin = far.cluster.arrays.begin_receive
+        for at in range(0, len(rows), chunks.step):
+            chunk = rows[at : at + chunks.step]
+            message = chunks.message(chunk)
+            request = begin(message, far.rank, TAG_ROWS)
+            self._coming.append((request, chunks, message, chunk))
+            far.bytes_received += message.nbytes
+        head = np.array([far.table, len(places)], np.int64).view("u1")
+        request_bytes = np.concatenate([head, far.sent.encode(places)])
+        far.bytes_sent += request_bytes.nbytes
+        self._lists.append(request_bytes)
+        self._sending = [far.cluster.arrays.begin_send(request_bytes, far.rank, TAG_WANTED)]
+
+
+class _FarServer:
+    """A server of another node, of whose rows of one table a worker reads."""
+
+    def __init__(
+        self, cluster: Cluster, table: int, server: int, rank: int, most: int, rows: int,
+        codec: Codec | None,
+    ) -> None:  # fmt: skip
+        self.cluster, self.table, self.server, self.rank = cluster, table, server, rank
+        self.most, self.codec, self.sent = most, codec, SentList(rows)
+        self.bytes_sent = self.bytes_received = 0
+
+
+class FarRows:
+    """A worker's reads of the rows of one table that are on other nodes. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        number: Of the table, in the order of the job's.
+        table: The table.
+        codec: Of pulls from other nodes.
+    """
+
+    def __init__(self, cluster: Cluster, number: int, table: JobTable, codec: Codec | None) -> None:
+        ranks = cluster.roles.servers
+        self._cluster, owned = cluster, table.owned_by(len(ranks))
+        self._far = [
+            _FarServer(cluster, number, k, rank, table.push_rows, owned.count(k), rows_codec(codec))
+            for k, rank in enumerate(ranks)
+            if not cluster.near(rank)
+        ]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of the requests."""
+        return sum(far.bytes_sent for far in self._far)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of rows that were asked for, as they are sent."""
+        return sum(far.bytes_received for far in self._far)
+
+    def read(self, grouped: Grouped, out: np.ndarray, meanwhile: Callable[[], None]) -> None:
+        """Read the far rows of a call to the places of their ids.
+
+        Args:
+            grouped: What `Ownership.group` made of the ids, rows of all servers.
+            out: A row an id, shape (n_ids, dim); where near servers' rows belong it stays as it is.
+            meanwhile: Called once while they are on their way.
+
+        Blocks: until the servers have answered, never for their updates.
+        """
+        asked = []
+        for far in self._far:
+            part = grouped.of(far.server)
+            if part.stop > part.start:
+                rows = np.empty((part.stop - part.start, out.shape[1]), out.dtype)
+                asked.append((part, _Asked(far, grouped.local[part], rows)))
+        for _, each in asked:
+            each.advance()
+        meanwhile()
+        self._cluster.wait(lambda: _all_here([each for _, each in asked]), words.SHARD)
+        for part, each in asked:
+            starts = grouped.starts[part.start : part.stop + 1]
+            spread(each.rows, grouped.order, starts, out)
+
+
+def _all_here(asked: Sequence[_Asked]) -> bool:
+    """Whether all rows are here. Blocks: no; every server is asked for what is still to come."""
+    here = [each.advance() for each in asked]
+    return all(here)
+
+
+class Served(NamedTuple):
+    """A server's rows of a table, as far workers read them.
+
+    Attributes:
+        read: Reads rows at places of the server, int64, into a matrix, a row each.
+        dim: Numbers of a row.
+    """
+
+    read: Callable[[np.ndarray, np.ndarray], object]
+    dim: int
+
+
+class _Answer:
+    """Rows on their way to a worker, of one request."""
+
+    def __init__(
+        self, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
+        places: np.ndarray, count: int, codec: Codec | None,
+    ) -> None:  # fmt: skip
+        self._send, self._served, self._dtype = send, served, dtype
+        self._chunks = _Chunks.of(codec, count, served.dim, dtype)
+        self._places, self._cursor, self._left = places, np.zeros(2, np.int64), count
+        self._sending: deque[tuple[Request, np.ndarray]] = deque()
+
+    def chunks(self) -> Iterator[None]:
+        """Send what may be sent now, a chunk each time. Blocks: no."""
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+        while self._left and len(self._sending) < WINDOW:
+            local = np.empty(min(self._left, self._chunks.step), np.int64)
+            read = read_places(self._places, self._cursor, local)
+            assert read == len(local), f"a list of {read} places fewer than it says"
+            chunk = np.empty((read, self._served.dim), self._dtype)
+            self._served.read(local, chunk)
+            message = self._chunks.pack(chunk)
+            self._sending.append((self._send(message), message))
+            self._left -= read
+            yield
+
+    @property
+    def done(self) -> bool:
+        """Whether all has left."""
+        return not self._left and not self._sending
+
+
+class RowReplies:
+    """A server's half: it answers those who ask. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        tables: Its rows, in the order of the job's tables.
+        dtype: Of rows.
+        codec: Of pulls from other nodes.
+    """
+
+    def __init__(
+        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None
+    ) -> None:
+        self._cluster, self._tables = cluster, tables
+        self._dtype, self._codec = dtype, rows_codec(codec)
+        self._coming: list[tuple[int, Request, np.ndarray]] = []
+        self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
+        self._answers: list[_Answer] = []
+
+    def serve(self, most: int = WINDOW) -> bool:
+        """Take requests, and get on with answers. Blocks: no.
+
+        Args:
+            most: Chunks that are sent at most to each who asked.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        coming = [*self._coming, *self._cluster.arrays.begin_receives(TAG_WANTED)]
+        self._coming = []
+        for rank, request, message in coming:
+            if request.Test():
+                self._answers.append(self._answer(rank, message))
+            else:
+                self._coming.append((rank, request, message))
+        busy = bool(self._answers)
+        for answer in self._answers:
+            for _ in islice(answer.chunks(), most):
+                continue
+        self._answers = [answer for answer in self._answers if not answer.done]
+        return busy
+
+    def _answer(self, rank: int, message: np.ndarray) -> _Answer:
+        head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
+        table, count = head
+        if places.size:
+            self._lists[rank, table] = places
+        served, begin = self._tables[table], self._cluster.arrays.begin_send
+        send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
+        return _Answer(send, served, self._dtype, self._lists[rank, table], count, self._codec)
+
+
+def warm(dtype: str) -> None:
+    """Compile, or load from the cache on disk, every loop that rows on their way need."""
+    places, ones = np.zeros(1, np.int64), np.ones((1, 1), dtype)
+    read_places(SentList(1).encode(places), np.zeros(2, np.int64), places)
+    spread(ones, places, np.arange(2), ones.copy())

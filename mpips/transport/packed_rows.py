@@ -1,0 +1,222 @@
+"""The rows of a push on their way to another node: both halves.
+
+They go in one message behind the gradient of the server's shard: of each table how many there are,
+their places as the gaps between them, and the sums. Places that are those of the worker's push
+before are not sent again (Li et al., OSDI 2014, section 5.1: key caching): a server takes a
+worker's pushes in their order. Sums go by the codec of pushes where that writes each number on
+its own.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpips.cluster.window import TRANSFER_MAX_BYTES, Window
+from mpips.codecs import Codec, MessageId, buffer_for, codec_for
+from mpips.codecs.base import TwoBytes
+from mpips.kernels.row_lists import most_bytes, read_places, write_places
+from mpips.planning.tables import JobTable
+from mpips.transport.outbox import BUFFERS
+from mpips.transport.rows import Section, Sections
+
+HEAD_BYTES = 16  # of each table in a message: how many rows, and the bytes of their places
+WORD = 8  # bytes: numbers begin at a multiple
+
+
+def rows_codec(codec: Codec | None) -> Codec | None:
+    """Return what rows are packed by: a codec that writes each number on its own, or None."""
+    return codec if isinstance(codec, TwoBytes) else None
+
+
+class SentList:
+    """The list of places that was sent last. Collective: no.
+
+    Args:
+        rows: Among how many rows they are.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._each = most_bytes(rows)
+        self._last = np.zeros(0, "u1")
+
+    def encode(self, places: np.ndarray) -> np.ndarray:
+        """Return what to send for places: bytes that stay as they are, none for those before.
+
+        Args:
+            places: Shape (n,), dtype int64; increasing.
+        """
+        coded = np.empty(len(places) * self._each, "u1")
+        coded = coded[: write_places(places, coded)].copy()
+        if np.array_equal(coded, self._last):
+            return coded[:0]
+        self._last = coded
+        return coded
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes up to where the next numbers begin."""
+    return -(-nbytes // WORD) * WORD
+
+
+class _Share(NamedTuple):
+    """What a push may have for a server, of one table.
+
+    Attributes:
+        most: Rows.
+        rows: Of the server.
+        dim: Numbers of a row.
+    """
+
+    most: int
+    rows: int
+    dim: int
+
+    @classmethod
+    def of(cls, table: JobTable, servers: int, server: int) -> "_Share":
+        rows = table.owned_by(servers).count(server)
+        return cls(min(table.push_rows, rows), rows, table.dim)
+
+    def nbytes(self, itemsize: int) -> int:
+        """Return the bytes that it takes in a message."""
+        lists = padded(self.most * most_bytes(self.rows))
+        return HEAD_BYTES + lists + padded(self.most * self.dim * itemsize)
+
+
+def pieces_of(message: np.ndarray, most: int) -> list[np.ndarray]:
+    """Cut a message of at most so many bytes into transfers; their number depends on that alone."""
+    step = TRANSFER_MAX_BYTES
+    return [message[b : b + step] for b in range(0, most, step)]
+
+
+class RowsPacker:
+    """Packs the rows of a worker's pushes for a server of another node. Collective: no.
+
+    Args:
+        window: Of the store.
+        rank: Of the worker.
+        tables: Of the job.
+        servers: Number of servers.
+        server: Which of them.
+        codec: Of pushes to other nodes.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        rank: int,
+        tables: Sequence[JobTable],
+        servers: int,
+        server: int,
+        codec: Codec | None,
+    ) -> None:
+        self._server, self._codec = server, rows_codec(codec)
+        self._sections = [Sections(window, rank, table.name) for table in tables]
+        shares = [_Share.of(table, servers, server) for table in tables]
+        self._lists = [SentList(share.rows) for share in shares]
+        self._most = sum(share.nbytes(self._sections[0].sums.itemsize) for share in shares)
+        self._messages = [buffer_for(0) for _ in range(BUFFERS)]
+
+    def pack(self, seq: int) -> list[np.ndarray]:
+        """Return what to send of push `seq`, as pieces of one transfer each.
+
+        They are kept until the buffer of the push is used again.
+        """
+        found = [sections.of(seq, self._server) for sections in self._sections]
+        pairs = zip(self._lists, found, strict=True)
+        lists = [sent.encode(section.places) for sent, section in pairs]
+        at = HEAD_BYTES * len(found)
+        sizes = [_nbytes(s.sums.size, s.sums.dtype, self._codec) for s in found]
+        message = self._room(seq % BUFFERS, at + sum(map(padded, map(len, lists))) + sum(sizes))
+        head = message[:at].view("i8").reshape(-1, 2)
+        for row, section, coded, size in zip(head, found, lists, sizes, strict=True):
+            row[:] = len(section.places), len(coded)
+            message[at : at + len(coded)] = coded
+            at += padded(len(coded))
+            _write(section.sums.reshape(-1), message[at:], self._codec)
+            at += size
+        return pieces_of(message, self._most)
+
+    def _room(self, slot: int, nbytes: int) -> np.ndarray:
+        if self._messages[slot].size < nbytes:
+            self._messages[slot] = buffer_for(nbytes + nbytes // 2)
+        return self._messages[slot][:nbytes]
+
+
+def _nbytes(n: int, dtype: np.dtype, codec: Codec | None) -> int:
+    """Return what so many numbers take in a message."""
+    found = codec_for(codec, n, dtype)
+    return padded(found.wire_bytes(n, dtype) if found is not None else n * dtype.itemsize)
+
+
+def _write(vector: np.ndarray, message: np.ndarray, codec: Codec | None) -> None:
+    """Write numbers to the head of a message."""
+    found = codec_for(codec, vector.size, vector.dtype)
+    if found is None:
+        message[: vector.nbytes].view(vector.dtype)[:] = vector
+    else:
+        part = message[: found.wire_bytes(vector.size, vector.dtype)]
+        found.encode(vector, part, (), MessageId())
+
+
+class RowsUnpacker:
+    """Unpacks the rows of far pushes for one server, one push at a time. Collective: no.
+
+    Args:
+        tables: Of the job.
+        servers: Number of servers.
+        server: Which of them.
+        dtype: Of rows.
+        codec: Of pushes from other nodes.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[JobTable],
+        servers: int,
+        server: int,
+        dtype: str,
+        codec: Codec | None,
+    ) -> None:
+        self._shares = [_Share.of(table, servers, server) for table in tables]
+        self._dtype, self._codec = np.dtype(dtype), rows_codec(codec)
+        self._places = [np.empty(share.most, "i8") for share in self._shares]
+        unpacked = [share.most * share.dim * (self._codec is not None) for share in self._shares]
+        self._sums = [np.empty(n, dtype) for n in unpacked]
+        self._lists: dict[tuple[int, int], np.ndarray] = {}  # by worker and table
+        self._nbytes = sum(share.nbytes(self._dtype.itemsize) for share in self._shares)
+
+    def place(self) -> np.ndarray:
+        """Return room for any push's, shape (nbytes,), dtype uint8."""
+        return buffer_for(self._nbytes)
+
+    def unpack(self, worker: int, message: np.ndarray) -> tuple[Section, ...]:
+        """Return what is in a worker's next push, by table; valid until the next call.
+
+        Args:
+            worker: Number of the worker; its pushes come in their order.
+            message: The place that its message came to, which has to stay as it is as long.
+        """
+        at, found = HEAD_BYTES * len(self._shares), []
+        head = message[:at].view("i8").reshape(-1, 2).tolist()
+        for number, (count, nbytes) in enumerate(head):
+            if nbytes:
+                self._lists[worker, number] = message[at : at + nbytes].copy()
+            at += padded(nbytes)
+            places, dim = self._places[number][:count], self._shares[number].dim
+            if count:
+                read = read_places(self._lists[worker, number], np.zeros(2, np.int64), places)
+                assert read == count, f"{read} places, expected {count}"
+            sums = self._read(message[at:], number, count * dim)
+            at += _nbytes(sums.size, self._dtype, self._codec)
+            found.append(Section(places, sums.reshape(count, dim)))
+        return tuple(found)
+
+    def _read(self, message: np.ndarray, number: int, n: int) -> np.ndarray:
+        """Return the numbers at the head of a message."""
+        codec, dtype = codec_for(self._codec, n, self._dtype), self._dtype
+        if codec is None:
+            return message[: n * dtype.itemsize].view(dtype)
+        out = self._sums[number][:n]
+        codec.decode(message[: codec.wire_bytes(n, dtype)], out)
+        return out

@@ -1,0 +1,110 @@
+"""Rows of tables between nodes, without the loops around them."""
+
+import numpy as np
+import pytest
+from verdict import check
+
+from mpips.cluster.world import Cluster
+from mpips.codecs import make_codec
+from mpips.layout import cut
+from mpips.layout.roles import assign
+from mpips.layout.tables import Table, Zeros
+from mpips.optim import make_rule
+from mpips.optim.row_rules import Sgd
+from mpips.planning.tables import JobTable
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+from mpips.transport.far import CHUNK_BYTES
+from mpips.transport.wire import Packing
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
+
+ROWS, LONG, FEW = 2000, CHUNK_BYTES // 8 + 3, 100  # a row of LONG numbers is more than a chunk
+CODECS = [None, make_codec("fp16")]
+TABLES = [
+    JobTable("wide", Table(ROWS, 40, Zeros()), Sgd(1.0), 0, ROWS, lambda version: -1.0),
+    JobTable("long", Table(5, LONG, Zeros()), Sgd(1.0), 0, 5, lambda version: -1.0),
+    JobTable("few", Table(ROWS, 1, Zeros()), Sgd(1.0), 0, FEW, lambda version: -1.0),
+]
+
+
+def values(ids: np.ndarray, dim: int) -> np.ndarray:
+    """Return gradients that any format of two bytes writes as they are."""
+    return np.repeat(ids[:, None] % 64 + 1.0, dim, axis=1)
+
+
+def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
+    """Push every row once, read them all when each push is applied; returns what is wrong."""
+    workers, wrong, rows = len(cluster.roles.workers), list[object](), half.rows
+    assert rows is not None, "there are tables"
+    n, versions = -(-ROWS // FEW), half.puller.versions
+    for seq in range(1, n + 1):
+        cluster.wait(lambda k=seq: half.writable(k))
+        rows.begin(seq)
+        half.sender.buffer(seq)[:] = 0
+        ids = np.arange((seq - 1) * FEW, seq * FEW)
+        rows.push("few", ids, values(ids, 1))
+        if seq == 1:
+            for name, dim in (("wide", 40), ("long", LONG)):
+                ids = np.arange(5 if name == "long" else ROWS)
+                rows.push(name, ids, values(ids, dim))
+        half.sender.push((0, 0, 1), 1, 0.0, versions)
+    out = np.zeros(1)
+    cluster.wait(half.sender.sent)
+    while half.puller.pull(out).min() < workers * n:
+        pass
+    rng, received = np.random.default_rng(cluster.rank), rows.bytes_received
+    for name, most, dim in (("wide", ROWS, 40), ("long", 5, LONG), ("few", ROWS, 1)):
+        ids = rng.integers(0, most, (3, most))
+        sent = []
+        for _ in range(2):
+            before = rows.bytes_sent
+            found = rows.pull(name, ids)
+            sent.append(rows.bytes_sent - before)
+            expected = workers * values(ids.reshape(-1), dim).reshape(found.shape)
+            if not np.array_equal(found, expected):
+                wrong.append((name, found, expected))
+        # Lists of "few" go in pieces, each another one than that before.
+        if any(sent) and (sent[1] == sent[0]) != (name == "few"):
+            wrong.append((name, sent))
+    if any(not cluster.near(rank) for rank in cluster.roles.servers) == (
+        rows.bytes_received == received
+    ):
+        wrong.append((received, rows.bytes_received))
+    cluster.barrier()
+    return wrong
+
+
+def serve(cluster: Cluster, half: ServerHalf) -> None:
+    """Apply what is here, and answer reads."""
+    push = half.receiver.take()
+    if push is not None:
+        half.server.apply(push)
+    half.server.serve_reads()
+    for source, kind, payload in cluster.poll():
+        assert kind == "read", kind
+        half.server.want_read(source, payload)
+    cluster.progress()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=["whole", "fp16"])
+def test_far_rows_are_all_there(cluster: Cluster, codec: object) -> None:
+    """Pushed in small pieces and in one large one; read in several requests, and in long rows."""
+    servers = min(2, cluster.world - 1)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
+    packing = Packing(codec)  # type: ignore[arg-type]
+    design = Design(
+        cut(1, servers, 8), "float64", make_rule("sgd"), lambda version: -1.0, far_read="reply",
+        pushes=packing, replies=packing, tables=TABLES,
+    )  # fmt: skip
+    half, wrong = assemble(cluster, design), list[object]()
+    if isinstance(half, ServerHalf):
+        half.open(cluster.wait_request)
+        here = cluster.comm.Ibarrier()
+        while not here.Test():
+            serve(cluster, half)
+        half.close()
+    else:
+        wrong = work(cluster, half)
+    half.free()
+    check(cluster.comm, not wrong, wrong)

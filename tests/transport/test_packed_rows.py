@@ -1,0 +1,112 @@
+"""The rows of a push as a message: whole, and without the list of the push before."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips.codecs import make_codec
+from mpips.layout.tables import Table
+from mpips.optim.row_rules import Sgd
+from mpips.planning.tables import JobTable
+from mpips.transport import packed_rows
+from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
+from mpips.transport.rows import rows_fields
+
+SERVERS, SERVER, MOST = 3, 1, 6000
+TABLES = [
+    JobTable("wide", Table(rows=9000, dim=16), Sgd(1.0), 0, MOST, lambda version: 1.0),
+    JobTable("thin", Table(rows=40, dim=1), Sgd(1.0), 0, 40, lambda version: 1.0),
+]
+
+
+class Memory:
+    """A worker's segment."""
+
+    def __init__(self) -> None:
+        fields = rows_fields(TABLES, SERVERS, "float32")
+        self._fields = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        return self._fields[name]
+
+    def put(self, seq: int, table: str, places: np.ndarray, sums: np.ndarray) -> None:
+        """Write what a push has for the server; server 0 has 3 rows before, 2 has 2 behind."""
+        starts, all_places, all_sums = (
+            self._fields[f"tables/{table}/{name}"][seq % 2] for name in ("starts", "places", "sums")
+        )
+        n = len(places)
+        starts[:] = 0, 3, 3 + n, 5 + n
+        all_places[3 : 3 + n], all_sums[3 : 3 + n] = places, sums
+
+
+def sent(packer: RowsPacker, unpacker: RowsUnpacker, seq: int, worker: int = 0) -> tuple[Any, int]:
+    """Return what arrives of a push, and the bytes that it took."""
+    return arrived(packer.pack(seq), unpacker, worker)
+
+
+def arrived(pieces: list[np.ndarray], unpacker: RowsUnpacker, worker: int) -> tuple[Any, int]:
+    place, message = unpacker.place(), np.concatenate(pieces)
+    place[: len(message)] = message
+    place[len(message) :] = 255
+    return unpacker.unpack(worker, place), len(message)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8"])
+def test_rows_arrive(codec: str) -> None:
+    memory, rng = Memory(), np.random.default_rng(1)
+    made = make_codec(codec)
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, made)  # type: ignore[arg-type]
+    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", made)
+    wide, thin = np.sort(rng.choice(3000, 1500, replace=False)), np.array([0, 7, 12])
+    took = []
+    for seq, (first, second) in enumerate([(wide, thin), (wide, thin), (wide[:40], thin[:0])], 1):
+        # Numbers that both formats of two bytes write as they are.
+        sums = [rng.integers(-64, 64, (len(p), d)) for p, d in ((first, 16), (second, 1))]
+        for table, places, values in zip(TABLES, (first, second), sums, strict=True):
+            memory.put(seq, table.name, places, values)
+        found, nbytes = sent(packer, unpacker, seq)
+        took.append(nbytes)
+        for section, places, values in zip(found, (first, second), sums, strict=True):
+            np.testing.assert_array_equal(section.places, places)
+            np.testing.assert_array_equal(section.sums, values)
+            assert section.sums.dtype == np.float32
+            assert section.sums.shape == values.shape
+    numbers = 1500 * 16 * (2 if codec in ("fp16", "bf16") else 4)
+    assert took[1] == 32 + numbers + 16, "no list, and 3 numbers of 4 bytes to the next word"
+    assert took[1] + 1500 <= took[0] <= took[1] + 2 * 1500 + 16
+    assert took[2] <= 32 + 2 * 40 + 8 + 40 * 16 * 4, "a small message is not packed"
+
+
+def test_lists_are_each_worker_s_own() -> None:
+    memories = [Memory(), Memory()]
+    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
+    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, None) for m in memories]  # type: ignore[arg-type]
+    for seq in (1, 2, 3, 4):
+        for worker, memory in enumerate(memories):
+            places = np.array([3, 9 + worker]) if seq != 3 else np.zeros(0, np.int64)
+            memory.put(seq, "wide", places, np.full((len(places), 16), 10 * seq + worker))
+            memory.put(seq, "thin", np.array([seq]), np.ones((1, 1)))
+            (wide, thin), _ = sent(packers[worker], unpacker, seq, worker)
+            np.testing.assert_array_equal(wide.places, places)
+            assert (wide.sums == 10 * seq + worker).all()
+            np.testing.assert_array_equal(thin.places, [seq])
+
+
+def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of the server in one push, which takes several transfers."""
+    monkeypatch.setattr(packed_rows, "TRANSFER_MAX_BYTES", 100_000)
+    memory = Memory()
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, None)  # type: ignore[arg-type]
+    unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
+    memory.put(1, "wide", np.arange(3000), np.ones((3000, 16)))
+    memory.put(1, "thin", np.arange(13), np.ones((13, 1)))
+    pieces = packer.pack(1)
+    transfers = -(-unpacker.place().size // 100_000)
+    assert len(pieces) == transfers > 1
+    (wide, thin), _ = arrived(pieces, unpacker, 0)
+    assert wide.sums.sum() == 3000 * 16
+    np.testing.assert_array_equal(thin.places, np.arange(13))
+    memory.put(2, "wide", np.zeros(0, "i8"), np.ones((0, 16)))
+    memory.put(2, "thin", np.zeros(0, "i8"), np.ones((0, 1)))
+    assert [len(piece) for piece in packer.pack(2)] == [32] + [0] * (transfers - 1)
