@@ -155,12 +155,15 @@ def test_the_interface_that_sent_most_counts() -> None:
 # Which measures there are --------------------------------------------------------------------
 
 
+WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows", "idle")
+
+
 @pytest.mark.parametrize(
     ("ranks", "nodes", "names"),
     [
         (1, 1, ["rounds", "rules", "codecs", "rows"]),
-        (2, 1, ["pushpull", "rounds", "rules", "codecs", "rows", "idle"]),
-        (2, 2, ["pushpull", "rounds", "rules", "codecs", "rows", "idle", "link", "wire"]),
+        (2, 1, [*WORLD_OF_2]),
+        (2, 2, [*WORLD_OF_2, "link", "wire"]),
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
@@ -281,9 +284,8 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
-    rows = check_rows(
-        tmp_path / "rows.json", {"push+pull", "sync round", "update rule", "codec", "rows", "idle"}
-    )
+    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "idle"}
+    rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
     packed = [row["case"].partition(",")[0] for row in rows if row["measure"] == "codec"]

@@ -1,4 +1,4 @@
-"""Tables of rows in worlds of one node: ``tables.py CASE OUT``; ``all`` is what shares one.
+"""Tables of rows, on one node and between nodes: ``tables.py CASE OUT``; ``all`` shares a world.
 
 ``exact``: the counting problem, by rows: each push adds 1 to the row of each of its samples, in
 two tables of different length, beside a third with another rule; each row ends as its samples came.
@@ -111,19 +111,21 @@ def done(result: mpips.Result | str | None) -> mpips.Result:
 
 
 def exact(folder: Path) -> None:
-    """Stops, resumes on other servers, and both modes; in the end every count is whole."""
+    """Stops, resumes on other servers and nodes, both modes; in the end every count is whole."""
     parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (3, 5, {"servers": 1}),
         (5, 4, {"servers": 3}),
         (4, 3, {"servers": 2, "snapshot": "stall", "checkpoint_every": "4steps"}),
         (5, -1, {"servers": 2, "checkpoint_every": "10steps"}),
     )
-    for mode in ("async", "ssp"):
+    for mode, sizes in (("async", (1, 2, 0, 1)), ("ssp", (0, 1, 2, 2))):
         out = folder / mode
-        for ranks, stop, options in parts:
-            result = run(trainer(stop), ranks, out, mode=mode, resume="auto", **options)
+        for (ranks, stop, options), size in zip(parts, sizes, strict=True):
+            nodes = {"node_size": size, "prefetch": mode == "async" and size == 2}
+            result = run(trainer(stop), ranks, out, mode=mode, resume="auto", **nodes, **options)
             if WORLD.rank == 0:
                 ended = done(result)
+                assert (ended.summary["bytes_received"] > 0) == (size > 0)
                 assert ended.reason == ("epochs" if stop < 0 else "stopped"), ended.reason
                 found = check_counts(out)
                 assert found.step == ended.summary["global_step"]
@@ -220,8 +222,9 @@ def empty(folder: Path) -> None:
             worker.push_rows("one", batch.ids, -np.ones((len(batch), 1)))
             worker.push(0.0)
 
-    for ranks, servers, epochs in ((5, 3, 2), (3, 2, 3)):
+    for ranks, servers, epochs, size in ((5, 3, 2, 2), (3, 2, 3, 0)):
         named = {"servers": servers, "staleness_bound": 0, "params": {"counts": np.zeros(1)}}
+        named |= {"node_size": size}
         result = run(train, ranks, out, resume="auto", **options, **named)
         if WORLD.rank == 0:
             assert done(result).summary["clock_distance_max"] == 0
@@ -337,6 +340,7 @@ def main(case: str, out: Path, servers: str = "1") -> None:
         mpips.run(
             trainer(pause_s=0.05), INIT, mpips.SGD(1.0), tables=TABLES, servers=int(servers),
             out=out, resume="auto", checkpoint_every="3steps", quiet=True,
+            node_size=int(servers) - 1,
         )  # fmt: skip
     if case in ("kills", "check"):
         if WORLD.rank == 0:
