@@ -56,6 +56,7 @@ class _Sides:
 
         def work() -> None:
             rows = self._half.rows  # type: ignore[union-attr]
+            assert rows is not None, "there is a table"
             for ids in self._ids:
                 rows.pull("rows", ids)
 
