@@ -97,8 +97,9 @@ class Worker(Loop):
     def pull_rows(self, table: str, ids: Any) -> np.ndarray:
         """Return rows of a table, as its servers hold them now.
 
-        Unlike `pull`, each call reads anew. A row that is read while it is updated may be torn; it
-        is counted (`torn` in the run's summary) and used, like a torn read of parameters.
+        Unlike `pull`, each call reads anew. A row of this node that is read while it is updated may
+        be torn; it is counted (`torn` in the run's summary) and used, like a torn read of
+        parameters. Rows of other nodes are whole.
 
         Args:
             table: Its name.
@@ -111,7 +112,8 @@ class Worker(Loop):
             UserError: Before the loop over the batches and after it; if there is no such table, or
                 an id is none of its rows.
 
-        Collective: no. Blocks: no.
+        Collective: no. Blocks: until servers of other nodes have answered, for none of their
+        updates; where there are none, no.
         """
         return self._tables("pull_rows").pull(table, ids)
 

@@ -152,7 +152,7 @@ class _WorkerTable:
 
 
 class RowsAtWork:
-    """A worker's tables. Collective: no. Blocks: no.
+    """A worker's tables. Collective: no. Blocks: no, but for rows of other nodes.
 
     Args:
         cluster: The job's ranks.
