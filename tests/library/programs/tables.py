@@ -161,6 +161,26 @@ def same(folder: Path) -> None:
     resized(out, saved[0]["slots"])
 
 
+def far(folder: Path) -> None:
+    """What one worker does to rows of other nodes is what it does to those of its own, to the bit.
+
+    It sees its own pushes in mode ssp, so that only the way that rows travel differs.
+    """
+    found = []
+    for size in (0, 1):
+        options = {"mode": "ssp", "staleness_bound": 0, "servers": 2, "node_size": size}
+        result = run(trainer(epochs=2), 3, folder / f"far-{size}", **options)
+        if WORLD.rank == 0:
+            assert (done(result).summary["bytes_sent"] > 0) == (size > 0)
+            saved = check_counts(folder / f"far-{size}")
+            found.append([rows_of(saved, name) for name in TABLES])
+    for (numbers, columns), (others, theirs) in zip(*found, strict=True) if found else ():
+        np.testing.assert_array_equal(numbers, others)
+        assert columns.keys() == theirs.keys()
+        for name, column in columns.items():
+            np.testing.assert_array_equal(column, theirs[name], strict=True)
+
+
 def resized(out: Path, saved: tuple[np.ndarray, dict[str, np.ndarray]]) -> None:
     """A table may have more rows when a run goes on, and no other dim; all rows stay the same."""
     item, (newest, _) = TABLES["slots"], newest_whole(out)
@@ -346,7 +366,7 @@ def main(case: str, out: Path, servers: str = "1") -> None:
         if WORLD.rank == 0:
             check_counts(out)
         return
-    for each in (exact, same, torn, empty, weighed, bad):
+    for each in (exact, same, far, torn, empty, weighed, bad):
         each(out)
         if WORLD.rank == 0:
             print(f"{each.__name__} is done", flush=True)
