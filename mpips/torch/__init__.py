@@ -28,13 +28,24 @@ except ImportError as problem:
     raise UserError(got, expected, "pip install 'mpips[torch]'") from problem
 
 if TYPE_CHECKING:
+    from mpips.torch.embedding import Embedding, EmbeddingBag
     from mpips.torch.optimizer import Optimizer
     from mpips.torch.run import Result, run
     from mpips.torch.state import optimizer_state
     from mpips.torch.worker import Worker
 
-__all__ = ["Optimizer", "Result", "Worker", "optimizer_state", "run"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "Optimizer",
+    "Result",
+    "Worker",
+    "optimizer_state",
+    "run",
+]
 _MODULES = {
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding",
     "Optimizer": "optimizer",
     "Result": "run",
     "Worker": "worker",

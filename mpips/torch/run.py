@@ -10,6 +10,7 @@ import torch
 
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
+from mpips.errors import write_line
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
@@ -27,6 +28,7 @@ from mpips.torch.model import (
     trained_parameters,
 )
 from mpips.torch.state import state_maker
+from mpips.torch.tables import ModelTables, noting_weights
 from mpips.torch.worker import TorchSamples, Worker
 
 
@@ -36,7 +38,9 @@ class Result(library.Result):
 
     Attributes:
         state_dict: The model's, with the parameters at the end, and BatchNorm's running means,
-            which `params` has behind them; other buffers are the means over the workers.
+            which `params` has behind them; other buffers are the means over the workers. Rows of
+            `Embedding` and `EmbeddingBag` are not in it: `rows` reads them. Sparse embeddings of
+            torch have their weight, if the run has a checkpoint.
     """
 
     state_dict: Mapping[str, torch.Tensor]
@@ -60,7 +64,8 @@ def run(
         train: Called with a `Worker` on each worker; see `mpips.run`.
         model: Makes the module, such as its class; called on every rank with the same seed. Those
             of its parameters are trained that require a gradient then; `train` may freeze any of
-            them, and train it again, by ``requires_grad_``.
+            them, and train it again, by ``requires_grad_``. `Embedding` and `EmbeddingBag` of
+            mpips.torch, and torch's with ``sparse=True``, are tables, named as they are in it.
         optimizer: The update rule, such as ``mpips.AdamW(1e-3)``.
         comm: As in `mpips.run`.
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
@@ -78,12 +83,15 @@ def run(
         The result, on every rank.
 
     Raises:
-        UserError: As `mpips.run`; if the model has parameters that cannot be trained here, or the
-            optimizer's state is of another rule or of other parameters.
+        UserError: As `mpips.run`; if the model has parameters that cannot be trained here or sparse
+            embeddings that cannot be tables, or the optimizer's state is of another rule or of
+            other parameters.
 
     Collective: yes. Blocks: until the run is over.
     """
-    module = make_model(model, options.get("seed", OPTIONS["seed"].default))
+    with noting_weights():
+        module = make_model(model, options.get("seed", OPTIONS["seed"].default))
+    tables = ModelTables(module, options)
     options.setdefault("dtype", _dtype(module))
     losses: list[torch.Tensor] = []
     buffers: dict[str, np.ndarray] = {}
@@ -94,21 +102,29 @@ def run(
             return evaluate(module, batch.x)
 
     def make_worker(start: Start) -> Worker:
-        worker = Worker(start, module, losses)
+        worker = Worker(start, module, losses, tables.source)
         over.callback(worker.close)
         return worker
 
     program = library.Program(
-        train, make_worker, lambda start: torch.set_num_threads(start.ranks.threads),
+        train, make_worker, lambda start: _begin(start, tables.note),
         lambda start: buffers.update(_mean_buffers(start, module)),
         metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
         sets_rate=True, statistics=tuple(statistics_of(module)),
-        make_state=state_maker(optimizer_state, module),
+        make_state=state_maker(optimizer_state, module), tables=tables.tables,
     )  # fmt: skip
     with contextlib.ExitStack() as over, noting_losses(losses), direct_gradients():
+        over.callback(tables.source.close)
         result = library.run_program(program, Initial(module), optimizer, comm, options)
     _set_buffers(module, buffers)
-    return Result(**vars(result), state_dict=state_of(module, result.params))
+    state = state_of(module, result.params) | tables.weights(result.out)
+    return Result(**vars(result), state_dict=state)
+
+
+def _begin(start: Start, note: str) -> None:
+    torch.set_num_threads(start.ranks.threads)
+    if note and start.ranks.is_chief and not start.config.quiet:
+        write_line(note)
 
 
 def _dtype(module: torch.nn.Module) -> str:

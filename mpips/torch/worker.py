@@ -1,5 +1,6 @@
 """What a training loop of a PyTorch model is given on a worker: model, optimizer, loader."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
 from mpips.library.data import Samples
@@ -14,6 +16,8 @@ from mpips.library.loop import Loop
 from mpips.optim import Range
 from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
+from mpips.ps.saved_rows import find_rows
+from mpips.torch.embedding import Source
 from mpips.torch.model import Bound, evaluating
 from mpips.torch.optimizer import Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
@@ -80,13 +84,17 @@ class Worker(Loop):
             batch on: its own, and in a resumed run its share of those before.
     """
 
-    def __init__(self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor]) -> None:
+    def __init__(
+        self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor], source: Source
+    ) -> None:
         super().__init__(start)
         self.model = model
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         alone = start.config.mode in ("async", "ssp")
         self._bound = Bound(model, 1 / self.workers if alone else 1.0)
-        self._losses = losses
+        self._losses, self._source = losses, source
+        source.open(self._pull_rows)
+        self._saved: Checkpoint | None = None  # where rows are read when the run is over
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients)
         self.steps = 0
@@ -167,6 +175,8 @@ class Worker(Loop):
             raise UserError("step without a gradient", "loss.backward() before it")
         loss = sum(float(value) for value in self._losses) / len(self._losses)
         self._bound.complete()
+        if math.isfinite(loss):  # else the run ends, and nothing is pushed
+            self._source.push_into(lambda *rows: self._tables("step").push(*rows))
         self._start.job.rate_factor = factor
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
         self.steps += 1
@@ -202,6 +212,16 @@ class Worker(Loop):
         if self._processes is not None:
             self._processes.end()
 
+    def _pull_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Read rows: as the servers hold them now, or when the run is over as it has saved them."""
+        if self.ended is None:
+            return self._tables("forward").pull(table, ids)
+        if self._saved is None:
+            self._saved, complaints = newest_whole(self._start.out)
+        if self._saved is None:
+            raise UserError(f"no whole checkpoint in {self._start.out}: {'; '.join(complaints)}", "one")
+        return find_rows(self._saved, table, ids)
+
     def _take(self) -> Task | None:
         begins = self._bound.unmoved
         task = super()._take()
@@ -210,6 +230,7 @@ class Worker(Loop):
             self._ranges = self._start.job.layout.slices()
             self.optimizer.begin(self.steps)
         self._losses.clear()
+        self._source.forget()
         if task is not None:
             self._bound.move_to(task.params)
             self._bound.collect_into(task.out)
