@@ -30,7 +30,8 @@ class Parameters:
         tables: Tables of rows beside them, by name.
 
     Raises:
-        UserError: If there is none, one is not an array of real numbers, or a table is none.
+        UserError: If there is none and no table, one is not an array of real numbers, or a table is
+            none.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Parameters:
         make_state: MakeState | None = None,
         tables: Mapping[str, Table] | None = None,
     ) -> None:
-        if not isinstance(given, Mapping) or not given:
+        if not isinstance(given, Mapping) or not (given or tables):
             got = f"params of type {type(given).__name__}" if given else "no params"
             raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
         self._given = given
@@ -53,7 +54,7 @@ class Parameters:
         self.tables = checked_tables(tables or {})
         self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
         # Of a job that is given none.
-        doubles = all(array.dtype == np.float64 for array in arrays.values())
+        doubles = {array.dtype for array in arrays.values()} == {np.dtype(np.float64)}
         self.dtype = "float64" if doubles else "float32"
 
     @property

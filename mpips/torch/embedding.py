@@ -13,21 +13,25 @@ from torch.nn import functional as F
 
 from mpips.errors import UserError
 from mpips.layout.tables import Init, Normal, Ownership, Table
-from mpips.torch.model import HALVES
 
 MODES = ("sum", "mean")
 Pull = Callable[[str, np.ndarray], np.ndarray]
 Push = Callable[[str, np.ndarray, np.ndarray], None]
+Find = Callable[["RowsModule", torch.Tensor], tuple[torch.Tensor, torch.Tensor, int | None]]
 
 
 class Source:
     """Where the embeddings of a model read rows, and where the gradients of these wait.
 
     A copy of a module reads from the same; one that was pickled reads nowhere.
+
+    Attributes:
+        find: `RowsModule.find_rows`, at which a graph of torch.compile ends, and the next begins.
     """
 
     def __init__(self) -> None:
         self._pull: Pull | None = None
+        self.find: Find = RowsModule.find_rows
         # By the id of the rows, which are held, so that no other has it.
         self._waiting: dict[int, tuple[torch.Tensor, str, np.ndarray]] = {}
 
@@ -40,6 +44,7 @@ class Source:
     def open(self, pull: Pull) -> None:
         """Have rows be read by `pull`, given a table and numbers of rows, until `close`."""
         self._pull = pull
+        self.find = torch.compiler.disable(RowsModule.find_rows)  # imports much: on workers alone
 
     def close(self) -> None:
         """Read no more."""
@@ -123,8 +128,7 @@ class RowsModule(torch.nn.Module):
         self._name, self._source = name, source
         self._ownership = Ownership(name, self.table, 1)
 
-    # A graph of torch.compile ends here, and another begins behind it.
-    def _rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def find_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Read the rows of ids, each once.
 
         Returns:
@@ -148,17 +152,16 @@ class RowsModule(torch.nn.Module):
         if padding is not None:
             rows[padding] = 0
         found = self._source.leaf(self._name, numbers[:padding], rows)
-        dtype = self._like.dtype if self._like.dtype in HALVES else found.dtype
+        dtype = self._like.dtype if self._like.itemsize == 2 else found.dtype  # as parameters have
         at = torch.from_numpy(places).reshape(ids.shape).to(ids.device)
         return found.to(self._like.device, dtype), at, padding
-
-    _rows._torchdynamo_disable = True  # type: ignore[attr-defined]  # what `disable` sets
 
     def _padding_last(
         self, numbers: np.ndarray, places: np.ndarray
     ) -> tuple[np.ndarray, int | None]:
         """Have the padding be the last of the rows, and return its place, if it is among them."""
-        if self.padding_idx is None or not (found := np.flatnonzero(numbers == self.padding_idx)).size:
+        found = np.flatnonzero(numbers == self.padding_idx)
+        if not found.size:
             return numbers, None
         at, last = int(found[0]), len(numbers) - 1
         numbers[[at, last]] = numbers[[last, at]]
@@ -218,7 +221,7 @@ class Embedding(RowsModule):
 
         Collective: no. Blocks: no.
         """
-        rows, places, padding = self._rows(input)
+        rows, places, padding = self._source.find(self, input)
         return F.embedding(places, rows, padding)
 
 
@@ -275,7 +278,7 @@ class EmbeddingBag(RowsModule):
 
         Collective: no. Blocks: no.
         """
-        rows, places, padding = self._rows(input)
+        rows, places, padding = self._source.find(self, input)
         offsets = offsets.to(places.dtype) if offsets is not None else None
         return F.embedding_bag(
             places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,

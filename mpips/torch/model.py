@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch import linear
+from mpips.torch.embedding import RowsModule
 
 NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
 # What parameters are kept and pushed as.
@@ -44,7 +45,7 @@ def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"a model of type {type(model).__name__}", "a torch.nn.Module")
     trained = trained_parameters(model)
-    if not trained:
+    if not trained and not any(isinstance(module, RowsModule) for module in model.modules()):
         raise UserError("a model without a parameter that requires a gradient", "at least one")
     for name, parameter in trained.items():
         if parameter.device.type != "cpu":

@@ -116,7 +116,7 @@ def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str
         if group is not None:
             lr = lr if group.lr is None else group.lr
             decay = decay if group.weight_decay is None else group.weight_decay
-        if names:
+        if names or not parameters:  # where all are tables, there is a rate
             params = [parameters[name] for name in names]
             found.append({"params": params, "lr": lr, "weight_decay": decay})
     return found

@@ -130,7 +130,7 @@ def _begin(start: Start, note: str) -> None:
 def _dtype(module: torch.nn.Module) -> str:
     """Return the dtype of a job that is given none: float32 where all parameters are of it."""
     dtypes = {DTYPES[p.dtype] for p in trained_parameters(module).values()}
-    return "float32" if dtypes == {"float32"} else "float64"
+    return "float32" if dtypes <= {"float32"} else "float64"
 
 
 def _mean_buffers(start: Start, module: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -32,18 +32,18 @@ def noting_weights() -> Iterator[None]:
             given = options.get("_weight") is not None or any(
                 isinstance(arg, torch.Tensor) for arg in args
             )
-            if self.sparse and not given:
+            if self.sparse and not given and self.weight.device.type == "cpu":
                 setattr(self, MADE, _check_sum(self.weight))
 
         return __init__
 
     for kind, init in before.items():
-        kind.__init__ = noted(init)  # type: ignore[method-assign]
+        kind.__init__ = noted(init)
     try:
         yield
     finally:
         for kind, init in before.items():
-            kind.__init__ = init  # type: ignore[method-assign]
+            kind.__init__ = init
 
 
 def _check_sum(weight: torch.Tensor) -> int:
@@ -123,24 +123,26 @@ def _check(name: str, module: Any, uses: int) -> None:
     kind = type(module)
     what = f"{name!r}, a torch.nn.{kind.__name__}(sparse=True)"
     dense = "leave out sparse=True: it is a parameter then, in every mode"
+    own = "use mpips.torch.Embedding or EmbeddingBag, whose init= may be such as mpips.Uniform(0.1)"
     if kind not in SPARSE:
         got = f"{name!r} of {kind.__name__}, which is a sparse embedding of torch and more"
-        raise UserError(got, "one of torch's classes", f"{dense}; or use mpips.torch.Embedding")
+        raise UserError(got, "one of torch's own classes, to be taken as a table", dense)
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    mode = getattr(module, "mode", MODES[0])
     lacks = {
         f"with max_norm={module.max_norm}": module.max_norm is not None,
         "with scale_grad_by_freq": module.scale_grad_by_freq,
         "whose weight another module has too": uses > 1,
         "with hooks": any(hooks),
-        f"of mode {getattr(module, 'mode', 'sum')!r}": getattr(module, "mode", "sum") not in MODES,
+        f"of mode {mode!r}": mode not in MODES,
     }
     for lack, there in lacks.items():
         if there:
             raise UserError(f"{what}, {lack}", "one without, to be taken as a table", dense)
     if getattr(module, MADE, None) != _check_sum(module.weight):
         got = f"{what}, whose weight is not as torch makes it"
-        remedy = f"use mpips.torch.{kind.__name__}(..., init=mpips.Uniform(0.1)) or another init"
-        raise UserError(got, "rows that begin N(0, 1), to be taken as a table", f"{remedy}; {dense}")
+        expected = "rows that begin N(0, 1), to be taken as a table"
+        raise UserError(got, expected, f"{own}; or {dense}")
 
 
 def _replacing(module: Any) -> RowsModule:

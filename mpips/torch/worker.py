@@ -219,7 +219,8 @@ class Worker(Loop):
         if self._saved is None:
             self._saved, complaints = newest_whole(self._start.out)
         if self._saved is None:
-            raise UserError(f"no whole checkpoint in {self._start.out}: {'; '.join(complaints)}", "one")
+            got = f"no whole checkpoint in {self._start.out}: {'; '.join(complaints)}"
+            raise UserError(got, "one, from which rows are read when the run is over")
         return find_rows(self._saved, table, ids)
 
     def _take(self) -> Task | None:

@@ -1,0 +1,327 @@
+"""Embeddings whose rows are tables: ``embeddings.py OUT``; three ranks.
+
+With one worker, and rows that are read when its push before has been applied, N steps of a model
+are those of plain torch with its sparse gradients, whatever the bags are; over a stop, a resume on
+other servers, and where steps are clipped and accumulated. Then what is refused at the start.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import mpips
+import mpips.torch as mt
+from mpips.cluster import ending
+
+WORLD = MPI.COMM_WORLD
+STEPS, SIZE, ROWS, DIM, RATE = 30, 10, 40, 4, 0.2
+made = torch.Generator().manual_seed(1)
+IDS = torch.randint(ROWS, (200, 6), generator=made)
+WEIGHTS = torch.rand(200, 6, generator=made, dtype=torch.float64)
+TARGETS = torch.randn(200, DIM, generator=made, dtype=torch.float64)
+DATA = TensorDataset(IDS, WEIGHTS, TARGETS)
+PADDING = 3
+
+
+class Net(nn.Module):
+    """Bags of both modes and kinds of input, an embedding that is used twice, and parameters.
+
+    Args:
+        single: Makes the embedding.
+        bag: Makes the bags.
+    """
+
+    def __init__(self, single: Callable[..., Any], bag: Callable[..., Any]) -> None:
+        super().__init__()
+        self.single = single(ROWS, DIM, padding_idx=PADDING)
+        self.bags = nn.ModuleDict(
+            {
+                "mean": bag(ROWS, DIM, mode="mean"),
+                "sum": bag(ROWS, DIM, mode="sum", padding_idx=PADDING),
+                "cut": bag(ROWS, DIM, mode="mean", include_last_offset=True),
+            }
+        )
+        self.unused = single(7, 2)
+        self.importance = nn.Parameter(torch.ones(ROWS, dtype=torch.float64))
+        self.out = nn.Linear(DIM, DIM, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return outputs, shape (n, DIM)."""
+        ends = torch.arange(0, ids.numel() + 1, ids.shape[1])
+        first, others = self.single(ids[:, 0]), self.single(ids[:, 1:])
+        found = first * others.mean(1) + self.bags["mean"](ids)
+        found = found + self.bags["sum"](ids, per_sample_weights=weights * self.importance[ids])
+        return self.out(torch.tanh(found)) + self.bags["cut"](ids.reshape(-1), ends)
+
+
+class Rows(nn.Module):
+    """Tables alone; the last counts the pushes that servers have applied."""
+
+    def __init__(self, bag: Callable[..., Any], count: Callable[..., Any]) -> None:
+        super().__init__()
+        self.bag, self.count = bag(ROWS, DIM, mode="sum"), count(1, 1)
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return outputs, shape (n, DIM)."""
+        return self.bag(ids, per_sample_weights=weights)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the mean loss of a batch."""
+    ids, weights, targets = batch
+    return F.mse_loss(model(ids, weights), targets)
+
+
+def gradient(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Compute the gradient of a batch's mean loss, which is returned."""
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss
+
+
+def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
+    """Return means over a batch."""
+    found = loss_of(model, batch)
+    assert not found.requires_grad
+    return {"loss": float(found)}
+
+
+class Case(NamedTuple):
+    """A run: whose embeddings it has, its rule, its options, and the servers of its parts."""
+
+    rule: str
+    options: dict[str, Any]
+    servers: tuple[int, ...] = (1,)
+    taken: bool = False
+
+
+SSP = {"mode": "ssp", "staleness_bound": 0}
+CASES = {
+    "sgd": Case("sgd", SSP, (1, 2)),
+    "adagrad": Case("adagrad", SSP, (2, 1)),
+    "taken": Case("adagrad", SSP, (1, 1), taken=True),
+    "clipped": Case("sgd", {**SSP, "clip": 0.3}),
+    "accumulated": Case("sgd", {**SSP, "accumulate": 3}),
+}
+RULES = {
+    "sgd": (mpips.SGD(RATE), lambda p: torch.optim.SGD(p, RATE)),
+    "adagrad": (mpips.Adagrad(RATE, eps=1e-8), lambda p: torch.optim.Adagrad(p, RATE, eps=1e-8)),
+}
+
+
+def plain(sparse: bool = True) -> Net:
+    """Return the net with embeddings of torch."""
+    options = {"sparse": sparse, "dtype": torch.float64}
+    return Net(lambda *a, **o: nn.Embedding(*a, **o, **options),
+               lambda *a, **o: nn.EmbeddingBag(*a, **o, **options))  # fmt: skip
+
+
+def ours() -> Net:
+    """Return the net with embeddings of mpips."""
+    return Net(mt.Embedding, mt.EmbeddingBag)
+
+
+def tables_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all rows of a model's embeddings as weights, as they are now."""
+    singles = {n: m for n, m in model.named_modules() if isinstance(m, mt.Embedding)}
+    bags = {n: m for n, m in model.named_modules() if isinstance(m, mt.EmbeddingBag)}
+    with torch.no_grad():
+        found = {f"{n}.weight": m(torch.arange(m.num_embeddings)) for n, m in singles.items()}
+        for name, module in bags.items():
+            ids = torch.arange(module.num_embeddings)[:, None]
+            weights = torch.ones_like(ids, dtype=torch.float64) if module.mode == "sum" else None
+            if module.include_last_offset:
+                found[f"{name}.weight"] = module(ids[:, 0], torch.arange(len(ids) + 1))
+            else:
+                found[f"{name}.weight"] = module(ids, per_sample_weights=weights)
+    return found
+
+
+def within(ranks: int) -> MPI.Intracomm:
+    """Return the first ranks of the world, or nothing; collective."""
+    return WORLD.Split(0 if WORLD.rank < ranks else MPI.UNDEFINED, WORLD.rank)
+
+
+def wait_for_all() -> None:
+    """Wait, and leave the core to others."""
+    request = WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.004)
+
+
+def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]] | None:
+    """Return what a run ends with, what its model began with, and its batches; on its ranks."""
+    first: dict[str, Any] = {}
+    batches: list[Any] = []
+    after: list[float] = []
+
+    def train(worker: mt.Worker) -> None:
+        model, opt = worker.model, worker.optimizer
+        for batch in worker.loader(DATA, batch_size=SIZE):
+            if not first:
+                first.update({n: t.clone() for n, t in model.state_dict().items()})
+                first.update(tables_of(model))
+            loss_of(model, batch)  # nobody goes back from it
+            batches.append(batch)
+            with torch.no_grad():
+                assert not model(*batch[:2]).requires_grad
+            opt.step(functools.partial(gradient, model, batch))
+        after.append(worker.evaluate(metrics, DATA)["loss"])
+
+    result = None
+    for part, servers in enumerate(case.servers, 1):
+        comm = within(servers + 1)
+        if comm != MPI.COMM_NULL:
+            result = mt.run(
+                train, plain if case.taken else ours, RULES[case.rule][0], out=out, comm=comm,
+                steps=STEPS * part // len(case.servers), resume="auto", servers=servers,
+                server_ranks=tuple(range(1, servers + 1)),
+                quiet=True, evaluate=metrics, held_out=DATA, eval_every=0, **case.options,
+            )  # fmt: skip
+            comm.Free()
+        wait_for_all()
+    if result is None or not batches:
+        return None
+    found = result.summary["eval_loss"]
+    assert abs(after[-1] - found) < 1e-12, (after, found)
+    return result, first, batches
+
+
+def equal(name: str, case: Case, out: Path) -> None:
+    """Compare a run with plain torch, which begins with the same rows."""
+    found = trained(case, out)
+    if found is None:
+        return
+    result, first, batches = found
+    clip, of_step = case.options.get("clip", 0), case.options.get("accumulate", 1)
+    model = plain(sparse=not clip)  # torch clips no sparse gradients
+    model.load_state_dict(first)
+    opt = RULES[case.rule][1](model.parameters())
+    assert len(batches) == STEPS * of_step, len(batches)
+    for begin in range(0, len(batches), of_step):
+        opt.zero_grad()
+        parts = zip(*batches[begin : begin + of_step], strict=True)
+        loss_of(model, [torch.cat(part) for part in parts]).backward()
+        if clip:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = float(torch.stack([g.norm() for g in grads]).norm())
+            assert norm > clip, "it is clipped"
+            torch._foreach_mul_(grads, clip / norm)  # torch's own adds 1e-6 to the norm
+        opt.step()
+    for key, expected in model.state_dict().items():
+        table, _, last = key.rpartition(".")
+        if last == "weight" and table != "out":
+            ids = [k for k in range(len(expected)) if k != PADDING or "unused" in key]
+            rows = torch.from_numpy(result.rows(table, ids))
+            torch.testing.assert_close(rows, expected[ids], rtol=0, atol=1e-12, msg=f"{name} {key}")
+            assert (first[key][ids] != rows).any() == (table != "unused"), (name, key)
+    there = plain() if case.taken else ours()
+    there.load_state_dict(result.state_dict)  # strictly
+    if case.taken:
+        assert abs(metrics_of(there) - result.summary["eval_loss"]) < 1e-12
+    assert abs(metrics_of(model) - result.summary["eval_loss"]) < 1e-12, name
+    print(f"{name} is equal", flush=True)
+
+
+def metrics_of(model: nn.Module) -> float:
+    """Return the loss over all samples."""
+    with torch.no_grad():
+        return float(loss_of(model, DATA.tensors))
+
+
+def alone(out: Path) -> None:
+    """A model of tables alone in mode async: rows are read as they are at each forward pass."""
+    first: list[torch.Tensor] = []
+    batches: list[Any] = []
+    zero = torch.zeros(1, dtype=torch.int64)
+
+    def net() -> nn.Module:
+        count = lambda *a: mt.Embedding(  # noqa: E731
+            *a, init=mpips.Zeros(), optimizer=mpips.SGD(1.0)
+        )
+        return Rows(lambda *a, **o: mt.EmbeddingBag(*a, **o, optimizer=mpips.Adagrad(RATE)), count)
+
+    def train(worker: mt.Worker) -> None:
+        model: Any = worker.model
+        for ids, weights, targets in worker.loader(DATA, batch_size=SIZE):
+            while float(model.count(zero).detach()) < len(batches):
+                time.sleep(1e-4)
+            if not first:
+                first.append(tables_of(model)["bag.weight"])
+            batches.append((ids, weights, targets))
+            (loss_of(model, batches[-1]) - model.count(zero).sum()).backward()
+            worker.optimizer.step()
+
+    comm = within(2)
+    if comm != MPI.COMM_NULL:
+        result = mt.run(
+            train, net, mpips.SGD(RATE), comm=comm, out=out, steps=STEPS, mode="async",
+            dtype="float64", quiet=True,
+        )  # fmt: skip
+        comm.Free()
+        if batches:
+            model = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, _weight=first[0])
+            opt = torch.optim.Adagrad(model.parameters(), RATE, eps=1e-8)
+            for ids, weights, targets in batches:
+                opt.zero_grad()
+                F.mse_loss(model(ids, per_sample_weights=weights), targets).backward()
+                opt.step()
+            rows = torch.from_numpy(result.rows("bag", range(ROWS)))
+            torch.testing.assert_close(rows, model.weight.detach(), rtol=0, atol=1e-12)
+            assert result.rows("count", [0]).tolist() == [[STEPS]]
+            assert not result.params
+            print("tables alone are equal", flush=True)
+    wait_for_all()
+
+
+def pretrained() -> nn.Module:
+    """Return the net with a weight that its owner has changed."""
+    model = plain()
+    model.bags["mean"].weight.data.uniform_(-0.1, 0.1)
+    return model
+
+
+BAD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a mode": (ours, {"mode": "sync"}, "mode 'sync' with the embeddings single, bags.mean,"),
+    "sparse, a mode": (plain, {"mode": "easgd"}, "torch.nn.Embedding without sparse=True is a"),
+    "a weight": (pretrained, {}, "'bags.mean', a torch.nn.EmbeddingBag(sparse=True), whose weight"),
+    "a rule": (ours, {"optimizer": mpips.Momentum(0.1)}, "unknown optimizer of a table 'momentum'"),
+}
+
+
+def refused(out: Path) -> None:
+    """What cannot be is said on every rank, and nothing is begun."""
+    for name, (net, options, told) in BAD.items():
+        given = {"optimizer": mpips.SGD(0.1), "out": out / name, **options}
+        found = ""
+        try:
+            mt.run(lambda worker: list(worker.loader(DATA, SIZE, 1)), net, quiet=True, **given)
+        except mpips.UserError as error:
+            found = str(error)
+        assert told in found, (name, found)
+    print(f"rank {WORLD.rank}: {len(BAD)} are refused", flush=True)
+
+
+def main(out: Path) -> None:
+    """Run all."""
+    for name, case in CASES.items():
+        equal(name, case, out / name)
+    alone(out / "alone")
+    refused(out)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)

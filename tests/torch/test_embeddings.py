@@ -1,0 +1,346 @@
+"""Embeddings whose rows are tables: beside torch's, on rows that are here, and on real ranks."""
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, run
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import mpips  # noqa: E402
+import mpips.torch as mt  # noqa: E402
+from mpips.errors import UserError  # noqa: E402
+from mpips.torch.model import make_model  # noqa: E402
+from mpips.torch.tables import ModelTables, noting_weights  # noqa: E402
+
+ROWS, DIM = 12, 3
+PROGRAM = str(ROOT / "tests" / "torch" / "programs" / "embeddings.py")
+
+
+@pytest.mark.launch
+def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
+    found = run(3, [PROGRAM, str(tmp_path)], tmp_path, 300).check().output
+    names = ["sgd", "adagrad", "taken", "clipped", "accumulated"]
+    assert re.findall(r"^(\w+) is equal", found, re.M) == names
+    assert "tables alone are equal" in found
+    assert found.count("4 are refused") == 3
+
+
+# Without ranks -------------------------------------------------------------------------------
+
+
+class Store:
+    """Rows of a model's tables as a worker has them, and what is pushed.
+
+    Args:
+        model: The module.
+        options: Of the run.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.tables, rng = ModelTables(model, options), np.random.default_rng(0)
+        self.rows = {
+            name: rng.standard_normal((table.rows, table.dim))
+            for name, table in self.tables.tables.items()
+        }
+        self.pulled = list[tuple[str, list[int]]]()
+        self.tables.source.open(self.pull)
+
+    def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
+        self.pulled.append((name, sorted(ids.tolist())))
+        return self.rows[name][ids]
+
+    def pushed(self) -> dict[str, np.ndarray]:
+        """Return the sums of what waits, as gradients of whole tables, and which rows have any."""
+        sums = {name: np.full_like(rows, np.nan) for name, rows in self.rows.items()}
+
+        def push(name: str, ids: np.ndarray, grads: np.ndarray) -> None:
+            assert len(set(ids.tolist())) == len(ids) == len(grads)
+            sums[name][ids] = np.nan_to_num(sums[name][ids]) + grads
+
+        self.tables.source.push_into(push)
+        return sums
+
+
+def one(make: Callable[[], Any]) -> tuple[Any, Store]:
+    """Return an embedding of a model of its own, and its rows."""
+    model = nn.ModuleDict({"it": make()})
+    return model["it"], Store(model)
+
+
+IDS = torch.tensor([[1, 4, 1, 7], [4, 4, 2, 1], [11, 0, 7, 7]])
+OFFSETS = torch.tensor([0, 3, 3, 9])
+# Options, whether the ids are flat with offsets, the offsets, and whether samples have weights.
+BAGS: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "mean": ({}, None, False),
+    "sum": ({"mode": "sum"}, None, False),
+    "weighted": ({"mode": "sum"}, None, True),
+    "offsets": ({"mode": "mean"}, OFFSETS, False),
+    "short offsets": ({"mode": "sum"}, OFFSETS.int(), False),
+    "weighted offsets": ({"mode": "sum"}, OFFSETS, True),
+    "ends": ({"include_last_offset": True}, torch.tensor([0, 3, 3, 12]), False),
+    "padding": ({"padding_idx": 4}, None, False),
+    "padding from the end": ({"mode": "sum", "padding_idx": -5}, OFFSETS, True),
+    "no padding there": ({"padding_idx": 9}, None, False),
+}
+
+
+@pytest.mark.parametrize("name", BAGS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_bags_are_those_of_torch(name: str, dtype: Any) -> None:
+    options, offsets, weighted = BAGS[name]
+    ids = IDS.to(dtype) if offsets is None else IDS.reshape(-1).to(dtype)
+    given = (
+        torch.rand(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        if weighted
+        else None
+    )
+    bag, store = one(lambda: mt.EmbeddingBag(ROWS, DIM, **options))
+    plain = nn.EmbeddingBag(ROWS, DIM, _weight=torch.tensor(store.rows["it"]), **options)
+    found = list[Any]()
+    for module in (bag, plain):
+        weights = given.clone().requires_grad_() if given is not None else None
+        placed = offsets.to(dtype) if offsets is not None and module is plain else offsets
+        out = module(ids, placed, weights)
+        (out * torch.arange(1, DIM + 1)).square().sum().backward()
+        found.append((out, None if weights is None else weights.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+    grads = store.pushed()["it"]
+    there = np.unique(IDS[bag.padding_idx != IDS])
+    assert store.pulled == [("it", np.unique(IDS).tolist())], "each once"
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(grads).all(1)), there)
+    np.testing.assert_allclose(np.nan_to_num(grads), plain.weight.grad.numpy(), rtol=1e-12)
+    with pytest.raises(UserError, match="mode='max' of an EmbeddingBag, expected sum or mean"):
+        mt.EmbeddingBag(ROWS, DIM, mode="max")
+
+
+@pytest.mark.parametrize("padding", [None, 4, -1])
+@pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:0], torch.tensor([4, 4])])
+def test_rows_are_those_of_torch(padding: Any, ids: Any) -> None:
+    embedding, store = one(lambda: mt.Embedding(ROWS, DIM, padding_idx=padding))
+    rows = torch.tensor(store.rows["it"])
+    if padding is not None:
+        rows[padding] = 0
+    plain = nn.Embedding(ROWS, DIM, padding_idx=padding, _weight=rows)
+    out, expected = embedding(ids), plain(ids)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    for found in (out, expected):
+        found.mul_(2)  # a result is no leaf
+        found.square().sum().backward()
+    np.testing.assert_allclose(
+        np.nan_to_num(store.pushed()["it"]), plain.weight.grad.numpy(), rtol=1e-12
+    )
+
+
+def test_gradients_wait_for_the_step() -> None:
+    """Of all passes of a step; what no backward pass comes to is not kept, and none is twice."""
+    embedding, store = one(lambda: mt.Embedding(ROWS, DIM))
+    twice, ids = embedding(IDS[0]).sum() + embedding(IDS[1]).sum(), IDS[:2].reshape(-1)
+    twice.backward(retain_graph=True)
+    twice.backward()
+    counts = np.bincount(ids, minlength=ROWS)[:, None].repeat(DIM, 1)
+    np.testing.assert_array_equal(np.nan_to_num(store.pushed()["it"]), 2 * counts)
+    assert np.isnan(store.pushed()["it"]).all(), "they have gone"
+    with torch.no_grad():
+        assert not embedding(IDS).requires_grad
+    out = embedding(IDS)
+    asked = torch.autograd.grad(out.square().sum(), out)[0]
+    assert asked.shape == out.shape
+    assert np.isnan(store.pushed()["it"]).all()
+    rows = weakref.ref(out.grad_fn.next_functions[0][0].variable)
+    assert rows() is not None
+    del out, asked
+    gc.collect()
+    assert rows() is None, "nothing holds a pass that was left"
+    embedding(IDS).sum().backward()
+    store.tables.source.forget()
+    assert np.isnan(store.pushed()["it"]).all(), "of a batch that was left"
+
+
+def test_a_gradient_may_be_differentiated() -> None:
+    embedding, store = one(lambda: mt.Embedding(ROWS, DIM))
+    out = embedding(IDS)
+    slope = torch.autograd.grad((out**3).sum(), out, create_graph=True)[0]
+    (slope**2).sum().backward()
+    rows = store.rows["it"][IDS.reshape(-1)]
+    expected = np.zeros((ROWS, DIM))
+    np.add.at(expected, IDS.reshape(-1).numpy(), 36 * rows**3)
+    np.testing.assert_allclose(np.nan_to_num(store.pushed()["it"]), expected, rtol=1e-12)
+
+
+@pytest.mark.long
+def test_a_compiled_model_is_cut_at_its_tables() -> None:
+    model = nn.Sequential(mt.Embedding(ROWS, DIM), nn.Tanh(), nn.Linear(DIM, 2).double())
+    store = Store(model)
+    compiled, expected = torch.compile(model, backend="aot_eager"), list[Any]()
+    for call in (model, compiled, compiled):
+        call(IDS).square().sum().backward()
+        expected.append(store.pushed()["0"])
+        store.rows["0"] += 0 if call is model else 1  # rows are read in each pass
+    np.testing.assert_allclose(expected[1], expected[0], rtol=1e-12)
+    assert not np.allclose(expected[2], expected[1], equal_nan=True)
+
+
+def test_copies_read_on_and_pickles_read_nowhere() -> None:
+    embedding, store = one(lambda: mt.Embedding(ROWS, DIM, padding_idx=2))
+    other = copy.deepcopy(embedding)
+    torch.testing.assert_close(other(IDS), embedding(IDS))
+    again = pickle.loads(pickle.dumps(embedding))
+    outside = r"a forward pass of an mpips\.torch\.Embedding outside a run, .* mpips\.torch\.run"
+    with pytest.raises(UserError, match=outside):
+        again(IDS)
+    store.tables.source.close()
+    with pytest.raises(UserError, match=outside):
+        embedding(IDS)
+    with pytest.raises(UserError, match=outside):
+        mt.Embedding(3, 2)(torch.tensor([0]))
+    assert repr(again) == f"Embedding({ROWS}, {DIM}, padding_idx=2)"
+    assert repr(mt.EmbeddingBag(3, 2)) == "EmbeddingBag(3, 2, mode='mean')"
+    assert not list(again.parameters())
+    assert not again.state_dict()
+
+
+def test_a_model_in_16_bits_has_rows_of_them() -> None:
+    model = nn.Sequential(mt.Embedding(ROWS, DIM), nn.Linear(DIM, 2)).bfloat16()
+    store = Store(model)
+    store.rows["0"] = store.rows["0"].astype("f4")
+    out = model(IDS)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert store.pushed()["0"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([0, ROWS]), f"id {ROWS} at place 1 for table 'it', expected ids from 0 to"),
+        (torch.tensor([-1]), "id -1 at place 0 for table 'it'"),
+        (torch.tensor([0.5]), "ids of table 'it' of dtype float32, expected an integer type"),
+        ([0, 1], r"input list of an mpips\.torch\.Embedding, expected a tensor of ids"),
+    ],
+)
+def test_ids_that_are_none(ids: Any, message: str) -> None:
+    embedding, _ = one(lambda: mt.Embedding(ROWS, DIM))
+    with pytest.raises(UserError, match=message):
+        embedding(ids)
+
+
+def test_what_an_embedding_cannot_be() -> None:
+    with pytest.raises(UserError, match="padding_idx=12 of 12 embeddings, expected one from -12"):
+        mt.Embedding(ROWS, DIM, padding_idx=ROWS)
+    with pytest.raises(UserError, match="rows=0 of a table"):
+        mt.EmbeddingBag(0, DIM)
+    with pytest.raises(UserError, match="a model that is an Embedding and nothing else"):
+        Store(mt.Embedding(ROWS, DIM))
+
+
+# Sparse embeddings of torch.
+
+
+def taken(make: Callable[[], Any], **options: Any) -> tuple[Any, Store]:
+    """Return a model as a run takes it."""
+    with noting_weights():
+        model = make_model(make, 0)
+    return model, Store(model, **options)
+
+
+class Given(nn.Module):  # type: ignore[misc]
+    """Sparse embeddings, one of them under two names, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(ROWS, DIM, sparse=True, padding_idx=2)
+        self.inner = nn.Sequential(nn.EmbeddingBag(ROWS, 2, sparse=True, mode="sum"))
+        self.again, self.dense = self.first, nn.Embedding(ROWS, DIM)
+        self.still = nn.Embedding.from_pretrained(torch.ones(ROWS, DIM), sparse=True)
+
+
+def test_sparse_embeddings_are_taken_as_tables() -> None:
+    model, store = taken(Given)
+    tables = store.tables.tables
+    assert set(tables) == {"first", "inner.0"}
+    assert tables["first"] == mpips.Table(ROWS, DIM, mpips.Normal(1.0))
+    assert isinstance(model.first, mt.Embedding)
+    assert model.again is model.first
+    assert model.first.padding_idx == 2
+    assert model.inner[0].mode == "sum"
+    assert set(model.state_dict()) == {"dense.weight", "still.weight"}
+    assert "first, inner.0" in store.tables.note
+    torch.manual_seed(0)
+    plain = Given()
+    assert torch.equal(plain.dense.weight, model.dense.weight), "the seed's numbers are the same"
+    assert nn.Embedding.__init__.__qualname__ == "Embedding.__init__", "torch is as it was"
+
+
+def embedding(change: Callable[[Any], object], **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        model = nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True, **options))
+        change(model[0])
+        return model
+
+    return make
+
+
+def tied() -> Any:
+    model = nn.ModuleDict({"a": nn.Embedding(ROWS, DIM, sparse=True), "b": nn.Linear(DIM, ROWS)})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+class Scaled(nn.Embedding):  # type: ignore[misc]
+    """An embedding that does something of its own."""
+
+    def forward(self, input: Any) -> Any:
+        return 2 * super().forward(input)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Mapping[str, Any], str]] = {
+    "max_norm": (embedding(id, max_norm=1.0), {}, r"'0', .*Embedding.*, with max_norm=1\.0"),
+    "frequency": (embedding(id, scale_grad_by_freq=True), {}, "with scale_grad_by_freq"),
+    "initialised": (
+        embedding(lambda m: nn.init.uniform_(m.weight, -0.1, 0.1)), {},
+        r"weight is not as torch makes it, .*N\(0, 1\).* mpips\.Uniform\(0\.1\); or leave out sp",
+    ),
+    "by data": (embedding(lambda m: m.weight.data.mul_(0.5)), {}, "is not as torch makes it"),
+    "pretrained": (
+        lambda: nn.Sequential(nn.Embedding.from_pretrained(torch.ones(9, 2), False, sparse=True)),
+        {}, "is not as torch makes it",
+    ),
+    "hooks": (embedding(lambda m: m.register_forward_hook(lambda *_: None)), {}, "with hooks"),
+    "tied": (tied, {}, "'a', .* whose weight another module has too"),
+    "more": (lambda: nn.Sequential(Scaled(9, 2, sparse=True)), {}, "of Scaled, which is a sparse"),
+    "max": (
+        lambda: nn.Sequential(nn.EmbeddingBag(9, 2, mode="max", sparse=True)), {}, "of mode 'max'",
+    ),
+    "sync": (
+        Given, {"mode": "sync"},
+        r"mode 'sync' with the embeddings first, inner\.0, whose rows are tables, expected mode",
+    ),
+    "alone": (
+        lambda: nn.Embedding(9, 2, sparse=True), {}, "that is an Embedding and nothing else",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sparse_embeddings_that_cannot_be_tables(name: str) -> None:
+    make, options, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        taken(make, **options)
+
+
+def test_a_torch_weight_is_what_a_table_begins_like() -> None:
+    """N(0, 1), as `mpips.torch.Embedding` by default."""
+    weight = nn.Embedding(2000, 5).weight
+    assert abs(float(weight.detach().std()) - mt.Embedding(1, 1).table.init.scale) < 0.05
+    assert F.embedding(torch.tensor([0]), weight).shape == (1, 5)
