@@ -93,6 +93,7 @@ def run(
         params: Initial parameters: names to arrays of real numbers, of the same shapes on every
             rank. They are kept as one vector of the option `dtype`, by default float64 if all are
             that, else float32; a shard begins with the values of the rank that owns it.
+            None (``{}``) will do where there are tables.
         optimizer: The update rule, such as ``mpips.Adam(1e-3)``; by default the option's.
         comm: The ranks, an mpi4py communicator; by default all that were started.
         evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,

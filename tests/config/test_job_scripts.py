@@ -19,7 +19,7 @@ from launch import ROOT, environment, run
 
 pytestmark = pytest.mark.launch
 
-SCRIPTS = ("chars_torch", "conv_torch", "images_torch", "mlp_jax")
+SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax")
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -66,6 +66,16 @@ def check_digits(script: str, modes: Sequence[str], epochs: int, folder: Path) -
 def test_digits_in_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check_digits("conv_torch", MODES, 4, tmp_path)
+
+
+@pytest.mark.long
+def test_clicks_in_torch(tmp_path: Path) -> None:
+    """Pairs are learnt by embeddings that are tables, which logistic regression cannot tell."""
+    pytest.importorskip("torch")
+    reference, linear = alone("clicks_torch"), alone("clicks_torch", "--linear")
+    assert linear < 0.6 < 0.75 < reference, (linear, reference)
+    found = together("clicks_torch", ["async", "ssp"], folder=tmp_path)
+    assert min(found.values()) > reference - 0.1, (found, reference)
 
 
 @pytest.mark.long

@@ -110,7 +110,7 @@ CASES = {
     "adagrad": Case("adagrad", SSP, (2, 1)),
     "taken": Case("adagrad", SSP, (1, 1), taken=True),
     "clipped": Case("sgd", {**SSP, "clip": 0.3}),
-    "accumulated": Case("sgd", {**SSP, "accumulate": 3}),
+    "accumulated": Case("sgd", {**SSP, "accumulate": 4}),
 }
 RULES = {
     "sgd": (mpips.SGD(RATE), lambda p: torch.optim.SGD(p, RATE)),
