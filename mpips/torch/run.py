@@ -89,9 +89,7 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    with noting_weights():
-        module = make_model(model, options.get("seed", OPTIONS["seed"].default))
-    tables = ModelTables(module, options)
+    module, tables = _make(model, options)
     options.setdefault("dtype", _dtype(module))
     losses: list[torch.Tensor] = []
     buffers: dict[str, np.ndarray] = {}
@@ -119,6 +117,15 @@ def run(
     _set_buffers(module, buffers)
     state = state_of(module, result.params) | tables.weights(result.out)
     return Result(**vars(result), state_dict=state)
+
+
+def _make(
+    model: Callable[[], torch.nn.Module], options: Mapping[str, Any]
+) -> tuple[torch.nn.Module, ModelTables]:
+    """Return a run's module, and the tables that are in it."""
+    with noting_weights():
+        module = make_model(model, options.get("seed", OPTIONS["seed"].default))
+    return module, ModelTables(module, options)
 
 
 def _begin(start: Start, note: str) -> None:

@@ -279,6 +279,7 @@ def alone(out: Path) -> None:
             torch.testing.assert_close(rows, model.weight.detach(), rtol=0, atol=1e-12)
             assert result.rows("count", [0]).tolist() == [[STEPS]]
             assert not result.params
+            assert not mt.optimizer_state(result.out)["state"]
             print("tables alone are equal", flush=True)
     wait_for_all()
 
