@@ -89,7 +89,7 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    module, tables = _make(model, options)
+    module, tables = _make(model, options, optimizer)
     options.setdefault("dtype", _dtype(module))
     losses: list[torch.Tensor] = []
     buffers: dict[str, np.ndarray] = {}
@@ -120,12 +120,13 @@ def run(
 
 
 def _make(
-    model: Callable[[], torch.nn.Module], options: Mapping[str, Any]
+    model: Callable[[], torch.nn.Module], options: Mapping[str, Any], optimizer: Any
 ) -> tuple[torch.nn.Module, ModelTables]:
     """Return a run's module, and the tables that are in it."""
     with noting_weights():
         module = make_model(model, options.get("seed", OPTIONS["seed"].default))
-    return module, ModelTables(module, options)
+    rule = optimizer.options() if isinstance(optimizer, Optimizer) else {}
+    return module, ModelTables(module, {**options, **rule})
 
 
 def _begin(start: Start, note: str) -> None:

@@ -13,6 +13,7 @@ from mpips.checkpoint import newest_whole
 from mpips.checkpoint.files import PathLike
 from mpips.errors import UserError
 from mpips.layout.tables import Table
+from mpips.optim.row_rules import ROW_RULES
 from mpips.planning.tables import TABLE_MODES
 from mpips.ps.saved_rows import find_rows
 from mpips.torch.embedding import MODES, Embedding, EmbeddingBag, RowsModule, Source
@@ -55,7 +56,7 @@ class ModelTables:
 
     Args:
         model: The module, made within `noting_weights`.
-        options: Of the run.
+        options: Of the run, with its rule as ``optimizer``, if that is given.
 
     Attributes:
         tables: By name: that of the module in the model.
@@ -63,11 +64,11 @@ class ModelTables:
         taken: Those that were torch's, by name, with the dtype of their weight.
 
     Raises:
-        UserError: If one cannot be a table, or the run is of a mode without tables.
+        UserError: If one cannot be a table, or has no rule, or the run's mode has no tables.
     """
 
     def __init__(self, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
-        if isinstance(model, (RowsModule, *SPARSE)):
+        if isinstance(model, RowsModule) or (isinstance(model, SPARSE) and model.sparse):
             got = f"a model that is an {type(model).__name__} and nothing else"
             raise UserError(got, "a module that has it", "such as torch.nn.Sequential(...)")
         sparse = {
@@ -88,7 +89,7 @@ class ModelTables:
         for name, module in self._modules.items():
             module.bind(name, self.source)
         self.tables = {name: module.table for name, module in self._modules.items()}
-        _check_mode(self.tables, options)
+        _check_options(self.tables, options)
 
     @property
     def note(self) -> str:
@@ -160,9 +161,19 @@ def _replacing(module: Any) -> RowsModule:
     return found.train(module.training)
 
 
-def _check_mode(tables: Mapping[str, Table], options: Mapping[str, Any]) -> None:
+def _check_options(tables: Mapping[str, Table], options: Mapping[str, Any]) -> None:
+    """Check what a run has for its tables; what is not said here its planning looks at.
+
+    Raises:
+        UserError: If it is of a mode without them, or of a rule that is none for rows.
+    """
     mode = options.get("mode", TABLE_MODES[0])
     if tables and mode not in TABLE_MODES:
         got = f"mode {mode!r} with the embeddings {', '.join(tables)}, whose rows are tables"
         remedy = "torch.nn.Embedding without sparse=True is a parameter, in every mode"
         raise UserError(got, f"mode {' or '.join(TABLE_MODES)}", remedy)
+    of_run, rule = [n for n, t in tables.items() if t.optimizer is None], options.get("optimizer")
+    if of_run and rule is not None and rule not in ROW_RULES:
+        got = f"optimizer {rule!r} of the run for the embeddings {', '.join(of_run)}"
+        remedy = "give mpips.torch.Embedding its own, such as optimizer=mpips.Adagrad(0.1)"
+        raise UserError(got, f"one for rows of tables: {', '.join(ROW_RULES)}", remedy)

@@ -12,6 +12,9 @@ from runs import is_whole, newest, wait_for
 
 from mpips.checkpoint import list_checkpoints
 from mpips.checkpoint.files import folder_step
+from mpips.errors import UserError
+from mpips.layout.tables import Table
+from mpips.library.model import Parameters
 
 PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
 
@@ -45,3 +48,10 @@ def test_rows_are_exact_through_kills(tmp_path: Path) -> None:
     run(4, [*args, "3"], tmp_path).check()
     assert newest(out).step == 132
     assert newest(out).read_params().tolist() == [4.0] * 230
+
+
+def test_a_model_may_be_tables_alone() -> None:
+    given = Parameters({}, tables={"a": Table(3, 2)})
+    assert (given.layout.size, given.dtype) == (0, "float32")
+    with pytest.raises(UserError, match="no params, expected a mapping of names to arrays"):
+        Parameters({})

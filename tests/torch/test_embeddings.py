@@ -30,7 +30,7 @@ PROGRAM = str(ROOT / "tests" / "torch" / "programs" / "embeddings.py")
 @pytest.mark.launch
 def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     found = run(3, [PROGRAM, str(tmp_path)], tmp_path, 300).check().output
-    names = ["sgd", "adagrad", "taken", "clipped", "accumulated"]
+    names = ["sgd", "adagrad", "taken", "scheduled", "clipped", "accumulated"]
     assert re.findall(r"^(\w+) is equal", found, re.M) == names
     assert "tables alone are equal" in found
     assert found.count("4 are refused") == 3
@@ -282,6 +282,13 @@ def test_sparse_embeddings_are_taken_as_tables() -> None:
     assert nn.Embedding.__init__.__qualname__ == "Embedding.__init__", "torch is as it was"
 
 
+def test_a_dense_embedding_is_a_model() -> None:
+    model, store = taken(lambda: nn.Embedding(ROWS, DIM), mode="sync", optimizer="adamw")
+    assert not store.tables.tables
+    assert not store.tables.note
+    assert list(model.state_dict()) == ["weight"]
+
+
 def embedding(change: Callable[[Any], object], **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         model = nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True, **options))
@@ -325,6 +332,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Mapping[str, Any], str]] = {
     "sync": (
         Given, {"mode": "sync"},
         r"mode 'sync' with the embeddings first, inner\.0, whose rows are tables, expected mode",
+    ),
+    "a rule": (
+        Given, {"optimizer": "adamw"},
+        r"optimizer 'adamw' of the run for the embeddings first, inner\.0, .* optimizer=mpips\.Ada",
     ),
     "alone": (
         lambda: nn.Embedding(9, 2, sparse=True), {}, "that is an Embedding and nothing else",

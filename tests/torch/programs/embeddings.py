@@ -102,6 +102,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
     servers: tuple[int, ...] = (1,)
     taken: bool = False
+    decay: float = 1.0  # of the rate, each step
 
 
 SSP = {"mode": "ssp", "staleness_bound": 0}
@@ -109,6 +110,7 @@ CASES = {
     "sgd": Case("sgd", SSP, (1, 2)),
     "adagrad": Case("adagrad", SSP, (2, 1)),
     "taken": Case("adagrad", SSP, (1, 1), taken=True),
+    "scheduled": Case("sgd", SSP, decay=0.9),
     "clipped": Case("sgd", {**SSP, "clip": 0.3}),
     "accumulated": Case("sgd", {**SSP, "accumulate": 4}),
 }
@@ -166,6 +168,7 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
 
     def train(worker: mt.Worker) -> None:
         model, opt = worker.model, worker.optimizer
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, case.decay)
         for batch in worker.loader(DATA, batch_size=SIZE):
             if not first:
                 first.update({n: t.clone() for n, t in model.state_dict().items()})
@@ -175,6 +178,7 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
             with torch.no_grad():
                 assert not model(*batch[:2]).requires_grad
             opt.step(functools.partial(gradient, model, batch))
+            schedule.step()
         after.append(worker.evaluate(metrics, DATA)["loss"])
 
     result = None
@@ -206,6 +210,7 @@ def equal(name: str, case: Case, out: Path) -> None:
     model = plain(sparse=not clip)  # torch clips no sparse gradients
     model.load_state_dict(first)
     opt = RULES[case.rule][1](model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, case.decay)
     assert len(batches) == STEPS * of_step, len(batches)
     for begin in range(0, len(batches), of_step):
         opt.zero_grad()
@@ -217,6 +222,7 @@ def equal(name: str, case: Case, out: Path) -> None:
             assert norm > clip, "it is clipped"
             torch._foreach_mul_(grads, clip / norm)  # torch's own adds 1e-6 to the norm
         opt.step()
+        schedule.step()
     for key, expected in model.state_dict().items():
         table, _, last = key.rpartition(".")
         if last == "weight" and table != "out":
@@ -295,7 +301,11 @@ BAD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a mode": (ours, {"mode": "sync"}, "mode 'sync' with the embeddings single, bags.mean,"),
     "sparse, a mode": (plain, {"mode": "easgd"}, "torch.nn.Embedding without sparse=True is a"),
     "a weight": (pretrained, {}, "'bags.mean', a torch.nn.EmbeddingBag(sparse=True), whose weight"),
-    "a rule": (ours, {"optimizer": mpips.Momentum(0.1)}, "unknown optimizer of a table 'momentum'"),
+    "a rule": (
+        ours,
+        {"optimizer": mpips.Momentum(0.1)},
+        "optimizer 'momentum' of the run for the embeddings",
+    ),
 }
 
 
