@@ -1,10 +1,9 @@
 """What a job can say: its options, where they come from, and what makes them valid."""
 
+from mpips.config.names import LEARNING_RATES, PULL_CODECS, SPARSE_PROBLEMS
 from mpips.config.schema import (
     LAYOUT_FIELDS,
-    LEARNING_RATES,
     OPTIONS,
-    PULL_CODECS,
     SESSION_FIELDS,
     Config,
     groups,
@@ -16,6 +15,7 @@ __all__ = [
     "OPTIONS",
     "PULL_CODECS",
     "SESSION_FIELDS",
+    "SPARSE_PROBLEMS",
     "Config",
     "groups",
 ]

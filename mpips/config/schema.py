@@ -14,26 +14,15 @@ from mpips.config.delay import DELAYS, FORM, parse_delays
 from mpips.config.groups import FORM as GROUPS_FORM
 from mpips.config.groups import GROUPS
 from mpips.config.modes import ROUND_MODES, SERVED
+from mpips.config.names import CODECS, LEARNING_RATES, OPTIMIZERS, PROBLEMS, PULL_CODECS, SCHEDULES
 from mpips.config.option import Option, setting
+from mpips.config.row_optimizer import FORM as ROW_FORM
+from mpips.config.row_optimizer import ROW_OPTIMIZER
 
-LEARNING_RATES = {
-    "sgd": 0.1,
-    "momentum": 0.05,
-    "nesterov": 0.05,
-    "adagrad": 0.02,
-    "rmsprop": 0.001,
-    "adam": 0.002,
-    "adamw": 0.001,
-}
-OPTIMIZERS = tuple(LEARNING_RATES)
-PROBLEMS = ("linear", "softmax", "mlp")
-CODECS = ("none", "auto", "fp16", "bf16", "int8", "int4", "topk", "onebit", "powersgd")
-PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
-SCHEDULES = ("constant", "warmup", "cosine", "step")
 STALENESS_BOUND = 3
 # What the shapes, the slots or the order of the samples depend on.
 LAYOUT_FIELDS = (
-    *("problem", "hidden", "activation", "dtype", "optimizer"),
+    *("problem", "hidden", "activation", "factors", "dtype", "optimizer"),
     *("dataset", "test_dataset", "test_fraction", "classes", "batch_size"),
     *("accumulate", "shuffle", "seed"),
 )
@@ -192,6 +181,7 @@ class Config:
     )  # fmt: skip
     hidden: tuple[int, ...] = setting("model", (128, 64), "widths of mlp's hidden layers", ">= 1")
     activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
+    factors: int = setting("model", 8, "factors of a feature in factorization_machine", ">= 1")
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
     )
@@ -240,6 +230,10 @@ class Config:
     groups: str = setting(
         "optimisation", "", "arrays with a rate or weight decay of their own, by patterns of names",
         pattern=GROUPS, form=GROUPS_FORM, metavar="PATTERN:lr=X,..;..", unset="none",
+    )  # fmt: skip
+    row_optimizer: str = setting(
+        "optimisation", "", "update rule of tables' rows: sgd, adagrad, row_adagrad, adam or ftrl",
+        pattern=ROW_OPTIMIZER, form=ROW_FORM, metavar="NAME:lr=X,..", unset="as --optimizer",
     )  # fmt: skip
     clip: float = setting("optimisation", 0.0, "largest norm of a gradient; 0: no limit", ">= 0")
     schedule: str = setting(

@@ -9,6 +9,7 @@ from mpips.config.delay import parse_delays
 from mpips.config.groups import parse_groups
 from mpips.config.modes import ROUND_MODES
 from mpips.config.option import shown
+from mpips.config.row_optimizer import parse_row_optimizer
 from mpips.errors import UserError
 
 ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
@@ -16,6 +17,7 @@ ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
 BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "hidden": ("problem", ("mlp",)),
     "activation": ("problem", ("mlp",)),
+    "factors": ("problem", ("factorization_machine",)),
     "test_fraction": ("test_dataset", ("",)),
     "momentum": ("optimizer", ("momentum", "nesterov")),
     "beta1": ("optimizer", ("adam", "adamw")),
@@ -86,6 +88,7 @@ def validate(config: Config) -> None:
         raise UserError("outer_nesterov without outer_momentum", "both", remedy)
     parse_delays(config.inject_delay)
     parse_groups(config.groups)
+    parse_row_optimizer(config.row_optimizer)
     _check_codecs(config)
     if not config.dataset:
         raise UserError("dataset ''", "a name or the path of a file", "set --dataset")

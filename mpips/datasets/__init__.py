@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import (
     Batch,
     DataInfo,
@@ -66,7 +67,12 @@ READERS = {
 IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
 HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
-PLACED = ("tar.TarTable", "csv.CsvTable")  # go through a file, unless told where samples are
+SPARSE = "sparse.open_sparse"  # of libsvm text, for problems of few features a sample
+PLACED = (
+    "tar.TarTable",
+    "csv.CsvTable",
+    SPARSE,
+)  # go through a file, unless told where samples are
 READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
 READ_IN_PART |= {reader: reader for reader in PLACED}
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
@@ -83,8 +89,8 @@ def open_dataset(config: "Config") -> Dataset:
     0 in the training samples and in the held-out ones.
 
     Args:
-        config: Its fields dataset, test_dataset, test_fraction, classes, scale, dtype and
-            batch_size are used.
+        config: Its fields dataset, test_dataset, test_fraction, problem, classes, scale, dtype
+            and batch_size are used.
 
     Raises:
         UserError: If a file is missing, damaged or of no known format, if its arrays do not fit
@@ -111,15 +117,17 @@ def find_many(config: "Config") -> dict[str, Files]:
         name = getattr(config, option)
         if not name or name in BUILT_IN:
             continue
-        is_folder = os.path.isdir(os.path.expanduser(name.partition("::")[0]))
-        find = (
-            _reader("images.find_classes") if is_folder else partial(find_files, format_of=_format)
-        )
-        files = find(name)
         path, _, arrays = name.partition("::")
-        in_part = _format(path) in READ_IN_PART and (config.data_cache or _format(path) != HDF5)
+        is_folder = os.path.isdir(os.path.expanduser(path))
+        sparse = config.problem in SPARSE_PROBLEMS or arrays == "sparse"
+        format_of = partial(_format, sparse=sparse)
+        find: Callable[..., Files | None] = partial(find_files, format_of=format_of)
+        if is_folder:
+            find = _reader("images.find_classes")
+        files, reader = find(name), format_of(path)
+        in_part = reader in READ_IN_PART and (config.data_cache or reader != HDF5)
         if files is None and in_part:
-            files = Files(name, (os.path.expanduser(path),), arrays, _format(path))
+            files = Files(name, (os.path.expanduser(path),), arrays, reader)
         if files is not None:
             found[option] = files
     return found
@@ -213,6 +221,7 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         countable=found.countable,
         notes=(*found.notes, *_told_names(train.class_names)),
         class_names=train.class_names,
+        sparse=train.sparse,
     )
 
 
@@ -233,8 +242,9 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
         if table.in_memory:
             whole = Source(table, info, range(table.n), config.scale)
             whole.check(np.dtype(config.dtype))
-    train = Source(parts.train, info, parts.rows, config.scale)
-    test = Source(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
+    make = _reader("sparse.SparseSource") if info.sparse else Source
+    train = make(parts.train, info, parts.rows, config.scale)
+    test = make(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
     return Dataset(info, train, test)
 
 
@@ -253,6 +263,9 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
 def _open_many(counted: Counted, cache: tuple[str, bool] | None) -> Table:
     """Open many files; with the folder of a cache, and whether this process fills it, if any."""
     files = counted.files
+    if files.reader == SPARSE:
+        known = [counted.places_of(number) for number in range(len(files.paths))]
+        return _reader("sparse.SparseTable")(files.title, files.paths, known)
     if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)
     make = _reader("many.ManyTable")
@@ -274,9 +287,10 @@ def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
     return lambda path, *places: open_file(path, files.arrays, *places)
 
 
-def _format(path: str) -> str:
-    """Return the name of a file's format, as its suffix says."""
-    return READERS.get(_suffix(path), IDX)
+def _format(path: str, sparse: bool = False) -> str:
+    """Return the name of a file's reader, as its suffix says, of sparse batches if these are."""
+    reader = READERS.get(_suffix(path), IDX)
+    return SPARSE if sparse and reader == LIBSVM else reader
 
 
 def _suffix(path: str) -> str:

@@ -6,6 +6,7 @@ run's dtype and finite, targets either class numbers or real values.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,13 @@ class Batch:
     """Samples on which one gradient or one evaluation is computed.
 
     Attributes:
-        x: Inputs, shape (n, *x_shape), of the run's dtype.
+        x: Inputs, shape (n, *x_shape), of the run's dtype; sparse ones as `mpips.datasets.csr.Csr`.
         y: Class numbers, shape (n,), int64; or targets, shape (n, *y_shape), of the run's dtype.
         ids: Numbers of the samples in their source, 0 to ``source.n - 1``, shape (n,), int64.
         epoch: Passes over the data before the one that it is of.
     """
 
-    x: np.ndarray
+    x: Any
     y: np.ndarray
     ids: np.ndarray
     epoch: int = 0
@@ -52,6 +53,7 @@ class DataInfo:
         countable: Classes that real-valued targets would make; 0 if they are not whole numbers.
         notes: What a person should know of it.
         class_names: Names of the classes, by number, where the data has them.
+        sparse: Whether inputs are sparse.
     """
 
     name: str
@@ -65,6 +67,7 @@ class DataInfo:
     countable: int = 0
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
+    sparse: bool = False
 
 
 class Source:
@@ -230,7 +233,7 @@ def not_finite(
 
 def samples_per_block(table: Table) -> int:
     """Return the number of samples that make about 4 MB in single precision."""
-    return max(1, BLOCK_BYTES // (max(4, table.x.dtype.itemsize) * int(np.prod(table.x_shape))))
+    return max(1, int(BLOCK_BYTES / table.sample_bytes))
 
 
 @dataclass(frozen=True)

@@ -120,19 +120,33 @@ def _parse(path: str, rows: _Rows) -> None:
             try:
                 _add(rows, line)
             except ValueError as error:
-                named = str(error).startswith("label")
-                remedy = "number the classes from 0" if named else "mend the line"
-                raise UserError(
-                    f"{path}, line {number}: {error}", "label index:value ...", remedy
-                ) from None
+                raise _malformed(path, number, str(error)) from None
     if len(rows.labels) == before:
         raise UserError(f"{path} has no samples", "lines of label index:value ...")
 
 
+def malformed(path: str, number: int, line: bytes) -> UserError:
+    """Make the error for a line that is none, by its number from 1."""
+    try:
+        _add(_Rows(), line)
+    except ValueError as error:
+        return _malformed(path, number, str(error))
+    return _malformed(path, number, f"{_show(line.strip())} cannot be read")
+
+
+def _malformed(path: str, number: int, problem: str) -> UserError:
+    remedy = "number the classes from 0" if problem.startswith("label") else "mend the line"
+    return UserError(f"{path}, line {number}: {problem}", "label index:value ...", remedy)
+
+
 def _open(path: str) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if is_compressed(path) else open(path, "rb")
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is of gzip."""
     with open(path, "rb") as file:
-        compressed = file.read(2) == GZIP_MAGIC
-    return cast(BinaryIO, gzip.open(path)) if compressed else open(path, "rb")
+        return file.read(2) == GZIP_MAGIC
 
 
 def _add(rows: _Rows, line: bytes) -> None:

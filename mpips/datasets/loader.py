@@ -10,6 +10,7 @@ import numpy as np
 
 from mpips.datasets.augment import Augment
 from mpips.datasets.base import Batch, Source
+from mpips.datasets.csr import Csr, join
 from mpips.datasets.order import Order
 from mpips.kernels.vectors import take_rows
 
@@ -50,17 +51,26 @@ class Blocks:
             UserError: As `Source.load`.
         """
         info = self._source.info
-        x = np.empty((len(ids), *info.x_shape), self._dtype)
+        x: np.ndarray | None = None
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
+        places, parts = list[np.ndarray](), list[Csr]()
         _, firsts = np.unique(numbers, return_index=True)
         # In order of appearance, so that the block that the next batch begins in is read last.
         for number in numbers[np.sort(firsts)].tolist():
             here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
             inner = ids[here] - number * self._block
-            take_rows(_flat(block_x), inner, here, self._source.factor, _flat(x))
             y[here] = block_y[inner]
+            if isinstance(block_x, Csr):
+                places.append(here)
+                parts.append(block_x.take(inner))
+                continue
+            x = np.empty((len(ids), *info.x_shape), self._dtype) if x is None else x
+            take_rows(_flat(block_x), inner, here, self._source.factor, _flat(x))
+        if parts:
+            return Batch(join(parts).take(np.argsort(np.concatenate(places))), y, ids, epoch)
+        x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
         return Batch(x, y, ids, epoch)
 
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ A format's reader makes a `Table`: two arrays, inputs `x` and targets `y`, whose
 demand, without any meaning yet.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Table(ABC):
     in_memory: bool = True
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
     scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
+    sparse: ClassVar[bool] = False  # True if inputs are `mpips.datasets.csr.Csr`
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
         check_arrays(path, x, y)
@@ -60,6 +62,11 @@ class Table(ABC):
     def x_shape(self) -> tuple[int, ...]:
         """Shape of one input; a plain number counts as a vector of length 1."""
         return self.x.shape[1:] or (1,)
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of one sample's inputs as they are read, at least those of single precision."""
+        return max(4, self.x.dtype.itemsize) * math.prod(self.x_shape)
 
     @property
     def chunk(self) -> int:

@@ -18,6 +18,7 @@ from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
 from mpips.problems import load_problem
+from mpips.problems.rows import without_tables
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
 BASE_BYTES = 320e6
@@ -85,12 +86,14 @@ def measure(config: Config) -> Measured:
     _, data_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     problem = load_problem(config.problem, dataset.info, config)
+    parameters, n = problem.layout.size, dataset.info.n_train
+    few = islice(iterate(dataset.train, 0, n, config.batch_size, config.dtype), BATCHES)
+    problem = without_tables(problem, few, config.dtype)
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)
     for name, array in problem.init(np.random.default_rng(config.seed)).items():
         params[name][...] = array
     took: list[float] = []
-    n = dataset.info.n_train
     batches = iterate(dataset.train, 0, n, config.batch_size, config.dtype)
     with threadpool_limits(config.threads or 1):
         for batch in islice(batches, BATCHES):
@@ -99,7 +102,7 @@ def measure(config: Config) -> Measured:
             took.append(time.perf_counter() - begun)
             if sum(took) > MEASURE_S:
                 break
-    return Measured(problem.layout.size, n, data_bytes, float(np.median(took)))
+    return Measured(parameters, n, data_bytes, float(np.median(took)))
 
 
 def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -> Needs:

@@ -1,14 +1,16 @@
 """The tables of a job: what is known of each before the first step, and which jobs have none."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
+from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
 from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
-from mpips.config import Config
+from mpips.config import SPARSE_PROBLEMS, Config
+from mpips.config.row_optimizer import parse_row_optimizer
 from mpips.errors import UserError, human_bytes
 from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
@@ -90,7 +92,7 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
         UserError: If the rule of the job, which a table is to have, is none for rows.
     """
     config, found = job.config, []
-    given: Mapping[str, Table] = getattr(job.problem, "tables", {})
+    given = checked_tables(getattr(job.problem, "tables", {}))
     for name, table in given.items():
         most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
         rule = _rule_of(table, config)
@@ -101,9 +103,11 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
 
 
 def _rule_of(table: Table, config: Config | None) -> RowRule | None:
-    """Return the rule of a table; without one, that of the configuration."""
+    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
     if table.optimizer is not None:
         return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
+    if config is not None and config.row_optimizer:
+        return make_row_rule(parse_row_optimizer(config.row_optimizer))
     return None if config is None else make_row_rule(_Optimizer(config))
 
 
@@ -127,15 +131,26 @@ def check_job(job: "Job") -> None:
     Raises:
         UserError: If there are tables, and it is one.
     """
-    tables, c, ranks = tables_of(job), job.config, job.cluster
-    if job.checkpoint is not None:
+    tables, c = tables_of(job), job.config
+    saved = job.initial if c.eval_only else job.checkpoint
+    if isinstance(saved, Checkpoint):
         told = {table.name: table.told for table in tables}
-        check_tables(job.checkpoint.path, job.checkpoint.tables, told)
-    if not tables:
+        check_tables(saved.path, saved.tables, told)
+    if not tables and c.row_optimizer:
+        got = f"row_optimizer {c.row_optimizer!r} without tables"
+        raise UserError(got, f"a problem with rows: {' or '.join(SPARSE_PROBLEMS)}")
+    if not tables or (c.eval_only and isinstance(saved, Checkpoint)):
         return
     if job.initial is not None and job.checkpoint is None:
         remedy = "leave out init_from, or go on with that run by resume"
         raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
+    _check_world(job)
+    _check_memory(job, tables)
+
+
+def _check_world(job: "Job") -> None:
+    """Refuse modes, ranks and options that tables are not made for."""
+    c, ranks = job.config, job.cluster
     if c.mode not in TABLE_MODES:
         raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
     if ranks.nodes > 1 and c.node_aggregation:
@@ -155,6 +170,10 @@ def check_job(job: "Job") -> None:
         if given:
             got = f"{name}={getattr(c, name)} with tables"
             raise UserError(got, f"{name} as it is by default", "leave it out")
+
+
+def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
+    """Refuse tables that the node has no memory for."""
     for table in tables:
         _check_room(job, table)
         if table.table.capacity != "full":

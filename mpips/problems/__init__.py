@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Problem
+from mpips.problems.factorization_machine import FactorizationMachine
 from mpips.problems.linear import Linear
+from mpips.problems.logistic_sparse import LogisticSparse
 from mpips.problems.mlp import MLP
+from mpips.problems.rows import uses_rows
 from mpips.problems.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -28,13 +31,20 @@ if TYPE_CHECKING:
 
 __all__ = ["PROBLEMS", "Problem", "load_problem"]
 
-PROBLEMS: dict[str, type[Problem]] = {"linear": Linear, "mlp": MLP, "softmax": Softmax}
+PROBLEMS: dict[str, type[Problem]] = {
+    "linear": Linear,
+    "mlp": MLP,
+    "softmax": Softmax,
+    "logistic_sparse": LogisticSparse,
+    "factorization_machine": FactorizationMachine,
+}
 
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They
 # go by their names: PyTorch is imported by whoever uses it.
 ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
+_ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables
 
 
 def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
@@ -140,11 +150,13 @@ def _check_methods(cls: type[Any], where: str) -> None:
     missing = _missing(cls)
     if missing:
         got = f"problem {where} without {', '.join(missing)}"
-        raise UserError(got, f"the methods {', '.join(_METHODS)}", "see mpips/problems/base.py")
+        methods, base = (_ROW_METHODS, "rows") if uses_rows(cls) else (_METHODS, "base")
+        raise UserError(got, f"the methods {', '.join(methods)}", f"see mpips/problems/{base}.py")
 
 
 def _missing(cls: type[Any]) -> list[str]:
-    return [method for method in _METHODS if not _defines(cls, method)]
+    methods = _ROW_METHODS if uses_rows(cls) else _METHODS
+    return [method for method in methods if not _defines(cls, method)]
 
 
 def _defines(cls: type, method: str) -> bool:

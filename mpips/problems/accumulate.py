@@ -21,6 +21,7 @@ from mpips.problems.evaluation import (
     checked_loss,
     try_evaluation,
 )
+from mpips.problems.rows import Rows, gradient
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -49,15 +50,18 @@ class Task:
     Attributes:
         params: The parameters, by name; not written.
         batch: The samples; not written.
+        rows: Reads and pushes rows of tables; None without any.
         out: Arrays shaped as `params`; each is overwritten with the gradient of the mean loss.
         loss: The mean loss over the batch.
         left: Whether the batch is left instead.
     """
 
-    __slots__ = ("batch", "left", "loss", "out", "params")
+    __slots__ = ("batch", "left", "loss", "out", "params", "rows")
 
-    def __init__(self, params: Arrays, batch: "Batch", out: Arrays) -> None:
-        self.params, self.batch, self.out = params, batch, out
+    def __init__(
+        self, params: Arrays, batch: "Batch", out: Arrays, rows: Rows | None = None
+    ) -> None:
+        self.params, self.batch, self.out, self.rows = params, batch, out, rows
         self.loss: Any = None
         self.left = False
 
@@ -79,7 +83,7 @@ def follow(problem: Problem | None, tasks: Tasks[T]) -> T:
             return value
         if task is not None:
             assert problem is not None, "a server computes no gradient"
-            task.loss = problem.loss_and_grad(task.params, task.batch, task.out)
+            task.loss = gradient(problem, task.params, task.rows, task.batch, task.out)
 
 
 class Accumulator:
@@ -132,7 +136,7 @@ class Accumulator:
                 flat.fill(np.nan)
             if self._job.rows is not None:
                 self._job.rows.weight = weight
-            task = Task(params, batch, self._views if keep else out)
+            task = Task(params, batch, self._views if keep else out, self._job.rows)
             yield task
             if task.left:
                 raise Left

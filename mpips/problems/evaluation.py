@@ -1,6 +1,5 @@
 """Evaluation of parameters on held-out samples, in parts that can be added up."""
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import numpy as np
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
 from mpips.layout import Layout
+from mpips.problems.rows import RowReads, evaluation
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -21,9 +21,16 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def evaluate(
-    job: "Job", params: Mapping[str, np.ndarray], begin: int, end: int
+    job: "Job", params: Arrays, begin: int, end: int, rows: RowReads | None = None
 ) -> dict[str, float]:
     """Evaluate the held-out samples ``[begin, end)``; a worker's part, not collective.
+
+    Args:
+        job: The run.
+        params: The parameters.
+        begin: The first sample.
+        end: The one behind the last.
+        rows: What reads rows of tables, if not the job's own way, which needs servers.
 
     Returns:
         The sum over the samples of each metric of the problem; nothing for an empty range.
@@ -34,7 +41,7 @@ def evaluate(
     assert job.dataset is not None, "servers read no data"
     assert job.dataset.test is not None, "no sample is held out"
     batches = iterate(job.dataset.test, begin, end, CHUNK, job.dtype)
-    return metric_sums(batches, functools.partial(job.problem.evaluate, params))
+    return metric_sums(batches, evaluation(job.problem, params, rows or job.rows))
 
 
 def metric_sums(
@@ -136,7 +143,7 @@ def try_evaluation(job: "Job", params: Arrays) -> None:
     assert job.dataset.test is not None, "samples are held out"
     few = min(job.info.n_test, job.config.batch_size)
     batch = next(iterate(job.dataset.test, 0, few, few, job.dtype))
-    metrics = checked_metrics(job.problem.evaluate(params, batch))
+    metrics = checked_metrics(evaluation(job.problem, params, job.rows)(batch))
     if job.config.target_accuracy and "accuracy" not in metrics:
         got = f"target_accuracy {job.config.target_accuracy}: evaluate gives {', '.join(metrics)}"
         raise UserError(got, "'accuracy' as well", "leave out --target-accuracy")

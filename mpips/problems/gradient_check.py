@@ -23,6 +23,7 @@ from mpips.datasets.order import Order
 from mpips.errors import UserError
 from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import checked_loss
+from mpips.problems.rows import without_tables
 
 STEPS = ((1e-5, 1e-4), (1e-6, 1e-5), (1e-4, 1e-3), (1e-3, 1e-2))  # of an array's root mean square
 TOLERANCE = 1e-4
@@ -191,7 +192,7 @@ class Checker:
 
 
 def first_batch(config: Config) -> tuple[Problem, Batch]:
-    """Return the problem and the first batch of a job.
+    """Return the problem and the first batch of a job; rows of tables are parameters.
 
     Raises:
         UserError: If the data or the problem is wrong.
@@ -203,7 +204,8 @@ def first_batch(config: Config) -> tuple[Problem, Batch]:
     order = Order(source.n, size, block, config.seed, shuffle=config.shuffle)
     with Loader(source, order, np.dtype(config.dtype)) as loader:
         loader.submit(0, 0, min(config.batch_size, source.n))
-        return problem, loader.take()
+        batch = loader.take()
+    return without_tables(problem, [batch], config.dtype), batch
 
 
 def check_gradient(config: Config) -> tuple[str, UserError | None]:

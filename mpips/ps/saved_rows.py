@@ -4,7 +4,7 @@ What a row that nobody has changed holds follows from the table's description, w
 has, so that nothing of its program is needed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,13 +54,45 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     """
     if name not in checkpoint.tables:
         raise unknown("table", name, tuple(checkpoint.tables))
+    pieces = ((piece.rows, piece.params) for piece in checkpoint.read_table(name))
+    return _found(checkpoint, name, ids, pieces)
+
+
+class SavedRows:
+    """The rows of a checkpoint, those of a table all in memory from its first use on.
+
+    Args:
+        checkpoint: Where they are.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._kept: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        """Return rows of a table; see `find_rows`."""
+        if name not in self._checkpoint.tables:
+            raise unknown("table", name, tuple(self._checkpoint.tables))
+        if name not in self._kept:
+            pieces = self._checkpoint.read_table(name)
+            self._kept[name] = [(piece.rows, piece.params) for piece in pieces]
+        return _found(self._checkpoint, name, np.asarray(ids), self._kept[name])
+
+
+def _found(
+    checkpoint: Checkpoint,
+    name: str,
+    ids: np.ndarray,
+    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> np.ndarray:
+    """Return rows, of which some are in pieces: their numbers and what they hold."""
     owned = _ownership(name, checkpoint.tables[name])
     grouped = owned.group(ids.reshape(-1))
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)
-    for piece in checkpoint.read_table(name):
-        _, mine, theirs = np.intersect1d(numbers, piece.rows, True, return_indices=True)
-        found[mine] = piece.params[theirs]
+    for rows, params in pieces:
+        _, mine, theirs = np.intersect1d(numbers, rows, True, return_indices=True)
+        found[mine] = params[theirs]
     out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
     out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
     return out.reshape(*ids.shape, -1)

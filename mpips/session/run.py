@@ -1,5 +1,6 @@
 """One job from its command line to its exit code, on every rank."""
 
+from mpips.checkpoint import Checkpoint
 from mpips.cluster.agreement import on_root
 from mpips.cluster.collectives import gather_to_first
 from mpips.cluster.library import check_world
@@ -12,6 +13,7 @@ from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
+from mpips.ps.saved_rows import SavedRows
 from mpips.session import folder
 from mpips.session.evaluator import end_evaluations, evaluate_for
 from mpips.session.folder import Run
@@ -96,7 +98,8 @@ def _evaluate_only(job: Job, found: Run) -> int:
     if job.worker_id is not None and job.info.n_test:
         params = job.layout.views(job.initial.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
-        parts = evaluate(job, params, *part)
+        saved = job.initial if isinstance(job.initial, Checkpoint) else None
+        parts = evaluate(job, params, *part, SavedRows(saved) if saved else None)
     gathered = gather_to_first(job.cluster.comm, parts)
     means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
     if gathered is not None and not job.config.quiet:

@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips import __version__, problems
-from mpips.config import LAYOUT_FIELDS, LEARNING_RATES, OPTIONS, SESSION_FIELDS, Config, jobfile
-from mpips.config import schema as config
+from mpips.config import (
+    LAYOUT_FIELDS,
+    LEARNING_RATES,
+    OPTIONS,
+    SESSION_FIELDS,
+    Config,
+    jobfile,
+    names,
+)
 from mpips.config.command_line import (
     FLAGS,
     CommandLine,
@@ -84,11 +91,11 @@ def test_sets_of_fields_name_fields() -> None:
 
 
 def test_optimizers_are_those_of_optim() -> None:
-    assert set(config.OPTIMIZERS) == set(optim.RULES)
+    assert set(names.OPTIMIZERS) == set(optim.RULES)
 
 
 def test_problems_are_those_of_the_registry() -> None:
-    assert set(config.PROBLEMS) == set(problems.PROBLEMS)
+    assert set(names.PROBLEMS) == set(problems.PROBLEMS)
 
 
 def test_config_is_frozen_and_hashable() -> None:
@@ -240,6 +247,7 @@ def test_an_option_at_the_end_without_a_value(name: str) -> None:
         (["--checkpoint-every", "9" * 400], ["checkpoint_every"]),
         (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
         (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
+        (["--row-optimizer", "ftrl l1=1"], ["row_optimizer 'ftrl l1=1', expected NAME, or"]),
         (["--groups", "*.bias"], ["groups '*.bias', expected PATTERN: lr=X, weight_decay=X;"]),
         (["--groups", "b: momentum=1"], ["groups 'b: momentum=1', expected PATTERN: lr=X"]),
         (["--inject-delay", "0:5,"], ["inject_delay '0:5,', expected WORKER:FACTOR"]),
@@ -335,7 +343,7 @@ def test_help_tells_every_option_its_default_and_what_is_legal() -> None:
         assert all(legal in text for legal in option.legal)
     assert all(flag in text for flag in FLAGS)
     assert "seed of the initial parameters and of the order [>= 0; default: 0]" in text
-    assert "[one of linear, softmax, mlp, path/file.py:Class; default: mlp]" in text
+    assert f"[one of {', '.join(names.PROBLEMS)}, path/file.py:Class; default: mlp]" in text
     assert "--mode {async," in text
 
 
@@ -658,6 +666,10 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--target-accuracy .9 --problem linear", "target_accuracy 0.9 with problem 'linear'"),
         ("--inject-delay 1:2,01:3", "inject_delay '1:2,01:3', expected distinct workers; name"),
         ("--groups a*:lr=1,lr=2", "lr twice in groups, 'a*:lr=1,lr=2', expected once"),
+        (
+            "--row-optimizer sgd:lr=1,lr=2",
+            "lr twice in row_optimizer 'sgd:lr=1,lr=2', expected once",
+        ),
         ("--groups a*:lr=1e999", "group 'a*' with lr inf, expected a number >= 0"),
         ("--dataset=", "dataset '', expected a name or the path of a file"),
     ],
@@ -871,7 +883,7 @@ def test_checkpoint_period_of_nonsense_is_a_user_error() -> None:
         _ = Config(checkpoint_every="x").checkpoint_period
 
 
-@pytest.mark.parametrize("name", config.OPTIMIZERS)
+@pytest.mark.parametrize("name", names.OPTIMIZERS)
 def test_learning_rate(name: str) -> None:
     assert Config(optimizer=name).learning_rate == LEARNING_RATES[name]
     assert Config(optimizer=name, lr=0.125).learning_rate == 0.125
@@ -882,7 +894,7 @@ def test_learning_rate(name: str) -> None:
 OTHER_VALUES: dict[str, Any] = {
     "problem": "softmax", "hidden": (64, 64), "activation": "tanh", "dtype": "float64",
     "optimizer": "sgd", "dataset": "big.h5", "test_dataset": "t.h5", "test_fraction": 0.25,
-    "classes": 3, "batch_size": 16, "accumulate": 2, "shuffle": False, "seed": 1,
+    "classes": 3, "batch_size": 16, "accumulate": 2, "shuffle": False, "seed": 1, "factors": 4,
 }  # fmt: skip
 
 
@@ -936,7 +948,7 @@ def test_moved_files_are_the_same_data(old: str, new: str, same: bool) -> None:
 def values_of(option: Option) -> st.SearchStrategy[Any]:
     """Every legal value of an option."""
     letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
-    if option.name in ("checkpoint_every", "inject_delay"):
+    if option.name in ("checkpoint_every", "inject_delay", "row_optimizer"):
         return st.from_regex(option.pattern or "", fullmatch=True)
     if option.name == "groups":
         numbers = st.floats(0, sys.float_info.max)

@@ -24,6 +24,7 @@ def config(dataset: Any, **fields: Any) -> Any:
     defaults = {
         "test_dataset": "",
         "test_fraction": 0.2,
+        "problem": "mlp",
         "data_cache": "",
         "classes": 0,
         "scale": 1.0,

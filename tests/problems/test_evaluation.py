@@ -127,7 +127,7 @@ def job_of(samples: int, evaluate: Callable[[Any, Any], dict[str, float]]) -> An
     return SimpleNamespace(
         dataset=SimpleNamespace(test=test), dtype=np.dtype("f8"),
         problem=SimpleNamespace(evaluate=evaluate), info=SimpleNamespace(n_test=samples),
-        cluster=SimpleNamespace(roles=SimpleNamespace(workers=(1, 2, 3))),
+        cluster=SimpleNamespace(roles=SimpleNamespace(workers=(1, 2, 3))), rows=None,
     )  # fmt: skip
 
 

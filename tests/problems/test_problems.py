@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.layout import Layout
@@ -42,7 +43,13 @@ def make_data(**fields: Any) -> DataInfo:
 
 
 def make_config(**fields: Any) -> Any:
-    base = {"problem": "mlp", "hidden": (8,), "activation": "relu", "dtype": "float64"}
+    base: dict[str, Any] = {
+        "problem": "mlp",
+        "hidden": (8,),
+        "activation": "relu",
+        "dtype": "float64",
+    }
+    base["factors"] = 2
     return SimpleNamespace(**{**base, **fields})
 
 
@@ -355,8 +362,17 @@ def test_workspace_reuses_its_memory() -> None:
         ("softmax", {}, {}, ["'softmax'", "'made'", "expected class labels", "linear"]),
         ("mlp", {}, {"activation": "tan"}, ["activation 'tan'", "relu, tanh", "mean 'tanh'"]),
         ("mlp", {}, {"hidden": (4, 0)}, ["hidden=4,0", "at least 1"]),
-        ("mpl", {}, {}, ["unknown problem 'mpl'", "linear, mlp, softmax", "did you mean 'mlp'?"]),
-        ("", {}, {}, ["unknown problem ''", "linear, mlp, softmax"]),
+        (
+            "mpl",
+            {},
+            {},
+            [
+                "unknown problem 'mpl'",
+                "linear, logistic_sparse, mlp, softmax",
+                "did you mean 'mlp'?",
+            ],
+        ),
+        ("", {}, {}, ["unknown problem ''", "linear, logistic_sparse, mlp, softmax"]),
         ("Softmax", {}, {}, ["did you mean 'softmax'?"]),
         ("my/file.py", {}, {}, ["'my/file.py' without a class", "FILE.py:CLASS"]),
         ("my/file", {}, {}, ["'my/file' without a class", "FILE.py:CLASS"]),
@@ -380,7 +396,8 @@ def test_bad_names_and_data(name: str, data: Any, config: Any, words: list[str])
 
 def test_registry() -> None:
     for name, cls in PROBLEMS.items():
-        fields = {"classes": 3} if name == "softmax" else {}
+        fields: dict[str, Any] = {"classes": 3} if name == "softmax" else {}
+        fields = {"classes": 2, "sparse": True} if name in SPARSE_PROBLEMS else fields
         assert type(load_problem(name, make_data(**fields), make_config())) is cls
 
 

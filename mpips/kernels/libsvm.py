@@ -1,0 +1,188 @@
+"""SVMlight/libsvm text made into numbers: ``label index:value index:value ...``, a line a sample.
+
+What is no such line is left to whoever can say what is wrong with it: `mpips.datasets.libsvm`.
+Numbers of up to 15 digits, and powers of ten up to 22, are rounded as Python rounds them; others
+are so within two units in the last place of float64.
+"""
+
+import numpy as np
+
+from mpips.kernels.compiled import Vector, kernel
+
+NEWLINE, HASH, COLON, DOT, PLUS, MINUS = b"\n#:.+-"
+ZERO, NINE, SMALL_E, LARGE_E = b"09eE"
+SPACE, TAB, RETURN = b" \t\r"  # these, and what lies between the last two
+QUERY = b"qid:"
+MOST_DIGITS, MOST_POWER = 18, 22  # of a mantissa; of ten, that float64 holds exactly
+MOST_INDEX = 2**31 - 1
+MOST_VALUE = float(np.finfo(np.float32).max)
+WHOLE, LOW, HIGH, BAD = range(4)  # of the facts
+FACTS = 4
+
+
+@kernel(quick=True)
+def is_digit(text: Vector, at: int, end: int) -> bool:
+    """Whether a digit stands there."""
+    return at < end and ZERO <= text[at] <= NINE
+
+
+@kernel(quick=True)
+def is_space(text: Vector, at: int, end: int) -> bool:
+    """Whether what stands there keeps the words of a line apart."""
+    return at < end and (text[at] == SPACE or (TAB <= text[at] <= RETURN and text[at] != NEWLINE))
+
+
+@kernel(quick=True)
+def line_ends(text: Vector, at: int, end: int) -> bool:
+    """Whether a line has no further word."""
+    return at >= end or text[at] == NEWLINE or text[at] == HASH
+
+
+@kernel(quick=True)
+def is_query(text: Vector, at: int, end: int) -> bool:
+    """Whether ``qid:`` stands there."""
+    named = at + 3 < end
+    for k in range(4):
+        named = named and text[at + k] == QUERY[k]
+    return named
+
+
+@kernel(quick=True)
+def power_of_ten(value: float, power: int) -> float:
+    """Return ``value * 10 ** power``, infinity where that is too large."""
+    while power > 0 and 0 < value < np.inf:
+        step = min(power, MOST_POWER)
+        value, power = value * 10.0**step, power - step
+    while power < 0 and value > 0:
+        step = min(-power, MOST_POWER)
+        value, power = value / 10.0**step, power + step
+    return value
+
+
+@kernel()
+def read_digits(text: Vector, at: int, end: int) -> tuple[int, int, int, bool]:
+    """Read digits with a point among them, or without.
+
+    Returns:
+        Where they end, or -1 without a digit; their mantissa, its power of ten, whether there is
+        no point.
+    """
+    mantissa, power, begin, point = 0, 0, at, -1
+    while is_digit(text, at, end) or (at < end and point < 0 and text[at] == DOT):
+        if text[at] == DOT:
+            point = at
+        elif mantissa < 10 ** (MOST_DIGITS - 1):
+            mantissa = 10 * mantissa + int(np.int64(text[at])) - ZERO
+            power -= point >= 0
+        else:
+            power += point < 0
+        at += 1
+    return at if at - begin > (point >= 0) else -1, mantissa, power, point < 0
+
+
+@kernel()
+def read_number(text: Vector, at: int, end: int) -> tuple[int, float, bool]:
+    """Read a number; returns where it ends (-1 if there is none), it, whether it is an integer."""
+    minus = at < end and text[at] == MINUS
+    if at < end and (minus or text[at] == PLUS):
+        at += 1
+    at, mantissa, power, whole = read_digits(text, at, end)
+    if 0 <= at < end and (text[at] == SMALL_E or text[at] == LARGE_E):
+        whole, at, exponent = False, at + 1, 0
+        down = at < end and text[at] == MINUS
+        if at < end and (down or text[at] == PLUS):
+            at += 1
+        if not is_digit(text, at, end):
+            return -1, 0.0, False
+        while is_digit(text, at, end):
+            exponent = min(10 * exponent + int(np.int64(text[at])) - ZERO, 9999)
+            at += 1
+        power += -exponent if down else exponent
+    value = power_of_ten(float(mantissa), power)
+    if value > MOST_VALUE or not (line_ends(text, at, end) or is_space(text, at, end)):
+        at = -1
+    return at, -value if minus else value, whole
+
+
+@kernel()
+def read_features(
+    text: Vector, at: int, end: int, indices: Vector, values: Vector, facts: Vector
+) -> tuple[int, int]:
+    """Read what stands in a line behind its label.
+
+    Args:
+        text: As for `read_lines`.
+        at: Where it begins.
+        end: Where the text ends.
+        indices: Where indices go.
+        values: Where values go.
+        facts: As for `read_lines`.
+
+    Returns:
+        Where the line's words end, -1 if one is no feature; how many features there are.
+    """
+    last, count = -1, 0
+    while True:
+        while is_space(text, at, end):
+            at += 1
+        if line_ends(text, at, end):
+            return at, count
+        if is_query(text, at, end):
+            while not (line_ends(text, at, end) or is_space(text, at, end)):
+                at += 1
+            continue
+        index, begin = 0, at
+        while is_digit(text, at, end) and index <= MOST_INDEX:
+            index = 10 * index + int(np.int64(text[at])) - ZERO
+            at += 1
+        if at == begin or not last < index <= MOST_INDEX or at >= end or text[at] != COLON:
+            return -1, count
+        at, value, _ = read_number(text, at + 1, end)
+        if at < 0:
+            return -1, count
+        indices[count], values[count], last = index, value, index
+        facts[LOW], facts[HIGH] = min(facts[LOW], last), max(facts[HIGH], last)
+        count += 1
+
+
+@kernel()
+def read_lines(
+    text: Vector, labels: Vector, starts: Vector, indices: Vector, values: Vector, facts: Vector
+) -> int:
+    """Read the samples of whole lines.
+
+    Args:
+        text: The lines, shape (size,), dtype uint8.
+        labels: Where labels go, as many as lines, dtype float64.
+        starts: Where the features of each sample begin, and the end, one more, dtype int64.
+        indices: Where indices go, as many as colons, dtype int32; none, to read labels alone.
+        values: Where values go, likewise, dtype float64.
+        facts: Shape (FACTS,), dtype int64. `WHOLE` becomes 0 if a label is written otherwise than
+            as an integer, `LOW` and `HIGH` come to hold the lowest and the highest index, and `BAD`
+            the byte at which a line begins that is none.
+
+    Returns:
+        How many samples there are; those before a line that is none.
+    """
+    at, end, count, stored = 0, text.size, 0, 0
+    starts[0] = 0
+    while at < end:
+        begin = at
+        while is_space(text, at, end):
+            at += 1
+        if not line_ends(text, at, end):
+            at, labels[count], whole = read_number(text, at, end)
+            if at >= 0 and indices.size:
+                at, more = read_features(text, at, end, indices[stored:], values[stored:], facts)
+                stored += more
+            if at < 0:
+                facts[BAD] = begin
+                return count
+            if not whole:
+                facts[WHOLE] = 0
+            count += 1
+            starts[count] = stored
+        while at < end and text[at] != NEWLINE:
+            at += 1
+        at += 1
+    return count

@@ -1,0 +1,185 @@
+"""Problems with tables: beside parameters, rows that lie with servers; a batch needs a few.
+
+Such a problem has `tables`, and two methods in place of a problem's: ``loss_and_grad_rows`` and
+``evaluate_rows``, which get what reads and pushes rows. A user's class need not subclass
+`TableProblem`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from mpips.layout import Layout
+from mpips.layout.tables import Table
+from mpips.problems.base import Arrays, Problem
+
+if TYPE_CHECKING:
+    from mpips.datasets.base import Batch
+
+
+class RowReads(Protocol):
+    """Reads rows of tables."""
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        """Return rows of a table, shape (*ids.shape, dim), a new array.
+
+        Args:
+            name: Of the table.
+            ids: Numbers of rows, integers of any shape, duplicates allowed.
+        """
+
+
+class Rows(RowReads, Protocol):
+    """Reads rows of tables, and takes their gradients."""
+
+    def push(self, name: str, ids: Any, grads: Any) -> None:
+        """Add gradients of rows to the step's; those of a row are summed.
+
+        Args:
+            name: Of the table.
+            ids: As for `pull`.
+            grads: Of the mean loss over the batch, by row, shape (*ids.shape, dim), finite.
+        """
+
+
+class TableProblem(Problem):
+    """A problem with tables.
+
+    Attributes:
+        tables: By name; set by the subclass's ``__init__``.
+    """
+
+    tables: Mapping[str, Table]
+
+    @abstractmethod
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
+        """Return the mean loss over the batch, write its gradient, push that of its rows.
+
+        Args:
+            params: As in `Problem.loss_and_grad`.
+            rows: Reads and pushes rows. Nothing is pushed where the loss is not finite.
+            batch: As in `Problem.loss_and_grad`.
+            out: Likewise.
+
+        Returns:
+            Likewise.
+        """
+
+    @abstractmethod
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: "Batch") -> dict[str, float]:
+        """Return means over the batch, as `Problem.evaluate`.
+
+        Args:
+            params: Parameters.
+            rows: Reads rows.
+            batch: Held-out samples.
+        """
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """Not called: see `loss_and_grad_rows`."""
+        raise NotImplementedError("it needs rows of its tables")
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """Not called: see `evaluate_rows`."""
+        raise NotImplementedError("it needs rows of its tables")
+
+
+def uses_rows(problem: Any) -> bool:
+    """Whether a problem, or its class, has the methods of one with tables."""
+    return callable(getattr(problem, "loss_and_grad_rows", None))
+
+
+def gradient(
+    problem: Problem, params: Arrays, rows: Rows | None, batch: "Batch", out: Arrays
+) -> float:
+    """Have a problem compute the gradient of a batch, by rows if it has tables."""
+    if not uses_rows(problem):
+        return problem.loss_and_grad(params, batch, out)
+    assert rows is not None, "modes without tables refuse it"
+    return cast("TableProblem", problem).loss_and_grad_rows(params, rows, batch, out)
+
+
+def evaluation(
+    problem: Problem, params: Arrays, rows: RowReads | None
+) -> Callable[["Batch"], Mapping[str, float]]:
+    """Return what evaluates batches, by rows if the problem has tables."""
+    if not uses_rows(problem):
+        return lambda batch: problem.evaluate(params, batch)
+    assert rows is not None, "modes without tables refuse it"
+    tables = cast("TableProblem", problem)
+    return lambda batch: tables.evaluate_rows(params, rows, batch)
+
+
+def without_tables(problem: Problem, batches: Iterable["Batch"], dtype: str) -> Problem:
+    """Return a problem for these batches alone whose rows are parameters, by their tables' names.
+
+    That needs no servers. A problem without tables is returned as it is.
+    """
+    if not uses_rows(problem):
+        return problem
+    return _AsArrays(cast("TableProblem", problem), batches, dtype)
+
+
+class _AsArrays(Problem):
+    """A problem with tables of which a few rows are parameters, and there are no others."""
+
+    def __init__(self, problem: TableProblem, batches: Iterable["Batch"], dtype: str) -> None:
+        self._problem, self.layout = problem, problem.layout
+        flat = np.zeros((2, self.layout.size), dtype)
+        first = problem.init(np.random.default_rng(0))
+        seen = _Seen(problem.tables, np.dtype(dtype))
+        for batch in batches:
+            problem.loss_and_grad_rows(first, seen, batch, self.layout.views(flat[1]))
+        self._ids = {name: np.unique(np.concatenate(ids)) for name, ids in seen.ids.items() if ids}
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        shapes |= {k: (ids.size, problem.tables[k].dim) for k, ids in self._ids.items()}
+        self.layout = Layout.of(shapes)
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return fresh parameters; rows are of the size of their table's, from another stream."""
+        found = self._problem.init(rng)
+        for name, ids in self._ids.items():
+            table = self._problem.tables[name]
+            found[name] = table.init.scale * rng.standard_normal((ids.size, table.dim))
+        return found
+
+    def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
+        """See `Problem.loss_and_grad`."""
+        for name in self._ids:
+            out[name].fill(0)
+        rows = _Few(self._ids, params, out)
+        return self._problem.loss_and_grad_rows(params, rows, batch, out)
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """See `Problem.evaluate`."""
+        return self._problem.evaluate_rows(params, _Few(self._ids, params, {}), batch)
+
+
+class _Seen:
+    """Notes which rows are read, all of them zero."""
+
+    def __init__(self, tables: Mapping[str, Table], dtype: np.dtype) -> None:
+        self._tables, self._dtype = tables, dtype
+        self.ids: dict[str, list[np.ndarray]] = {name: [] for name in tables}
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        self.ids[name].append(np.ravel(ids))
+        return np.zeros((*np.shape(ids), self._tables[name].dim), self._dtype)
+
+    def push(self, name: str, ids: Any, grads: Any) -> None:
+        self.ids[name].append(np.ravel(ids))
+
+
+class _Few:
+    """Rows that are in arrays, and gradients that go into such."""
+
+    def __init__(self, ids: Mapping[str, np.ndarray], params: Arrays, out: Arrays) -> None:
+        self._ids, self._params, self._out = ids, params, out
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        return self._params[name][np.searchsorted(self._ids[name], ids)]
+
+    def push(self, name: str, ids: Any, grads: Any) -> None:
+        np.add.at(self._out[name], np.searchsorted(self._ids[name], ids), grads)

@@ -1,0 +1,220 @@
+"""libsvm text in sparse batches: the same numbers as dense ones, in memory that does not grow."""
+
+import gzip
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT
+from test_datasets import config, opened, refused
+
+from mpips.datasets import Dataset, base, iterate, open_parts, sparse
+from mpips.datasets.csr import Csr, join
+from mpips.datasets.loader import Loader
+from mpips.datasets.order import Order
+from mpips.errors import UserError
+from mpips.kernels import libsvm as kernel
+
+SAMPLE = ROOT / "jobs" / "digits-300.svm"
+ODD = "# a comment\n+1 3:0.5  7:-2e-1\r\n\n-1 qid:4 1:.25 # 9:9\n1\n-1\t2:1 9:3.5E0\n"
+
+
+def is_sparse(data: Dataset, n: int, width: int) -> bool:
+    info = data.info
+    return info.sparse and (info.n_train, info.x_shape) == (n, (width,))
+
+
+def everything(data: Dataset, dtype: str = "float64") -> tuple[Csr, np.ndarray]:
+    batches = list(iterate(data.train, 0, data.train.n, 7, dtype))
+    return join([batch.x for batch in batches]), np.concatenate([batch.y for batch in batches])
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 20])
+def test_batches_are_those_of_the_dense_reader(
+    piece: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sparse, "PIECE", piece)
+    (tmp_path / "odd.svm").write_text(ODD)
+    for path, n in ((SAMPLE, 300), (tmp_path / "odd.svm", 4)):
+        dense = opened(path, test_fraction=0, scale=0.5)
+        data = opened(f"{path}::sparse", test_fraction=0, scale=0.5)
+        assert is_sparse(data, n, dense.info.x_shape[0])
+        assert data.info.classes == dense.info.classes
+        x, y = everything(data)
+        assert x.values.dtype == np.float64
+        wanted = dense.train.load(0, n, np.dtype("f8"))
+        np.testing.assert_array_equal(x.dense(), wanted[0])
+        np.testing.assert_array_equal(y, wanted[1])
+        some = np.array([n - 1, 0, 2, 2])
+        gathered = data.train.table.gather(some)[0]
+        np.testing.assert_array_equal(0.5 * gathered.dense(), wanted[0][some])
+
+
+def test_problems_of_few_features_have_sparse_batches() -> None:
+    for problem in ("logistic_sparse", "factorization_machine"):
+        assert opened(SAMPLE, problem=problem).info.sparse
+    assert not opened(SAMPLE, problem="softmax").info.sparse
+
+
+def test_many_files_stand_one_behind_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the highest index of any, and counted from 0 if one of them is."""
+    monkeypatch.setattr(sparse, "PIECE", 8)
+    for k, text in enumerate(("1 1:1 2:2\n0 5:3\n", "# none yet\n1 0:7\n", "0 9:1\n1 2:4")):
+        (tmp_path / f"{k}.svm").write_text(text)
+    data = opened(f"{tmp_path}/*.svm::sparse", test_fraction=0)
+    assert is_sparse(data, 5, 10)
+    x, y = everything(data)
+    rows = [{1: 1, 2: 2}, {5: 3}, {0: 7}, {9: 1}, {2: 4}]
+    wanted = [[row.get(k, 0) for k in range(10)] for row in rows]
+    np.testing.assert_array_equal(x.dense(), wanted)
+    assert y.tolist() == [1, 0, 1, 0, 1]
+    assert [data.train.table.where(row) for row in (1, 2, 4)] == [
+        (f"{tmp_path}/0.svm", 1), (f"{tmp_path}/1.svm", 0), (f"{tmp_path}/2.svm", 1)
+    ]  # fmt: skip
+    train, test = f"{tmp_path}/0.svm::sparse", f"{tmp_path}/1.svm::sparse"
+    with opened(train, test_dataset=test) as both:
+        assert both.test is not None
+        assert both.train.load(1, 2, np.dtype("f4"))[0].indices.tolist() == [5]
+        assert both.test.load(0, 1, np.dtype("f4"))[0].indices.tolist() == [0]
+    text = refused(train, test_dataset=f"{tmp_path}/1.svm")
+    assert "1.svm beside" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "1 1:x", "1 1:2:3", "1 a:1", "1 3:1 3:2", "1 3:1 2:2", "1 -1:2", "x 1:1", "1 1:1e39",
+        "1 1:nan", "1 1:", "1 :1", "1 2147483648:1", "1 1:1e", "1 1:0x1", "1 1:.", "1 1:--1",
+    ],
+)  # fmt: skip
+def test_a_malformed_line_is_named_as_the_dense_reader_does(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.svm"
+    path.write_text(f"1 1:1\n\n0 2:1\n{line}\n")
+    told = refused(path, test_fraction=0)
+    assert "line 4" in told
+    assert refused(f"{path}::sparse", test_fraction=0) == told
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.svm", "wb") as file:
+        file.write(b"1 1:1\n0 1:1\n")
+    assert "compressed" in refused(f"{tmp_path}/a.svm::sparse")
+    (tmp_path / "b.svm").write_text("# nothing\n")
+    assert "no samples" in refused(f"{tmp_path}/b.svm::sparse")
+    assert "nothing behind ::, or sparse" in refused(f"{SAMPLE}::x", problem="logistic_sparse")
+    path = tmp_path / "c.svm"
+    path.write_text("1 1:1\n0 1:1\n")
+    data = opened(f"{path}::sparse", test_fraction=0)
+    path.write_text("1 1:1\n0 1:y\n")
+    with pytest.raises(UserError, match=r"c\.svm cannot be read \(it was changed"):
+        data.train.load(0, 2, np.dtype("f4"))
+    path.write_text("1 1:1e30\n0 1:1\n")
+    data = opened(f"{path}::sparse", test_fraction=0, scale=1e20)
+    with pytest.raises(UserError, match=r"sample 0, element \(0,\) is inf"):
+        data.train.load(0, 2, np.dtype("f4"))
+
+
+def test_numbers_are_those_of_python() -> None:
+    rng = np.random.default_rng(0)
+    some = rng.normal(size=2000) * 10.0 ** rng.integers(-6, 6, 2000)
+    for digits, ulps in ((6, 0), (15, 0), (17, 2)):
+        texts = [f"{number:.{digits}g}" for number in some]
+        line = "1 " + " ".join(f"{k}:{text}" for k, text in enumerate(texts))
+        found = sparse.parse(line.encode())[0].x.values
+        wanted = np.array([float(text) for text in texts])
+        assert (np.abs(found - wanted) <= ulps * np.spacing(np.abs(wanted))).all()
+
+
+def test_labels_alone_are_found_without_the_rest() -> None:
+    text = b"1 1:1\n0.5 x\n# y\n2e0\n"
+    parsed, facts = sparse.parse(text, features=False)
+    assert parsed.labels.tolist() == [1, 0.5, 2]
+    assert facts[kernel.WHOLE] == 0
+
+
+def test_what_is_known_of_a_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has its places does not go through it."""
+    places = sparse.open_sparse(str(SAMPLE)).places
+    monkeypatch.setattr(sparse, "scan", None)
+    table = sparse.open_sparse(str(SAMPLE), "", places)
+    assert table.n == 300
+    assert table.read_y(0, 300).sum() > 0
+
+
+def test_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch out of several blocks has each sample's own features, in the order that was asked."""
+    monkeypatch.setattr(sparse, "PIECE", 512)
+    monkeypatch.setattr(base, "BLOCK_BYTES", 4000)
+    data = opened(f"{SAMPLE}::sparse", test_fraction=0, batch_size=32)
+    source, whole = data.train, everything(data)[0].dense()
+    block = source.block(32)
+    assert 0 < block < 300
+    order = Order(source.n, 1, block, 3)
+    with Loader(source, order, "float64") as loader:
+        seen = []
+        for begin in range(0, 300, 32):
+            loader.submit(0, begin, min(begin + 32, 300))
+            batch = loader.take()
+            np.testing.assert_array_equal(batch.x.dense(), whole[batch.ids])
+            seen += batch.ids.tolist()
+    assert sorted(seen) == list(range(300))
+
+
+def peak_of(path: Path) -> int:
+    """Return the most bytes that Python has had while all batches were read."""
+    tracemalloc.start()
+    try:
+        with opened(f"{path}::sparse", test_fraction=0, batch_size=500) as data:
+            n = data.train.n
+            order = Order(n, 1, data.train.block(500), 0)
+            with Loader(data.train, order, "float32") as loader:
+                for begin in range(0, n, 500):
+                    loader.submit(0, begin, min(begin + 500, n))
+                    loader.take()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    lines = [
+        f"{k % 2} " + " ".join(f"{37 * j + k % 31}:0.5" for j in range(1, 30)) for k in range(9)
+    ]
+    part, path = ("\n".join(lines) + "\n") * 2000, tmp_path / "a.svm"
+    peaks = []
+    for parts in (5, 15):  # of 4.5 MB
+        path.write_text(part * parts)
+        peaks.append(peak_of(path))
+    assert path.stat().st_size > 60e6
+    assert peaks[0] < 60e6
+    assert peaks[1] < peaks[0] + 4e6, peaks
+
+
+def test_rows_of_a_matrix() -> None:
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(6, 4)) * (rng.random((6, 4)) < 0.4)
+    dense[[0, 3]] = 0
+    starts = np.concatenate(([0], np.cumsum((dense != 0).sum(1))))
+    x = Csr(starts, np.nonzero(dense)[1], dense[dense != 0], 4)
+    np.testing.assert_array_equal(x.dense(), dense)
+    np.testing.assert_array_equal(x.take(np.array([5, 0, 5, 1])).dense(), dense[[5, 0, 5, 1]])
+    np.testing.assert_array_equal(x[1:4].dense(), dense[1:4])
+    np.testing.assert_array_equal(join([x[:2], x[2:]]).dense(), dense)
+    np.testing.assert_allclose(x.sums(x.values), dense.sum(1))
+    pairs = np.stack([x.values, -x.values], axis=1)
+    np.testing.assert_allclose(x.sums(pairs)[:, 1], -dense.sum(1))
+
+
+def test_parts_are_found_by_their_option(tmp_path: Path) -> None:
+    """Also where held-out samples alone are many files."""
+    for k in range(2):
+        (tmp_path / f"{k}.svm").write_text(f"{k} {k + 1}:1\n{1 - k} 4:1\n")
+    given: Any = config(SAMPLE, problem="logistic_sparse", test_dataset=f"{tmp_path}/*.svm")
+    parts = open_parts(given)
+    assert (parts.train.n, parts.test.n, len(parts.test_rows)) == (300, 4, 4)
+    assert parts.train.x_shape == parts.test.x_shape == (64,)
+    parts.close()

@@ -1,0 +1,205 @@
+"""Problems with tables, on the command line: optima, exact zeros, resumes, what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Plan, final, summary
+
+from mpips.config import Config
+from mpips.datasets import open_dataset
+from mpips.datasets.csr import Csr
+from mpips.errors import UserError
+from mpips.planning.needs import measure
+from mpips.problems import PROBLEMS, load_problem
+from mpips.problems.gradient_check import check_gradient
+from mpips.problems.logistic_sparse import ROWS, cross_entropy
+from mpips.ps.saved_rows import find_rows
+
+ROOT = Path(__file__).parents[2]
+CLICKS = str(ROOT / "jobs" / "clicks.svm")
+DIGITS = 1150  # of those in the file, to train on
+
+OWN = """
+import numpy as np
+from mpips.layout import Layout
+from mpips.layout.tables import Table, Zeros
+
+class Means:
+    '''Learns the mean label of each feature; no subclass of Problem.'''
+    def __init__(self, data, config):
+        self.layout = Layout.of({"all": (1,)})
+        self.tables = {"mean": Table(rows=data.x_shape[0], dim=1, init=Zeros())}
+    def init(self, rng):
+        return {"all": np.zeros(1)}
+    def loss_and_grad_rows(self, params, rows, batch, out):
+        error = rows.pull("mean", batch.x.indices)[:, 0] - batch.y[batch.x.samples]
+        rows.push("mean", batch.x.indices, error[:, None] / error.size)
+        out["all"][0] = params["all"][0] - batch.y.mean()
+        return float((error ** 2).mean() / 2 + (params["all"][0] - batch.y.mean()) ** 2 / 2)
+    def evaluate_rows(self, params, rows, batch):
+        error = rows.pull("mean", batch.x.indices)[:, 0] - batch.y[batch.x.samples]
+        return {"loss": float((error ** 2).mean())}
+"""
+
+
+def odd_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Write which of the bundled digits are odd, as libsvm text; returns inputs and labels."""
+    data = open_dataset(Config(dataset="digits"))
+    x, y = data.train.load(0, data.train.n, np.dtype("f8"))
+    x, y = x.reshape(len(x), -1), y % 2
+    rows = [" ".join(f"{k + 1}:{v:.4f}" for k, v in enumerate(row) if v) for row in x]
+    path.write_text("".join(f"{label} {row}\n" for label, row in zip(y, rows, strict=True)))
+    return x.round(4), y
+
+
+def mean_loss(x: np.ndarray, y: np.ndarray, w: np.ndarray, b: float) -> float:
+    z = x @ w + b
+    return float(np.mean(np.logaddexp(0, z) - y * z))
+
+
+def optimum(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the least mean loss of logistic regression, by Newton's method."""
+    ones = np.hstack([x, np.ones((len(x), 1))])
+    w = np.zeros(ones.shape[1])
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-ones @ w))
+        curvature = (ones.T * (p * (1 - p))) @ ones / len(x) + 1e-12 * np.eye(len(w))
+        w -= np.linalg.solve(curvature, ones.T @ (p - y) / len(x))
+    assert np.abs(ones.T @ (1 / (1 + np.exp(-ones @ w)) - y)).max() < 1e-5
+    return mean_loss(x, y, w[:-1], float(w[-1]))
+
+
+def weights(plan: Plan, name: str) -> np.ndarray:
+    found = final(plan.out(name))
+    rows: np.ndarray = find_rows(found, ROWS, np.arange(found.tables[ROWS]["rows"]))
+    return rows[:, 0]
+
+
+@pytest.mark.launch
+def test_in_one_world(tmp_path: Path) -> None:
+    plan = Plan(tmp_path)
+    x, y = odd_digits(tmp_path / "odd.svm")
+    (tmp_path / "own.py").write_text(OWN)
+    odd = ["--problem", "logistic_sparse", "--dataset", "odd.svm", "--eval-every", "0"]
+    clicks = ["--problem", "logistic_sparse", "--dataset", CLICKS, "--optimizer", "adagrad"]
+    full = ["--batch-size", "288", "--optimizer", "adam", "--lr", "0.3", "--schedule", "cosine"]
+    plan.add("best", 2, [*odd, *full, "--epochs", "300"])
+    for name, l1 in (("plain", 0), ("few", 1)):
+        rule = f"ftrl: lr=0.2, l1={l1}"
+        plan.add(name, 3, [*clicks, "--row-optimizer", rule, "--epochs", "4"])
+    pairs = ["--problem", "factorization_machine", *clicks[2:], "--lr", "0.1", "--factors", "4"]
+    plan.add("pairs", 3, [*pairs, "--servers", "1", "--epochs", "8"])
+    plan.add("pairs", 3, ["--resume", "--servers", "2", "--epochs", "16"])
+    plan.add("pairs", 2, ["--resume", "--eval-only"], quiet=False)
+    own = [
+        "--problem",
+        f"{tmp_path}/own.py:Means",
+        "--dataset",
+        f"{CLICKS}::sparse",
+        "--mode",
+        "ssp",
+    ]
+    plan.add("own", 3, [*own, "--optimizer", "adagrad", "--lr", "0.3", "--epochs", "3"])
+    plan.add("rounds", 3, [*clicks, "--mode", "sync"], 2)
+    plan.add("no rule", 3, [*clicks, "--row-optimizer", "rmsprop"], 2)
+    plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
+    plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
+    plan.run(240, tmp_path)
+    check_optimum(plan, x[:DIGITS], y[:DIGITS])
+    check_zeros(plan)
+    check_pairs(plan)
+    assert summary(plan.out("own"))["eval_loss"] < 0.25
+    told = "\n".join(plan.errors())
+    for words in (
+        "tables in mode 'sync'",
+        "unknown optimizer of a table 'rmsprop'",
+        "unknown number of ftrl for tables 'l3'",
+        "row_optimizer 'sgd' without tables",
+    ):
+        assert words in told
+
+
+def check_optimum(plan: Plan, x: np.ndarray, y: np.ndarray) -> None:
+    b = float(final(plan.out("best")).read_params()[0])
+    found, least = mean_loss(x, y, weights(plan, "best"), b), optimum(x, y)
+    assert least < found < least + 0.002, (found, least)
+
+
+def check_zeros(plan: Plan) -> None:
+    """With l1 weights of little evidence are 0, not just small, and little is lost."""
+    plain, few = weights(plan, "plain"), weights(plan, "few")
+    assert (plain != 0).all()
+    assert 10 <= (few == 0).sum() <= 40
+    assert abs(summary(plan.out("few"))["accuracy"] - summary(plan.out("plain"))["accuracy"]) < 0.03
+
+
+def check_pairs(plan: Plan) -> None:
+    """Better than without pairs; a resume on other servers goes on, and evaluates to the same."""
+    found = summary(plan.out("pairs"))
+    assert found["accuracy"] > 0.77 > 0.67 > summary(plan.out("plain"))["accuracy"]
+    assert found["samples"] == 16 * 3200
+    told = plan.outputs("pairs")[2]
+    assert f"loss {found['eval_loss']:.5f}"[:-1] in told, (told, found["eval_loss"])
+    lines = (plan.out("pairs") / "metrics.jsonl").read_text().splitlines()
+    evaluated = [json.loads(line) for line in lines if '"kind": "eval"' in line]
+    assert len(evaluated) >= 5
+    assert all({"loss", "accuracy"} <= set(line) for line in evaluated)
+
+
+@pytest.mark.parametrize("name", ["logistic_sparse", "factorization_machine"])
+def test_gradients(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.svm"
+    path.write_text("1 1:0.5 3:2\n0\n0 2:-1 3:1 6:0.3\n1 1:1\n")
+    config = Config(problem=name, dataset=str(path), batch_size=3, seed=1)
+    text, error = check_gradient(config)
+    assert error is None
+    assert "the gradient is right" in text
+    assert text.count(ROWS) == 1
+    assert measure(dataclasses.replace(config, batch_size=1)).parameters == 1
+
+
+def test_a_factorization_machine_is_its_sum_over_pairs() -> None:
+    rng = np.random.default_rng(0)
+    config: Any = Config(factors=3)
+    data = open_dataset(
+        dataclasses.replace(config, problem="factorization_machine", dataset=CLICKS)
+    )
+    problem: Any = load_problem("factorization_machine", data.info, config)
+    table = rng.normal(size=(6, 4))
+    dense = rng.normal(size=(5, 6)) * (rng.random((5, 6)) < 0.6)
+    starts = np.concatenate(([0], np.cumsum((dense != 0).sum(1))))
+    x = Csr(starts, np.nonzero(dense)[1], dense[dense != 0], 6)
+    terms = x.values[:, None] * table[x.indices]
+    wanted = dense @ table[:, 0]
+    for i, row in enumerate(dense):
+        for j in range(6):
+            for k in range(j + 1, 6):
+                wanted[i] += row[j] * row[k] * table[j, 1:] @ table[k, 1:]
+    np.testing.assert_allclose(problem._scores(x, terms, x.sums(terms)), wanted)
+
+
+def test_cross_entropy_of_any_logits() -> None:
+    z, y = np.array([0.3, -2, 800, -800, 800]), np.array([1, 0, 1, 1, 0])
+    loss, delta = cross_entropy(z, y)
+    wanted = [np.log1p(np.exp(-0.3)), np.log1p(np.exp(-2)), 0, 800, 800]
+    np.testing.assert_allclose(loss, np.mean(wanted))
+    p = [1 / (1 + np.exp(-0.3)), 1 / (1 + np.exp(2)), 1, 0, 1]
+    np.testing.assert_allclose(delta, (np.array(p) - y) / 5, atol=1e-300)
+    assert np.isnan(cross_entropy(np.array([np.nan, 0]), np.array([0, 1]))[0])
+
+
+def test_data_that_does_not_fit(tmp_path: Path) -> None:
+    config = Config()
+    digits = open_dataset(config).info
+    path = tmp_path / "a.svm"
+    path.write_text("2 1:1\n0 1:1\n1 2:1\n0 2:2\n1 1:1\n")
+    three = open_dataset(Config(dataset=f"{path}::sparse", batch_size=1)).info
+    for info, told in ((digits, "samples are dense"), (three, "the 3 classes of")):
+        for name in ("logistic_sparse", "factorization_machine"):
+            assert name in PROBLEMS
+            with pytest.raises(UserError, match=told):
+                load_problem(name, info, config)
