@@ -17,6 +17,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
+from mpips.planning.tables import bytes_of_tables
 from mpips.problems import load_problem
 from mpips.problems.rows import without_tables
 
@@ -37,12 +38,14 @@ class Measured:
         n_train: Training samples.
         data_bytes: Memory that a worker's data takes.
         grad_s: Seconds that the gradient of a batch takes on this machine.
+        table_bytes: Memory that rows of tables take, with their rules' slots.
     """
 
     parameters: int
     n_train: int
     data_bytes: float
     grad_s: float
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def measure(config: Config) -> Measured:
     tracemalloc.stop()
     problem = load_problem(config.problem, dataset.info, config)
     parameters, n = problem.layout.size, dataset.info.n_train
+    table_bytes = bytes_of_tables(problem, config)
     few = islice(iterate(dataset.train, 0, n, config.batch_size, config.dtype), BATCHES)
     problem = without_tables(problem, few, config.dtype)
     vectors = np.zeros((2, problem.layout.size), config.dtype)
@@ -102,7 +106,7 @@ def measure(config: Config) -> Measured:
             took.append(time.perf_counter() - begun)
             if sum(took) > MEASURE_S:
                 break
-    return Measured(parameters, n, data_bytes, float(np.median(took)))
+    return Measured(parameters, n, data_bytes, float(np.median(took)), table_bytes)
 
 
 def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -> Needs:
@@ -120,7 +124,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     )
     roles = with_spares(roles, config.spares)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
-    state = vector * (1 + len(make_rule(config.optimizer).slots))
+    state = vector * (1 + len(make_rule(config.optimizer).slots)) + measured.table_bytes
     shard = 1 / (len(roles.owners) - roles.spares)
     owned = shard * state * (2 if config.snapshot == "copy" else 1) + vector  # its start is whole
     pool = shard * vector * (2 if config.in_rounds else config.inbox)

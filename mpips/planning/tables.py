@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
 from mpips.cluster.segments import SHARED_MEMORY
@@ -100,6 +102,20 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
         room = min(table.rows, table.push_rows or most)
         found.append(JobTable(name, table, rule, config.seed, room, job.rate(rule.rate)))
     return tuple(found)
+
+
+def bytes_of_tables(problem: object, config: Config) -> int:
+    """Return what the rows of a problem's tables take, with all that their rules keep.
+
+    Raises:
+        UserError: As `tables_of`.
+    """
+    total, itemsize = 0, np.dtype(config.dtype).itemsize
+    for table in checked_tables(getattr(problem, "tables", {})).values():
+        rule = _rule_of(table, config)
+        assert rule is not None, "the configuration has one"
+        total += table.rows * rule.width(table.dim) * itemsize
+    return total
 
 
 def _rule_of(table: Table, config: Config | None) -> RowRule | None:

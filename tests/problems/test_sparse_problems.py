@@ -13,7 +13,7 @@ from mpips.config import Config
 from mpips.datasets import open_dataset
 from mpips.datasets.csr import Csr
 from mpips.errors import UserError
-from mpips.planning.needs import measure
+from mpips.planning.needs import measure, needs
 from mpips.problems import PROBLEMS, load_problem
 from mpips.problems.gradient_check import check_gradient
 from mpips.problems.logistic_sparse import ROWS, cross_entropy
@@ -159,7 +159,13 @@ def test_gradients(name: str, tmp_path: Path) -> None:
     assert error is None
     assert "the gradient is right" in text
     assert text.count(ROWS) == 1
-    assert measure(dataclasses.replace(config, batch_size=1)).parameters == 1
+    few = dataclasses.replace(config, batch_size=1, row_optimizer="ftrl")
+    dim = 1 if name == "logistic_sparse" else 1 + config.factors
+    found = measure(few)
+    assert (found.parameters, found.table_bytes) == (1, 7 * 3 * dim * 4)
+    more = dataclasses.replace(found, table_bytes=10**9)
+    wants = [needs(few, measured, 1, 3).server_bytes for measured in (found, more)]
+    assert wants[1] - wants[0] == pytest.approx(2e9, rel=1e-3)
 
 
 def test_a_factorization_machine_is_its_sum_over_pairs() -> None:
