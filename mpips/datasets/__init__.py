@@ -23,6 +23,8 @@ from mpips.datasets.base import (
     iterate,
 )
 from mpips.datasets.files import Files, find_files
+from mpips.datasets.hashed import IDS
+from mpips.datasets.hashed import NAME as HASHED
 from mpips.datasets.index import Counted, Entry, Held, count, held_by
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
@@ -67,14 +69,17 @@ READERS = {
 IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
 HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
-SPARSE = "sparse.open_sparse"  # of libsvm text, for problems of few features a sample
-PLACED = (
-    "tar.TarTable",
-    "csv.CsvTable",
-    SPARSE,
-)  # go through a file, unless told where samples are
+SPARSE, HASHED_CSV, HASHED_PARQUET = "sparse.open_sparse", "csv.open_hashed", "parquet.open_hashed"
+# For problems of few features a sample.
+SPARSELY = {
+    LIBSVM: SPARSE,
+    "csv.CsvTable": HASHED_CSV,
+    "parquet.ParquetTable": HASHED_PARQUET,
+}
+# These go through a file, unless they are told where its samples are.
+PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV)
 READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
-READ_IN_PART |= {reader: reader for reader in PLACED}
+READ_IN_PART |= {reader: reader for reader in (*PLACED, HASHED_PARQUET)}
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
 
 
@@ -213,7 +218,7 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         name=config.dataset if config.dataset in BUILT_IN else Path(train.path).name,
         n_train=n_train,
         n_test=len(parts.test_rows),
-        x_shape=train.x_shape,
+        x_shape=(IDS,) if train.x.name == HASHED else train.x_shape,
         y_shape=train.y.shape[1:] if found.classes is None else (),
         classes=found.classes,
         source=config.dataset,
@@ -221,7 +226,7 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         countable=found.countable,
         notes=(*found.notes, *_told_names(train.class_names)),
         class_names=train.class_names,
-        sparse=train.sparse,
+        sparse=train.sparse or train.x.name == HASHED,
     )
 
 
@@ -242,10 +247,14 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
         if table.in_memory:
             whole = Source(table, info, range(table.n), config.scale)
             whole.check(np.dtype(config.dtype))
-    make = _reader("sparse.SparseSource") if info.sparse else Source
+    make = _reader(_source_of(parts.train)) if info.sparse else Source
     train = make(parts.train, info, parts.rows, config.scale)
     test = make(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
     return Dataset(info, train, test)
+
+
+def _source_of(table: Table) -> str:
+    return "sparse.SparseSource" if table.sparse else "hashed.HashedSource"
 
 
 def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
@@ -290,7 +299,7 @@ def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
 def _format(path: str, sparse: bool = False) -> str:
     """Return the name of a file's reader, as its suffix says, of sparse batches if these are."""
     reader = READERS.get(_suffix(path), IDX)
-    return SPARSE if sparse and reader == LIBSVM else reader
+    return SPARSELY.get(reader, reader) if sparse else reader
 
 
 def _suffix(path: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpips import extras
+from mpips.datasets.hashed import ids_of
 from mpips.datasets.table import Table, no_numbers
 from mpips.errors import UserError, nearest
 
@@ -18,11 +19,12 @@ MAX_NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name, the shape of a row of it, its dtype."""
+    """A column: its name, the shape of a row of it, its dtype, whether it is read as ids."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    hashed: bool = False
 
 
 def load(module: str, what: str) -> Any:
@@ -108,6 +110,8 @@ def numbers(path: str, column: Column, values: Any, first: int) -> np.ndarray:
         UserError: If one is missing, or a list is of another length; it names the row.
     """
     where = f"{path}: column {column.name!r}"
+    if column.hashed:
+        return ids_of(column.name, values).astype(column.dtype)
     if values.null_count:
         row = first + int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         raise _missing(where, row)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpips.datasets import arrow
 from mpips.datasets.arrow import Column
+from mpips.datasets.hashed import NAME
 from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
 from mpips.errors import UserError
 
@@ -29,6 +30,7 @@ class CsvTable(Table):
         path: The file.
         names: Columns of inputs, and that of targets behind them.
         places: Where lines begin, as `places` of another; None to go through the file for it.
+        hashed: Whether inputs are ids: see `mpips.datasets.hashed`.
 
     Raises:
         UserError: If the file is missing or empty, has no such columns, or they hold no numbers;
@@ -37,9 +39,11 @@ class CsvTable(Table):
 
     in_memory = False
 
-    def __init__(self, path: str, names: str = "", places: np.ndarray | None = None) -> None:
+    def __init__(
+        self, path: str, names: str = "", places: np.ndarray | None = None, hashed: bool = False
+    ) -> None:
         check_file(path)
-        self.path = path
+        self.path, self._hashed = path, hashed
         self._file = os.open(path, os.O_RDONLY)
         try:
             with open(path, "rb") as file:
@@ -52,7 +56,8 @@ class CsvTable(Table):
             self._rows, self._at = found.reshape(2, -1)
             self._inputs, self._target = self._columns(columns)
             n, width = int(self._rows[-1]), len(self._inputs)
-            x = ArrayInfo("inputs", (n, width) if width > 1 else (n,), np.dtype("f8"))
+            name = NAME if hashed else "inputs"
+            x = ArrayInfo(name, (n, width) if width > 1 else (n,), np.dtype("f8"))
             super().__init__(path, x, ArrayInfo(columns[-1], (n,), self._target.dtype))
         except BaseException:
             self.close()
@@ -90,20 +95,20 @@ class CsvTable(Table):
 
     def _columns(self, names: list[str]) -> tuple[list[Column], Column]:
         """Return the columns, after a look at the first lines."""
-        first = self._parse(0, 1, names, {})
+        first, hashed = self._parse(0, 1, names, {}), self._hashed
         kinds = [
-            arrow.column_of(self.path, name, first.column(name).type, 0).dtype for name in names
+            arrow.column_of(self.path, name, first.column(name).type, 0).dtype
+            for name in (names[-1:] if hashed else names)
         ]
         target = np.dtype("i8" if kinds[-1].kind in "bi" else "f8")
-        return [Column(name, (), np.dtype("f8")) for name in names[:-1]], Column(
-            names[-1], (), target
-        )
+        inputs = [Column(name, (), np.dtype("f8"), hashed) for name in names[:-1]]
+        return inputs, Column(names[-1], (), target)
 
     def _read(self, begin: int, end: int, columns: list[Column]) -> list[np.ndarray]:
         low = int(np.searchsorted(self._rows, begin, "right")) - 1
         high = int(np.searchsorted(self._rows, end, "left"))
         pa = arrow.load("", "CSV files")
-        kinds = {c.name: pa.from_numpy_dtype(c.dtype) for c in columns}
+        kinds = {c.name: "string" if c.hashed else pa.from_numpy_dtype(c.dtype) for c in columns}
         start, expected = int(self._rows[low]), int(self._rows[high] - self._rows[low])
         table = self._parse(low, high, list(kinds), kinds)
         if len(table) != expected:
@@ -128,6 +133,11 @@ class CsvTable(Table):
                     include_columns=names, column_types=kinds, null_values=[""]
                 ),
             )
+
+
+def open_hashed(path: str, names: str = "", places: np.ndarray | None = None) -> CsvTable:
+    """Open a file whose inputs are read as ids."""
+    return CsvTable(path, names, places, hashed=True)
 
 
 def scan(path: str, begin: int) -> np.ndarray:

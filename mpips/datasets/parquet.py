@@ -7,6 +7,7 @@ import numpy as np
 
 from mpips.datasets import arrow
 from mpips.datasets.arrow import Column
+from mpips.datasets.hashed import NAME
 from mpips.datasets.table import ArrayInfo, Table, check_file, reading
 
 FORMAT = "Parquet"
@@ -19,6 +20,7 @@ class ParquetTable(Table):
     Args:
         path: The file.
         names: Columns of inputs, and that of targets behind them.
+        hashed: Whether inputs are ids: see `mpips.datasets.hashed`.
 
     Raises:
         UserError: If the file is missing, empty, truncated or not Parquet, has no such columns, or
@@ -27,8 +29,9 @@ class ParquetTable(Table):
 
     in_memory = False
 
-    def __init__(self, path: str, names: str = "") -> None:
+    def __init__(self, path: str, names: str = "", hashed: bool = False) -> None:
         check_file(path)
+        self._hashed = hashed
         parquet = arrow.load(".parquet", "Parquet files")
         with reading(path, FORMAT):
             self._file = parquet.ParquetFile(path)
@@ -41,6 +44,7 @@ class ParquetTable(Table):
             self._starts = np.cumsum([0, *groups])
             shape, dtype = arrow.inputs_of(path, inputs)
             name = inputs[0].name if len(inputs) == 1 else "inputs"
+            name = NAME if hashed else name
             x, y = ArrayInfo(name, (n, *shape), dtype), (n, *target.shape)
             super().__init__(path, x, ArrayInfo(target.name, y, target.dtype))
         except BaseException:
@@ -75,8 +79,10 @@ class ParquetTable(Table):
 
     def _columns(self, names: str) -> list[Column]:
         fields = {field.name: field.type for field in self._file.schema_arrow}
-        found = []
-        for name in arrow.chosen(self.path, names, list(fields)):
+        found, wanted = list[Column](), arrow.chosen(self.path, names, list(fields))
+        if self._hashed:
+            found = [Column(name, (), np.dtype("i8"), True) for name in wanted[:-1]]
+        for name in wanted[len(found) :]:
             length = 0
             if hasattr(fields[name], "value_type") and not hasattr(fields[name], "list_size"):
                 length = self._first_length(name)
@@ -116,3 +122,8 @@ class ParquetTable(Table):
                         ],
                     )
                 at += len(piece)
+
+
+def open_hashed(path: str, names: str = "") -> ParquetTable:
+    """Open a file whose inputs are read as ids."""
+    return ParquetTable(path, names, hashed=True)

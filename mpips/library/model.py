@@ -10,7 +10,7 @@ from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.optim import RuleState
-from mpips.planning.tables import checked_tables
+from mpips.planning.table_rules import checked_tables
 from mpips.problems.base import Arrays, Problem
 
 if TYPE_CHECKING:

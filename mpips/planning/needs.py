@@ -17,7 +17,7 @@ from mpips.datasets import iterate, open_dataset
 from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
-from mpips.planning.tables import bytes_of_tables
+from mpips.planning.table_rules import bytes_of_tables
 from mpips.problems import load_problem
 from mpips.problems.rows import without_tables
 

@@ -1,27 +1,22 @@
 """The tables of a job: what is known of each before the first step, and which jobs have none."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
 from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
-from mpips.config import SPARSE_PROBLEMS, Config
-from mpips.config.row_optimizer import parse_row_optimizer
+from mpips.config import SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.layout.tables import Ownership, Table
-from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
+from mpips.optim.row_rules import RowRule
+from mpips.planning.table_rules import checked_tables, rule_of
 
 if TYPE_CHECKING:
-    from mpips.optim.row_rules import Named
     from mpips.planning.job import Job
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
 AREA_ROWS = 1024  # at least
 TABLE_MODES = ("async", "ssp")
@@ -68,25 +63,6 @@ class JobTable:
         return Ownership(self.name, self.table, servers, self.seed)
 
 
-def checked_tables(given: Any) -> dict[str, Table]:
-    """Return a program's tables.
-
-    Raises:
-        UserError: If they are no mapping of names to tables, or a name cannot be one.
-    """
-    example = 'tables={"item": mpips.Table(rows=1000, dim=8)}'
-    if not isinstance(given, Mapping):
-        raise UserError(f"tables of type {type(given).__name__}", "a mapping", f"such as {example}")
-    for name, table in given.items():
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise UserError(f"table {name!r}", "a name of letters, digits, dots, - and _")
-        if not isinstance(table, Table):
-            got = f"table {name!r} of type {type(table).__name__}"
-            raise UserError(got, "an mpips.Table", f"such as {example}")
-        _rule_of(table, None)
-    return dict(given)
-
-
 def tables_of(job: "Job") -> tuple[JobTable, ...]:
     """Return the tables of a job, with what the configuration says of them.
 
@@ -97,48 +73,11 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
     given = checked_tables(getattr(job.problem, "tables", {}))
     for name, table in given.items():
         most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
-        rule = _rule_of(table, config)
+        rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
         room = min(table.rows, table.push_rows or most)
         found.append(JobTable(name, table, rule, config.seed, room, job.rate(rule.rate)))
     return tuple(found)
-
-
-def bytes_of_tables(problem: object, config: Config) -> int:
-    """Return what the rows of a problem's tables take, with all that their rules keep.
-
-    Raises:
-        UserError: As `tables_of`.
-    """
-    total, itemsize = 0, np.dtype(config.dtype).itemsize
-    for table in checked_tables(getattr(problem, "tables", {})).values():
-        rule = _rule_of(table, config)
-        assert rule is not None, "the configuration has one"
-        total += table.rows * rule.width(table.dim) * itemsize
-    return total
-
-
-def _rule_of(table: Table, config: Config | None) -> RowRule | None:
-    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
-    if table.optimizer is not None:
-        return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
-    if config is not None and config.row_optimizer:
-        return make_row_rule(parse_row_optimizer(config.row_optimizer))
-    return None if config is None else make_row_rule(_Optimizer(config))
-
-
-class _Optimizer:
-    """The update rule of a job, as `make_row_rule` takes it."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def options(self) -> dict[str, Any]:
-        """Return its name and numbers."""
-        c, rule = self._config, ROW_RULES.get(self._config.optimizer)
-        names = [each.name for each in fields(rule)] if rule is not None else []
-        numbers = {name: getattr(c, name) for name in names if name != "lr" and hasattr(c, name)}
-        return {"optimizer": c.optimizer, "lr": c.learning_rate, **numbers}
 
 
 def check_job(job: "Job") -> None:

@@ -38,7 +38,9 @@ class LogisticSparse(TableProblem):
         what = f"problem {self.name!r} with"
         if not data.sparse:
             got = f"{what} dataset {data.name!r}, whose samples are dense"
-            raise UserError(got, "libsvm text: .svm, .libsvm", "or use --problem softmax")
+            raise UserError(
+                got, "libsvm text, or columns of a CSV or Parquet file", "use --problem softmax"
+            )
         if data.classes != 2:
             held = f"{data.classes} classes" if data.classes else "real-valued targets"
             got = f"{what} the {held} of dataset {data.name!r}"

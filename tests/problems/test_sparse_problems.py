@@ -162,7 +162,7 @@ def test_gradients(name: str, tmp_path: Path) -> None:
     few = dataclasses.replace(config, batch_size=1, row_optimizer="ftrl")
     dim = 1 if name == "logistic_sparse" else 1 + config.factors
     found = measure(few)
-    assert (found.parameters, found.table_bytes) == (1, 7 * 3 * dim * 4)
+    assert (found.parameters, found.table_bytes) == (1, 6 * 3 * dim * 4)
     more = dataclasses.replace(found, table_bytes=10**9)
     wants = [needs(few, measured, 1, 3).server_bytes for measured in (found, more)]
     assert wants[1] - wants[0] == pytest.approx(2e9, rel=1e-3)

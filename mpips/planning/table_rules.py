@@ -1,0 +1,75 @@
+"""The tables that a problem gives, and the update rules of their rows; starts no MPI."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from mpips.config import Config
+from mpips.config.row_optimizer import parse_row_optimizer
+from mpips.errors import UserError
+from mpips.layout.tables import Table
+from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
+
+if TYPE_CHECKING:
+    from mpips.optim.row_rules import Named
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def checked_tables(given: Any) -> dict[str, Table]:
+    """Return a program's tables.
+
+    Raises:
+        UserError: If they are no mapping of names to tables, or a name cannot be one.
+    """
+    example = 'tables={"item": mpips.Table(rows=1000, dim=8)}'
+    if not isinstance(given, Mapping):
+        raise UserError(f"tables of type {type(given).__name__}", "a mapping", f"such as {example}")
+    for name, table in given.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"table {name!r}", "a name of letters, digits, dots, - and _")
+        if not isinstance(table, Table):
+            got = f"table {name!r} of type {type(table).__name__}"
+            raise UserError(got, "an mpips.Table", f"such as {example}")
+        rule_of(table, None)
+    return dict(given)
+
+
+def bytes_of_tables(problem: object, config: Config) -> int:
+    """Return what the rows of a problem's tables take, with all that their rules keep.
+
+    Raises:
+        UserError: As `checked_tables`, or if the rule of the job is none for rows.
+    """
+    total, itemsize = 0, np.dtype(config.dtype).itemsize
+    for table in checked_tables(getattr(problem, "tables", {})).values():
+        rule = rule_of(table, config)
+        assert rule is not None, "the configuration has one"
+        total += table.rows * rule.width(table.dim) * itemsize
+    return total
+
+
+def rule_of(table: Table, config: Config | None) -> RowRule | None:
+    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
+    if table.optimizer is not None:
+        return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
+    if config is not None and config.row_optimizer:
+        return make_row_rule(parse_row_optimizer(config.row_optimizer))
+    return None if config is None else make_row_rule(_Optimizer(config))
+
+
+class _Optimizer:
+    """The update rule of a job, as `make_row_rule` takes it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def options(self) -> dict[str, Any]:
+        """Return its name and numbers."""
+        c, rule = self._config, ROW_RULES.get(self._config.optimizer)
+        names = [each.name for each in fields(rule)] if rule is not None else []
+        numbers = {name: getattr(c, name) for name in names if name != "lr" and hasattr(c, name)}
+        return {"optimizer": c.optimizer, "lr": c.learning_rate, **numbers}
