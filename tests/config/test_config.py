@@ -1004,6 +1004,7 @@ def mended(values: dict[str, Any]) -> Config:
     if values["schedule"] != "step":
         values["step_every"] = 0
     values["warmup_steps"] = max(1, values["warmup_steps"])
+    values["row_optimizer"] = values["row_optimizer"].partition(",")[0]  # none twice
     values["eval_only"] = values["eval_only"] and bool(values["resume"])
     pairs = [one.split(":") for one in values["inject_delay"].split(",") if one]
     slowed = {int(worker): factor for worker, factor in pairs}

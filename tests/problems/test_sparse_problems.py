@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,11 @@ def check_pairs(plan: Plan) -> None:
     evaluated = [json.loads(line) for line in lines if '"kind": "eval"' in line]
     assert len(evaluated) >= 5
     assert all({"loss", "accuracy"} <= set(line) for line in evaluated)
+
+
+def test_clicks_are_as_their_script_writes_them(tmp_path: Path) -> None:
+    runpy.run_path(str(ROOT / "jobs" / "make_clicks.py"))["main"](str(tmp_path / "again.svm"))
+    assert (tmp_path / "again.svm").read_bytes() == Path(CLICKS).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["logistic_sparse", "factorization_machine"])
