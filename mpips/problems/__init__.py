@@ -62,6 +62,9 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
             something of a problem is missing, or if the data does not fit. Where the user's
             code raised, its exception is the ``__cause__``.
     """
+    if data.sparse and name in PROBLEMS and not uses_rows(PROBLEMS[name]):
+        got = f"problem {name!r} with the sparse samples of dataset {data.name!r}"
+        raise UserError(got, "dense ones", "leave out ::sparse, or use --problem logistic_sparse")
     if name in PROBLEMS:
         return PROBLEMS[name](data, config)
     path, colon, class_name = name.rpartition(":")

@@ -24,6 +24,7 @@ from mpips.config.command_line import CommandLine
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
+from mpips.datasets import places
 from mpips.errors import UserError
 
 STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", LOCK}  # what is written before CONFIG
@@ -160,6 +161,7 @@ def forget(out: Path) -> None:
         return
     for name in (CONFIG, DATA, METRICS, LOCK):
         (out / name).unlink(missing_ok=True)
+    places.forget(out / DATA)
     for folder in (out / CHECKPOINTS, out):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

@@ -110,6 +110,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
     plan.run(240, tmp_path)
+    assert not [name for name in ("rounds", "no rule", "no number") if plan.out(name).exists()]
     check_optimum(plan, x[:DIGITS], y[:DIGITS])
     check_zeros(plan)
     check_pairs(plan)
@@ -210,6 +211,8 @@ def test_data_that_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "a.svm"
     path.write_text("2 1:1\n0 1:1\n1 2:1\n0 2:2\n1 1:1\n")
     three = open_dataset(Config(dataset=f"{path}::sparse", batch_size=1)).info
+    with pytest.raises(UserError, match="problem 'softmax' with the sparse samples of"):
+        load_problem("softmax", three, config)
     for info, told in ((digits, "samples are dense"), (three, "the 3 classes of")):
         for name in ("logistic_sparse", "factorization_machine"):
             assert name in PROBLEMS
