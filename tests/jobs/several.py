@@ -18,6 +18,7 @@ from mpips.cluster.agreement import Agreed
 from mpips.cluster.library import SIZES
 from mpips.cluster.start import MPI
 from mpips.config.command_line import parse_command_line
+from mpips.errors import complain, write_line
 from mpips.session import run as session
 
 
@@ -34,7 +35,7 @@ def run(comm: MPI.Intracomm, argv: list[str]) -> int:
         signals._received.clear()
         code = session.run(parse_command_line(argv), time.perf_counter(), comm)
     except Agreed as error:
-        print(f"mpips: {error}", file=sys.stderr, flush=True)
+        complain(error)
         code = 2
     assert "progress" not in [thread.name for thread in threading.enumerate()], argv
     return code
@@ -48,7 +49,7 @@ def main(path: Path) -> None:
     for ranks, argv in json.loads(path.read_text()):
         takes_part, begin = world.rank < ranks, time.monotonic()
         if world.rank == 0:
-            print("== job", flush=True)
+            write_line("== job")
         comm = world.Split(0 if takes_part else MPI.UNDEFINED, world.rank)
         if takes_part:
             code = run(comm, argv)

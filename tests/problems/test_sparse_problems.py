@@ -88,7 +88,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     odd = ["--problem", "logistic_sparse", "--dataset", "odd.svm", "--eval-every", "0"]
     clicks = ["--problem", "logistic_sparse", "--dataset", CLICKS, "--optimizer", "adagrad"]
     full = ["--batch-size", "288", "--optimizer", "adam", "--lr", "0.3", "--schedule", "cosine"]
-    plan.add("best", 2, [*odd, *full, "--epochs", "300"])
+    serial = ["--mode", "ssp", "--staleness-bound", "0"]  # as staleness is not what is tested
+    plan.add("best", 2, [*odd, *full, *serial, "--epochs", "300"])
     for name, l1 in (("plain", 0), ("few", 1)):
         rule = f"ftrl: lr=0.2, l1={l1}"
         plan.add(name, 3, [*clicks, "--row-optimizer", rule, "--epochs", "4"])
