@@ -35,7 +35,7 @@ def shared_folder(kind: str) -> Path:
 
 def shared_files(kind: str) -> dict[str, Path]:
     """Return the files of ``jobs`` or ``slurm`` that come with mpips, by name."""
-    found = sorted(shared_folder(kind).iterdir())
+    found = filter(Path.is_file, sorted(shared_folder(kind).iterdir()))  # not what Python compiles
     return {path.name: path for path in found if path.name != "site.sh"}  # this clone's own
 
 
