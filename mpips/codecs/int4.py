@@ -1,12 +1,11 @@
 """QSGD with 4 bits: two levels a byte, against a scale per bucket."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, MessageId, State, bits_of, wire_parts
-from mpips.codecs.int8 import draw_of, largest_of, level_of
+from mpips.codecs.int8 import Int8, draw_of, largest_of, level_of
 from mpips.kernels.compiled import kernel
 
 BUCKET = 128
@@ -15,7 +14,7 @@ ZERO = 8  # what is written for level 0
 
 
 @dataclass(frozen=True)
-class Int4(Codec):
+class Int4(Int8):
     """`mpips.codecs.int8.Int8` with s = 7 levels, and a bucket of 128 elements.
 
     Unbiased, with ``|Q(x) - x| < m / 7``: for what many workers' steps have changed, which a
@@ -27,26 +26,15 @@ class Int4(Codec):
     """
 
     name: ClassVar[str] = "int4"
+    bucket: ClassVar[int] = BUCKET
+    stored: ClassVar[str] = "u1"
+    in_one: ClassVar[int] = 2
 
-    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`: a scale a bucket, then half a byte an element."""
-        return -(-n // BUCKET) * np.dtype(dtype).itemsize + -(-n // 2)
+    def _pack(self, *args: Any) -> None:
+        pack(*args)
 
-    def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
-        self._check(message, vector)
-        buckets = -(-vector.size // BUCKET)
-        return wire_parts(message, (buckets, vector.dtype), (-(-vector.size // 2), "u1"))
-
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
-        """See `Codec.encode`."""
-        scales, pairs = self._parts(out, grad)
-        pack(grad, bits_of(grad), scales, bits_of(scales), pairs, message_id.key)
-        return out.size
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """See `Codec.decode`."""
-        scales, pairs = self._parts(data, out)
-        unpack(scales, pairs, out)
+    def _unpack(self, *args: Any) -> None:
+        unpack(*args)
 
 
 @kernel()

@@ -1,7 +1,7 @@
 """QSGD with 8 bits: stochastic rounding against a scale per bucket."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,26 +24,35 @@ class Int8(Codec):
     """
 
     name: ClassVar[str] = "int8"
+    bucket: ClassVar[int] = BUCKET
+    stored: ClassVar[str] = "i1"  # dtype of what has the levels
+    in_one: ClassVar[int] = 1  # levels in an element of that
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`: a scale a bucket, then a byte an element."""
-        return -(-n // BUCKET) * np.dtype(dtype).itemsize + n
+        """See `Codec.wire_bytes`: a scale a bucket, then the levels."""
+        return -(-n // self.bucket) * np.dtype(dtype).itemsize + -(-n // self.in_one)
 
     def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
         self._check(message, vector)
-        buckets = -(-vector.size // BUCKET)
-        return wire_parts(message, (buckets, vector.dtype), (vector.size, "i1"))
+        buckets, stored = -(-vector.size // self.bucket), -(-vector.size // self.in_one)
+        return wire_parts(message, (buckets, vector.dtype), (stored, self.stored))
 
     def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         scales, levels = self._parts(out, grad)
-        pack(grad, bits_of(grad), scales, bits_of(scales), levels, message_id.key)
+        self._pack(grad, bits_of(grad), scales, bits_of(scales), levels, message_id.key)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         """See `Codec.decode`."""
         scales, levels = self._parts(data, out)
-        unpack(scales, levels, out)
+        self._unpack(scales, levels, out)
+
+    def _pack(self, *args: Any) -> None:
+        pack(*args)
+
+    def _unpack(self, *args: Any) -> None:
+        unpack(*args)
 
 
 @kernel()
