@@ -7,7 +7,9 @@ value. A rank keeps one piece in memory, and its file ends at `MOST` bytes.
 Loads no MPI.
 """
 
+import errno
 import json
+import os
 import struct
 import time
 from array import array
@@ -39,13 +41,13 @@ class Trace:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._times, self._codes = array("d"), array("q")
         self._path, self._size = path, 0
+        epoch = time.time() - time.perf_counter()
         try:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (held until close)
+            self._file.write(json.dumps({**about, "epoch": epoch}).encode() + b"\n")
         except OSError as problem:
             complain(f"warning: no trace {path}: {problem.strerror}")
             return
-        epoch = time.time() - time.perf_counter()
-        self._file.write(json.dumps({**about, "epoch": epoch}).encode() + b"\n")
         words.trace_by(self._note)
 
     def _note(self, what: int, now: float, value: int) -> None:
@@ -59,11 +61,13 @@ class Trace:
         self._times, self._codes = array("d"), array("q")
         self._size += len(data)
         try:
-            self._file.write(data)
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._size >= MOST:
                 raise OSError(0, "it is full")
         except OSError as problem:
             words.trace_by(None)
+            self._file.close()
             complain(f"warning: the trace {self._path} ends here: {problem.strerror}")
 
     def close(self) -> None:

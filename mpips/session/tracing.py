@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mpips.checkpoint import place
 from mpips.cluster import clocks
@@ -22,7 +22,8 @@ def traced(job: Job) -> Iterator[None]:
     ranks, folder = job.cluster, job.out / place.TRACE
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # of which each rank tells that has no trace then
+            folder.mkdir(parents=True, exist_ok=True)
     ahead = ranks.share(clocks.skews(ranks), 0)
     host = ranks.hosts[ranks.rank]
     about = {

@@ -63,6 +63,10 @@ def test_a_trace_ends_where_it_cannot_be_written(
     assert capsys.readouterr().err.count("ends here: it is full") == 1
     Trace(tmp_path / "none" / "rank-00000", ABOUT).close()
     assert "no trace" in capsys.readouterr().err
+    (tmp_path / "rank-00001").symlink_to("/dev/full")
+    Trace(tmp_path / "rank-00001", ABOUT).close()
+    assert "rank-00001: No space left on device" in capsys.readouterr().err
+    assert not words.is_traced()
 
 
 def traced(rank: int, *changes: tuple[float, int], workers: Sequence[int] = (0, 1)) -> Traced:
