@@ -12,7 +12,7 @@ readonly EXIT_SAVED=85    # of mpips: saved, run me again
 readonly EXIT_REFUSED=2   # of mpips: the job cannot run as it was asked for
 readonly EARLY_S=60       # SLURM may give its notice that much too early
 how=(--hosts slurm --timeout 0 --restarts 100)    # of mpips.launch
-launcher=() pid='' asked='' rc=0 out='' step=-1 library='' queued=''
+launcher=() pid='' asked='' rc=0 out='' step=-1 library='' queued='' sweep_folder=''
 name=${SLURM_JOB_NAME:-mpips} name=${name//\//-}    # of the run's folder
 # The last task of an array has the array's own number as its SLURM_JOB_ID.
 job_id=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -247,6 +247,13 @@ scratch() {
     done
 }
 
+# picture FOLDER: a run or a sweep that has ended, as a page beside it, where the extra for that is.
+picture() {
+    if python -c 'import jinja2, matplotlib' 2>/dev/null; then
+        say "$(timeout 600 python -m mpips.report "$1" -o "$1/report.html" 2>&1 || echo "no report of $1")"
+    fi
+}
+
 # start WORDS...: of mpips.launch, behind its --.
 start() {
     attempt python -m mpips.launch "${how[@]}" --mpirun "${launcher[*]}" -- "$@"
@@ -264,6 +271,7 @@ train_once() {
     fi
     if [ -n "${MPIPS_ELASTIC:-}" ]; then how+=(--elastic "$MPIPS_ELASTIC"); fi
     start "${words[@]}"
+    if ((rc < 2)) && [ -z "$sweep_folder" ] && [ -e "$out/config.toml" ]; then picture "$out"; fi
     case $rc in
         0) say "done: $out" && exit 0 ;;
         1) if [ -z "$asked" ]; then exit 1; fi ;;
@@ -357,7 +365,7 @@ sweep() {
 }
 
 # Note a row that has failed, which may have left no run, and write the table of results: one row at
-# a time, so that the last one writes the last table.
+# a time, so that the last one writes the last table, and draws them all.
 row_ended() {
     if [ -n "$queued" ]; then return; fi
     if [ "$1" != 0 ]; then echo "exit code $1" >"$sweep_folder/$SLURM_ARRAY_TASK_ID.failed"; fi
@@ -365,5 +373,8 @@ row_ended() {
         flock 9 || true    # a file system without locks goes without
         python -m mpips.results "$sweep_folder" >"$sweep_folder/results.tmp"
         mv "$sweep_folder/results.tmp" "$sweep_folder/results.txt"
+        shopt -s nullglob
+        ended=("$sweep_folder"/*/DONE "$sweep_folder"/*.failed)
+        if ((${#ended[@]} >= ${SLURM_ARRAY_TASK_COUNT:-1})); then picture "$sweep_folder"; fi
     ) 9>"$sweep_folder/results.lock"
 }

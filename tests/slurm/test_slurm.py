@@ -28,6 +28,7 @@ def test_digits(launcher: str, slurm: SlurmCluster, tmp_path: Path) -> None:
     assert {node["host"] for node in found["nodes"]} <= set(slurm.names)
     assert found["accuracy"] >= 0.95, job.log()
     assert (job.out / "DONE").exists()
+    assert (job.out / "report.html").exists(), job.log()
     plugin = "pmix" if is_open_mpi() else "pmi2"
     assert (f"by srun --mpi={plugin}" if launcher == "srun" else "by mpirun") in job.log()
 

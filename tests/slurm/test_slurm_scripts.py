@@ -66,6 +66,7 @@ def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert head.split()[:3] + head.split()[-2:] == ["run", "state", "step", "seed", "lr"]
     assert [row.split()[-2:] for row in rows] == [["1", "0.001"], ["0", "0.01"]]
     assert [row.split()[:2] for row in rows] == [["2", "done"], ["3", "done"]]
+    assert (folder / "report.html").exists(), told()
     steps = [summary(folder / k)["global_step"] for k in "23"]
     assert [float(row.split()[2]) for row in rows] == steps
 

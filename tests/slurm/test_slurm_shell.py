@@ -36,6 +36,8 @@ esac
 PYTHON = f"""#!/bin/bash
 case $* in    # what takes long and is the same in every test
     "-c import mpips, mpi4py") ;;
+    "-c import jinja2, matplotlib") [ -e draws ] ;;
+    "-m mpips.report "*) echo "report ${{*:3}}" >>calls; cat draws; [ -s draws ] ;;
     "-c import mpi4py"*) echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
     "-m mpips.launch "*)
         echo "launch ${{*:3}}" >>calls
@@ -200,6 +202,37 @@ def test_what_the_supervisor_is_told(batch: Batch) -> None:
     srun = "--mpirun srun --mpi=pmi2 --kill-on-bad-exit=0 --wait=15 -- --lr 0.1 --out runs/mpips-17"
     calls = [f"launch {words}" for words in batch.calls("launch")]
     assert calls == [f"{how} {srun}", f"{how} --elastic 6 {srun}"]
+
+
+@pytest.mark.parametrize(
+    ("draws", "told"),
+    [("page.html: 1 run\n", " page.html: 1 run\n"), ("", " no report of runs/mpips-17\n")],
+)
+def test_run_that_has_ended_is_drawn(draws: str, told: str, batch: Batch) -> None:
+    """Done or failed, where there is a run and the extra; it changes no exit code."""
+    (batch.folder / "draws").write_text(draws)
+    batch.run("--lr", "0.1", ranks="exit 1")
+    assert not batch.calls("report")
+    batch.run("--lr", "0.1", ranks=SAVED)
+    assert not batch.calls("report")
+    for code in (0, 1):
+        assert batch.run("--lr", "0.1", ranks=f"begin; exit {code}").code == code
+        assert told in batch.log
+    assert batch.calls("report") == ["runs/mpips-17 -o runs/mpips-17/report.html"] * 2
+    (batch.folder / "draws").unlink()
+    assert "report" not in batch.run("--lr", "0.1", ranks="begin; exit 0").log
+
+
+def test_sweep_is_drawn_when_all_its_rows_have_ended(batch: Batch) -> None:
+    (batch.folder / "draws").write_text("drawn")
+    (batch.folder / "table").write_text("--lr 1\n--lr 2\n")
+    words, script = (str(ROOT / "jobs" / "digits.toml"), "table"), SCRIPTS / "sweep.sbatch"
+    env = {**ROW_2, "SLURM_ARRAY_TASK_COUNT": "2"}
+    batch.run(*words, ranks="begin; touch $out/DONE; exit 0", script=script, env=env)
+    assert not batch.calls("report")
+    env["SLURM_ARRAY_TASK_ID"] = "1"
+    batch.run(*words, ranks="exit 1", script=script, env=env)
+    assert batch.calls("report") == ["runs/sweep-17 -o runs/sweep-17/report.html"]
 
 
 def test_what_was_done_before_is_not_done_now(batch: Batch) -> None:
