@@ -17,7 +17,7 @@ PACKAGE = ROOT / "mpips"
 # may come from above.
 ROOMS = """
 errors
-config drawing extras kernels
+config extras kernels
 layout codecs
 datasets optim
 problems checkpoint

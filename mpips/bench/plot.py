@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpips.bench.fit import fit_line
 from mpips.bench.measure import bytes_text
 from mpips.bench.points import Points, Series, by_series
-from mpips.drawing import COLOURS, MARKERS, drawing
+from mpips.report.drawing import COLOURS, MARKERS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips import drawing
 from mpips.bench import growth, jobs, plot
 from mpips.bench.driver import described, machine
 from mpips.bench.measure import Options
 from mpips.bench.points import Points, join, read
 from mpips.errors import UserError
+from mpips.report import drawing
 from mpips.session.metrics import write_json
 
 RANKS, QUICK_RANKS = (1, 2, 3, 4, 6, 8), (2, 3)

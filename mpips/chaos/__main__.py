@@ -152,7 +152,7 @@ def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
         if not least <= value < 1e9:
             raise UserError(f"{flag} {value:g}", f"a number >= {least}")
     if args.plot:
-        from mpips.drawing import check as check_plot
+        from mpips.report.drawing import check as check_plot
 
         check_plot(args.plot)
         if not words:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips.chaos.run import Result
-from mpips.drawing import COLOURS, drawing
+from mpips.report.drawing import COLOURS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from mpips.config import SESSION_FIELDS
-from mpips.drawing import COLOURS
+from mpips.report.drawing import COLOURS
 from mpips.report.record import Record
 from mpips.session.results import differing, plain
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpips.drawing import COLOURS, STYLE
+from mpips.report.drawing import COLOURS, STYLE
 from mpips.report.figures import Figure
 
 if TYPE_CHECKING:

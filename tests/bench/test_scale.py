@@ -12,12 +12,12 @@ import launch
 import numpy as np
 import pytest
 
-from mpips import drawing
 from mpips.bench import growth, plot
 from mpips.bench.__main__ import main
 from mpips.bench.fit import Line, fit_line, power
 from mpips.bench.points import Memory, Point, Points, Series, by_series, join, read
 from mpips.errors import UserError
+from mpips.report import drawing
 from mpips.train import LAUNCHED
 
 SCALE = ["-m", "mpips.bench", "--scale"]

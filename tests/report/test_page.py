@@ -12,9 +12,9 @@ from made import SUMMARY, job, make, row, whole
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from mpips.drawing import COLOURS
 from mpips.errors import UserError
 from mpips.report import __main__ as command
+from mpips.report.drawing import COLOURS
 from mpips.report.figures import Figure, engineered, shown
 from mpips.report.groups import LINES, groups
 from mpips.report.page import figures_of, render, run_table
