@@ -12,6 +12,7 @@ from mpips.bench.catalogue import choose, listing
 from mpips.bench.measure import Options
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
+from mpips.report import drawing
 from mpips.train import launched, refuse
 
 DESCRIPTION = """\
@@ -34,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
     add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
         help="with --scale: do not measure, but join files that --scale --json wrote")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="with --scale: also draw it, as .svg or .png")
+    add("--plot", type=Path, metavar="FILE", help="of --scale or convergence: also "
+        "draw it, as .svg or .png")  # fmt: skip
     add("--list", action="store_true", help="show the measures, and end")
     add("--help", "-h", action="store_true", help="show this text, and end")
     return parser
@@ -52,15 +54,19 @@ def read_options(args: argparse.Namespace) -> Options:
     words = args.sizes.split(",") if args.sizes else []
     if not all(word.isdecimal() and int(word) >= 4 for word in words):
         raise UserError(f"--sizes {args.sizes}", "bytes >= 4, with commas between them")
-    if not args.scale and (args.files or args.plot):
-        raise UserError("--from or --plot without --scale", "--scale too")
+    if args.files and not args.scale:
+        raise UserError("--from without --scale", "--scale too")
+    if args.plot and not args.scale:
+        if args.measures != ["convergence"] or launched() is not None:
+            raise UserError("--plot", "--scale too, or convergence alone and without mpirun")
+        drawing.check(args.plot)
     if args.scale and args.measures:
         raise UserError(f"--scale and {' '.join(args.measures)}", "one command for each")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}", "a file in a folder that is there")
     if args.peers and not (args.peers / "bin" / "python").exists():
         raise UserError(f"--peers {args.peers}", "a virtual environment")
-    return Options(args.repeats, args.quick, tuple(int(word) for word in words), args.peers)
+    return Options(args.repeats, args.quick, tuple(map(int, words)), args.peers, args.plot)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,20 +5,23 @@ is the number of seeds. A seed gives the start, the held-out part and the order,
 are compared share them. All modes of a problem train the same model on equally many samples; so
 do a codec and the job without it, on 2 nodes of 4 ranks, with a model that is wide enough for its
 shards to be packed. The accuracy is that at the end, and the aim is for the mean over the seeds.
-"untuned" is what staleness costs with the batch and the rate of the run on one rank.
+"untuned" is what staleness costs with the batch and the rate of the run on one rank. With --plot
+all runs evaluate after each epoch, and the means over the seeds are drawn as well.
 """
 
 import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpips.bench import jobs
+import numpy as np
+
+from mpips.bench import curves, jobs
 from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.checkpoint.place import SUMMARY
+from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.config.jobfile import shared_files
 
 PROBLEMS = ("digits", "spirals")
@@ -79,12 +82,14 @@ class RunResult:
         samples: That gradients were computed for.
         parameters: Of the model.
         bytes_sent: What went to other nodes, of pushes or of rounds' sums.
+        curve: Seconds, share of the epochs, accuracy in percent; shape (3, evaluations).
     """
 
     accuracy: float
     samples: int
     parameters: int
     bytes_sent: int
+    curve: np.ndarray = field(default_factory=lambda: np.zeros((3, 0)), compare=False)
 
 
 def run(options: Options) -> list[Row]:
@@ -93,7 +98,7 @@ def run(options: Options) -> list[Row]:
     Raises:
         Failed: If a run fails, or trained on more or fewer samples than what it is compared to.
     """
-    rows = []
+    rows, panels = [], []
     for problem in PROBLEMS:
         found: dict[str, list[RunResult]] = {}
         for name, case in CASES.items():
@@ -101,7 +106,23 @@ def run(options: Options) -> list[Row]:
             _tell(f"{problem}, {name}", found[name])
         check(problem, found)
         rows += compared(problem, found)
+        panels += _panels(problem, found)
+    if options.plot is not None:
+        curves.draw(panels, options.plot)
     return rows
+
+
+def _panels(
+    problem: str, found: Mapping[str, Sequence[RunResult]]
+) -> list[tuple[str, str, curves.Curves]]:
+    """Return what is drawn of a problem: modes over time, codecs over bytes between nodes."""
+    modes = {name: [run.curve[[0, 2]] for run in runs] for name, runs in found.items()
+             if SERIAL in (name, CASES[name].beside)}  # fmt: skip
+    codecs = {
+        name: [np.stack([run.bytes_sent / 1e6 * run.curve[1], run.curve[2]]) for run in runs]
+        for name, runs in found.items() if name not in modes
+    }  # fmt: skip
+    return [(f"{problem}: modes", "seconds", modes), (f"{problem}: codecs", "MB", codecs)]
 
 
 def _train(problem: str, case: Case, options: Options) -> list[RunResult]:
@@ -112,22 +133,31 @@ def _train(problem: str, case: Case, options: Options) -> list[RunResult]:
     """
     job = str(shared_files("jobs")[f"{problem}{case.job}.toml"])
     number = 1 if options.quick else options.repeats
-    words = ["--quiet", "--eval-every", "0", "--checkpoint-every", "0", *case.options]
+    words = ["--quiet", "--checkpoint-every", "0", *case.options]
+    words += ["--eval-every", "1" if options.plot else "0"]
     if case.ranks > 1:
         words += ["--servers", str(SERVERS)]
     if options.quick:
         words += ["--epochs", str(QUICK_EPOCHS)]
     with temporary_folder() as folder:
         jobs.run(case.ranks, ["-m", "mpips.bench.seeds", str(number), job, *words], folder)
-        return [_result(folder / f"run-{seed}" / SUMMARY) for seed in range(number)]
+        return [_result(folder / f"run-{seed}") for seed in range(number)]
 
 
-def _result(path: Path) -> RunResult:
-    summary = json.loads(path.read_text())
+def _result(run: Path) -> RunResult:
+    summary = json.loads((run / SUMMARY).read_text())
     if summary["stop_reason"] != "epochs":
         raise jobs.Failed(f"a run ended by {summary['stop_reason']}, expected its epochs")
-    kept = (summary[name] for name in ("samples", "parameters", "bytes_sent"))
-    return RunResult(100 * summary["accuracy"], *kept)
+    samples, parameters, sent = (summary[k] for k in ("samples", "parameters", "bytes_sent"))
+    lines = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    points = [
+        (line["time_s"] - lines[0]["time_s"], line["epoch"] / summary["epochs"], line["accuracy"])
+        for line in lines if line["kind"] == "eval"
+    ]  # fmt: skip
+    points.append((lines[-1]["time_s"] - lines[0]["time_s"], 1.0, summary["accuracy"]))
+    scale = np.array([[1.0], [1.0], [100.0]])
+    curve = np.array(points).T * scale
+    return RunResult(100 * summary["accuracy"], samples, parameters, sent, curve)
 
 
 def check(problem: str, found: Mapping[str, Sequence[RunResult]]) -> None:
@@ -142,10 +172,10 @@ def check(problem: str, found: Mapping[str, Sequence[RunResult]]) -> None:
     """
     for name, case in CASES.items():
         for mine, other in zip(found[name], found[case.beside or name], strict=True):
-            for field in ("samples", "parameters"):
-                got, expected = getattr(mine, field), getattr(other, field)
+            for what in ("samples", "parameters"):
+                got, expected = getattr(mine, what), getattr(other, what)
                 if got != expected:
-                    what = f"{problem}, {name}: {got} {field}, expected {expected}"
+                    what = f"{problem}, {name}: {got} {what}, expected {expected}"
                     raise jobs.Failed(f"{what} as in {case.beside!r}; change its job file")
             packed = case.beside not in (None, SERIAL)
             if packed and mine.bytes_sent > PACKED * other.bytes_sent:

@@ -23,12 +23,14 @@ class Options:
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
         sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
         peers: A virtual environment with the peers' packages, or None.
+        plot: File for the picture of convergence, or None.
     """
 
     repeats: int = 5
     quick: bool = False
     sizes: tuple[int, ...] = ()
     peers: Path | None = None
+    plot: Path | None = None
 
     def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         """Return the sizes to measure at: those asked for, or the measure's own."""

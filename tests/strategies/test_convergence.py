@@ -1,16 +1,19 @@
 """``python -m mpips.bench convergence``: its comparisons, the job files it runs, a quick run."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import launch
+import numpy as np
 import pytest
 
 from mpips.bench import convergence
 from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
+from mpips.bench.curves import draw, mean
 from mpips.bench.jobs import Failed
 from mpips.config.jobfile import read_toml
 
@@ -37,6 +40,7 @@ for name in {LEFT_OUT}:
 sys.exit(main(sys.argv[1:]))
 """
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
+CURVE = np.array([[1.0, 2.0], [0.5, 1.0], [90.0, 98.0]])
 
 
 def results(**changed: RunResult) -> dict[str, list[RunResult]]:
@@ -100,12 +104,35 @@ def test_each_case_has_its_job_file(problem: str) -> None:
 
 def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    summary = {"accuracy": 0.5, "samples": 10, "parameters": 5, "bytes_sent": 0}
+    summary = {"accuracy": 0.5, "samples": 10, "parameters": 5, "bytes_sent": 0, "epochs": 4}
+    lines = (
+        {"kind": "start", "time_s": 1.0},
+        {"kind": "eval", "time_s": 3.0, "epoch": 1.0, "accuracy": 0.25},
+        {"kind": "end", "time_s": 9.0},
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     path.write_text(json.dumps({**summary, "stop_reason": "diverged"}))
     with pytest.raises(Failed, match="ended by diverged, expected its epochs"):
-        convergence._result(path)
+        convergence._result(tmp_path)
     path.write_text(json.dumps({**summary, "stop_reason": "epochs"}))
-    assert convergence._result(path) == RunResult(50.0, 10, 5, 0)
+    found = convergence._result(tmp_path)
+    assert found == RunResult(50.0, 10, 5, 0)
+    assert found.curve.tolist() == [[2.0, 8.0], [0.25, 1.0], [25.0, 50.0]]
+
+
+def test_curves_are_means_as_far_as_all_seeds_reach(tmp_path: Path) -> None:
+    seeds = [np.array([[1.0, 3.0, 5.0], [80.0, 90.0, 96.0]]), np.array([[0.0, 4.0], [90.0, 98.0]])]
+    x, y = mean(seeds)
+    assert (x[0], x[-1], y[0], y[-1]) == (1.0, 4.0, 86.0, 95.5)
+    (x, y) = mean([np.array([[2.0], [50.0]])] * 2)  # of a quick run
+    assert set(y) == {50.0}
+    found = {name: [replace(ONE, curve=CURVE)] for name in CASES}
+    panels = convergence._panels("digits", found)
+    draw(panels, tmp_path / "all.svg")
+    texts = re.findall(r">([^<]+)</text>", (tmp_path / "all.svg").read_text())
+    assert set(CASES) < set(texts)
+    assert [texts.count(name) for name in CASES] == [1] * len(CASES)
+    np.testing.assert_allclose(panels[1][2]["topk, sgd"][0], [[0.002, 0.004], [90.0, 98.0]])
 
 
 @pytest.mark.launch
@@ -114,6 +141,7 @@ def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
 def test_a_quick_run(tmp_path: Path) -> None:
     """Of one of the problems; tests/config/test_jobs.py has the jobs of both."""
     command = [sys.executable, "-c", SOME, "convergence", "--quick", "--json", "rows.json"]
+    command += ["--plot", "curves.svg"]
     done = subprocess.run(
         command, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=600
     )
@@ -122,4 +150,5 @@ def test_a_quick_run(tmp_path: Path) -> None:
     shown = [row["case"].partition(":")[0] for row in rows]
     assert shown == [f"{PROBLEMS[0]}, {name}" for name in CASES if name not in LEFT_OUT]
     assert all(0 < row["value"] <= 100 and row["reach"] is None for row in rows), rows
+    assert (tmp_path / "curves.svg").exists()
     assert sum(line.startswith("accuracy") for line in done.stdout.splitlines()) == len(rows)
