@@ -19,7 +19,7 @@ def line(result: Result, where: Path) -> str:
         result: The run.
         where: The folder that is kept of it if something is wrong.
     """
-    faults = ", ".join(_told(struck) for struck in result.struck) or "no fault"
+    faults = ", ".join(_fault_text(struck) for struck in result.struck) or "no fault"
     attempts = f"{result.attempts} attempt{'s' * (result.attempts != 1)}"
     head = f"seed {result.seed}  {result.mode or 'your job'}  {faults}"
     text = f"{head}  {attempts}, {result.seconds:.1f} s  {result.verdict}"
@@ -28,7 +28,7 @@ def line(result: Result, where: Path) -> str:
     return text
 
 
-def _told(struck: Struck) -> str:
+def _fault_text(struck: Struck) -> str:
     """Return a fault, when it came, and how long it was to the first progress after it."""
     after = "" if struck.seconds is None else f" {struck.seconds:.1f} s"
     return f"{struck.fault.name}@{_moment(struck.fault, struck.step)}{after}"

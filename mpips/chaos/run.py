@@ -228,9 +228,9 @@ def _judge(follower: Follower, result: Result, same_as: Path | None) -> list[str
     if missed:
         wrong.append(f"over before {', '.join(missed)}: a longer job is needed")
     raised = sum(struck.fault.action == "exception" for struck in result.struck)
-    told = job.output.count(f"{InjectedFault.__name__}: ")
-    if told < raised:
-        wrong.append(f"{raised} exceptions, of which {told} were told")
+    shown = job.output.count(f"{InjectedFault.__name__}: ")
+    if shown < raised:
+        wrong.append(f"{raised} exceptions, of which {shown} were shown")
     if job.process.returncode:
         wrong.append(f"exit code {job.process.returncode}")
     if follower.out is None:

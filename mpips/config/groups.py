@@ -54,8 +54,8 @@ class Group:
         return {name: value for name, value in both.items() if value is not None}
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={float(x)!r}" for name, x in self.settings().items())
-        return f"{self.pattern}: {told}"
+        settings = ", ".join(f"{name}={float(x)!r}" for name, x in self.settings().items())
+        return f"{self.pattern}: {settings}"
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:

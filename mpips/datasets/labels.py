@@ -144,8 +144,8 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
     _judge_parts(odd, parts, train, test, max(2, found))
     if odd.errors and strict and not classes:
         raise odd.errors[0]
-    told = (_told(seen, train, classes or found, signs), *_told_part(parts), *odd.notes)
-    return Labels(classes or found, signs, notes=told)
+    notes = (_note(seen, train, classes or found, signs), *_part_notes(parts), *odd.notes)
+    return Labels(classes or found, signs, notes=notes)
 
 
 def tally(table: Table, rows: Rows) -> Tally:
@@ -305,7 +305,7 @@ def _judge_parts(odd: _Odd, parts: Parts, train: Tally, test: Tally, classes: in
         )
 
 
-def _told(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
+def _note(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
     """Return the line about class labels."""
     span = "-1 and +1 (taken as 0 and 1)" if signs else f"{seen[0]:,} to {seen[-1]:,}"
     some = f"{len(train.values):,} of " if len(train.values) < classes else ""
@@ -314,7 +314,7 @@ def _told(seen: np.ndarray, train: Tally, classes: int, signs: bool) -> str:
     return f"labels {span}: {some}{classes:,} classes, {each} training samples each"
 
 
-def _told_part(parts: Parts) -> list[str]:
+def _part_notes(parts: Parts) -> list[str]:
     """Return a line about targets of which a part was looked at."""
     if not any(is_sampled(t, len(r)) for t, r in _scanned(parts)):
         return []
@@ -346,7 +346,7 @@ def _look_at_targets(parts: Parts) -> Labels:
             low, high = min(low, float(raw.min())), max(high, float(raw.max()))
             total, n = total + float(raw.sum(dtype="f8")), n + len(raw)
             whole = whole and bool((raw == np.rint(raw)).all())
-    notes = [f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}", *_told_part(parts)]
+    notes = [f"targets {low:.4g} to {high:.4g}, mean {total / n:.4g}", *_part_notes(parts)]
     countable = _countable(parts, low, high) if whole else 0
     if not countable:
         return Labels(None, notes=tuple(notes))

@@ -88,7 +88,7 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
             "#",
-            *(f"# {line}" for line in _told(request, need)),
+            *(f"# {line}" for line in _comments(request, need)),
             "set -euo pipefail",
             "# shellcheck source=/dev/null",
             f". {shlex.quote(str(scripts / 'common.sh'))}",
@@ -101,7 +101,7 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
     )
 
 
-def _told(request: Request, need: Needs) -> list[str]:
+def _comments(request: Request, need: Needs) -> list[str]:
     """Return what stands behind the numbers."""
     owners = f"{_counted(need.servers, 'server')} and " if need.servers else ""
     one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"

@@ -108,14 +108,14 @@ def _nodes(variables: Mapping[str, str], component: int) -> list[Host]:
     tasks = variables.get(name, "")
     command = ["scontrol", "show", "hostnames", variables.get(f"SLURM_JOB_NODELIST{group}", "")]
     try:
-        told = subprocess.check_output(command, text=True, timeout=SCONTROL_S).split()
+        names = subprocess.check_output(command, text=True, timeout=SCONTROL_S).split()
     except (OSError, subprocess.SubprocessError) as problem:
         raise UserError(f"scontrol: {problem}", "the nodes of this job") from None
     found = TASKS.finditer(tasks)
     counts = [int(each["tasks"]) for each in found for _ in range(int(each["nodes"] or 1))]
-    if len(counts) != len(told):
-        raise UserError(f"{name} {tasks!r} of {len(told)} nodes", "tasks of each")
-    return [Host(node, count, component) for node, count in zip(told, counts, strict=True)]
+    if len(counts) != len(names):
+        raise UserError(f"{name} {tasks!r} of {len(names)} nodes", "tasks of each")
+    return [Host(node, count, component) for node, count in zip(names, counts, strict=True)]
 
 
 def _of_group(component: int) -> str:

@@ -63,10 +63,10 @@ class Placement:
         if self.ranks >= self._least:
             return ""
         room = f"{self.ranks} ranks have a host, of {self._least}"
-        return f"{room} at least: {self.told}"
+        return f"{room} at least: {self.left_out}"
 
     @property
-    def told(self) -> str:
+    def left_out(self) -> str:
         """Why hosts are left out, in words."""
         return "; ".join(f"{name}: {text}" for name, text in self.trouble.items())
 
@@ -74,7 +74,7 @@ class Placement:
     def summary(self) -> str:
         """Where the ranks are, and what is left out."""
         where = f"{self.ranks} of {self._wanted} ranks on {','.join(map(str, self.used))}"
-        return f"{where} ({self.told})" if self.trouble else where
+        return f"{where} ({self.left_out})" if self.trouble else where
 
     def look(self, quiet_s: float, now: float) -> str:
         """Ask the hosts of a job that is quiet, and wait for nothing; returns which are lost.

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         _leave(f"mpips: {error}", error.code, rank or 0)
     except Exception as error:
-        _leave(_told(error), 1, rank or 0)
+        _leave(_traceback(error), 1, rank or 0)
     signs.tell_end(0)
     _leave_the_dead(0)
     return 0
@@ -62,7 +62,7 @@ def _leave_the_dead(code: int) -> None:
         failures.leave(code)
 
 
-def _told(error: Exception) -> str:
+def _traceback(error: Exception) -> str:
     """Return an exception with its traceback, from the program's first line on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, RUNPY):

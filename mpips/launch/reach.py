@@ -51,36 +51,36 @@ class Question:
 
     def __init__(self, commands: Mapping[str, Sequence[str]], within_s: float) -> None:
         self._deadline = time.monotonic() + within_s
-        self._told: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+        self._asked: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
         for name, words in commands.items():
-            told = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
+            answer = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.STDOUT,
+                words, stdin=subprocess.DEVNULL, stdout=answer, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-            self._told[name] = process, told
+            self._asked[name] = process, answer
 
     def is_open(self, doubtful: Collection[str] = ()) -> bool:
         """Whether an answer may still come from a host that is not doubtful."""
         if time.monotonic() >= self._deadline:
             return False
-        sure = [told for name, told in self._told.items() if name not in doubtful]
+        sure = [answer for name, answer in self._asked.items() if name not in doubtful]
         return any(process.poll() is None for process, _ in sure)
 
     def close(self) -> dict[str, str]:
         """End what has not answered; returns what each host has said, its last line."""
-        late = {name for name, (process, _) in self._told.items() if process.poll() is None}
+        late = {name for name, (process, _) in self._asked.items() if process.poll() is None}
         for number, wait_s in ((signal.SIGTERM, ENDS_S), (signal.SIGKILL, ENDS_S)):
             self._end(number, wait_s)
         found = {}
-        for name, (_, told) in self._told.items():
-            found[name] = "no answer" if name in late else _last_line(told)
-            told.close()
+        for name, (_, answer) in self._asked.items():
+            found[name] = "no answer" if name in late else _last_line(answer)
+            answer.close()
         return found
 
     def _end(self, number: int, wait_s: float) -> None:
         """Send a signal to those who are still there, and wait until they are gone."""
-        left = [process for process, _ in self._told.values() if process.poll() is None]
+        left = [process for process, _ in self._asked.values() if process.poll() is None]
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
@@ -89,9 +89,9 @@ class Question:
             time.sleep(POLL_S)
 
 
-def _last_line(told: IO[bytes]) -> str:
-    told.seek(0)
-    lines = told.read().decode(errors="replace").strip().splitlines()
+def _last_line(answer: IO[bytes]) -> str:
+    answer.seek(0)
+    lines = answer.read().decode(errors="replace").strip().splitlines()
     answers = [line for line in lines if line.startswith(ANSWER)]
     return (answers or lines or ["nothing"])[-1]
 
@@ -141,12 +141,12 @@ class Reach:
     def end(self, question: Question) -> dict[str, str]:
         """Return why hosts that were asked cannot be used, by name; those that can are left out."""
         trouble = {}
-        for name, told in question.close().items():
-            if told.startswith(ANSWER):
-                self.nodes[name] = told.removeprefix(ANSWER).strip()
+        for name, answer in question.close().items():
+            if answer.startswith(ANSWER):
+                self.nodes[name] = answer.removeprefix(ANSWER).strip()
                 self.left.pop(name, None)
             else:
-                trouble[name] = told
+                trouble[name] = answer
         return trouble
 
     def ask(
@@ -176,6 +176,6 @@ class Reach:
 
     def leave(self, node: str, pid: int, started: int) -> None:
         """Note a process that is to be ended on a host, by what that calls itself."""
-        for name, told in self.nodes.items():
-            if told == node:
+        for name, answer in self.nodes.items():
+            if answer == node:
                 self.left.setdefault(name, []).append(f"{pid}:{started}")

@@ -22,7 +22,7 @@ from mpips.errors import UserError
 
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
-TOLD, STACKS = ".jsonl", ".stacks"
+LINES, STACKS = ".jsonl", ".stacks"
 CURRENT = "current"  # there as long as the job of the folder may run
 UNWATCHED = "ranks end it when it hangs"  # what it says then
 LOOK_S = 5.0
@@ -44,7 +44,7 @@ def begin(folder: Path, name: str) -> None:
         UserError: If this host does not have the folder, or no space.
     """
     with _explained(folder):
-        for end in (TOLD, STACKS):
+        for end in (LINES, STACKS):
             _files.append(open(folder / f"{name}{end}", "ab", buffering=0))  # noqa: SIM115
     for number in (DUMP, DUMP_AFAR):
         faulthandler.register(number, _files[1])
@@ -140,7 +140,7 @@ def another_failed() -> bool:
     if not _files:
         return False
     mine = Path(_files[0].name)
-    for path in mine.parent.glob(f"*{TOLD}"):
+    for path in mine.parent.glob(f"*{LINES}"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if path != mine and json.loads(path.read_text().splitlines()[-1]).get("code"):
                 return True

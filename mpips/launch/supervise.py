@@ -219,7 +219,7 @@ class Supervisor:
             try:
                 changes = changed_options(given, order.ranks, place.nodes)
             except UserError as problem:
-                return f"{problem} ({place.told})"
+                return f"{problem} ({place.left_out})"
         self._changes = words_of(changes)
         where = " ".join([place.summary, *self._changes])
         if where != (self._where or where) or place.trouble:
@@ -325,11 +325,11 @@ class Supervisor:
     def _came_to(self, code: int, trouble: str, seconds: float, signs: Signs) -> Attempt:
         """Return what an attempt has come to."""
         if not trouble and signs.codes:
-            told = [c for c in signs.codes.values() if c]
-            code = told[0] if told else code
+            codes = [c for c in signs.codes.values() if c]
+            code = codes[0] if codes else code
         if not signs.runs:
             step = self._run.saved_step if self._run else -1
-            return Attempt(code, seconds, trouble, step=step, told=bool(signs.codes))
+            return Attempt(code, seconds, trouble, step=step, reported=bool(signs.codes))
         if self._run is not None:
             self._run.close()
         self._run = run = signs.runs.pop()

@@ -25,7 +25,7 @@ class Attempt:
         step: Of its newest checkpoint; -1 where there is none.
         told_step: The last step that it told of.
         resumes: Whether the next attempt would go on with it.
-        told: Whether a rank came to its end and told of its exit code.
+        reported: Whether a rank came to its end and told of its exit code.
     """
 
     code: int
@@ -37,7 +37,7 @@ class Attempt:
     step: int = -1
     told_step: int = -1
     resumes: bool = True
-    told: bool = False
+    reported: bool = False
 
     @property
     def begun(self) -> bool:
@@ -110,7 +110,7 @@ def verdict_without_run(attempts: Sequence[Attempt], asked: str = "") -> Verdict
     It is started once more if they have not got as far.
     """
     last = attempts[-1]
-    if last.told and not last.trouble:
+    if last.reported and not last.trouble:
         return Verdict(last.code, "")
     if asked:
         return Verdict(EXIT_SAVED, f"{asked}: run it again")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
 from mpips.cluster.process import GONE, TRACED, shown_stacks, trouble
-from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, STACKS, TOLD, UNWATCHED
+from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, UNWATCHED
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
@@ -70,7 +70,7 @@ class Run:
     """A run that a job has begun, seen from outside.
 
     Args:
-        told: What its chief has told.
+        begun: What its chief has told.
 
     Attributes:
         resumes: Whether a program that is started again would go on with it.
@@ -78,12 +78,12 @@ class Run:
         spares: Names of the ranks that it goes on without if they die.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._out, self._at = Path(told["run"]), int(told["size"])
+    def __init__(self, begun: dict[str, Any]) -> None:
+        self._out, self._at = Path(begun["run"]), int(begun["size"])
         self._last = -1, ""
-        self.resumes = told["resume"] == "auto"
-        self.log_every_s = float(told["log_every_s"])
-        self.spares = set(map(str, told["spares"]))
+        self.resumes = begun["resume"] == "auto"
+        self.log_every_s = float(begun["log_every_s"])
+        self.spares = set(map(str, begun["spares"]))
         self._place: Place | None = None
         with contextlib.suppress(OSError):
             self._place = Place(self._out)
@@ -155,18 +155,18 @@ class Signs:
     def read(self) -> None:
         """Read what was told since the last time."""
         begun = []
-        for path in sorted(self.folder.glob(f"*{TOLD}")):
+        for path in sorted(self.folder.glob(f"*{LINES}")):
             self.beats[path] = path.stat().st_mtime_ns
             lines, self._read[path] = new_lines(path, self._read.get(path, 0))
-            for told in map(json.loads, lines):
-                if "run" in told:
-                    begun.append(told)
-                elif "code" in told:
-                    self.codes[path.stem] = told["code"]
+            for line in map(json.loads, lines):
+                if "run" in line:
+                    begun.append(line)
+                elif "code" in line:
+                    self.codes[path.stem] = line["code"]
                 else:
-                    rank = Rank(path.stem, told["host"], told["pid"], told["started"])
+                    rank = Rank(path.stem, line["host"], line["pid"], line["started"])
                     self.ranks.append(rank)
-        self.runs += [Run(told) for told in sorted(begun, key=lambda told: float(told["time"]))]
+        self.runs += [Run(line) for line in sorted(begun, key=lambda line: float(line["time"]))]
         self.ranks.sort(key=lambda rank: (len(rank.name), rank.name))
 
     def alive(self) -> list[int]:
@@ -211,8 +211,8 @@ class Signs:
         time.sleep(0.1)  # the last of them may not be whole
         texts: dict[str, list[Rank]] = {}
         for rank in self.ranks:
-            told = f"  {rank.trouble}\n" if rank.trouble else "  does not answer\n"
-            texts.setdefault(self._stacks(rank) or told, []).append(rank)
+            state = f"  {rank.trouble}\n" if rank.trouble else "  does not answer\n"
+            texts.setdefault(self._stacks(rank) or state, []).append(rank)
         return "".join(f"{_names(ranks)}:\n{text}" for text, ranks in texts.items())
 
     def _stacks(self, rank: Rank) -> str:

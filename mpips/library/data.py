@@ -99,6 +99,6 @@ def _length(columns: Mapping[str, np.ndarray]) -> int:
     """Return the length that all columns have."""
     lengths = {name: column.shape[0] if column.ndim else None for name, column in columns.items()}
     if not columns or None in lengths.values() or len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} of shape {c.shape}" for name, c in columns.items())
-        raise UserError(f"data with {told or 'no array'}", "arrays of one length, a row a sample")
+        shapes = ", ".join(f"{name} of shape {c.shape}" for name, c in columns.items())
+        raise UserError(f"data with {shapes or 'no array'}", "arrays of one length, a row a sample")
     return int(next(iter(columns.values())).shape[0])

@@ -73,6 +73,6 @@ def _checked(name: str, value: Any) -> float | str:
         value = value.item()  # of NumPy, JAX or PyTorch
     if isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= TEXT_MAX):
         return value
-    told = f"{len(value)} letters" if isinstance(value, str) else type(value).__name__
+    got = f"{len(value)} letters" if isinstance(value, str) else type(value).__name__
     expected = f"a number, or a text of at most {TEXT_MAX} letters"
-    raise UserError(f"log({name}=...) of {told}", expected)
+    raise UserError(f"log({name}=...) of {got}", expected)

@@ -168,10 +168,10 @@ def run_program(
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     world = whole_world() if comm is None else comm
-    held_out, told = _held_out_of(program), Callbacks(program.callbacks)
+    held_out, callbacks = _held_out_of(program), Callbacks(program.callbacks)
     with signals.noted():
         initial = Parameters(params, program.statistics, program.make_state, program.tables)
-        given = Given(initial, program.evaluate, held_out, told, program.sets_rate, started)
+        given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
         start = Start(world, _name(program.train), checked(options, optimizer), given)
         program.begin(start)
         try:

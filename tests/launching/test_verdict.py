@@ -75,10 +75,10 @@ def test_attempts_without_progress(steps: tuple[int, ...], count: int) -> None:
 @pytest.mark.parametrize(
     ("attempts", "asked", "code"),
     [
-        ([Attempt(0, told=True)], "", 0),
-        ([Attempt(3, told=True)], "", 3),
+        ([Attempt(0, reported=True)], "", 0),
+        ([Attempt(3, reported=True)], "", 3),
         ([Attempt(134)], "", None),
-        ([Attempt(134), Attempt(3, told=True)], "", 3),
+        ([Attempt(134), Attempt(3, reported=True)], "", 3),
         ([Attempt(134), Attempt(134)], "", 1),
         ([Attempt(-9, trouble="it hangs")], "", None),
         ([Attempt(138)], "SIGUSR1", 85),

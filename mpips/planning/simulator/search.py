@@ -144,9 +144,9 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
         fastest = run(min(found, key=lambda c: c.least_s))
         return Proposal(None, fastest, (), len(found))
     others = [run(c) for c in found if _differs(c, best)]
-    told = [(p, _why(p, run(best), deadline_s)) for p in others]
-    told.sort(key=lambda pair: pair[0].core_hours)
-    return Proposal(run(best), run(best), tuple(told), len(found))
+    others_why = [(p, _why(p, run(best), deadline_s)) for p in others]
+    others_why.sort(key=lambda pair: pair[0].core_hours)
+    return Proposal(run(best), run(best), tuple(others_why), len(found))
 
 
 def _candidate(config: Config, workers: int, changes: dict[str, Any],
