@@ -10,7 +10,8 @@ LEARNING_RATES = {
     "adamw": 0.001,
 }
 OPTIMIZERS = tuple(LEARNING_RATES)
-SPARSE_PROBLEMS = ("logistic_sparse", "factorization_machine")  # of few features a sample
+# Of few features a sample.
+SPARSE_PROBLEMS = ("logistic_sparse", "factorization_machine", "wide_deep")
 PROBLEMS = ("linear", "softmax", "mlp", *SPARSE_PROBLEMS)
 CODECS = ("none", "auto", "fp16", "bf16", "int8", "int4", "topk", "onebit", "powersgd")
 PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")

@@ -179,9 +179,9 @@ class Config:
         "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
         pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
-    hidden: tuple[int, ...] = setting("model", (128, 64), "widths of mlp's hidden layers", ">= 1")
-    activation: str = setting("model", "relu", "activation of mlp", legal=("relu", "tanh"))
-    factors: int = setting("model", 8, "factors of a feature in factorization_machine", ">= 1")
+    hidden: tuple[int, ...] = setting("model", (128, 64), "widths of hidden layers", ">= 1")
+    activation: str = setting("model", "relu", "their activation", legal=("relu", "tanh"))
+    factors: int = setting("model", 8, "numbers of a feature beside its weight", ">= 1")
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
     )

@@ -15,9 +15,9 @@ from mpips.errors import UserError
 ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
 # Options that have an effect beside some values of another one alone: that, and its values.
 BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "hidden": ("problem", ("mlp",)),
-    "activation": ("problem", ("mlp",)),
-    "factors": ("problem", ("factorization_machine",)),
+    "hidden": ("problem", ("mlp", "wide_deep")),
+    "activation": ("problem", ("mlp", "wide_deep")),
+    "factors": ("problem", ("factorization_machine", "wide_deep")),
     "test_fraction": ("test_dataset", ("",)),
     "momentum": ("optimizer", ("momentum", "nesterov")),
     "beta1": ("optimizer", ("adam", "adamw")),

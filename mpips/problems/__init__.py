@@ -24,6 +24,7 @@ from mpips.problems.logistic_sparse import LogisticSparse
 from mpips.problems.mlp import MLP
 from mpips.problems.rows import uses_rows
 from mpips.problems.softmax import Softmax
+from mpips.problems.wide_deep import WideDeep
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -37,6 +38,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     "softmax": Softmax,
     "logistic_sparse": LogisticSparse,
     "factorization_machine": FactorizationMachine,
+    "wide_deep": WideDeep,
 }
 
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They

@@ -1,5 +1,6 @@
 """Columns of categories as features of sparse samples."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,13 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
         options += ["--dataset", f"clicks.{kind}::user,page,clicked", "--factors", "4"]
         plan.add(kind, 3, [*options, "--epochs", "10"])
         plan.add(kind, 2, ["--resume", "--epochs", "15"])
+    if find_spec("torch"):
+        deep = ["--problem", "wide_deep", *options[2:6]]
+        deep += ["--dataset", "clicks.csv::user,page,clicked"]
+        plan.add("deep", 3, [*deep, "--hidden", "16", "--epochs", "15"])
     plan.run(120, tmp_path)
+    if find_spec("torch"):
+        assert summary(plan.out("deep"))["accuracy"] > 0.95
     for kind in WRITERS:
         assert summary(plan.out(kind))["accuracy"] > 0.95
         changed = final(plan.out(kind)).read_column("features", "rows")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mpips.ps.saved_rows import find_rows
 
 ROOT = Path(__file__).parents[2]
 CLICKS = str(ROOT / "jobs" / "clicks.svm")
+HAS_TORCH = find_spec("torch") is not None
 DIGITS = 1150  # of those in the file, to train on
 
 OWN = """
@@ -97,6 +99,10 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("pairs", 3, [*pairs, "--servers", "1", "--epochs", "8"])
     plan.add("pairs", 3, ["--resume", "--servers", "2", "--epochs", "16"])
     plan.add("pairs", 2, ["--resume", "--eval-only"], quiet=False)
+    if HAS_TORCH:
+        deep = ["--problem", "wide_deep", *clicks[2:], "--lr", "0.1", "--hidden", "16"]
+        plan.add("deep", 3, [*deep, "--batch-size", "16", "--epochs", "5"])
+        plan.add("deep", 2, ["--resume", "--epochs", "8"])
     own = [
         "--problem",
         f"{tmp_path}/own.py:Means",
@@ -115,6 +121,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     check_optimum(plan, x[:DIGITS], y[:DIGITS])
     check_zeros(plan)
     check_pairs(plan)
+    if HAS_TORCH:
+        assert summary(plan.out("deep"))["accuracy"] > 0.77
     assert summary(plan.out("own"))["eval_loss"] < 0.25
     told = "\n".join(plan.errors())
     for words in (
@@ -158,11 +166,13 @@ def test_clicks_are_as_their_script_writes_them(tmp_path: Path) -> None:
     assert (tmp_path / "again.svm").read_bytes() == Path(CLICKS).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["logistic_sparse", "factorization_machine"])
+@pytest.mark.parametrize("name", ["logistic_sparse", "factorization_machine", "wide_deep"])
 def test_gradients(name: str, tmp_path: Path) -> None:
+    if name == "wide_deep":
+        pytest.importorskip("torch")
     path = tmp_path / "a.svm"
     path.write_text("1 1:0.5 3:2\n0\n0 2:-1 3:1 6:0.3\n1 1:1\n")
-    config = Config(problem=name, dataset=str(path), batch_size=3, seed=1)
+    config = Config(problem=name, dataset=str(path), batch_size=3, seed=1, hidden=(5,))
     text, error = check_gradient(config)
     assert error is None
     assert "the gradient is right" in text
@@ -170,7 +180,8 @@ def test_gradients(name: str, tmp_path: Path) -> None:
     few = dataclasses.replace(config, batch_size=1, row_optimizer="ftrl")
     dim = 1 if name == "logistic_sparse" else 1 + config.factors
     found = measure(few)
-    assert (found.parameters, found.table_bytes) == (1, 6 * 3 * dim * 4)
+    parameters = 1 if name != "wide_deep" else config.factors * 5 + 5 + 5 + 1
+    assert (found.parameters, found.table_bytes) == (parameters, 6 * 3 * dim * 4)
     more = dataclasses.replace(found, table_bytes=10**9)
     wants = [needs(few, measured, 1, 3).server_bytes for measured in (found, more)]
     assert wants[1] - wants[0] == pytest.approx(2e9, rel=1e-3)
