@@ -10,7 +10,7 @@ from numba import njit
 
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.cluster.world import Cluster
-from mpips.layout.tables import Grouped, Ownership, Table, combine
+from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
 from mpips.optim.row_rules import make_row_rule
 from mpips.ps.table_shard import TableShard, row_fields
@@ -66,18 +66,19 @@ class _Sides:
         fields = row_fields(ownership, 0, rule, "f4")
         memory = {field.name: _zeros(field.dtype, field.shape) for field in fields}
         self.shard = TableShard(ownership, 0, memory, rule)
-        self.grouped: list[Grouped] = [ownership.group(ids) for ids in self.ids]
+        self.places = [ownership.places(ids) for ids in self.ids]
         self.sums = np.zeros((IDS, DIM), "f4")
 
     def pull(self) -> None:
-        """Sort the ids of each step, and read their rows."""
+        """Read the rows of each step."""
         for k, ids in enumerate(self.ids):
-            self.grouped[k] = self.shard.ownership.group(ids)
-            self.shard.gather(self.grouped[k], self.out)
+            self.places[k] = self.shard.ownership.places(ids)
+            self.shard.gather(self.places[k], self.out)
 
     def push(self) -> None:
-        """Sum the gradients of each step, and apply them; the ids have been sorted."""
-        for grouped in self.grouped:
+        """Sort the ids of each step, sum their gradients, and apply them."""
+        for places in self.places:
+            grouped = self.shard.ownership.sort(places)
             sums = combine(grouped, self.grads, self.sums[: len(grouped.local)])
             self.shard.apply(grouped.local, sums, 0.1)
 

@@ -94,10 +94,17 @@ def row_at(place: np.uint64, key: Vector) -> np.uint64:
 
 
 @kernel()
-def places_of(rows: Vector, key: Vector, out: Vector) -> None:
-    """Set `out` to the places of rows, dtype int64."""
+def places_of(rows: Vector, key: Vector, out: Vector) -> int:
+    """Set `out` to the places of rows, dtype int64.
+
+    Returns:
+        -1, or the index of the first number that is no row: those before it have places.
+    """
     for i in range(rows.size):
+        if np.uint64(rows[i]) >= key[ROWS]:  # a negative one is larger than all
+            return i
         out[i] = np.int64(place_of(np.uint64(rows[i]), key))
+    return -1
 
 
 @kernel()

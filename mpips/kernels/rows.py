@@ -7,7 +7,8 @@ and after it, so that a torn row is seen and read again. A line that nobody has 
 at all: `mpips.kernels.row_keys.make_row` says what it holds. Where lines are given to rows as they
 are touched, an index by open addressing, `take_lines`, says which has which.
 
-Duplicates are found by sorting the rows by their place, in as many passes as the digits of places
+Rows are read in the order of their ids, duplicates as often as they are there. For gradients
+duplicates are found by sorting the rows by their place, in as many passes as the digits of places
 need. A hash table would take 13 ns an id where this takes 21, but leave the rows in no order: so
 they go to other nodes as they are, each less the one before, and the order of summation is that of
 the ids.
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels.compiled import Vector, kernel
-from mpips.kernels.row_keys import FIRST, ROWS, make_row, place_of
+from mpips.kernels.row_keys import FIRST, make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.compiler import array_at, load_acquire, prefetch, store_ordered
+    from mpips.kernels.compiler import array_at, load_acquire, prefetch, scratch, store_ordered
 
 Matrix = np.ndarray
 
@@ -30,7 +31,7 @@ STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
 WRITING = 1 << 32  # the lowest bit of the version
 READS = 100  # of a torn row, after which it is taken as it is
 TORN = 1 << 32  # what `gather` adds for such a row
-AHEAD = 12  # rows
+AHEAD, RING = 12, 16  # rows
 MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 BITS, COUNT, HEADER_WORDS = 0, 1, 2  # words of the header: the size of the index, and lines
@@ -41,34 +42,23 @@ _SPREADING = _U(0x9E3779B97F4A7C15)
 
 
 @kernel()
-def sort_places(
-    ids: Vector, key: Vector, places: Vector, words: Vector, spare: Vector, counts: Matrix
-) -> int:
-    """Sort ids by the place of their row, and equal ones by where they stand.
+def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) -> None:
+    """Sort places, and equal ones by where they stand.
 
     Args:
-        ids: Row numbers, shape (n,), dtype int64.
-        key: See `mpips.kernels.row_keys`.
-        places: Where the place of each id's row goes, shape (n,), dtype int64.
+        places: Shape (n,), dtype int64.
         words: Where the result goes, shape (n,), dtype uint64: the place, and in the lowest bits,
-            of which ``n - 1`` needs as many, the index in `ids`.
+            of which ``n - 1`` needs as many, the index in `places`.
         spare: Shape and dtype of `words`.
         counts: Shape (passes, 2**digit), dtype int64: a pass sorts by a digit of that many bits.
-
-    Returns:
-        -1, or the index of the first id that is no row: then nothing is sorted.
     """
-    n, passes, radix = ids.size, counts.shape[0], counts.shape[1]
+    n, passes, radix = places.size, counts.shape[0], counts.shape[1]
     shift, digit = bits_of(n - 1), bits_of(radix - 1)
     mask = _U(radix - 1)
-    for i in range(n):
-        if _U(ids[i]) >= key[ROWS]:  # a negative one is larger than all
-            return i
     counts[:] = 0
     source, target = (spare, words) if passes % 2 else (words, spare)
     for i in range(n):
-        place = place_of(_U(ids[i]), key)
-        places[i] = np.int64(place)
+        place = _U(places[i])
         source[i] = (place << _U(shift)) | _U(i)
         for p in range(passes):
             counts[p, (place >> _U(p * digit)) & mask] += 1
@@ -83,7 +73,6 @@ def sort_places(
             target[row[k]] = word
             row[k] += 1
         source, target = target, source
-    return -1
 
 
 @kernel(quick=True)
@@ -169,6 +158,8 @@ def gather(
 ) -> int:
     """Read rows of several servers.
 
+    It is longer than most, as each call in its loop would keep reads from overlapping.
+
     Args:
         places: The place of each row, shape (n,), dtype int64.
         begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
@@ -186,24 +177,39 @@ def gather(
     """
     again, n, dim = 0, places.size, out.shape[1]
     size, fetched = width * out.itemsize, min(dim * out.itemsize, MOST_LINES * 64)
+    found = scratch(48).view(np.int64)  # of the next rows: line, stripe word and slot
     for i in range(n + AHEAD):
         if i < n:
             owner = owner_of(places[i], begins)
-            slot = find_line(places[i] - begins[owner], where[owner], begins, numbers)
-            if slot >= 0 and where[owner, LINES]:
-                word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
-                prefetch(array_at(word, begins, 1), 0, 0)
-                line = array_at(where[owner, LINES] + slot * size, begins, 1)
+            at = 3 * (i % RING)
+            found[at] = where[owner, LINES]
+            if where[owner, LINES]:
+                slot = places[i] - begins[owner]
+                if where[owner, HEADER]:
+                    slot = find_line(slot, where[owner], begins, numbers)
+                found[at] += max(slot, 0) * size
+                found[at + 1] = where[owner, STRIPES] + 8 * (max(slot, 0) >> STRIPE_BITS)
+                found[at + 2] = slot
+                prefetch(array_at(found[at + 1], begins, 1), 0, 0)
+                line = array_at(found[at], begins, 1)
                 for skip in range(0, fetched, 64):
                     prefetch(line, 0, skip)
         if i >= AHEAD:
-            place, row = places[i - AHEAD], out[i - AHEAD]
-            owner = owner_of(place, begins)
-            if where[owner, LINES]:
-                slot = find_line(place - begins[owner], where[owner], begins, numbers)
-                line = array_at(where[owner, LINES] + slot * size, out, dim)
-                word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
-                again += read_row(slot, place, line, array_at(word, begins, 1), key, row)
+            at = 3 * ((i - AHEAD) % RING)
+            if found[at] == 0:
+                continue
+            line, word = array_at(found[at], out, dim), array_at(found[at + 1], begins, 1)
+            row, slot = out[i - AHEAD], found[at + 2]
+            # Most rows are read here: `read_row` is a call, and keeps reads from overlapping.
+            before = load_acquire(word, 0) if slot >= 0 else 0
+            if before >> (slot & BIT_MASK) & 1:
+                if not before & WRITING:
+                    for j in range(dim):
+                        row[j] = line[j]
+                    if load_acquire(word, 0) == before:
+                        continue
+                again += 1
+            again += read_row(slot, places[i - AHEAD], line, word, key, row)
     return again
 
 
@@ -220,9 +226,9 @@ def owner_of(place: int, begins: Vector) -> int:
 def read_row(
     slot: np.int64, place: int, line: Vector, word: Vector, key: Vector, out: Vector
 ) -> int:
-    """Read one row, whose line has this word of its stripe; see `gather`."""
+    """Read a row whose line has this word of its stripe, once more; see `gather`."""
     bit = 1 << (slot & BIT_MASK)
-    for attempt in range(READS):
+    for attempt in range(READS - 1):
         before = load_acquire(word, 0) if slot >= 0 else 0
         if not before & bit:
             make_row(place, key, out)
@@ -232,7 +238,7 @@ def read_row(
             if load_acquire(word, 0) == before:
                 return attempt
     copy_line(line, out)
-    return TORN + READS
+    return TORN + READS - 1
 
 
 @kernel(quick=True)

@@ -216,8 +216,8 @@ class Ownership:
             raise UserError(f"{what} of shape {ids.shape}", "one dimension", remedy)
         return np.ascontiguousarray(ids, np.int64)
 
-    def group(self, ids: np.ndarray) -> Grouped:
-        """Sort the ids of a step by server and row.
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """Return the place of each id's row, shape (n,), int64.
 
         Args:
             ids: Row numbers, shape (n,), of any integer dtype; duplicates are allowed.
@@ -226,17 +226,31 @@ class Ownership:
             UserError: If they are no such vector, or one is no row of the table.
         """
         ids = self.check(ids)
-        n, bits = len(ids), (self.table.rows - 1).bit_length()
+        places = np.empty(len(ids), np.int64)
+        bad = row_keys.places_of(ids, self._key, places)
+        if bad >= 0:
+            got = f"id {ids[bad]} at place {bad} for table {self.name!r}"
+            raise UserError(got, f"ids from 0 to {self.table.rows - 1}")
+        return places
+
+    def group(self, ids: np.ndarray) -> Grouped:
+        """Sort the ids of a step by server and row; see `places` for what they may be."""
+        return self.sort(self.places(ids))
+
+    def sort(self, places: np.ndarray) -> Grouped:
+        """Sort the ids whose rows have these places, as `places` returns them.
+
+        Raises:
+            UserError: If there are too many.
+        """
+        n, bits = len(places), (self.table.rows - 1).bit_length()
         if bits + (n - 1).bit_length() > 64:
             raise UserError(f"{n} ids at once", f"at most {1 << 64 - bits}")
         passes = max(1, math.ceil(bits / MOST_DIGIT))
         counts = np.empty((passes, 1 << math.ceil(bits / passes)), np.int64)
         words, spare = np.empty((2, n), np.uint64)
-        places, local, order = np.empty((3, n), np.int64)
-        bad = rows.sort_places(ids, self._key, places, words, spare, counts)
-        if bad >= 0:
-            got = f"id {ids[bad]} at place {bad} for table {self.name!r}"
-            raise UserError(got, f"ids from 0 to {self.table.rows - 1}")
+        local, order = np.empty((2, n), np.int64)
+        rows.sort_places(places, words, spare, counts)
         starts, bounds = np.empty(n + 1, np.int64), np.empty(self.servers + 1, np.int64)
         count = rows.group(words, self.begins, local, bounds, order, starts)
         return Grouped(places, local[:count], bounds, order, starts[: count + 1])
@@ -247,7 +261,7 @@ class Ownership:
         Raises:
             UserError: As `group`.
         """
-        places = self.group(ids).places
+        places = self.places(ids)
         owners = np.searchsorted(self.begins, places, "right") - 1
         return owners, places - self.begins[owners]
 

@@ -60,7 +60,8 @@ class _WorkerTable:
         self.ownership = table.owned_by(len(ranks))
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
-        self._ids, self._grouped = np.empty(0, np.int64), self.ownership.group(np.empty(0, "i8"))
+        self._ids = self._places = np.empty(0, np.int64)
+        self._grouped: Grouped | None = None
         self._rows = []
         for server, rank in enumerate(ranks):
             if not cluster.near(rank):
@@ -74,15 +75,18 @@ class _WorkerTable:
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), self.table.dim), self._dtype)
-        grouped = self._group(ids)
-        self.far.read(grouped, out, lambda: self._gather(grouped, out))
+        places = self._locate(ids)
+        if len(self._rows) == self.ownership.servers:  # nobody else is asked: nothing is sorted
+            self._gather(places, out)
+        else:
+            self.far.read(self._group(ids), out, lambda: self._gather(places, out))
         self.counts.pulled += len(ids)
         return out
 
-    def _gather(self, grouped: Grouped, out: np.ndarray) -> None:
+    def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of this node."""
         for rows in self._rows:
-            again, torn = rows.gather(grouped, out)
+            again, torn = rows.gather(places, out)
             self.counts.again += again
             self.counts.torn += torn
 
@@ -105,10 +109,18 @@ class _WorkerTable:
         vector: np.ndarray = s.sums[k, : s.starts[k, -1]].reshape(-1)
         return vector
 
-    def _group(self, ids: np.ndarray) -> Grouped:
-        """Return what `Ownership.group` does; most often they are those of the call before."""
+    def _locate(self, ids: np.ndarray) -> np.ndarray:
+        """Return the places of ids; most often they are those of the call before."""
         if not np.array_equal(ids, self._ids):
-            self._grouped, self._ids = self.ownership.group(ids), ids.copy()
+            self._places, self._grouped = self.ownership.places(ids), None
+            self._ids = ids.copy()
+        return self._places
+
+    def _group(self, ids: np.ndarray) -> Grouped:
+        """Return the ids sorted, which is done once for those of a step."""
+        places = self._locate(ids)
+        if self._grouped is None:
+            self._grouped = self.ownership.sort(places)
         return self._grouped
 
     def _with_earlier(

@@ -17,7 +17,7 @@ import numpy as np
 from mpips.cluster.window import Field
 from mpips.errors import UserError
 from mpips.kernels import rows
-from mpips.layout.tables import Grouped, Ownership, Table, combine
+from mpips.layout.tables import Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
@@ -95,11 +95,11 @@ class TableRows:
         self._where[server, : len(found)] = [array.ctypes.data for array in found]
         self._key = ownership.key(server)
 
-    def gather(self, grouped: Grouped, out: np.ndarray) -> Reads:
+    def gather(self, places: np.ndarray, out: np.ndarray) -> Reads:
         """Read this server's rows of a step into the places of their ids.
 
         Args:
-            grouped: What `Ownership.group` made of the ids, rows of all servers.
+            places: What `Ownership.places` made of the ids, rows of all servers.
             out: A row an id, shape (n_ids, dim), C-contiguous, dtype of the rows; where other
                 servers' belong it stays as it is.
 
@@ -108,7 +108,7 @@ class TableRows:
 
         Blocks: no; a row that is written meanwhile is read again.
         """
-        return self._read(grouped.places, out)
+        return self._read(places, out)
 
     def pull(self, local: np.ndarray, out: np.ndarray) -> Reads:
         """Read rows by their places in this server.

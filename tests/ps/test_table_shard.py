@@ -34,9 +34,9 @@ class Servers:
 
     def read(self, ids):
         out = np.full((len(ids), self.ownership.table.dim), np.nan, self.dtype)
-        grouped = self.ownership.group(np.asarray(ids))
+        places = self.ownership.places(np.asarray(ids))
         for rows_seen in self.seen:
-            assert rows_seen.gather(grouped, out) == Reads(0, 0)
+            assert rows_seen.gather(places, out) == Reads(0, 0)
         return out
 
     def push(self, ids, grads, rate=0.1):
@@ -147,7 +147,7 @@ def test_rows_of_servers_that_are_not_seen_are_left():
     servers = Servers(Table(50, 2), 3)
     ids = np.arange(50)
     out = np.full((50, 2), np.nan, "f4")
-    servers.seen[1].gather(servers.ownership.group(ids), out)
+    servers.seen[1].gather(servers.ownership.places(ids), out)
     owners, _ = servers.ownership.locate(ids)
     assert (np.isnan(out).all(1) == (owners != 1)).all()
     assert (out[owners == 1] == servers.read(ids[owners == 1])).all()
@@ -181,7 +181,7 @@ def test_a_row_that_is_always_written_is_taken_torn_and_counted(capacity):
     before = servers.read(np.arange(100))
     servers.memories[0]["tables/item/stripes"][1] |= rows.WRITING
     out = np.empty((100, 4), "f4")
-    found = servers.seen[0].gather(servers.ownership.group(np.arange(100)), out)
+    found = servers.seen[0].gather(servers.ownership.places(np.arange(100)), out)
     assert found == Reads(32 * rows.READS, 32)
     assert (out == before).all()
     # Whoever goes on makes it even again.
