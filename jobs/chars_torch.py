@@ -15,13 +15,11 @@ for rounds that are so rare are behind while the loss still falls quickly.
 """
 
 import argparse
-import ast
 import functools
 import math
-import sysconfig
-from pathlib import Path
 
 import torch
+from documentation import strings
 from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F
@@ -94,17 +92,7 @@ class Windows(Dataset):
 @functools.cache
 def documentation(length: int) -> tuple[Windows, Windows]:
     """Return windows to train on, and held-out ones, of the first `length` characters."""
-    root, found, have = Path(sysconfig.get_path("stdlib")), [], 0
-    for path in sorted(root.rglob("*.py")):
-        if have >= length:
-            break
-        if {"site-packages", "test", "tests"} & set(path.relative_to(root).parts):
-            continue
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append(ast.get_docstring(node) or "")
-                have += len(found[-1])
-    text = "\n\n".join(filter(None, found))[:length].encode("ascii", "replace")
+    text = "\n\n".join(strings(length))[:length].encode("ascii", "replace")
     whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     begins = torch.arange(0, len(whole) - CONTEXT, CONTEXT)
     mixed = begins[torch.randperm(len(begins), generator=torch.Generator().manual_seed(0))]

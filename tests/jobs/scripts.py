@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 def main(out: Path, modes: list[str], script: str, options: list[str]) -> None:
     """Run it."""
+    sys.path.insert(0, str(Path(script).parent))  # as Python does that runs it
     job = runpy.run_path(script)
     for mode in modes:
         found = job["main"](["--mode", mode, "--out", str(out / mode), *options])
