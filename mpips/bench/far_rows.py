@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.bench.rows import DIM, IDS, zipf
+from mpips.bench.peers.script import zipf
+from mpips.bench.rows import DIM, IDS
 from mpips.cluster.collectives import begin_barrier, cluster_subset
 from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.tags import TAG_PLAIN

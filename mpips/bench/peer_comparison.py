@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mpips.bench import jobs, peers, torch
+from mpips.bench import jobs, peers, rows, torch
 from mpips.bench.catalogue import MEASURES
 from mpips.bench.measure import Options, Row, bytes_text
+from mpips.bench.peers.script import ROW_DIM, ROW_IDS
 
 LIMIT_S = 300.0
 QUICK_STEPS = 4
@@ -56,6 +57,16 @@ def _train_torch(peer: str, ranks: str, world: int, mode: str) -> Case:
     return Case("torch", peer, "mlp", f"{mode}, {ranks}", world, 2, 200, 1.5, options=(mode,))
 
 
+def _rows(rows: int, drawn: str) -> Case:
+    case = f"{ROW_IDS:,} x {ROW_DIM} floats of {rows / 1e6:g} M rows, {ROWS_DRAWN[drawn]}"
+    return Case(
+        "rows", "tensorflow-ps", drawn, f"{case}, pull + Adagrad, 1 server, 2 workers", 3, 2, 60, 5,
+        rows * ROW_DIM * 4,
+    )  # fmt: skip
+
+
+ROWS_DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
+OUR_STEPS = 5  # of rows, for one of the peer: or it would be over at once
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
     _push_pull("tensorflow-ps", 1 << 20, 200, 10),
@@ -67,8 +78,10 @@ CASES = (
     _train_torch("torch-ddp", "2 ranks", 2, "sync"),
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
     Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
+    *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in ROWS_DRAWN),
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
+NAMES |= dict.fromkeys(ROWS_DRAWN, "rows")
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
 
@@ -97,6 +110,8 @@ def _compare(case: Case, options: Options) -> list[Row]:
         repeats = 1  # it is the same each time
         if options.quick:
             case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
+    if case.work in ROWS_DRAWN and options.quick:
+        case = _rows(10_000, case.work)
 
     def theirs() -> float:
         assert options.peers is not None, "no virtual environment is named"
@@ -129,6 +144,9 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
     if case.work == "mlp":
         job = jobs.Perceptron(folder, options.quick)
         return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
+    if case.work in ROWS_DRAWN:
+        steps = QUICK_STEPS if options.quick else OUR_STEPS * case.steps
+        return case.case, partial(rows.rate, case.work, case.size // (4 * ROW_DIM), steps)
     return case.case, partial(_world, case)
 
 

@@ -1,5 +1,9 @@
-"""Rows of a sparse table on one core, pulled and pushed, beside plain loops over the same ids."""
+"""Rows of a sparse table on one core, pulled and pushed, beside plain loops over the same ids.
 
+With peers, also steps of two workers with one server, beside TensorFlow's.
+"""
+
+import json
 import math
 import mmap
 import time
@@ -8,16 +12,17 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
+from mpips.bench import jobs
 from mpips.bench.measure import Options, Row, compare, in_turn
+from mpips.bench.peers.script import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
 from mpips.cluster.world import Cluster
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
 from mpips.optim.row_rules import make_row_rule
 from mpips.ps.table_shard import TableShard, row_fields
 
-IDS, DIM, BATCHES = 8192, 32, 64  # of a step; and steps, whose rows are more than a cache holds
+IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists are more than a cache holds
 SIZES, QUICK_SIZES = (1_000_000, 50_000_000), (10_000,)
-ZIPF = 1.05
 REACH = 0.5
 
 
@@ -40,12 +45,6 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
             row[j] -= factor * grad[j]
 
 
-def zipf(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
-    """Return row numbers of which k is about as frequent as ``1 / (k + 1)**1.05``."""
-    power = 1 - ZIPF
-    return (((rows + 1.0) ** power - 1) * rng.random(n) + 1) ** (1 / power) // 1 - 1
-
-
 def _zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of memory of the kind that windows have: in small pages, as it is touched."""
     memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
@@ -56,10 +55,8 @@ class _Sides:
     """Both sides of a comparison, over the same ids and gradients."""
 
     def __init__(self, rows: int, zipfian: bool) -> None:
-        rng = np.random.default_rng(0)
-        draw = (lambda n: zipf(rng, rows, n)) if zipfian else (lambda n: rng.integers(0, rows, n))
-        self.ids = [np.minimum(draw(IDS).astype(np.int64), rows - 1) for _ in range(BATCHES)]
-        self.grads = rng.standard_normal((IDS, DIM), "f4")
+        self.ids = list(row_ids("zipf-rows" if zipfian else "uniform-rows", rows))
+        self.grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         self.out = np.zeros((IDS, DIM), "f4")
         self.table = _zeros("f4", (rows, DIM))
         ownership, rule = Ownership("rows", Table(rows, DIM), 1), make_row_rule(Adagrad(0.1))
@@ -91,6 +88,28 @@ class _Sides:
         """Subtract the gradients in a plain loop."""
         for ids in self.ids:
             scatter_add(self.table, ids, self.grads, 0.1)
+
+
+def rate(measure: str, rows: int, steps: int) -> float:
+    """Have two workers pull and push rows of one server, in a job of its own.
+
+    Args:
+        measure: How ids are drawn: see `row_ids`.
+        rows: Of the table.
+        steps: Of each worker, about.
+
+    Returns:
+        Millions of rows a second, of both workers; each is pulled and pushed.
+
+    Raises:
+        Failed: If the job fails.
+    """
+    given = {"measure": measure, "rows": rows, "steps": steps}
+    with jobs.temporary_folder() as folder:
+        jobs.run(3, ["-m", "mpips.bench.rows_program", json.dumps(given)], folder)
+        found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
+    seconds = max(each["end"] for each in found) - min(each["begin"] for each in found)
+    return float(sum(each["steps"] for each in found) * IDS / seconds / 1e6)
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:

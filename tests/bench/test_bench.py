@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, wire
+from mpips.bench import catalogue, jobs, measure, rows, wire
 from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
@@ -370,6 +370,13 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
         tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "evaluators", "start"}
     )
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_rows_of_two_workers() -> None:
+    """What ``rows --peers`` compares."""
+    assert 0.01 < rows.rate("zipf-rows", 10_000, 4) < 1000
 
 
 def test_reading_quickly() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from launch import ROOT
@@ -49,7 +50,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
     def make(text: str) -> None:
         (tmp_path / "fake.py").write_text(text)
-        peer = Peer(tmp_path / "fake.py", "torch", ("push+pull", "round", "mlp"))
+        measures = ("push+pull", "round", "mlp", "uniform-rows")
+        peer = Peer(tmp_path / "fake.py", "torch", measures)
         monkeypatch.setitem(PEERS, "fake", peer)
 
     return make
@@ -169,7 +171,12 @@ def test_a_repeat_lasts_from_the_first_begin_to_the_last_end() -> None:
 
 @pytest.mark.parametrize(
     ("name", "steps_per_s", "rate"),
-    [("push+pull", 20, 20 * 2 * 4e9 / 1e9), ("round", 5, 5), ("mlp", 20, 20 * 64)],
+    [
+        ("push+pull", 20, 20 * 2 * 4e9 / 1e9),
+        ("round", 5, 5),
+        ("mlp", 20, 20 * 64),
+        ("zipf-rows", 20, 20 * 8192 / 1e6),
+    ],
 )
 def test_rates(
     name: str, steps_per_s: float, rate: float, capsys: pytest.CaptureFixture[str]
@@ -178,9 +185,22 @@ def test_rates(
     script.report("it", "1.0", given, 4_000_000_000, [2.0, 1.0, 4.0])
     (text,) = capsys.readouterr().out.splitlines()
     line = json.loads(text)
-    assert (line["steps_per_s"], line[script.RATES[name]]) == (steps_per_s, rate)
+    assert line["steps_per_s"] == steps_per_s
+    assert line[script.RATES[name]] == pytest.approx(rate)
     assert (line["peer"], line["measure"], line["size"]) == ("it", name, 4_000_000_000)
     assert (line["seconds"], line["steps"], line["workers"]) == ([2.0, 1.0, 4.0], 10, 4)
+
+
+def test_ids_are_drawn_as_they_are_called() -> None:
+    for rows in (100, 1_000_000):
+        zipf, alike = (script.row_ids(f"{name}-rows", rows) for name in ("zipf", "uniform"))
+        for ids in (zipf, alike):
+            assert (ids.shape, ids.dtype) == ((script.ROW_LISTS, script.ROW_IDS), np.int64)
+            assert 0 <= ids.min() < ids.max() < rows
+        shares = [np.mean(zipf == k) / np.mean(zipf == 0) for k in (1, 9)]
+        logs = np.log([(k + 2) / (k + 1) for k in (1, 9)]) / np.log(2)  # of 1 / x from 1 to 2
+        np.testing.assert_allclose(shares, logs, rtol=0.15)
+        assert np.mean(alike < rows // 2) == pytest.approx(0.5, abs=0.01)
 
 
 def test_bytes_of_the_mlp() -> None:
@@ -306,6 +326,7 @@ given = dict(word[2:].split("=") for word in sys.argv[2:])
 line = {"peer": "fake", "version": "1.2", "measure": given["measure"], "size": 1048576}
 line |= {"workers": int(given["workers"]), "steps": int(given["steps"]), "seconds": [4, 2, 30]}
 line |= {"gb_per_s": 7.5, "rounds_per_s": 8.5, "samples_per_s": 9.5, "hidden": 16, "batch": 4}
+line["million_rows_per_s"] = 6.5
 print(json.dumps(line | {"steps_per_s": 1}))
 """
 
@@ -316,6 +337,7 @@ print(json.dumps(line | {"steps_per_s": 1}))
         ("push+pull", "1.0 MB, 3 workers", 7.5, "GB/s"),
         ("round", "1.0 MB, 3 ranks", 8.5, "rounds/s"),
         ("mlp", "784-16-16-10, batch 4, 3 workers", 9.5, "samples/s"),
+        ("uniform-rows", "1.0 MB, 3 workers", 6.5, "M rows/s"),
     ],
 )
 def test_a_measurement_is_read(

@@ -25,7 +25,10 @@ from mpips.errors import UserError, unknown
 
 __all__ = ["PEERS", "UNITS", "Peer", "Result", "measure", "missing"]
 
-UNITS = {"push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB"}
+UNITS = {
+    "push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB",
+    "zipf-rows": "M rows/s", "uniform-rows": "M rows/s",
+}  # fmt: skip
 LOOK_S = 60.0  # for an interpreter to start on a slow file system
 POLL_S = 0.02
 TAIL_LINES = 15
@@ -63,7 +66,7 @@ class Result:
         case: Sizes and workers.
         seconds: Median time of one step: each worker makes one in it, or all one round.
         repeats: The time of one step in each repeat, in seconds.
-        rate: At the median, of all workers: bytes pushed and pulled, rounds, or samples; for
+        rate: At the median, of all workers: bytes pushed and pulled, rounds, samples, or rows; for
             memory what all of them take.
         unit: Of `rate`.
     """
@@ -81,7 +84,11 @@ class Result:
 _HERE = Path(__file__).parent
 
 PEERS = {
-    "tensorflow-ps": Peer(_HERE / "tensorflow_ps.py", "tensorflow", ("push+pull", "mlp")),
+    "tensorflow-ps": Peer(
+        _HERE / "tensorflow_ps.py",
+        "tensorflow",
+        ("push+pull", "mlp", "zipf-rows", "uniform-rows"),
+    ),
     "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
     "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
 }
@@ -126,7 +133,8 @@ def measure(
         venv: Virtual environment that has the peer's package.
         peer: A key of `PEERS`.
         measure: One of the peer's measures.
-        size: Bytes of the float32 parameters; the MLP has its own, whatever this is.
+        size: Bytes of the float32 parameters or of the table's rows; the MLP has its own, whatever
+            this is.
         workers: Number of workers or ranks; a server comes on top of it where there is one.
         steps: Steps of each worker in one repeat.
         repeats: Repeats that count; one to warm up precedes them.
@@ -253,7 +261,7 @@ def _result(line: dict[str, Any], what: str) -> Result:
             shape = f"784-{line['hidden']}-{line['hidden']}-10, batch {line['batch']}"
         else:
             shape = _size_text(line["size"])
-        ranks = "workers" if measure in ("push+pull", "mlp") else "ranks"
+        ranks = "ranks" if measure in ("round", "memory") else "workers"
         return Result(
             peer=line["peer"],
             version=line["version"],

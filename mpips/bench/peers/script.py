@@ -16,13 +16,19 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Of each worker in one repeat, by default.
-STEPS = {"push+pull": 40, "round": 40, "mlp": 200, "memory": 2}
+STEPS = {
+    "push+pull": 40, "round": 40, "mlp": 200, "memory": 2, "zipf-rows": 60, "uniform-rows": 60,
+}  # fmt: skip
 RATES = {
     "push+pull": "gb_per_s",
     "round": "rounds_per_s",
     "mlp": "samples_per_s",
     "memory": "megabytes",
+    "zipf-rows": "million_rows_per_s",
+    "uniform-rows": "million_rows_per_s",
 }
+ROW_IDS, ROW_DIM, ROW_LISTS = 8192, 32, 64  # ids of a step, floats of a row, lists of ids
+ZIPF = 1.05
 
 Send = Callable[[object], None]
 Span = tuple[float, float]
@@ -233,7 +239,32 @@ def _amount(given: argparse.Namespace, size: int) -> float:
     """Return what one step adds to the rate of its measure."""
     if given.measure == "push+pull":
         return 2 * size / 1e9
+    if given.measure.endswith("rows"):
+        return ROW_IDS / 1e6
     return given.batch if given.measure == "mlp" else 1
+
+
+# Rows ------------------------------------------------------------------------------------------
+
+
+def zipf(rng: Any, rows: int, n: int) -> Any:
+    """Return row numbers of which k is about as frequent as ``1 / (k + 1)**1.05``, as floats."""
+    power = 1 - ZIPF
+    return (((rows + 1.0) ** power - 1) * rng.random(n) + 1) ** (1 / power) // 1 - 1
+
+
+def row_ids(measure: str, rows: int) -> Any:
+    """Return the ids of steps: row numbers by Zipf or all alike, shape (ROW_LISTS, ROW_IDS).
+
+    Needs NumPy, which all that measure it have. They are an array of int64.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    if measure == "uniform-rows":
+        return rng.integers(0, rows, (ROW_LISTS, ROW_IDS))
+    found = zipf(rng, rows, ROW_LISTS * ROW_IDS).astype("i8")
+    return np.minimum(found, rows - 1).reshape(ROW_LISTS, ROW_IDS)
 
 
 # Memory ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""TensorFlow's ParameterServerStrategy: push and pull of a vector, or training of an MLP.
+"""TensorFlow's ParameterServerStrategy: push and pull of a vector or of rows, or an MLP trained.
 
 The script is the coordinator, which hands steps to the workers as they become free. Servers and
 workers are processes of their own, which never exit by themselves. They listen on all interfaces
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from script import (  # type: ignore[import-not-found]
+    ROW_DIM,
     Children,
     Send,
     add_mlp,
@@ -23,6 +24,7 @@ from script import (  # type: ignore[import-not-found]
     parse,
     positive,
     report,
+    row_ids,
 )
 
 SAMPLES = 8192
@@ -98,6 +100,37 @@ def make_push_pull(given: argparse.Namespace, strategy: Any, coordinator: Any) -
     return step, ()
 
 
+def make_rows(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Step:
+    """Return a step that reads rows of a table, and has Adagrad applied to gradients made of them.
+
+    A row is read once, and the gradients of its ids are summed on the worker: that is less to send
+    than by `tf.gather` of all ids, and what Adagrad wants.
+    """
+    import tensorflow as tf
+
+    shape = (given.size // ROW_DIM, ROW_DIM)
+    with strategy.scope():  # each is made where it lies
+        table = tf.Variable(lambda: tf.zeros(shape))
+        total = tf.Variable(lambda: tf.zeros(shape))
+    every = row_ids(given.measure, shape[0])
+
+    @tf.function
+    def step() -> None:
+        def on_worker() -> None:
+            lists = tf.constant(every)
+            number = tf.random.uniform((), 0, len(every), tf.int32)
+            ids, places = tf.unique(lists[number], tf.int32)
+            read = tf.gather(tf.gather(table, ids), places)
+            grads = tf.math.unsorted_segment_sum(read * 1e-3 + 1e-3, places, tf.size(ids))
+            tf.raw_ops.ResourceSparseApplyAdagradV2(
+                var=table.handle, accum=total.handle, lr=RATE, epsilon=1e-8, grad=grads, indices=ids
+            )
+
+        strategy.run(on_worker)
+
+    return step, ()
+
+
 def make_mlp(given: argparse.Namespace, strategy: Any, coordinator: Any) -> Step:
     """Return a training step of the MLP: parameters are read once, and updated by SGD."""
     import numpy as np
@@ -158,8 +191,10 @@ def subtract(variable: Any, value: Any) -> None:
 
 # The measurement -------------------------------------------------------------------------------
 
-MAKE = {"push+pull": make_push_pull, "mlp": make_mlp}
-INTER_OP_THREADS = {"push+pull": 4, "mlp": 2}  # of the coordinator
+MAKE = {
+    "push+pull": make_push_pull, "mlp": make_mlp, "zipf-rows": make_rows, "uniform-rows": make_rows,
+}  # fmt: skip
+INTER_OP_THREADS = {"mlp": 2}  # of the coordinator, which has 4 otherwise
 
 
 def time_steps(given: argparse.Namespace, coordinator: Any, step: Step) -> list[float]:
@@ -180,12 +215,12 @@ def coordinate(given: argparse.Namespace, cluster: dict[str, list[str]]) -> None
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS[given.measure])
+    tf.config.threading.set_inter_op_parallelism_threads(INTER_OP_THREADS.get(given.measure, 4))
     strategy = connect(cluster, given.servers if given.measure == "mlp" else 1)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     step = MAKE[given.measure](given, strategy, coordinator)
     seconds = time_steps(given, coordinator, step)
-    size = 4 * given.size if given.measure == "push+pull" else mlp_bytes(given.hidden)
+    size = mlp_bytes(given.hidden) if given.measure == "mlp" else 4 * given.size
     report("tensorflow-ps", tf.__version__, given, size, seconds)
 
 
