@@ -1,5 +1,7 @@
 """Rows of a sparse table on one core, pulled and pushed, beside plain loops over the same ids.
 
+A lazy table, whose lines are found by an index, stands beside the same table in full.
+
 With peers, also steps of two workers with one server, beside TensorFlow's.
 """
 
@@ -8,6 +10,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numba import njit
@@ -15,6 +18,7 @@ from numba import njit
 from mpips.bench import jobs
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.peers.script import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
+from mpips.cluster.window import MAP_NORESERVE
 from mpips.cluster.world import Cluster
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
@@ -22,8 +26,12 @@ from mpips.optim.row_rules import make_row_rule
 from mpips.ps.table_shard import TableShard, row_fields
 
 IDS, DIM, BATCHES = ROW_IDS, ROW_DIM, ROW_LISTS  # the rows of all lists are more than a cache holds
-SIZES, QUICK_SIZES = (1_000_000, 50_000_000), (10_000,)
+SIZES, QUICK_SIZES = (1_000_000, 50_000_000, 200_000_000), (10_000,)
 REACH = 0.5
+PAIRS = (
+    ("pull", "gather", "a plain loop"), ("push", "scatter", "a plain loop, SGD"),
+    ("lazy pull", "pull", "the table in full"), ("lazy push", "push", "the table in full"),
+)  # fmt: skip
 
 
 @njit(error_model="numpy", nogil=True)
@@ -47,7 +55,8 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
 
 def _zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of memory of the kind that windows have: in small pages, as it is touched."""
-    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
@@ -59,25 +68,22 @@ class _Sides:
         self.grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         self.out = np.zeros((IDS, DIM), "f4")
         self.table = _zeros("f4", (rows, DIM))
-        ownership, rule = Ownership("rows", Table(rows, DIM), 1), make_row_rule(Adagrad(0.1))
-        fields = row_fields(ownership, 0, rule, "f4")
-        memory = {field.name: _zeros(field.dtype, field.shape) for field in fields}
-        self.shard = TableShard(ownership, 0, memory, rule)
-        self.places = [ownership.places(ids) for ids in self.ids]
+        self.full, self.lazy = (_shard(rows, capacity) for capacity in ("full", "lazy"))
+        self.places = [self.full.ownership.places(ids) for ids in self.ids]
         self.sums = np.zeros((IDS, DIM), "f4")
 
-    def pull(self) -> None:
+    def pull(self, shard: TableShard) -> None:
         """Read the rows of each step."""
         for k, ids in enumerate(self.ids):
-            self.places[k] = self.shard.ownership.places(ids)
-            self.shard.gather(self.places[k], self.out)
+            self.places[k] = shard.ownership.places(ids)
+            shard.gather(self.places[k], self.out)
 
-    def push(self) -> None:
+    def push(self, shard: TableShard) -> None:
         """Sort the ids of each step, sum their gradients, and apply them."""
         for places in self.places:
-            grouped = self.shard.ownership.sort(places)
+            grouped = shard.ownership.sort(places)
             sums = combine(grouped, self.grads, self.sums[: len(grouped.local)])
-            self.shard.apply(grouped.local, sums, 0.1)
+            shard.apply(grouped.local, sums, 0.1)
 
     def gather(self) -> None:
         """Read the rows in a plain loop."""
@@ -88,6 +94,25 @@ class _Sides:
         """Subtract the gradients in a plain loop."""
         for ids in self.ids:
             scatter_add(self.table, ids, self.grads, 0.1)
+
+    def sides(self) -> dict[str, Callable[[], None]]:
+        """Return all, once pushed: rows that nobody has touched are made, which takes longer."""
+        found: dict[str, Callable[[], None]] = {"gather": self.gather, "scatter": self.scatter}
+        for name, shard in (("", self.full), ("lazy ", self.lazy)):
+            found[f"{name}pull"] = partial(self.pull, shard)
+            found[f"{name}push"] = partial(self.push, shard)
+            self.push(shard)
+        self.scatter()
+        return found
+
+
+def _shard(rows: int, capacity: str) -> TableShard:
+    """Return a table at one server, of which nobody has touched a row."""
+    ownership = Ownership("rows", Table(rows, DIM, capacity=capacity), 1)
+    rule = make_row_rule(Adagrad(0.1))
+    fields = row_fields(ownership, 0, rule, "f4")
+    memory = {field.name: _zeros(field.dtype, field.shape) for field in fields}
+    return TableShard(ownership, 0, memory, rule)
 
 
 def rate(measure: str, rows: int, steps: int) -> float:
@@ -120,21 +145,17 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def _of(cluster: Cluster, rows: int, zipfian: bool, options: Options) -> list[Row]:
-    names = ("pull", "gather", "push", "scatter")
+    names = {name for pair in PAIRS for name in pair[:2]}
     sides: dict[str, Callable[[], None]] = dict.fromkeys(names, lambda: time.sleep(0))
     if not cluster.rank:
-        found = _Sides(rows, zipfian)
-        found.push()  # rows that nobody has touched are made, which takes longer
-        found.scatter()
-        sides = {name: getattr(found, name) for name in names}
+        sides = _Sides(rows, zipfian).sides()
     times = in_turn(cluster, sides, options.repeats)
     drawn = "Zipf 1.05" if zipfian else "uniform"
     ids = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, {drawn}"
     made = []
-    for mine, other in (names[:2], names[2:]):
+    for mine, other, beside in PAIRS:
         ours, theirs, ratio = compare(times[mine], times[other])
         ours, theirs = (BATCHES * IDS / taken / 1e6 for taken in (ours, theirs))
-        beside = {"gather": "a plain loop", "scatter": "a plain loop, SGD"}[other]
-        case = f"{ids}, {'Adagrad' if mine == 'push' else 'pull'}"
+        case = f"{ids}, {mine.replace('push', 'Adagrad')}"
         made.append(Row("rows", case, ours, "M rows/s", beside, theirs, ratio, REACH))
     return made

@@ -21,6 +21,7 @@ from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
 from mpips.cluster.world import Cluster
 from mpips.planning.job import Job
+from mpips.planning.memory import available_bytes
 from mpips.ps.design import Design
 
 SIZES = tuple(64 << 10 + 2 * k for k in range(7))  # 64 KB to 256 MB
@@ -165,16 +166,8 @@ def _too_large(cluster: Cluster, size: int) -> str:
     """Return why that many parameters do not fit somewhere, or nothing. Collective: yes."""
     here = cluster.hosts.count(cluster.hosts[cluster.rank])
     needed = (3 * here + 1) * size  # of each worker a replica and two gradients, and the shards
-    free = int(ROOM * min(_available(), shared_bytes_free()))
+    free = int(ROOM * min(available_bytes(), shared_bytes_free()))
     short = [(n, f) for n, f in gather_all(cluster.comm, (needed, free)) if n > f]
     if not short:
         return ""
     return f"it takes {short[0][0] / 1e9:.1f} GB of a host, which has {short[0][1] / 1e9:.1f} GB"
-
-
-def _available() -> int:
-    """Return the bytes of memory that processes of this host can still get."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return np.iinfo(np.int64).max

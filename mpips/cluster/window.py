@@ -7,7 +7,10 @@ window over the same memory (`MPI_Win_create`). Every field has one writer.
 Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by nothing else.
 """
 
+import contextlib
+import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +26,7 @@ from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
 
 TRANSFER_MAX_BYTES = 1 << 30
+MAP_NORESERVE = 0x4000  # of Linux: memory is not set aside, but given where it is written
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
 GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
 
@@ -35,9 +39,9 @@ class Field:
         name: Of the field.
         dtype: Of its elements.
         shape: Of the array.
-        sparse: Whether it takes memory only where it is written, on a node of several ranks:
-            nobody fills it with zeroes, but the system does with each page that is touched first.
-            Ranks of other nodes cannot `Window.get` it.
+        sparse: Whether it takes memory only where it is written: nobody fills it with zeroes, but
+            the system does with each page that is touched first. Ranks of other nodes cannot
+            `Window.get` it.
     """
 
     name: str
@@ -91,8 +95,8 @@ class Window:
     Args:
         cluster: The job's ranks.
         plans: Segment of each rank, the same list on every rank.
-        shared: Whether segments are node-shared; False keeps each rank's memory private, and
-            then every node must be of one rank.
+        shared: Whether segments are node-shared; False wants every node to be of one rank. The
+            memory of a rank alone on its node is its own either way.
         far_reads: Whether ranks of other nodes may `get`.
 
     Raises:
@@ -111,18 +115,17 @@ class Window:
         self._far: MPI.Win | None = None
         if shared:
             together(cluster.comm, _too_small(cluster, plans))
+        if len(cluster.my_node) > 1:
             segments = self._allocate_shared(plans[cluster.rank].nbytes)
         else:
-            segments = {cluster.rank: _aligned(np.zeros(_padded(plans[cluster.rank]), "u1"))}
+            segments = {cluster.rank: _own_memory(plans[cluster.rank])}
         self._views = {
             rank: _fields(plans[rank], memory[: plans[rank].nbytes])
             for rank, memory in segments.items()
         }
         own = segments[cluster.rank][: plans[cluster.rank].far_nbytes]
-        # For one rank alone MPI may take its heap; memory of its own is zero anyway.
-        fresh = not shared or len(cluster.my_node) > 1
         for field in plans[cluster.rank].fields:
-            if not (field.sparse and fresh):
+            if not field.sparse:
                 # By its owner: first touch, and the standard promises no zeroes.
                 self._views[cluster.rank][field.name].fill(0)
         if far_reads and cluster.nodes > 1:
@@ -202,8 +205,13 @@ def shared_bytes_free() -> int:
 
 def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
     """Check the host's sum: filling it up kills MPICH by SIGBUS and hangs Open MPI."""
-    host = cluster.hosts[cluster.rank]
-    needed = sum(p.nbytes for p, h in zip(plans, cluster.hosts, strict=True) if h == host)
+    host, node_of = cluster.hosts[cluster.rank], cluster.node_of
+    ranks = Counter(node_of)
+    needed = sum(
+        plan.nbytes
+        for plan, other, node in zip(plans, cluster.hosts, node_of, strict=True)
+        if other == host and ranks[node] > 1
+    )
     free = shared_bytes_free()
     if needed <= free:
         return None
@@ -217,8 +225,16 @@ def _too_small(cluster: Cluster, plans: Sequence[Plan]) -> UserError | None:
     )
 
 
-def _padded(plan: Plan) -> int:
-    return plan.nbytes + CACHE_LINE_BYTES
+def _own_memory(plan: Plan) -> np.ndarray:
+    """Return zeroes for a rank alone on its node, which take memory as they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, plan.nbytes + CACHE_LINE_BYTES, flags)
+    dense = -(-(plan.far_nbytes + CACHE_LINE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # a kernel without large pages has small ones
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, min(dense, len(memory)))
+        if dense < len(memory):  # one row should not cost 2 MB
+            memory.madvise(mmap.MADV_NOHUGEPAGE, dense)
+    return _aligned(np.frombuffer(memory, "u1"))
 
 
 def _aligned(memory: np.ndarray) -> np.ndarray:

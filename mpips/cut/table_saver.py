@@ -10,6 +10,7 @@ from mpips.checkpoint import TableRows
 from mpips.cut.saver import Files, Saver
 from mpips.kernels.vectors import all_finite
 
+PIECE_ROWS = 1 << 12
 TakeRows: TypeAlias = Callable[[], Mapping[str, TableRows]]
 
 
@@ -35,9 +36,17 @@ class TableSaver(Saver):
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         tables, self._rows = self._rows, {}
-        if not all(all_finite(table.params.reshape(-1)) for table in tables.values()):
+        if not all(_sound(table.params) for table in tables.values()):
             return None
         written = super()._write_files(folder, step, arrays)
         if written is None:
             return None
         return (*written, checkpoint.write_rows(folder, self.owner, step, tables))
+
+
+def _sound(params: np.ndarray) -> bool:
+    """Return whether all rows are finite; a piece at a time, for they are a view."""
+    return all(
+        all_finite(params[begin : begin + PIECE_ROWS].reshape(-1))
+        for begin in range(0, len(params), PIECE_ROWS)
+    )

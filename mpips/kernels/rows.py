@@ -36,6 +36,7 @@ MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 BITS, COUNT, HEADER_WORDS = 0, 1, 2  # words of the header: the size of the index, and lines
 FULL, FULL_OF = 3, 4  # of an index
+MOST_PLACES = (1 << 32) - 2  # of an index: what stands in it, and in the keys, is of 32 bits
 
 _U = np.uint64
 _SPREADING = _U(0x9E3779B97F4A7C15)

@@ -17,7 +17,8 @@ import numpy as np
 from mpips.errors import UserError
 from mpips.kernels import row_keys, rows
 
-CAPACITIES = ("full", "lazy")
+CAPACITIES = ("auto", "full", "lazy")
+LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
 MOST_ROWS = 1 << 40
 # Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
 SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
@@ -99,7 +100,8 @@ class Table:
         dim: Numbers of a row.
         init: What a row holds before it is touched: `Normal`, `Uniform` or `Zeros`.
         optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
-        capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched.
+        capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched;
+            ``auto`` is lazy from 16 M rows on. What rows hold is the same.
         push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
 
     Raises:
@@ -110,7 +112,7 @@ class Table:
     dim: int
     init: Init = field(default_factory=lambda: Normal(0.01))
     optimizer: object = None
-    capacity: str = "full"
+    capacity: str = "auto"
     push_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +128,13 @@ class Table:
             remedy = "such as mpips.Normal(0.01)"
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
         if self.capacity not in CAPACITIES:
-            raise UserError(f"capacity={self.capacity!r} of a table", "full or lazy")
+            raise UserError(f"capacity={self.capacity!r} of a table", "auto, full or lazy")
+
+    @property
+    def lazy(self) -> bool:
+        """Whether it has memory for those rows alone that are touched."""
+        large = self.capacity == "auto" and self.rows >= LAZY_ROWS
+        return large or self.capacity == "lazy"
 
 
 class Grouped(NamedTuple):

@@ -184,7 +184,8 @@ def run_program(
             if world.size == 1:
                 start.hide()
                 raise
-            ending.abort(ending.raised(error), 1)
+            own = isinstance(error, UserError) and not start.works  # of a server: not its program's
+            ending.abort(str(error) if own else ending.raised(error), 1)
         result = _result(start, ended, late)
         start.free()
     return result

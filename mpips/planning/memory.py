@@ -2,6 +2,7 @@
 
 import os
 import platform
+from pathlib import Path
 
 import numpy as np
 
@@ -64,3 +65,11 @@ def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> No
             f"at most {human_bytes(there)}, its memory",
             "use a smaller model, or fewer ranks on a host",
         )
+
+
+def available_bytes() -> int:
+    """Return the memory that processes of this host can still get."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

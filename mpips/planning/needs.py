@@ -90,9 +90,13 @@ def measure(config: Config) -> Measured:
     tracemalloc.stop()
     problem = load_problem(config.problem, dataset.info, config)
     parameters, n = problem.layout.size, dataset.info.n_train
-    table_bytes = bytes_of_tables(problem, config)
     few = islice(iterate(dataset.train, 0, n, config.batch_size, config.dtype), BATCHES)
-    problem = without_tables(problem, few, config.dtype)
+    given, problem = problem, without_tables(problem, few, config.dtype)
+    shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
+    # As many new rows in each batch as in the first ones: in later ones there are fewer.
+    parts = -(-n // (BATCHES * config.batch_size))
+    touched = {name: shapes.get(name, (0,))[0] * parts for name in getattr(given, "tables", {})}
+    table_bytes = bytes_of_tables(given, config, touched)
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)
     for name, array in problem.init(np.random.default_rng(config.seed)).items():

@@ -16,6 +16,7 @@ from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
 if TYPE_CHECKING:
     from mpips.optim.row_rules import Named
 
+INDEX_BYTES = 16  # of a row of a lazy table, about: its key, and entries of the index
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -38,17 +39,24 @@ def checked_tables(given: Any) -> dict[str, Table]:
     return dict(given)
 
 
-def bytes_of_tables(problem: object, config: Config) -> int:
+def bytes_of_tables(problem: object, config: Config, touched: Mapping[str, int]) -> int:
     """Return what the rows of a problem's tables take, with all that their rules keep.
+
+    Args:
+        problem: The problem.
+        config: The job.
+        touched: Rows that a run touches at most, by table; lazy tables have no others.
 
     Raises:
         UserError: As `checked_tables`, or if the rule of the job is none for rows.
     """
     total, itemsize = 0, np.dtype(config.dtype).itemsize
-    for table in checked_tables(getattr(problem, "tables", {})).values():
+    for name, table in checked_tables(getattr(problem, "tables", {})).items():
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
-        total += table.rows * rule.width(table.dim) * itemsize
+        each = rule.width(table.dim) * itemsize
+        rows = min(table.rows, touched[name]) if table.lazy else table.rows
+        total += rows * (each + INDEX_BYTES * table.lazy)
     return total
 
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
-from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.window import shared_bytes_free
+from mpips.cluster.world import Cluster
 from mpips.config import SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
+from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import RowRule
+from mpips.planning.memory import available_bytes
 from mpips.planning.table_rules import checked_tables, rule_of
 
 if TYPE_CHECKING:
@@ -128,21 +130,38 @@ def _check_world(job: "Job") -> None:
 
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
-    """Refuse tables that the node has no memory for."""
+    """Refuse tables that the servers of this host have no memory for."""
+    servers = len(job.cluster.roles.servers)
     for table in tables:
-        _check_room(job, table)
-        if table.table.capacity != "full":
-            raise UserError(f"capacity={table.table.capacity!r} of table {table.name!r}", "full")
+        if table.table.lazy and -(-table.table.rows // servers) > MOST_PLACES:
+            got = f"lazy table {table.name!r} of {table.table.rows:,} rows with servers={servers}"
+            most = f"at most {MOST_PLACES:,} rows a server"
+            raise UserError(got, most, f"use {-(-table.table.rows // MOST_PLACES)} servers")
+    full = [table for table in tables if not table.table.lazy]
+    if full:
+        _check_room(job, full)
 
 
-def _check_room(job: "Job", table: JobTable) -> None:
-    """Raise UserError unless this host has room for its servers' rows."""
-    ranks, free = job.cluster, shared_bytes_free()
+def _check_room(job: "Job", tables: Sequence[JobTable]) -> None:
+    """Raise UserError unless this host has room for its servers' rows of whole tables."""
+    ranks, free = job.cluster, room_bytes(job.cluster)
     here, servers = ranks.hosts[ranks.rank], ranks.roles.servers
     share = sum(ranks.hosts[rank] == here for rank in servers)
-    needed = table.nbytes(job.dtype.itemsize) * share // len(servers)
-    if needed > free and job.config.window == "shared":
-        got = f"table {table.name!r} of {table.table.rows:,} rows takes {human_bytes(needed)}"
-        expected = f"at most {human_bytes(free)}, what {SHARED_MEMORY} has free"
-        where = f" on {here}" if len(set(ranks.hosts)) > 1 else ""
-        raise UserError(got, expected + where, "give it fewer rows, or a smaller dim")
+    sizes = [table.nbytes(job.dtype.itemsize) for table in tables]
+    needed = sum(sizes) * share // len(servers)
+    if needed <= free:
+        return
+    size, largest = max(zip(sizes, tables, strict=True), key=lambda each: each[0])
+    got = f"table {largest.name!r} of {largest.table.rows:,} rows takes {human_bytes(size)}"
+    if len(tables) > 1:
+        got += f" of the {human_bytes(sum(sizes))} of all tables"
+    where = f"what {share} of {len(servers)} servers have free on {here}"
+    nodes = -(-sum(sizes) // max(1, free))
+    remedy = f"use {nodes} nodes like it, with a server each or more, or capacity='lazy' if a run"
+    raise UserError(got, f"at most {human_bytes(free)}, {where}", f"{remedy} has few of the rows")
+
+
+def room_bytes(cluster: Cluster) -> int:
+    """Return what this rank's host has free for the memory that a rank shares with its node."""
+    free = available_bytes()
+    return free if len(cluster.my_node) == 1 else min(free, shared_bytes_free())

@@ -208,8 +208,7 @@ def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
 
     Collective: yes.
     """
-    plans = [design.plan(cluster, rank) for rank in range(cluster.world)]
-    window = Window(cluster, plans, design.shared)
+    window = Window(cluster, design.plans(cluster), design.shared)
     servers = cluster_subset(cluster, cluster.roles.servers)
     if cluster.rank in cluster.roles.servers:
         return ServerHalf(cluster, window, design, servers)

@@ -16,6 +16,7 @@ from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
 from mpips.ps.journal import journal_fields
 from mpips.ps.record import record_fields
+from mpips.ps.room import Lines, lines_of
 from mpips.ps.shard import FRESH, server_fields
 from mpips.ps.table_server import table_fields
 from mpips.transport import neighbours, outbox
@@ -126,15 +127,28 @@ class Design:
         )
         return near if shared else []
 
-    def plan(self, cluster: Cluster, rank: int) -> Plan:
-        """Return what a rank's segment holds."""
+    def plans(self, cluster: Cluster) -> list[Plan]:
+        """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
+        lines = lines_of(cluster, self)
+        return [self.plan(cluster, rank, lines) for rank in range(cluster.world)]
+
+    def plan(self, cluster: Cluster, rank: int, lines: Lines | None = None) -> Plan:
+        """Return what a rank's segment holds.
+
+        Args:
+            cluster: The job's ranks.
+            rank: Which of them.
+            lines: Of lazy tables, by table and server; by default as many as they have rows.
+        """
         roles, dtype = cluster.roles, self.dtype
         workers, servers = len(roles.workers), len(roles.servers)
         if rank in roles.servers:
             size = self.shards[roles.servers.index(rank)].size
             fields = server_fields(size, self.slots, dtype, workers)
+            server = roles.servers.index(rank)
             for table in self.tables:
-                fields += table_fields(table, servers, roles.servers.index(rank), dtype)
+                most = (lines or {}).get((table.name, server))
+                fields += table_fields(table, servers, server, dtype, most)
             if self.adopts:
                 fields += (Field("post", "i8", (1 + workers,)),)
                 fields += journal_fields(size, len(self.slots), dtype)

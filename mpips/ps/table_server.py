@@ -24,9 +24,11 @@ from mpips.transport.push import Push
 BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
 
 
-def table_fields(table: JobTable, servers: int, server: int, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a server's segment for its rows of a table."""
-    fields = row_fields(table.owned_by(servers), server, table.rule, dtype)
+def table_fields(
+    table: JobTable, servers: int, server: int, dtype: str, most: int | None = None
+) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for its rows of a table; see `row_fields`."""
+    fields = row_fields(table.owned_by(servers), server, table.rule, dtype, most)
     return tuple(replace(field, sparse=True) for field in fields)
 
 
@@ -42,7 +44,6 @@ class ServedTable:
     Attributes:
         table: The table.
         shard: Its rows.
-        nbytes: Bytes of the memory reserved.
     """
 
     def __init__(
@@ -51,14 +52,16 @@ class ServedTable:
         self.table, self._server = table, server
         self._ownership = table.owned_by(servers)
         self.shard = TableShard(self._ownership, server, memory, table.rule)
-        self.nbytes = sum(array.nbytes for array in memory.values())
 
     def changed_rows(self, dtype: np.dtype) -> TableRows:
         """Return copies of the rows that have been changed, in the order in which they lie."""
-        pieces = list(self.shard.pieces())
-        none = np.zeros((0, self.table.rule.width(self.table.dim)), dtype)
-        places = np.concatenate([np.zeros(0, np.int64), *(local for local, _ in pieces)])
-        lines = np.concatenate([none, *(copies for _, copies in pieces)])
+        count, at = self.shard.touched, 0
+        places = np.empty(count, np.int64)
+        lines = np.empty((count, self.table.rule.width(self.table.dim)), dtype)
+        for local, copies in self.shard.pieces():
+            part = slice(at, at + len(local))
+            places[part], lines[part], at = local, copies, part.stop
+        places, lines = places[:at], lines[:at]
         return TableRows(self._ownership.rows_of(self._server, places), *self._cut(lines))
 
     def _cut(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -123,7 +126,7 @@ class TableServer(Server):
     @property
     def nbytes(self) -> int:
         """See `Server.nbytes`."""
-        return super().nbytes + sum(served.nbytes for served in self.tables)
+        return super().nbytes + sum(served.shard.nbytes for served in self.tables)
 
     @property
     def rows_changed(self) -> dict[str, int]:

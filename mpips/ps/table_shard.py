@@ -36,7 +36,7 @@ def row_fields(
     which are touched, and which are written just now. Of a table of capacity ``lazy`` lines are
     given to rows as they are touched: ``keys`` says which row has a line, ``index`` where a row's
     line is, ``header`` how large these are. All of it is sized for `most` lines, and costs what is
-    touched.
+    touched: nothing moves while it grows.
 
     Args:
         ownership: Of the table.
@@ -46,14 +46,13 @@ def row_fields(
         most: Lines of a lazy table; None for all of the server's rows.
     """
     table, count = ownership.table, ownership.count(server)
-    lazy = table.capacity == "lazy"
-    if lazy and most is not None:
-        count = min(count, most)
+    if table.lazy:
+        count = min(count, rows.MOST_PLACES if most is None else most)
     fields = {
         "lines": (dtype, (count, rule.width(table.dim))),
         "stripes": ("i8", (-(-count // rows.STRIPE),)),
     }
-    if lazy:
+    if table.lazy:
         size = FIRST_BITS
         while rows.FULL << size < count * rows.FULL_OF:
             size += 1
@@ -159,6 +158,14 @@ class TableShard(TableRows):
             return self._index.count
         return sum(map(len, self._touched_slots()))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rows take: of a lazy table those touched, with their keys and index."""
+        if not self._index:
+            return sum(array.nbytes for array in self._memory)
+        keys = self._memory[rows.KEYS].itemsize
+        return self._index.count * (self._lines[:1].nbytes + keys) + self._index.nbytes
+
     def apply(self, local: np.ndarray, grads: np.ndarray, rate: float) -> None:
         """Make one update of rows.
 
@@ -203,7 +210,9 @@ class TableShard(TableRows):
 
     def _touched_slots(self) -> Iterator[np.ndarray]:
         """Yield the lines that have been touched, a piece at a time."""
-        for begin in range(0, len(self._lines), PIECE_ROWS):
+        # Lines that no row has are not looked at: a page that is read is there from then on.
+        lines = self._index.count if self._index else len(self._lines)
+        for begin in range(0, lines, PIECE_ROWS):
             words = self._stripes[begin // rows.STRIPE :][: PIECE_ROWS // rows.STRIPE]
             yield begin + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
 
@@ -213,8 +222,9 @@ class TableShard(TableRows):
         slot = self._index.take(local)
         if slot is None:
             most, name = len(self._lines), self.ownership.name
-            got = f"more than {most} rows of table {name!r} touched at server {self.server}"
-            raise UserError(got, "lines for them", "use more servers, or reserve more lines")
+            got = f"more than {most:,} rows of table {name!r} touched at server {self.server}"
+            expected = "at most those, which its memory holds"
+            raise UserError(got, expected, "resume it with more servers, on more nodes")
         return slot
 
 
@@ -236,6 +246,11 @@ class _Index:
     def count(self) -> int:
         """How many rows have a line."""
         return int(self._header[rows.COUNT])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index in use."""
+        return self._index.itemsize << int(self._header[rows.BITS])
 
     def local(self, slot: np.ndarray) -> np.ndarray:
         """Return the places in the server of the rows that have these lines."""
@@ -262,7 +277,8 @@ class _Index:
 
 def warm(table: Table, rule: RowRule, dtype: str) -> None:
     """Compile, or load from the cache on disk, every loop that a table needs."""
-    ownership = Ownership("", replace(table, rows=1), 1)
+    capacity = "lazy" if table.lazy else "full"
+    ownership = Ownership("", replace(table, rows=1, capacity=capacity), 1)
     fields = row_fields(ownership, 0, rule, dtype)
     memory = {field.name: np.zeros(field.shape, field.dtype) for field in fields}
     shard, ids = TableShard(ownership, 0, memory, rule), np.zeros(2, np.int64)

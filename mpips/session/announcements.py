@@ -30,7 +30,7 @@ def say_start(job: Job, notes: Sequence[str], log: Log) -> None:
     log.say(f"mpips {__version__}: {c.problem} on {job.info.name}, mode {c.mode}, {c.optimizer}")
     log.say(f"{job.layout.size:,} parameters, {job.info.n_train:,} samples, run in {job.out}")
     for table in tables_of(job):
-        shape = f"{table.table.rows:,} rows of {table.dim}"
+        shape = f"{table.table.rows:,} rows of {table.dim}{', lazy' * table.table.lazy}"
         log.say(f"table {table.name}: {shape}, {table.rule.name} at {table.rule.rate:g}")
     log.say(metrics.role_table(ranks.hosts, ranks.node_of, names, sizes))
     if c.evaluators:

@@ -118,7 +118,9 @@ def _worker(part: dict[str, Any]) -> dict[str, Any]:
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
     stale = part.get("staleness_sum", 0) / max(1, part["applied"])
-    known = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by")
+    known = ["bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by"]
+    if part.get("rows_changed"):
+        known.append("rows_changed")
     found = {k: part[k] for k in known if k in part}
     return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
 

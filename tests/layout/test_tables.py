@@ -149,7 +149,7 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"rows": 1.5}, "whole number"),
         ({"dim": 0}, "dim=0"),
         ({"init": 0.01}, "Normal, Uniform or Zeros"),
-        ({"capacity": "half"}, "full or lazy"),
+        ({"capacity": "half"}, "auto, full or lazy"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(options, message):

@@ -62,7 +62,12 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "tables in rounds": lambda out: tabled(out, mode="sync"),
     "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
     "tables read consistently": lambda out: tabled(out, read="consistent"),
-    "a table too large": lambda out: tabled(out, tables={"item": mpips.Table(1 << 36, 64)}),
+    "a table too large": lambda out: tabled(
+        out, tables={"item": mpips.Table(1 << 36, 64, capacity="full")}
+    ),
+    "a lazy table too large": lambda out: tabled(
+        out, servers=2, tables={"item": mpips.Table(1 << 36, 64)}
+    ),
     "tables and init_from": lambda out: tabled(out, init_from=str(out.parent / "w.npz")),
     "tables and compensation": lambda out: tabled(out, delay_compensation=0.1),
     "a folder in use": lambda out: mpips.run(train, INIT, out=out.parent),
