@@ -19,6 +19,7 @@ TAG_CLOCK = 9  # compares the hosts' clocks
 TAG_PLAIN = 10  # a plain send, to compare with
 TAG_WANTED = 11  # which rows of a table a worker wants of a far server
 TAG_ROWS = 12  # these rows
+TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
 TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
 

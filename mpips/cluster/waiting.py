@@ -1,9 +1,10 @@
 """How a rank waits, and how MPI gets on while it computes."""
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mpips.cluster.start import MPI, Request
 
@@ -97,6 +98,17 @@ class Background:
         self._wanted.clear()
         with self._turn:
             return
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Call nothing from the thread for a while: this rank acts. In a block, or outside one."""
+        wanted = self._wanted.is_set()
+        self.__exit__()
+        try:
+            yield
+        finally:
+            if wanted:
+                self.__enter__()
 
     def end(self) -> None:
         """End the thread, if there is one; no block may follow."""

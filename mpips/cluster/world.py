@@ -37,7 +37,10 @@ class Cluster:
         cores_a_rank: Cores of this host, over its ranks.
         ranks_per_core: Ranks of this host, over its cores.
         failures: The ranks that have died, where the job goes on without them.
+        serving: Called whenever this rank waits: answers those who wait for it. Waits for nobody.
     """
+
+    serving: Callable[[], object] | None = None
 
     def __init__(
         self, comm: MPI.Intracomm, node_size: int = 0, everyone: MPI.Intracomm | None = None
@@ -94,12 +97,14 @@ class Cluster:
         return share
 
     def progress(self) -> None:
-        """Enter MPI, so that far reads and messages get on. Blocks: no.
+        """Enter MPI, so that far reads and messages get on, and serve. Blocks: no.
 
         Raises:
             Lost: If a rank has died that the job cannot do without.
         """
         self.failures.attempt(self.comm.Iprobe, MPI.ANY_SOURCE, TAG_NEVER)
+        if self.serving is not None:
+            self.serving()
 
     def wait(self, ready: Callable[[], bool], what: int = words.OTHERS) -> float:
         """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.

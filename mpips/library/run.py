@@ -103,7 +103,7 @@ def run(
             alone, and on evaluators.
         callbacks: Told of steps, epochs, evaluations and checkpoints.
         tables: Tables of rows beside the parameters, by name; see `Worker.pull_rows`. The same on
-            every rank. Modes async and ssp have them.
+            every rank. Modes async, ssp and sync have them.
         **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
             a built-in model or a data file is left out.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
 AREA_ROWS = 1024  # at least
-TABLE_MODES = ("async", "ssp")
+TABLE_MODES = ("async", "ssp", "sync")
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,12 @@ def _check_world(job: "Job") -> None:
     c, ranks = job.config, job.cluster
     if c.mode not in TABLE_MODES:
         raise UserError(f"tables in mode {c.mode!r}", f"mode {' or '.join(TABLE_MODES)}")
+    if c.mode == "sync" and c.reduce == "allreduce":
+        remedy = "rows are exchanged in shared memory and by messages: leave out --reduce"
+        raise UserError("reduce 'allreduce' with tables", "reduce 'auto' or 'shared'", remedy)
+    if c.codec == "powersgd":
+        remedy = "rows have no matrix to be taken apart: use another --codec, or none"
+        raise UserError("codec 'powersgd' with tables", "a codec of single numbers", remedy)
     if ranks.nodes > 1 and c.node_aggregation:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
@@ -131,12 +137,12 @@ def _check_world(job: "Job") -> None:
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
     """Refuse tables that the servers of this host have no memory for."""
-    servers = len(job.cluster.roles.servers)
+    owners, kind = len(job.cluster.roles.owners), _owners_are(job)
     for table in tables:
-        if table.table.lazy and -(-table.table.rows // servers) > MOST_PLACES:
-            got = f"lazy table {table.name!r} of {table.table.rows:,} rows with servers={servers}"
-            most = f"at most {MOST_PLACES:,} rows a server"
-            raise UserError(got, most, f"use {-(-table.table.rows // MOST_PLACES)} servers")
+        if table.table.lazy and -(-table.table.rows // owners) > MOST_PLACES:
+            got = f"lazy table {table.name!r} of {table.table.rows:,} rows on {owners} {kind}"
+            most = f"at most {MOST_PLACES:,} rows on each"
+            raise UserError(got, most, f"use {-(-table.table.rows // MOST_PLACES)} {kind}")
     full = [table for table in tables if not table.table.lazy]
     if full:
         _check_room(job, full)
@@ -145,20 +151,24 @@ def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
 def _check_room(job: "Job", tables: Sequence[JobTable]) -> None:
     """Raise UserError unless this host has room for its servers' rows of whole tables."""
     ranks, free = job.cluster, room_bytes(job.cluster)
-    here, servers = ranks.hosts[ranks.rank], ranks.roles.servers
-    share = sum(ranks.hosts[rank] == here for rank in servers)
+    here, owners = ranks.hosts[ranks.rank], ranks.roles.owners
+    share = sum(ranks.hosts[rank] == here for rank in owners)
     sizes = [table.nbytes(job.dtype.itemsize) for table in tables]
-    needed = sum(sizes) * share // len(servers)
+    needed = sum(sizes) * share // len(owners)
     if needed <= free:
         return
     size, largest = max(zip(sizes, tables, strict=True), key=lambda each: each[0])
     got = f"table {largest.name!r} of {largest.table.rows:,} rows takes {human_bytes(size)}"
     if len(tables) > 1:
         got += f" of the {human_bytes(sum(sizes))} of all tables"
-    where = f"what {share} of {len(servers)} servers have free on {here}"
+    where = f"what {share} of {len(owners)} {_owners_are(job)} have free on {here}"
     nodes = -(-sum(sizes) // max(1, free))
     remedy = f"use {nodes} nodes like it, with a server each or more, or capacity='lazy' if a run"
     raise UserError(got, f"at most {human_bytes(free)}, {where}", f"{remedy} has few of the rows")
+
+
+def _owners_are(job: "Job") -> str:
+    return "servers" if job.cluster.roles.servers else "ranks"
 
 
 def room_bytes(cluster: Cluster) -> int:

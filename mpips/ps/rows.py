@@ -5,7 +5,8 @@ other nodes' servers come by message (`mpips.transport.far_rows`). What is pushe
 buffer of the step's push (`mpips.transport.rows`), and out with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,7 +55,7 @@ class _WorkerTable:
         table: JobTable,
         codec: Codec | None,
     ) -> None:
-        ranks = cluster.roles.servers
+        ranks = cluster.roles.owners
         self.far = FarRows(cluster, number, table, codec)
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
@@ -174,7 +175,10 @@ class RowsAtWork:
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
+        alone: Keeps out of MPI what else does anything there, while rows are read.
     """
+
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -195,10 +199,16 @@ class RowsAtWork:
         for table in self._tables.values():
             table.clear(seq)
 
+    def want(self, version: int) -> None:
+        """Read rows from now on that hold so many rounds; in modes without rounds it is 0."""
+        for table in self._tables.values():
+            table.far.want(version)
+
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Read rows of a table; see `mpips.Worker.pull_rows`."""
         table, found = self._find(name, ids)
-        rows = table.pull(found.reshape(-1))
+        with self.alone():
+            rows = table.pull(found.reshape(-1))
         return rows.reshape(*found.shape, table.table.dim)
 
     def push(self, name: str, ids: Any, grads: Any) -> None:

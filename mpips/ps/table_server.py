@@ -150,6 +150,10 @@ class TableServer(Server):
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""
         super().serve_reads()
+        return self.serve_rows()
+
+    def serve_rows(self) -> bool:
+        """Answer far workers that read rows; returns whether there are any. Blocks: no."""
         return self._far is not None and self._far.serve()
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:

@@ -6,7 +6,7 @@ A rank brings a `Report` into a round beside its gradient, and takes the sum of 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.vectors import sum_squares
 from mpips.optim import Ranges, Rule, Slots, clip_factor, common
 from mpips.planning.job import Job
+
+if TYPE_CHECKING:
+    from mpips.rounds.tables import RoundTables
 
 Weights: TypeAlias = np.ndarray | Sequence[float]
 # Arrays that a rank keeps from round to round beside its shard: by name, the position of the first
@@ -122,7 +125,10 @@ class Round(ABC):
         params: An owner's shard of `replica`, shape (shard.size,).
         slots: An owner's slots, each of that shape.
         transfers: What was sent, and how long this rank waited.
+        tables: Tables of rows beside the parameters; None without any.
     """
+
+    tables: "RoundTables | None" = None
 
     def __init__(
         self, job: Job, rule: Rule | None = None, transfers: Transfers | None = None
@@ -206,9 +212,19 @@ class Round(ABC):
     def _apply_by(self, rule: Rule) -> None:  # noqa: B027  (rounds that are given a rule keep it)
         """Apply another rule from this update on."""
 
-    def _clip(self, grad: np.ndarray) -> None:
-        """Scale an owner's slice of the mean gradient by the norm of the whole."""
+    def _clip(self, grad: np.ndarray, more: float = 0.0) -> float:
+        """Scale an owner's slice of the mean gradient by the norm of the whole.
+
+        Args:
+            grad: The slice.
+            more: Sum of the squares of what the owner has beside it, in the whole too.
+
+        Returns:
+            The factor.
+        """
         grad = grad[: max(0, self._job.trained - self._job.shard.begin)]
-        total = np.array([sum_squares(grad)])
+        total = np.array([sum_squares(grad) + more])
         self.transfers.wait([begin_sum(self._owners, total)])
-        grad *= grad.dtype.type(clip_factor(float(total[0]), self._max_norm))
+        factor = clip_factor(float(total[0]), self._max_norm)
+        grad *= grad.dtype.type(factor)
+        return factor

@@ -10,6 +10,7 @@ from mpips.cluster import words
 from mpips.cluster.collectives import begin_broadcast, gather_polled
 from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, CheckpointPlan, Committer
 from mpips.cut.saver import Saver, Snapshots
+from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.optim import Range
 from mpips.planning.job import Job
@@ -182,7 +183,9 @@ def _savers(job: Job, rounds: Round) -> list[Snapshots]:
     stall, found = job.config.snapshot == "stall", list[Snapshots]()
     if job.cluster.rank in job.cluster.roles.owners:
         slots = dict(zip(job.slots, rounds.slots, strict=True))
-        found.append(Saver(job.cluster, job.shard, rounds.params, slots, stall))
+        saved = job.cluster, job.shard, rounds.params, slots, stall
+        rows = rounds.tables.owned if rounds.tables is not None else None
+        found.append(TableSaver(rows.changed_rows, *saved) if rows is not None else Saver(*saved))
     if (own := state.saver_of(job, rounds.own_state(), stall)) is not None:
         found.append(own)
     return found

@@ -191,14 +191,21 @@ class RoundLoop:
             found |= {
                 **dataclasses.asdict(self._times),
                 "pushes_sent": worker.pushes, "bytes_pushed": moved, "bytes_pulled": moved,
-                "torn_reads": 0,
+                "torn_reads": 0, "tables": job.rows.stats() if job.rows is not None else {},
             }  # fmt: skip
+            if job.rows is not None:
+                found["bytes_sent"] += job.rows.bytes_sent
+                found["bytes_received"] += job.rows.bytes_received
         if self._cluster.rank in self._cluster.roles.owners:
             found |= {
                 "bytes": self._rounds.params.nbytes * (1 + len(self._rounds.slots)),
                 "applied": rounds,
                 "busy_s": transfers.busy_s,
             }
+            tables = self._rounds.tables
+            if tables is not None and tables.owned is not None:
+                found["bytes"] += tables.owned.nbytes
+                found["rows_changed"] = tables.owned.rows_changed
         return found
 
     def _release(self) -> None:

@@ -21,9 +21,11 @@ from mpips.cluster.window import Field
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.optim import Rule
 from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
 from mpips.rounds.base import OwnState, Report, Transfers, Weights
 from mpips.rounds.internode import FarNodes, NodeAgent
 from mpips.rounds.node import NodeRound
+from mpips.rounds.tables import RoundTables
 from mpips.rounds.update import BLOCK_BYTES, ShardUpdate
 
 
@@ -35,6 +37,8 @@ class SharedRound(NodeRound):
     ) -> None:
         """See `Round.__init__`."""
         super().__init__(job, rule, transfers, slot_fields(job, rule or job.rule))
+        if rule is None and tables_of(job):
+            self.tables = RoundTables(job, self.transfers)
         cluster, addresses = self._cluster, self._addresses
         self._agent = NodeAgent(job, job.shards, self.replica, addresses, self.transfers)
         self._far_nodes: FarNodes | None = None  # both of an owner
@@ -71,18 +75,21 @@ class SharedRound(NodeRound):
         self._barrier.enter(report)
         weights = np.asarray(weights)
         if self._cluster.nodes > 1:
-            self._exchange_far(step, weights[self._workers])
+            self._exchange_far(step, weights)
         else:
             if self._sets_rate:
                 self._leave_frozen(self._barrier.frozen)
             if self._update is not None:
-                self._update_shard(self._update, step, weights)
+                self._update_shard(self._update, step, weights, weights)
+        if self.tables is not None:
+            self.tables.end(step)
         return self._barrier.leave()
 
-    def _exchange_far(self, step: int, near: np.ndarray) -> None:
+    def _exchange_far(self, step: int, weights: np.ndarray) -> None:
         """Do what the nodes' gradients and reports go through between the two barriers."""
-        agent, far_nodes = self._agent, self._far_nodes
-        requests = agent.send_sums(step, near) + agent.receive_results()
+        agent, far_nodes, near = self._agent, self._far_nodes, weights[self._workers]
+        requests = self.tables.begin(step) if self.tables is not None else []
+        requests += agent.send_sums(step, near) + agent.receive_results()
         reports = self._begin_report_sum()
         if self._sets_rate:  # every owner needs the sum before its update
             self.transfers.wait(reports)
@@ -94,23 +101,39 @@ class SharedRound(NodeRound):
         if far_nodes is not None and self._update is not None:
             self.transfers.wait(far_nodes.receive_sums())
             far_nodes.unpack_sums()
-            weights = np.concatenate([near, np.ones(len(far_nodes.sums))])
-            self._update_shard(self._update, step, weights)
+            of_sums = np.concatenate([near, np.ones(len(far_nodes.sums))])
+            self._update_shard(self._update, step, of_sums, weights)
             requests += far_nodes.send_results(step)
         self.transfers.wait(requests)
         agent.unpack_results()
         if not self._sets_rate:
             self._publish_report_sum()
 
-    def _update_shard(self, update: ShardUpdate, step: int, weights: np.ndarray) -> None:
-        """Sum the rows of the shard and apply the rule."""
+    def _update_shard(
+        self, update: ShardUpdate, step: int, weights: np.ndarray, of_workers: np.ndarray
+    ) -> None:
+        """Sum the gradients of the shard, and those of rows, and apply the rules.
+
+        Args:
+            update: Of the shard.
+            step: Its number.
+            weights: Of the gradients and sums that are here.
+            of_workers: Of all workers.
+        """
         factor = self._barrier.factor if self._sets_rate else 1.0
+        rows = self.tables.owned if self.tables is not None else None
+        if rows is not None:
+            rows.collect(step, of_workers)
         if self._max_norm:
             sum_rows(self._rows, weights, self._job.shard.begin, self._sum)
-            self._clip(self._sum)
+            clipped = self._clip(self._sum, rows.sum_squares() if rows is not None else 0.0)
+            if rows is not None:
+                rows.scale(clipped)
             update.apply(step, factor)
         else:
             update.apply(step, factor, (self._rows, weights))
+        if rows is not None:
+            rows.apply(step, factor)
 
     def _apply_by(self, rule: Rule) -> None:
         if self._update is not None:
@@ -120,6 +143,8 @@ class SharedRound(NodeRound):
         """See `Round.free`."""
         self._agent.free()
         self._far_nodes = self._update = None
+        if self.tables is not None:
+            self.tables.free()
         super().free()
 
 

@@ -1,6 +1,7 @@
 """A worker's part in each round: it reads its samples, and computes what is summed."""
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 
 from mpips.datasets.ledger import Range, part
 from mpips.planning.job import Job
@@ -66,16 +67,20 @@ class GradientWorker(RoundWorker):
         self._params = job.layout.views(rounds.replica, writable=False)
         self._flat, self._grad = rounds.grad, job.layout.views(rounds.grad)
         self._accumulator = Accumulator(job)
+        self._tables = rounds.tables
 
     def compute(self, batch: Range, step: int) -> Tasks[tuple[float, int]]:
         """See `RoundWorker.compute`."""
         mine = self.part(batch)
         samples = mine[2] - mine[1]
+        if self._job.rows is not None:
+            self._job.rows.begin(step + 1)
         if not samples:
             return 0.0, 0
         batches = taken(self._job, self._loader, mine)
         args = self._params, batches, samples, self._grad, self._flat
-        loss = yield from self._accumulator.gradient(*args)
+        with nullcontext() if self._tables is None else self._tables.serving():
+            loss = yield from self._accumulator.gradient(*args)
         self.times.compute_s = self._accumulator.compute_s
         self.times.steps += 1
         self.times.samples += samples

@@ -15,6 +15,7 @@ from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
 from mpips.ps.table_shard import warm
+from mpips.rounds import tables as round_tables
 from mpips.session.probe import possible
 from mpips.transport import far_rows
 
@@ -41,6 +42,8 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
                 _load(config)
             for table in tables or ():
                 warm(table.table, table.rule, config.dtype)
+                if config.in_rounds:
+                    round_tables.warm(config.dtype)
                 if ranks.nodes > 1:
                     far_rows.warm(config.dtype)
     except _Stopped:

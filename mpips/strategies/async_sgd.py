@@ -87,7 +87,9 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     if (survives := announcement(job)) is not None:
         log.say(survives)
     reason = loop.serve()
-    outcome = Outcome(reason, server.version, release=half.free)
+    if isinstance(server, TableServer):
+        job.cluster.serving = server.serve_rows  # workers evaluate by them, and read no shard more
+    outcome = Outcome(reason, server.version, release=partial(_release, job, half))
     if (chief := loop.chief) is not None:
         outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
         outcome.step, outcome.unsaved = chief.step, chief.unsaved
@@ -101,6 +103,11 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
         outcome.adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
     return outcome
+
+
+def _release(job: Job, half: ServerHalf) -> None:
+    job.cluster.serving = None
+    half.free()
 
 
 def _saver(job: Job, server: Server) -> Saver:

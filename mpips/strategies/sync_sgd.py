@@ -1,7 +1,7 @@
 """Synchronous SGD: w <- w - lr * sum_w (n_w / n) g_w(w), one update a round.
 
 Equal to SGD with the large batch of n = sum n_w samples that the workers' batches make together
-(Chen et al., ICLR 2016 workshop, section 2).
+(Chen et al., ICLR 2016 workshop, section 2). Rows of tables are summed and updated likewise.
 """
 
 from typing import TYPE_CHECKING
@@ -29,6 +29,10 @@ def run(job: Job, log: "Log") -> Tasks[Outcome]:
     roles, node_of = job.cluster.roles, job.cluster.node_of
     if job.cluster.rank in roles.owners:
         job.fill(rounds.params, rounds.slots, job.shard)
+    if rounds.tables is not None:
+        job.rows = rounds.tables.rows
+        if rounds.tables.owned is not None:
+            rounds.tables.owned.fill(job)
     state.restore(job, rounds.own_state())
     rounds.publish_start()
     packed = wire.announcement(job.config, roles, node_of, job.shards, job.layout)

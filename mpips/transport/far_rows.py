@@ -29,7 +29,7 @@ from mpips.planning.tables import JobTable
 from mpips.transport.far import CHUNK_BYTES, WINDOW
 from mpips.transport.packed_rows import SentList, rows_codec
 
-HEAD = 2  # words of a request: number of the table, and how many rows
+HEAD = 3  # words of a request: number of the table, how many rows, and the version wanted
 
 
 class _Chunks(NamedTuple):
@@ -104,7 +104,7 @@ class _Asked:
             request = begin(message, far.rank, TAG_ROWS)
             self._coming.append((request, chunks, message, chunk))
             far.bytes_received += message.nbytes
-        head = np.array([far.table, len(places)], np.int64).view("u1")
+        head = np.array([far.table, len(places), far.version], np.int64).view("u1")
         request_bytes = np.concatenate([head, far.sent.encode(places)])
         far.bytes_sent += request_bytes.nbytes
         self._lists.append(request_bytes)
@@ -120,7 +120,7 @@ class _FarServer:
     ) -> None:  # fmt: skip
         self.cluster, self.table, self.server, self.rank = cluster, table, server, rank
         self.most, self.codec, self.sent = most, codec, SentList(rows)
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = self.bytes_received = self.version = 0
 
 
 class FarRows:
@@ -134,7 +134,7 @@ class FarRows:
     """
 
     def __init__(self, cluster: Cluster, number: int, table: JobTable, codec: Codec | None) -> None:
-        ranks = cluster.roles.servers
+        ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
         self._far = [
             _FarServer(cluster, number, k, rank, table.push_rows, owned.count(k), rows_codec(codec))
@@ -151,6 +151,11 @@ class FarRows:
     def bytes_received(self) -> int:
         """Bytes of rows that were asked for, as they are sent."""
         return sum(far.bytes_received for far in self._far)
+
+    def want(self, version: int) -> None:
+        """Read rows from now on that hold so many updates at least, where owners count them."""
+        for far in self._far:
+            far.version = version
 
     def read(self, grouped: Grouped, out: np.ndarray, meanwhile: Callable[[], None]) -> None:
         """Read the far rows of a call to the places of their ids.
@@ -236,14 +241,19 @@ class RowReplies:
         tables: Its rows, in the order of the job's tables.
         dtype: Of rows.
         codec: Of pulls from other nodes.
+
+    Attributes:
+        version: Updates that its rows hold, where workers count them; who wants more waits.
     """
 
     def __init__(
         self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None
     ) -> None:
+        self.version = 0
         self._cluster, self._tables = cluster, tables
         self._dtype, self._codec = dtype, rows_codec(codec)
         self._coming: list[tuple[int, Request, np.ndarray]] = []
+        self._early: list[tuple[int, np.ndarray]] = []  # requests for a version that is to come
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
         self._answers: list[_Answer] = []
 
@@ -258,11 +268,17 @@ class RowReplies:
         """
         coming = [*self._coming, *self._cluster.arrays.begin_receives(TAG_WANTED)]
         self._coming = []
+        here, self._early = self._early, []
         for rank, request, message in coming:
             if request.Test():
-                self._answers.append(self._answer(rank, message))
+                here.append((rank, message))
             else:
                 self._coming.append((rank, request, message))
+        for rank, message in here:
+            if message[: 8 * HEAD].view("i8")[HEAD - 1] > self.version:
+                self._early.append((rank, message))
+            else:
+                self._answers.append(self._answer(rank, message))
         busy = bool(self._answers)
         for answer in self._answers:
             for _ in islice(answer.chunks(), most):
@@ -272,7 +288,7 @@ class RowReplies:
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
-        table, count = head
+        table, count, _ = head
         if places.size:
             self._lists[rank, table] = places
         served, begin = self._tables[table], self._cluster.arrays.begin_send

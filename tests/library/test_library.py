@@ -44,7 +44,7 @@ REFUSED = {
     "tables aggregated": "node_aggregation with tables, on 3 nodes",
     "tables read consistently": "read=consistent with tables",
     "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes",
-    "a lazy table too large": "lazy table 'item' of 68,719,476,736 rows with servers=2.*17 servers",
+    "a lazy table too large": "lazy table 'item' of 68,719,476,736 rows on 2 servers.*17 servers",
     "tables and init_from": "init_from with tables",
     "tables and compensation": r"delay_compensation=0.1 with tables",
     "a folder in use": "is not empty",

@@ -112,7 +112,7 @@ def test_in_one_world(tmp_path: Path) -> None:
         "ssp",
     ]
     plan.add("own", 3, [*own, "--optimizer", "adagrad", "--lr", "0.3", "--epochs", "3"])
-    plan.add("rounds", 3, [*clicks, "--mode", "sync"], 2)
+    plan.add("rounds", 3, [*clicks, "--mode", "local_sgd"], 2)
     plan.add("no rule", 3, [*clicks, "--row-optimizer", "rmsprop"], 2)
     plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
@@ -126,7 +126,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     assert summary(plan.out("own"))["eval_loss"] < 0.25
     told = "\n".join(plan.errors())
     for words in (
-        "tables in mode 'sync'",
+        "tables in mode 'local_sgd'",
         "unknown optimizer of a table 'rmsprop'",
         "unknown number of ftrl for tables 'l3'",
         "row_optimizer 'sgd' without tables",

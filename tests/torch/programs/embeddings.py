@@ -113,6 +113,8 @@ CASES = {
     "scheduled": Case("sgd", SSP, decay=0.9),
     "clipped": Case("sgd", {**SSP, "clip": 0.3}),
     "accumulated": Case("sgd", {**SSP, "accumulate": 4}),
+    "rounds": Case("adagrad", {"mode": "sync", "accumulate": 2}, (1, 2)),
+    "clipped rounds": Case("sgd", {"mode": "sync", "clip": 0.3, "node_size": 1}, decay=0.9),
 }
 RULES = {
     "sgd": (mpips.SGD(RATE), lambda p: torch.optim.SGD(p, RATE)),
@@ -298,7 +300,11 @@ def pretrained() -> nn.Module:
 
 
 BAD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "a mode": (ours, {"mode": "sync"}, "mode 'sync' with the embeddings single, bags.mean,"),
+    "a mode": (
+        ours,
+        {"mode": "local_sgd"},
+        "mode 'local_sgd' with the embeddings single, bags.mean,",
+    ),
     "sparse, a mode": (plain, {"mode": "easgd"}, "torch.nn.Embedding without sparse=True is a"),
     "a weight": (pretrained, {}, "'bags.mean', a torch.nn.EmbeddingBag(sparse=True), whose weight"),
     "a rule": (

@@ -1,0 +1,313 @@
+"""Tables of rows in rounds: whoever owns a shard owns rows too, and updates them once a round.
+
+Which owner has a row is a function of its number (`mpips.layout.tables.Ownership`), as with
+servers. A worker writes the places and the gradients of a step's rows into its own segment while it
+computes, by owner and in the order of places. Then, in round k:
+
+    barrier of the node | workers send far owners their rows; an owner merges the lists of all
+    workers, near ones where they lie, and applies the rule of the rows | barrier of the node
+
+An owner adds up in the order of the workers, whichever node each is on and whenever its rows come,
+so that how ranks lie on nodes changes no bit. Every worker sends every far owner a message in every
+round, an empty one too: an owner that has them all knows that nobody reads what it changes now.
+
+Rows are read while workers compute: those of the node in its memory, which nobody writes then, far
+ones by request (`mpips.transport.far_rows`). A node may be a round ahead of another one. So a
+request says how many rounds the rows are to hold, and an owner that is behind answers later; owners
+answer whenever they wait, and in a thread while they compute.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from time import perf_counter
+
+import numpy as np
+
+from mpips.checkpoint import TableRows
+from mpips.cluster.start import Request
+from mpips.cluster.tags import TAG_ROW_SUMS
+from mpips.cluster.waiting import Background
+from mpips.cluster.window import Field, Plan, Window
+from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
+from mpips.kernels.vectors import scale, sum_squares
+from mpips.planning.job import Job
+from mpips.planning.tables import JobTable, tables_of
+from mpips.ps.rows import RowsAtWork
+from mpips.ps.table_server import BLOCK_ROWS, ServedTable, table_fields
+from mpips.rounds.base import Transfers
+from mpips.rounds.update import BLOCK_BYTES
+from mpips.transport.far_rows import RowReplies, Served
+from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
+from mpips.transport.rows import Section, Sections, rows_fields
+
+NOTHING_YET = -1  # version of rows that nobody may read
+
+
+class RoundTables:
+    """The tables of a job as a rank has them in rounds. Collective: construction and `free`.
+
+    Args:
+        job: The run, with tables.
+        transfers: Where bytes and waiting are counted.
+
+    Attributes:
+        rows: On a worker, what reads and pushes rows; None on servers.
+        owned: The rows that this rank owns; None where it owns none.
+    """
+
+    def __init__(self, job: Job, transfers: Transfers) -> None:
+        cluster, tables = job.cluster, tables_of(job)
+        self._cluster, self._transfers = cluster, transfers
+        plans = [Plan(_fields(job, tables, rank)) for rank in range(cluster.world)]
+        shared = job.config.window == "shared"
+        self._window = Window(cluster, plans, shared, far_reads=False)
+        self.rows: RowsAtWork | None = None
+        self.owned: OwnedTables | None = None
+        self._sender = _Sender(job, tables, self._window, transfers)
+        if job.worker_id is not None:
+            self.rows = RowsAtWork(cluster, self._window, tables)
+            self.rows.want(job.base_step)
+        if cluster.rank in cluster.roles.owners:
+            self.owned = OwnedTables(job, tables, self._window, transfers)
+            if cluster.nodes > 1:
+                cluster.serving = self.owned.serve
+        self._background: Background | None = None  # of a rank that computes while far ones read
+        if self.rows and self.owned and not all(map(cluster.near, cluster.roles.workers)):
+            self._background = Background(self.owned.serve)
+            self.rows.alone = self._background.paused
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Return what lets far workers read this rank's rows while it computes."""
+        return nullcontext() if self._background is None else self._background
+
+    def begin(self, step: int) -> list[Request]:
+        """Begin round `step`: send this worker's rows to far owners, receive those of far workers.
+
+        Returns:
+            What is to be waited for before the round ends.
+        """
+        if self.owned is not None:
+            self.owned.receive()
+        return self._sender.send(step)
+
+    def end(self, step: int) -> None:
+        """Have rows be read from now on as they are after round `step`."""
+        if self.rows is not None:
+            self.rows.want(step)
+
+    def free(self) -> None:
+        """Free the window; may be called twice. Collective: yes."""
+        if self._background is not None:
+            self._background.end()
+        self._cluster.serving = self._background = None
+        self.rows = self.owned = None
+        self._sender.free()
+        self._window.free()
+
+
+def _fields(job: Job, tables: Sequence[JobTable], rank: int) -> tuple[Field, ...]:
+    """Return the fields of a rank's segment."""
+    roles, dtype, found = job.cluster.roles, job.config.dtype, tuple[Field, ...]()
+    count = len(roles.owners)
+    if rank in roles.owners:
+        for table in tables:
+            found += table_fields(table, count, roles.owners.index(rank), dtype)
+    if rank in roles.workers:
+        found += rows_fields(tables, count, dtype)
+    return found
+
+
+class _Sender:
+    """Sends a worker's rows to owners on other nodes; nothing on servers."""
+
+    def __init__(
+        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
+    ) -> None:
+        cluster, owners = job.cluster, job.cluster.roles.owners
+        self._arrays, self._transfers = cluster.arrays, transfers
+        self._packers = [
+            (rank, RowsPacker(window, cluster.rank, tables, len(owners), owner, None))
+            for owner, rank in enumerate(owners)
+            if job.worker_id is not None and not cluster.near(rank)
+        ]
+
+    def send(self, step: int) -> list[Request]:
+        """Begin to send the rows of round `step`."""
+        requests = []
+        for rank, packer in self._packers:
+            for piece in packer.pack(step):
+                requests.append(self._arrays.begin_send(piece, rank, TAG_ROW_SUMS))
+                self._transfers.bytes_sent += piece.nbytes
+        return requests
+
+    def free(self) -> None:
+        """Let go of the window's memory; may be called twice."""
+        self._packers = []
+
+
+class OwnedTables:
+    """The rows of one owner, and what comes in for them. Collective: no.
+
+    Args:
+        job: The run.
+        tables: Its tables.
+        window: The memory of its ranks.
+        transfers: Where waiting is counted.
+
+    Attributes:
+        tables: Its rows of each.
+    """
+
+    def __init__(
+        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
+    ) -> None:
+        cluster, dtype, owners = job.cluster, job.dtype, job.cluster.roles.owners
+        me, count = owners.index(cluster.rank), len(owners)
+        self._cluster, self._transfers, self._dtype = cluster, transfers, dtype
+        self.tables = []
+        for table in tables:
+            fields = table_fields(table, count, me, dtype.name)
+            memory = {field.name: window.view(cluster.rank, field.name) for field in fields}
+            self.tables.append(ServedTable(table, count, me, memory))
+        self._incoming = [
+            _Incoming(job, tables, window, me, rank) for rank in cluster.roles.workers
+        ]
+        self._sums = [_Sums(table.dim, dtype) for table in tables]
+        self._coming: list[Request] = []
+        served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
+        self._replies = RowReplies(cluster, served, dtype, None)
+        self._replies.version, self._lock = NOTHING_YET, Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory reserved for them."""
+        return sum(served.nbytes for served in self.tables)
+
+    @property
+    def rows_changed(self) -> dict[str, int]:
+        """How many rows of each table have been changed."""
+        return {each.table.name: each.shard.touched for each in self.tables}
+
+    def fill(self, job: Job) -> None:
+        """Fill the rows that the run's checkpoint has, and let them be read.
+
+        Raises:
+            UserError: If the checkpoint cannot be read.
+        """
+        for served in self.tables:
+            for piece in job.checkpoint.read_table(served.table.name) if job.checkpoint else ():
+                served.fill(piece)
+        self._replies.version = job.base_step
+
+    def changed_rows(self) -> dict[str, TableRows]:
+        """Return copies of the rows of each table that have been changed."""
+        return {each.table.name: each.changed_rows(self._dtype) for each in self.tables}
+
+    def serve(self) -> None:
+        """Answer far workers, unless another thread of this rank does just now. Blocks: no."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._replies.serve()
+            finally:
+                self._lock.release()
+
+    def receive(self) -> None:
+        """Begin to receive the round's rows of far workers."""
+        self._coming = [request for each in self._incoming for request in each.receive()]
+
+    def collect(self, step: int, weights: np.ndarray) -> None:
+        """Add up the rows of all workers of round `step`. Blocks: until they are here."""
+        self._transfers.wait(self._coming)
+        found = [each.sections(step) for each in self._incoming]
+        for number, sums in enumerate(self._sums):
+            sums.merge([sections[number] for sections in found], weights)
+
+    def sum_squares(self) -> float:
+        """Return the square of the norm of what was added up."""
+        return sum(sum_squares(sums.rows.reshape(-1)) for sums in self._sums)
+
+    def scale(self, factor: float) -> None:
+        """Scale what was added up."""
+        for sums in self._sums:
+            scale(sums.rows.reshape(-1), factor)
+
+    def apply(self, step: int, factor: float) -> None:
+        """Make update `step` of what was added up, with the rates times `factor`."""
+        start, far = perf_counter(), self._cluster.nodes > 1
+        for served, sums in zip(self.tables, self._sums, strict=True):
+            local, rows = sums.local, sums.rows
+            rate, block = served.table.rate(step) * factor, max(1, len(local))
+            if far:
+                most = BLOCK_BYTES // (served.table.dim * rows.itemsize)
+                block = max(1, min(BLOCK_ROWS, most))
+            for at in range(0, len(local), block):
+                served.shard.apply(local[at : at + block], rows[at : at + block], rate)
+                if far:
+                    self._cluster.progress()
+        self._replies.version = step
+        self._transfers.busy_s += perf_counter() - start
+
+
+class _Incoming:
+    """What one worker brings into rounds for one owner: near it lies there, else it is received."""
+
+    def __init__(
+        self, job: Job, tables: Sequence[JobTable], window: Window, owner: int, rank: int
+    ) -> None:
+        cluster = job.cluster
+        self._begin, self._rank, self._owner = cluster.arrays.begin_receive, rank, owner
+        self._near: list[Sections] = []
+        self._unpacker: RowsUnpacker | None = None
+        if cluster.near(rank):
+            self._near = [Sections(window, rank, table.name) for table in tables]
+        else:
+            owners = len(cluster.roles.owners)
+            self._unpacker = RowsUnpacker(tables, owners, owner, job.dtype.name, None)
+            self._place = self._unpacker.place()
+
+    def receive(self) -> list[Request]:
+        """Begin to receive the rows of a round."""
+        if self._unpacker is None:
+            return []
+        pieces = pieces_of(self._place, self._place.size)
+        return [self._begin(piece, self._rank, TAG_ROW_SUMS) for piece in pieces]
+
+    def sections(self, step: int) -> Sequence[Section]:
+        """Return the rows of round `step` by table, when they are here; once a round."""
+        if self._unpacker is None:
+            return [sections.of(step, self._owner) for sections in self._near]
+        return self._unpacker.unpack(self._rank, self._place)
+
+
+class _Sums:
+    """The rows of a round that an owner has of one table, added up over workers.
+
+    Attributes:
+        local: Their places in the owner, increasing, shape (n,), dtype int64.
+        rows: The sum of each, shape (n, dim).
+    """
+
+    def __init__(self, dim: int, dtype: np.dtype) -> None:
+        self.local, self.rows = np.empty(0, np.int64), np.empty((0, dim), dtype)
+        self._room = self.local, self.rows
+
+    def merge(self, sections: Sequence[Section], weights: np.ndarray) -> None:
+        """Add up what workers have, each times its weight; who has weight 0 is left out."""
+        lists = np.zeros((len(sections), WORDS), np.int64)
+        for row, (places, sums), weight in zip(lists, sections, weights, strict=True):
+            if weight:
+                row[[PLACES, SUMS, COUNT]] = places.ctypes.data, sums.ctypes.data, len(places)
+        most = int(lists[:, COUNT].sum())
+        if len(self._room[0]) < most:
+            size, rows = most + most // 2, self._room[1]
+            self._room = np.empty(size, np.int64), np.empty((size, rows.shape[1]), rows.dtype)
+        local, rows = self._room
+        n = merge_rows(lists, weights, local, rows)
+        self.local, self.rows = local[:n], rows[:n]
+
+
+def warm(dtype: str) -> None:
+    """Compile, or load from the cache on disk, the loop that adds up rows."""
+    section = Section(np.zeros(1, np.int64), np.zeros((1, 1), dtype))
+    _Sums(1, np.dtype(dtype)).merge([section], np.ones(1))

@@ -1,0 +1,233 @@
+"""Tables of rows in mode sync: ``round_tables.py all OUT`` shares a world of 5.
+
+The counting problem by rows: each sample adds 1 to its rows and to its parameter, exactly, as its
+gradient is as many times as large as there are workers, and these have equally many samples.
+``kills OUT SERVERS``: the same, slow and saved often, for whoever kills it; ``check OUT`` looks at
+what that has left.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tables import WORLD, ZEROS, done, rows_of, run
+
+import mpips
+from mpips.checkpoint import newest_whole, verify
+from mpips.cluster import ending
+
+N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
+INIT = {"counts": np.zeros(N)}
+TABLES = {
+    "one": mpips.Table(rows=N, dim=1, init=ZEROS, optimizer=mpips.SGD(1.0)),
+    "wide": mpips.Table(rows=SEVERAL, dim=WIDE, init=ZEROS, optimizer=mpips.SGD(1.0)),
+    "slots": mpips.Table(rows=1000, dim=5, init=mpips.Uniform(0.5), optimizer=mpips.Adagrad(0.1)),
+}
+SYNC: dict[str, Any] = {"mode": "sync", "params": INIT, "tables": TABLES}
+Train = Callable[[mpips.Worker], None]
+
+
+def counter(stop: int = -1, pause_s: float = 0.0, n: int = N, epochs: int = EPOCHS) -> Train:
+    """Return a training function whose worker 0 stops the run when it has pushed so many."""
+
+    def train(worker: mpips.Worker) -> None:
+        for pushed, batch in enumerate(worker.batches(n, batch_size=BATCH, epochs=epochs), 1):
+            ids, size = batch.ids, float(worker.workers)
+            counts = worker.pull()["counts"]
+            np.testing.assert_array_equal(worker.pull_rows("one", ids)[:, 0], counts[ids])
+            rows = worker.pull_rows("slots", ids)
+            worker.grads["counts"][:] = -size * np.bincount(ids, minlength=N)
+            worker.push_rows("one", ids, np.full((len(ids), 1), -size))
+            half = len(ids) // 2
+            for part in (ids[:half], ids[half:]):
+                worker.push_rows("wide", part % SEVERAL, np.full((len(part), WIDE), -size))
+            worker.push_rows("slots", 4 * ids, rows - 1)
+            time.sleep(pause_s)
+            worker.push(0.0)
+            if pushed == stop and worker.id == 0:
+                worker.stop()
+
+    return train
+
+
+def check_counts(out: Path, whole: bool = True) -> np.ndarray:
+    """Check the newest checkpoint of a run, of any step; returns the counts."""
+    found, complaints = newest_whole(out)
+    assert found is not None, complaints
+    assert not verify(found.path)
+    counts = found.read_params()
+    if whole:
+        assert counts.sum() == found.state["samples"]
+    numbers, columns = rows_of(found, "one")
+    np.testing.assert_array_equal(numbers, np.flatnonzero(counts))
+    np.testing.assert_array_equal(columns["params"][:, 0], counts[numbers])
+    numbers, columns = rows_of(found, "wide")
+    sums = np.bincount(np.arange(N) % SEVERAL, counts, SEVERAL)
+    np.testing.assert_array_equal(numbers, np.flatnonzero(sums))
+    np.testing.assert_array_equal(columns["params"], np.repeat(sums[numbers, None], WIDE, axis=1))
+    assert rows_of(found, "slots")[0].tolist() == (4 * np.flatnonzero(counts)).tolist()
+    return np.asarray(counts)
+
+
+def exact(folder: Path) -> None:
+    """Stops, resumes on other workers, owners and nodes; in the end all counts are whole.
+
+    A last batch of an epoch is smaller than the others. What a round of more workers has left to
+    fewer of them is a step of several batches, whose gradients weigh less: then rows are as the
+    parameters are, and no whole numbers.
+    """
+    out, counts = folder / "exact", np.zeros(N)
+    parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (1, 21, {"snapshot": "stall", "checkpoint_every": "4steps"}),
+        (2, 15, {"window": "private"}),
+        (4, 12, {"servers": 2, "node_size": 2}),
+        (4, 5, {"node_size": 1, "servers": 0}),
+        (5, 6, {"servers": 1, "checkpoint_every": "2steps"}),
+        (4, -1, {"node_size": 2, "servers": 0}),
+        (4, 3, {}),
+        (2, 3, {"node_size": 1}),
+        (3, -1, {"servers": 2}),
+    )
+    for number, (ranks, stop, options) in enumerate(parts):
+        epochs = EPOCHS + (number > 5)
+        result = run(counter(stop, epochs=epochs), ranks, out, resume="auto", **SYNC, **options)
+        if WORLD.rank == 0:
+            summary = done(result).summary
+            assert (summary["bytes_received"] > 0) == (len(summary["nodes"]) > 1)
+            assert done(result).reason == ("epochs" if stop < 0 else "stopped")
+            counts = check_counts(out, whole=number < 7)
+            assert number != 5 or counts.tolist() == [EPOCHS] * N
+    if WORLD.rank == 0:
+        np.testing.assert_array_equal(done(result).rows("one", np.arange(N))[:, 0], counts)
+        assert summary["tables"]["one"]["pushed"] > 0
+        assert summary["tables"]["one"]["torn"] + summary["tables"]["one"]["again"] == 0
+
+
+def without_samples(folder: Path) -> None:
+    """Where a last batch does not go round, workers bring no rows; others are in the next round."""
+    for size in (0, 1, 2):
+        out = folder / f"few-{size}"
+        run(counter(n=N - 6, epochs=4), 4, out, node_size=size, **SYNC)
+        if WORLD.rank == 0:  # 14 batches of 16 and one of 2, of which each weighs twice as much
+            counts = check_counts(out, whole=False)
+            assert sorted({*counts[: N - 6].tolist()}) == [4.0, 5.0], counts
+            assert (counts == 5).sum() == 8, "two samples in each of four epochs"
+
+
+def placed(folder: Path) -> None:
+    """How ranks lie on nodes changes no bit: owners add up in the order of the workers."""
+    found = []
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(60, batch_size=7, epochs=3):
+            ids = np.concatenate([batch.ids % 11, batch.ids[::-1] % 5])
+            rows = worker.pull_rows("slots", ids)
+            worker.push_rows("slots", ids, rows * np.sqrt(1 + ids)[:, None] - 0.3)
+            worker.push(float((rows**2).mean()))
+
+    options = {**SYNC, "params": {}, "tables": {"slots": TABLES["slots"]}, "clip": 0.9}
+    for size in (0, 1, 2):  # a model of tables alone
+        out = folder / f"placed-{size}"
+        run(train, 4, out, node_size=size, dtype="float64", **options)
+        if WORLD.rank == 0:
+            checkpoint, _ = newest_whole(out)
+            assert checkpoint is not None
+            found.append(rows_of(checkpoint, "slots"))
+    for numbers, columns in found[1:]:
+        np.testing.assert_array_equal(numbers, found[0][0])
+        for name, column in columns.items():
+            np.testing.assert_array_equal(column, found[0][1][name], strict=True)
+
+
+def weighed(folder: Path) -> None:
+    """A norm is bounded over parameters and rows; batches of a step weigh by their samples."""
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(samples, batch_size=2, epochs=1):
+            worker.grads["counts"][:] = 0
+            worker.grads["counts"][0] = 12
+            worker.push_rows("wide", [3], [[3.0, 4.0, 0.0]])
+            worker.push_rows("one", batch.ids, np.ones((len(batch), 1)))
+            worker.push(0.0)
+
+    samples = 4
+    result = run(train, 2, folder / "clip", clip=1.3, node_size=1, **SYNC)
+    if WORLD.rank == 0:
+        norm = np.sqrt(12**2 + 5**2 + 4 / 4)  # the mean of two workers has half of each sample's
+        expected = np.array([-3.0, -4.0, 0.0]) * 1.3 / norm
+        np.testing.assert_allclose(done(result).rows("wide", [3])[0], expected, rtol=1e-12)
+        assert np.isclose(done(result).params["counts"][0], -12 * 1.3 / norm)
+        lone = np.full((4, 1), -0.5 * 1.3 / norm)
+        np.testing.assert_allclose(done(result).rows("one", np.arange(4)), lone, rtol=1e-12)
+    samples = 5
+    result = run(train, 1, folder / "accumulate", accumulate=4, **SYNC)
+    if WORLD.rank == 0:  # one step of batches of 2, 2 and 1 samples
+        np.testing.assert_allclose(done(result).rows("wide", [3])[0], [-3.0, -4.0, 0.0], rtol=1e-12)
+        weights = sorted(done(result).rows("one", np.arange(5))[:, 0])
+        np.testing.assert_allclose(weights, [-0.4, -0.4, -0.4, -0.4, -0.2], rtol=1e-12)
+
+
+def evaluated(folder: Path) -> None:
+    """An evaluation in the loop reads rows of this round on every node; an empty push is none."""
+
+    def train(worker: mpips.Worker) -> None:
+        def metrics(params: Any, batch: Any) -> dict[str, float]:
+            rows = worker.pull_rows("one", batch.ids)[:, 0]
+            assert (rows == params["counts"][batch.ids]).all()
+            return {"loss": float(rows.mean())}
+
+        for step, batch in enumerate(worker.batches(N, batch_size=29, epochs=2)):
+            assert worker.evaluate(metrics, N)["loss"] == step * 116 / N
+            worker.grads["counts"][:] = -4.0 * np.bincount(batch.ids, minlength=N)
+            if worker.id == 3:
+                worker.push_rows("wide", [], np.zeros((0, WIDE)))
+            worker.push_rows("one", batch.ids, np.full((len(batch), 1), -4.0))
+            worker.push(0.0)
+
+    run(train, 4, folder / "evaluated", node_size=2, **SYNC)
+
+
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tables in mode 'local_sgd', expected mode async or ssp or sync", {"mode": "local_sgd"}),
+    ("tables in mode 'easgd'", {"mode": "easgd", "servers": 1}),
+    ("reduce 'allreduce' with tables", {"reduce": "allreduce"}),
+    ("codec 'powersgd' with tables", {"codec": "powersgd", "node_size": 1}),
+    ("backup_workers=1 with tables", {"backup_workers": 1, "servers": 1}),
+)
+
+
+def refused(folder: Path) -> None:
+    """What tables are not made for is refused on every rank."""
+    for told, options in REFUSED:
+        result = run(counter(), 3, folder / "refused", **{**SYNC, **options})
+        if WORLD.rank < 3:
+            assert told in str(result), result
+            assert not (folder / "refused").exists()
+
+
+def main(case: str, out: Path, servers: str = "0") -> None:
+    """Run one case, or all that share a world."""
+    if case == "kills":
+        mpips.run(
+            counter(pause_s=0.02), INIT, mpips.SGD(1.0), tables=TABLES, mode="sync",
+            servers=int(servers), out=out, resume="auto", checkpoint_every="3steps", quiet=True,
+            node_size=2 * (not int(servers)),
+        )  # fmt: skip
+    if case in ("kills", "check"):
+        if WORLD.rank == 0:
+            check_counts(out)
+        return
+    for each in (exact, without_samples, placed, weighed, evaluated, refused):
+        each(out)
+        if WORLD.rank == 0:
+            print(f"{each.__name__} is done", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)
