@@ -99,7 +99,7 @@ class Worker(Loop):
 
         Unlike `pull`, each call reads anew. A row of this node that is read while it is updated may
         be torn; it is counted (`torn` in the run's summary) and used, like a torn read of
-        parameters. Rows of other nodes are whole.
+        parameters. Rows of other nodes are whole. In mode sync rows change between rounds alone.
 
         Args:
             table: Its name.

@@ -58,7 +58,7 @@ class RoundTables:
 
     def __init__(self, job: Job, transfers: Transfers) -> None:
         cluster, tables = job.cluster, tables_of(job)
-        self._cluster, self._transfers = cluster, transfers
+        self._cluster = cluster
         plans = [Plan(_fields(job, tables, rank)) for rank in range(cluster.world)]
         shared = job.config.window == "shared"
         self._window = Window(cluster, plans, shared, far_reads=False)
@@ -294,11 +294,12 @@ class _Sums:
 
     def merge(self, sections: Sequence[Section], weights: np.ndarray) -> None:
         """Add up what workers have, each times its weight; who has weight 0 is left out."""
-        lists = np.zeros((len(sections), WORDS), np.int64)
-        for row, (places, sums), weight in zip(lists, sections, weights, strict=True):
-            if weight:
-                row[[PLACES, SUMS, COUNT]] = places.ctypes.data, sums.ctypes.data, len(places)
-        most = int(lists[:, COUNT].sum())
+        lists = np.zeros((WORDS, len(sections)), np.int64)
+        for k, (places, sums) in enumerate(sections):
+            if weights[k]:
+                at = places.ctypes.data, sums.ctypes.data, len(places)
+                lists[[PLACES, SUMS, COUNT], k] = at
+        most = int(lists[COUNT].sum())
         if len(self._room[0]) < most:
             size, rows = most + most // 2, self._room[1]
             self._room = np.empty(size, np.int64), np.empty((size, rows.shape[1]), rows.dtype)
