@@ -15,6 +15,7 @@ COMMANDS = {
     "report": "draw runs: curves, staleness, load, time and bytes in one page",
     "watch": "follow runs in a terminal: curves, rates, ranks",
     "trace": "merge what each rank did when into a timeline, with its critical path",
+    "replay": "make an asynchronous run again on one rank, to the same bits",
     "checkpoint": "list, inspect, verify or export the checkpoints of a run",
     "plan": "predict a job on a cluster: time, bottleneck, staleness; find the cheapest",
     "sbatch": "write a job script for SLURM, or copy those that come with mpips",

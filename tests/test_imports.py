@@ -32,7 +32,7 @@ session
 library
 jax torch
 train
-__main__ bench chaos plan report results sbatch trace watch
+__main__ bench chaos plan replay report results sbatch trace watch
 doctor
 guide
 """

@@ -5,7 +5,7 @@ means to unpickle it, which some versions of PyTorch let a file turn against its
 """
 
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ def export(checkpoint: Checkpoint, output: Path) -> None:
         UserError: If the suffix is none of them, the package for it is missing, the checkpoint
             cannot be read, or the file cannot be written.
     """
-    write = {NPZ: _write_npz, SAFETENSORS: _safetensors_writer, PT: _pt_writer}.get(output.suffix)
+    write = {NPZ: _npz_writer, SAFETENSORS: _safetensors_writer, PT: _pt_writer}.get(output.suffix)
     if write is None:
         remedy = "numpy.load, safetensors and torch.load read them"
         raise UserError(f"{output}", f"a name that ends in {NPZ}, {SAFETENSORS} or {PT}", remedy)
@@ -76,10 +76,16 @@ def _params(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return found
 
 
-def _write_npz(checkpoint: Checkpoint) -> Callable[[Path], None]:
+def _npz_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
+    return npz_writer(named_arrays(checkpoint))
+
+
+def npz_writer(arrays: Iterable[tuple[str, np.ndarray]]) -> Callable[[Path], None]:
+    """Return what writes these arrays to an ``.npz``, one after another, once."""
+
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, array in named_arrays(checkpoint):
+            for name, array in arrays:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     np.lib.format.write_array(entry, array, allow_pickle=False)
 

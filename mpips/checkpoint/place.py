@@ -18,6 +18,7 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
 LOCK = ".lock"
 DATA = "data.json"  # the index of a dataset of many files
 TRACE = "trace"  # a file a rank: what it did when
+RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
 BEST = "best"  # points to the checkpoint with the lowest held-out loss
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),

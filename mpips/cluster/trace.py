@@ -7,9 +7,7 @@ value. A rank keeps one piece in memory, and its file ends at `MOST` bytes.
 Loads no MPI.
 """
 
-import errno
 import json
-import os
 import struct
 import time
 from array import array
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpips.cluster import words
-from mpips.errors import complain
+from mpips.cluster.rank_file import RankFile
 
 PIECE = 1 << 14  # changes
 MOST = 256 << 20
@@ -34,21 +32,14 @@ class Trace:
     Args:
         path: The file, which is made anew.
         about: What is known of the rank; its clock is added.
-
-    A file that cannot be written is told of once, and ends no run.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._times, self._codes = array("d"), array("q")
-        self._path, self._size = path, 0
         epoch = time.time() - time.perf_counter()
-        try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (held until close)
-            self._file.write(json.dumps({**about, "epoch": epoch}).encode() + b"\n")
-        except OSError as problem:
-            complain(f"warning: no trace {path}: {problem.strerror}")
-            return
-        words.trace_by(self._note)
+        self._file = RankFile(path, {**about, "epoch": epoch}, "trace", MOST)
+        if self._file.open:
+            words.trace_by(self._note)
 
     def _note(self, what: int, now: float, value: int) -> None:
         self._times.append(now)
@@ -59,22 +50,15 @@ class Trace:
     def _write(self) -> None:
         data = HEAD.pack(len(self._times)) + self._times.tobytes() + self._codes.tobytes()
         self._times, self._codes = array("d"), array("q")
-        self._size += len(data)
-        try:
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._size >= MOST:
-                raise OSError(0, "it is full")
-        except OSError as problem:
+        self._file.append(data)
+        if not self._file.open:
             words.trace_by(None)
-            self._file.close()
-            complain(f"warning: the trace {self._path} ends here: {problem.strerror}")
 
     def close(self) -> None:
         """Write what is left, and close the file."""
         if words.is_traced():
-            words.trace_by(None)
             self._write()
+            words.trace_by(None)
             self._file.close()
 
 

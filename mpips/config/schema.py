@@ -297,6 +297,10 @@ class Config:
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
     log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
     trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
+    record: bool = setting(
+        "output", False, "keep what the servers apply, and when, for mpips.replay; wants --read "
+        "consistent", modes=("async", "ssp"),
+    )  # fmt: skip
     tensorboard: bool = setting("output", False, "also TensorBoard's files, in <out>/tensorboard")
 
     checkpoint_every: str = setting(

@@ -78,6 +78,7 @@ def validate(config: Config) -> None:
     _check_servers(config)
     _check_reads(config)
     _check_staleness(config)
+    _check_record(config)
     _check_backup(config)
     _check_length(config)
     _check_evaluators(config)
@@ -113,6 +114,20 @@ def _check_reads(config: Config) -> None:
     if config.mode == "ssp" and config.far_read == "get":
         remedy = "the owner answers when the staleness bound holds"
         raise UserError("far_read 'get' in mode ssp", "auto or reply", remedy)
+
+
+def _check_record(config: Config) -> None:
+    if not config.record:
+        return
+    if config.read != "consistent":
+        remedy = "what a torn read saw cannot be made again: add --read consistent"
+        raise UserError(f"record with read {config.read!r}", "read 'consistent'", remedy)
+    if config.node_aggregation:
+        remedy = "leave out --node-aggregation"
+        raise UserError("record and node_aggregation", "one of the two", remedy)
+    if config.pull_codec != "none":
+        remedy = "replies are packed by draws that are not kept: leave out --pull-codec"
+        raise UserError(f"record with pull_codec {config.pull_codec!r}", "'none'", remedy)
 
 
 def _check_backup(config: Config) -> None:

@@ -148,7 +148,7 @@ def resume_notes(job: Job) -> Iterator[str]:
         yield f"the workers' {', '.join(fresh)} begins at {start}: {change}"
 
 
-def _fill(job: Job, state: Mapping[str, Pieces]) -> None:
+def fill(job: Job, state: Mapping[str, Pieces]) -> None:
     """Fill a worker's own state from the checkpoint, where there is something for it.
 
     Raises:
@@ -251,7 +251,7 @@ def keeper_of(
     found = names(job)
     if not found:
         return None
-    _fill(job, state)
+    fill(job, state)
     vectors = {name: state.get(name, ()) for name in found}
     assert job.worker_id is not None, "a server has none"
     args = job.cluster, job.worker_id, vectors, job.layout.size, job.dtype

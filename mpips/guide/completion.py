@@ -21,6 +21,7 @@ from mpips.doctor.__main__ import make_parser as doctor_parser
 from mpips.errors import UserError, answer, unknown
 from mpips.guide.pages import TOPICS
 from mpips.launch.__main__ import make_parser as launch_parser
+from mpips.replay.__main__ import make_parser as replay_parser
 from mpips.report.__main__ import make_parser as report_parser
 
 USAGE = """usage: mpips completion SHELL
@@ -44,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         "ps": _ps(),
         "guide": _guide(), "jobs": jobs_parser(), "results": _results(), "report": report_parser(),
         "watch": watch.make_parser(), "trace": trace.make_parser(), "plan": plan.make_parser(),
+        "replay": replay_parser(),
         "checkpoint": checkpoint_parser(), "sbatch": sbatch.make_parser(),
         "doctor": doctor_parser(), "bench": bench_parser(), "completion": _completion(),
     }  # fmt: skip

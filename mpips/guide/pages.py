@@ -9,7 +9,7 @@ from mpips.errors import unknown
 FOLDER = Path(__file__).resolve().parent
 TOPICS = (  # in the order in which a newcomer may want them
     *("your-model", "pytorch", "library", "tables", "data", "options", "checkpoints", "restarts"),
-    *("summary", "report", "consistency", "several-nodes", "slow-links", "plan", "slurm"),
+    *("summary", "report", "consistency", "replay", "several-nodes", "slow-links", "plan", "slurm"),
     *("how-fast", "troubleshooting", "design"),
 )
 OPTIONS_HERE = "<!-- options -->"

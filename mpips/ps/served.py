@@ -88,6 +88,8 @@ class Served:
             return None
         step = self.store.settle(base_step + int(self.cut.target.sum()))
         self.saver.snapshot(step)
+        if self.store.recorder is not None:
+            self.store.recorder.flush()
         return step
 
     def write_into(self, folder: str) -> None:

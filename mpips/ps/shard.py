@@ -8,7 +8,7 @@ is read: see `mpips.ps.client`.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from mpips.ps.frozen import Told
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
+
+if TYPE_CHECKING:
+    from mpips.ps.recording import Recorder
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
 BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
@@ -159,6 +162,7 @@ class Server:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
         tally: What it has done.
         told: What workers' pushes leave alone; `leaving`, the rule without that.
+        recorder: Writes down what is applied, if anything does.
 
     It has an attribute for each field of its segment, and for each who reads it.
     """
@@ -193,6 +197,7 @@ class Server:
         self._scratch = np.zeros(scratch, self.params.dtype)
         self.version = 0
         self.tally = Tally()
+        self.recorder: Recorder | None = None
 
     def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
         """Cut what is updated into blocks of at most so many bytes; views are made once."""
@@ -258,6 +263,8 @@ class Server:
         self.version = version
         self.leaving.count(count)
         self.record(push)
+        if self.recorder is not None:
+            self.recorder.note(push, oldest, version)
         self.clocks.publish()
         end = time.perf_counter()
         self.tally.busy_s += end - start

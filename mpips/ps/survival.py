@@ -29,9 +29,12 @@ def spared(job: Job) -> tuple[int, ...]:
 
 
 def adoptable(job: Job) -> tuple[int, ...]:
-    """Return the servers among them: all where there are several, and they share memory."""
+    """Return the servers among them: all where there are several, and they share memory.
+
+    Not where each writes down what it applies.
+    """
     c, servers = job.config, job.cluster.roles.servers
-    able = len(servers) > 1 and c.window == "shared" and not c.node_aggregation
+    able = len(servers) > 1 and c.window == "shared" and not (c.node_aggregation or c.record)
     return servers if able else ()
 
 

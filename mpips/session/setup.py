@@ -142,7 +142,7 @@ def make_job(
     def build() -> Job:
         problem = make_problem(config.problem, info, config)
         check_memory(problem.layout, config, near, ranks.nodes)
-        initial = _initial(found, problem.layout)
+        initial = initial_of(found, problem.layout)
         if isinstance(initial, ParameterFile):
             found.notes.extend(initial.notes)
         saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
@@ -172,7 +172,7 @@ def _check_shares(job: Job) -> None:
         raise UserError(got, "a share for each, with backup_workers", "use fewer servers")
 
 
-def _initial(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
+def initial_of(found: Run, layout: Layout) -> Checkpoint | ParameterFile | None:
     """Return where a run's parameters are read from; None where the problem makes them.
 
     Raises:

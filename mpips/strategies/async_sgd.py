@@ -29,6 +29,7 @@ from mpips.ps.coordinator import Chief
 from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
 from mpips.ps.record import Record
+from mpips.ps.recording import recorder_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
@@ -71,6 +72,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     job.fill(server.params, server.slots, shard)
     saver = _saver(job, server)
     server.start_from(job.base_step)
+    server.recorder = recorder = recorder_of(job, half)
     chief = _chief(job, half, log, ahead)
     heirs = partial(succeed, job, half, log=log, ahead=ahead) if adopts(job) else None
     loop = AsyncServer(job, half, saver, chief, heirs)
@@ -87,6 +89,8 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     if (survives := announcement(job)) is not None:
         log.say(survives)
     reason = loop.serve()
+    if recorder is not None:
+        recorder.close()
     if isinstance(server, TableServer):
         job.cluster.serving = server.serve_rows  # workers evaluate by them, and read no shard more
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))

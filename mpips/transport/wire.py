@@ -185,6 +185,11 @@ class Packer:
             self.state = dict(zip(self._codec.state, fresh, strict=True))
         self.sums = bool(self.state)
 
+    @property
+    def packs(self) -> bool:
+        """Whether there is anything to pack."""
+        return self._codec is not None
+
     def pack(self, grad: np.ndarray, number: int, slot: int, count: int = 1) -> list[np.ndarray]:
         """Return what to send for `grad`, shape (shard.size,), as pieces of one transfer each.
 

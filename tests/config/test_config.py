@@ -710,6 +710,7 @@ MODES = OPTIONS["mode"].legal
 COMPANIONS = {  # what an option has to come with
     "delay_adaptive": ["--delay-compensation", "0.5"],
     "outer_nesterov": ["--outer-momentum", "0.5"],
+    "record": ["--read", "consistent"],
     "codec": ["--optimizer", "sgd"],  # without slots, which local_sgd would average
     "fragments": ["--optimizer", "sgd", "--local-steps", "5"],
     "overlap_steps": ["--optimizer", "sgd"],
@@ -1036,6 +1037,9 @@ def mended(values: dict[str, Any]) -> Config:
     for name in BESIDE:
         if not has_effect(name, values):
             values[name] = OPTIONS[name].default
+    values["record"] = values["record"] and values["read"] == "consistent"
+    if values["record"]:
+        values |= {"node_aggregation": False, "pull_codec": "none"}
     values["delay_adaptive"] = values["delay_adaptive"] and values["delay_compensation"] > 0
     if values["mode"] == "local_sgd":
         parts = values["fragments"] = 1 + values["fragments"] % 5

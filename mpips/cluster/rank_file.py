@@ -1,0 +1,62 @@
+"""A file of one rank's own in the folder of a run: a line of JSON, and then pieces of bytes.
+
+Loads no MPI.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpips.errors import complain
+
+
+class RankFile:
+    """Writes such a file, until it is closed.
+
+    Args:
+        path: The file, which is made anew.
+        about: What the line says.
+        what: What the file is called.
+        most: Bytes of pieces at which it ends; None for no end.
+
+    A file that cannot be written is told of once, and ends no run.
+
+    Attributes:
+        open: Whether pieces are written.
+    """
+
+    def __init__(
+        self, path: Path, about: Mapping[str, Any], what: str, most: int | None = None
+    ) -> None:
+        self._path, self._what, self._most, self._size = path, what, most, 0
+        self.open = False
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (held until close)
+            self._file.write(json.dumps(about).encode() + b"\n")
+        except OSError as problem:
+            complain(f"warning: no {what} {path}: {problem.strerror}")
+            return
+        self.open = True
+
+    def append(self, data: bytes) -> None:
+        """Write a piece, if the file is open. Blocks: until the system has it."""
+        if not self.open:
+            return
+        self._size += len(data)
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._most is not None and self._size >= self._most:
+                raise OSError(0, "it is full")
+        except OSError as problem:
+            self.close()
+            complain(f"warning: the {self._what} {self._path} ends here: {problem.strerror}")
+
+    def close(self) -> None:
+        """Write no more. May be called twice."""
+        if self.open:
+            self.open = False
+            self._file.close()

@@ -1,0 +1,217 @@
+"""What the servers of a run apply, in which order: a compact record, for `mpips.replay`.
+
+Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: the
+number of records, their sum (CRC-32), and the records, one a push, in the order in which they were
+applied. A record says whose push it was, and how old: the version that its worker had read is the
+one before the update less the staleness. That of server 0 says as well which samples it was made
+of, and its loss. So the whole order of a run is known, and what each gradient was computed from.
+
+By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
+replay sees at which push it goes another way. A piece is of `PIECE` records: as many are lost at
+most when a job is killed, and none of those in a checkpoint.
+"""
+
+import json
+import os
+import shutil
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from mpips.checkpoint import place
+from mpips.cluster.collectives import broadcast_polled
+from mpips.cluster.rank_file import RankFile
+from mpips.config import OPTIONS
+from mpips.config.jobfile import to_toml
+from mpips.errors import UserError, complain
+from mpips.planning.job import Job
+from mpips.ps.assemble import ServerHalf
+from mpips.transport.push import Push
+
+FORMAT = 1
+PIECE = 64  # records
+LINE_BYTES = 64
+HEAD = struct.Struct("<II")
+SHORT = struct.Struct("<HII")  # worker, staleness, sum of a line of the shard
+WHOLE = struct.Struct("<HIIIQId")  # ... epoch, begin, samples, loss
+SHORT_DTYPE: Final = np.dtype([("worker", "<u2"), ("stale", "<u4"), ("line", "<u4")])
+WHOLE_DTYPE: Final = np.dtype(
+    [*SHORT_DTYPE.descr, ("epoch", "<u4"), ("begin", "<u8"), ("samples", "<u4"), ("loss", "<f8")]
+)
+SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from each other
+
+
+def line_of(version: int, nbytes: int) -> int:
+    """Return where in a shard of `nbytes` the line begins that is summed at `version`."""
+    lines = -(-nbytes // LINE_BYTES)
+    return ((version * SPREAD & 0xFFFFFFFF) * lines >> 32) * LINE_BYTES
+
+
+def line_sum(shard: memoryview, nbytes: int, version: int) -> int:
+    """Return the sum of a line of a shard of `nbytes` that is at `version`."""
+    at = line_of(version, nbytes)
+    return zlib.crc32(shard[at : at + LINE_BYTES])
+
+
+class Recorder:
+    """Writes down what a server applies. Collective: no. Blocks: for the disk, now and then.
+
+    Args:
+        path: Its file, which is made anew.
+        about: What is known of the job, and of the server.
+        params: Its shard, shape (shard.size,).
+        whole: Whether it says which samples a push was made of.
+
+    Attributes:
+        part: Number of the job in the run's record.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
+        self.part = int(about["part"])
+        self._file = RankFile(path, about, "record")
+        self._bytes, self._nbytes = params.data.cast("B"), params.nbytes
+        self._whole, self._size = whole, (WHOLE if whole else SHORT).size
+        self._records = bytearray(PIECE * self._size)
+        self._count = 0
+
+    def note(self, push: Push, staleness: int, version: int) -> None:
+        """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
+        line = line_sum(self._bytes, self._nbytes, version)
+        at = self._count * self._size
+        if self._whole:
+            epoch, begin, end = push.batch
+            more = epoch, begin, end - begin, push.loss
+            WHOLE.pack_into(self._records, at, push.worker, staleness, line, *more)
+        else:
+            SHORT.pack_into(self._records, at, push.worker, staleness, line)
+        self._count += 1
+        if self._count == PIECE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        if self._count:
+            records = bytes(self._records[: self._count * self._size])
+            self._file.append(HEAD.pack(self._count, zlib.crc32(records)) + records)
+            self._count = 0
+
+    def close(self) -> None:
+        """Write what is left, and let the shard go."""
+        self.flush()
+        self._file.close()
+        self._bytes.release()
+
+
+def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
+    """Return what records a server's shard; None where the job does not ask, or cannot be.
+
+    Collective: over the servers.
+    """
+    if not job.config.record:
+        return None
+    number = np.array([_begin_part(job) if job.cluster.is_chief else 0])
+    broadcast_polled(half.servers, number, 0, job.cluster.wait_request)
+    part = int(number[0])
+    if not part or not job.shard.size:
+        return None
+    server = job.cluster.roles.servers.index(job.cluster.rank)
+    path = part_folder(job.out, part) / f"server-{server:05d}"
+    return Recorder(path, _about(job, part, server), half.server.params, whole=server == 0)
+
+
+def part_folder(out: Path, part: int) -> Path:
+    """Return the folder of a job in a run's record."""
+    return out / place.RECORD / f"part-{part:04d}"
+
+
+def part_numbers(out: Path) -> list[int]:
+    """Return the numbers of the jobs in a run's record, the oldest first."""
+    names = (path.name.removeprefix("part-") for path in (out / place.RECORD).glob("part-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _begin_part(job: Job) -> int:
+    """Make the folder of this job's record, with what it begins with; returns its number, or 0.
+
+    The checkpoint that a resumed run begins with may be removed while it goes on: links keep it.
+    """
+    folder = job.out / place.RECORD
+    try:
+        if job.checkpoint is None:  # what is there is of a run that never saved anything
+            shutil.rmtree(folder, ignore_errors=True)
+        part = max(part_numbers(job.out), default=0) + 1
+        folder = part_folder(job.out, part)
+        folder.mkdir(parents=True)
+        if job.checkpoint is not None:
+            path = job.checkpoint.path
+            shutil.copytree(path, folder / path.name, copy_function=_link)
+    except OSError as problem:
+        complain(f"warning: no record {folder}: {problem.strerror or problem}")
+        return 0
+    return part
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without
+        shutil.copy2(source, target)
+
+
+def _about(job: Job, part: int, server: int) -> dict[str, Any]:
+    defaults = {name: OPTIONS[name].default for name in ("out", "resume")}
+    started = job.initial.path if job.initial is not None and job.checkpoint is None else None
+    return {
+        "format": FORMAT, "part": part, "server": server, "shard": [job.shard.begin, job.shard.end],
+        "config": to_toml(replace(job.config, **defaults, lr=job.config.learning_rate)),
+        "world": job.world(), "workers": list(job.cluster.roles.workers),
+        "spares": job.cluster.roles.spares, "block": job.block, "step": job.base_step,
+        "resumed": job.checkpoint.path.name if job.checkpoint is not None else None,
+        "started": str(started) if started is not None else None, "numpy": np.__version__,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a server has written.
+
+    Attributes:
+        about: What is known of the job, and of the server.
+        records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
+        whole: Whether the file ends with a piece, and not within one.
+    """
+
+    about: dict[str, Any]
+    records: np.ndarray
+    whole: bool
+
+
+def read(path: Path) -> Recorded:
+    """Read a file as far as it is whole.
+
+    Raises:
+        UserError: If it is no such file, or of another format.
+    """
+    first, _, data = path.read_bytes().partition(b"\n")
+    try:
+        about = json.loads(first)
+        found, server = about["format"], about["server"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}", "the record of a server", "remove it") from None
+    if found != FORMAT:
+        got = f"{path}: format {found}"
+        raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
+    dtype = WHOLE_DTYPE if server == 0 else SHORT_DTYPE
+    pieces, at = [np.zeros(0, dtype)], 0
+    while at + HEAD.size <= len(data):
+        count, total = HEAD.unpack_from(data, at)
+        end = at + HEAD.size + count * dtype.itemsize
+        if end > len(data) or zlib.crc32(data[at + HEAD.size : end]) != total:
+            break
+        pieces.append(np.frombuffer(data, dtype, count, at + HEAD.size))
+        at = end
+    return Recorded(about, np.concatenate(pieces), at == len(data))

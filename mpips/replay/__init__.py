@@ -1,0 +1,1 @@
+"""An asynchronous run made again on one rank, from its record, to the same bits."""

@@ -1,0 +1,46 @@
+"""An asynchronous run made again: ``python -m mpips.replay RUN``, of a run made with --record.
+
+One process does the work of all ranks, in the order in which the servers applied pushes, from the
+configuration in the record, and compares with all checkpoints that are there, bit by bit. Of a run
+of several jobs each is replayed from what it began with. The exit code is 1 if something differs;
+it is named. Run it where the job ran: on a processor of that type, in the folder that its paths
+begin in. With --until it stops at an update, and says which push that was; -o keeps the parameters
+and slots as they were then, in a file that --init-from and numpy.load read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpips.config.arguments import verbatim
+from mpips.errors import UserError, complain, write_line
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips.replay", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--until", type=int, metavar="UPDATE", help="replay the last job that made "
+        "this update, up to it")  # fmt: skip
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE.npz", help="keep parameters and "
+        "slots at the end, or after --until")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay a run; returns the exit code."""
+    try:
+        args = make_parser().parse_args(argv)
+        from mpips.replay.run import replay
+
+        for line in replay(args.run, args.until, args.out):
+            write_line(line)
+    except UserError as error:
+        complain(error)
+        return error.code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

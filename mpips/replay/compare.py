@@ -1,0 +1,77 @@
+"""A replay beside the run: what differs first, by name."""
+
+import struct
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.planning.job import Job
+from mpips.ps.recording import LINE_BYTES, line_of, line_sum
+from mpips.ps.shard import Server
+
+REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"
+
+
+def differing(what: str, replay: object, run: object) -> UserError:
+    """Return the error for something that differs, with exit code 1."""
+    error = UserError(f"{what} is {replay} in the replay", f"{run} as in the run", REMEDY)
+    error.code = 1
+    return error
+
+
+def compare_loss(push: str, replay: float, run: float) -> None:
+    """Compare the loss of a push, bit by bit.
+
+    Raises:
+        UserError: If it differs.
+    """
+    if struct.pack("d", replay) != struct.pack("d", run):
+        raise differing(f"first difference: the loss of {push}", repr(replay), repr(run))
+
+
+def compare_line(layout: Layout, k: int, store: Server, run: int, push: str) -> None:
+    """Compare the line of a shard that was summed after its last update.
+
+    Raises:
+        UserError: If it differs.
+    """
+    version, nbytes, size = store.version, store.params.nbytes, store.params.itemsize
+    found = line_sum(store.params.data.cast("B"), nbytes, version)
+    if found == run:
+        return
+    at = line_of(version, nbytes)
+    begin = store.shard.begin + at // size
+    end = store.shard.begin + min(at + LINE_BYTES, nbytes) // size
+    where = f"{element(layout, begin)} to {element(layout, end - 1)}"
+    what = f"first difference: update {version} of server {k}, by {push}: the sum of {where}"
+    raise differing(what, f"{found:08x}", f"{run:08x}")
+
+
+def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
+    """Compare a shard and its slots with a checkpoint, bit by bit.
+
+    Raises:
+        UserError: If an element differs; it says which is the first.
+    """
+    begin, end = store.shard.begin, store.shard.end
+    pairs = [("", store.params, saved.read_params(begin, end))]
+    for name, slot in zip(job.slots, store.slots, strict=True):
+        pairs.append((f" of slot {name}", slot, saved.read_slot(name, begin, end)))
+    for name, replay, run in pairs:
+        bits = f"u{replay.itemsize}"
+        places = np.flatnonzero(replay.view(bits) != run.view(bits))
+        if places.size:
+            first, count = int(places[0]), f"{places.size:,} of {replay.size:,} elements"
+            where = f"{element(job.layout, begin + first)}{name}"
+            what = f"{saved.path}: of server {k}'s shard {count} differ; the first, {where},"
+            raise differing(what, repr(float(replay[first])), repr(float(run[first])))
+
+
+def element(layout: Layout, at: int) -> str:
+    """Return the name and indices of an element of the flat vector, such as ``w1[3, 4]``."""
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    name, begin = next((n, b) for n, (b, e) in layout.slices().items() if b <= at < e)
+    indices = np.unravel_index(at - begin, shapes[name]) if shapes[name] else ()
+    return f"{name}[{', '.join(str(int(i)) for i in indices)}]"

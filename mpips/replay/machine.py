@@ -1,0 +1,192 @@
+"""One job of a run, made again: its servers and workers take turns as its record says.
+
+A server applies its next push when that is computed, and when nobody is left who is to read the
+version that it has. A worker reads each shard when that is at the version which its next push was
+computed from; what it has read of all of them is what it computes from. The record is of something
+that has happened, so one of them can always go on, and whoever goes on first, the bits are the
+same. A worker holds no more vectors than it did then, but for pushes that wait for slow servers.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.datasets.ledger import Range
+from mpips.errors import UserError
+from mpips.ps.shard import Server
+from mpips.ps.worker import make_loader
+from mpips.replay.compare import compare_line, compare_loss, compare_shard
+from mpips.replay.order import Order
+from mpips.replay.parts import Made, Maker, Setting, make_server
+
+Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
+
+
+class Worker:
+    """What a worker reads, computes, and has not got rid of yet.
+
+    Args:
+        maker: Computes its pushes.
+        number: Of the worker.
+        order: Of the job's pushes.
+
+    Attributes:
+        made: By their numbers, the pushes that some server has not applied.
+        computed: How many it has computed.
+    """
+
+    def __init__(self, maker: Maker, number: int, order: Order) -> None:
+        self.maker, self._number, self._order = maker, number, order
+        self.made: dict[int, Made] = {}
+        self.computed = 0
+        self._replica, self._missing = maker.vector(), set(order.at)
+
+    def read(self, servers: Mapping[int, Server]) -> list[int]:
+        """Copy the shards that are at the versions which the next push needs; returns which."""
+        if self.computed >= self._order.complete[self._number]:
+            return []
+        reads, n = self._order.reads, self.computed
+        found = [k for k in self._missing if reads[k][self._number][n] == servers[k].version]
+        for k in found:
+            np.copyto(self._replica[servers[k].shard.range], servers[k].params)
+            self._missing.remove(k)
+        return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether all shards are read that the next push needs."""
+        return not self._missing
+
+    def compute(self, batch: Range) -> Made:
+        """Compute the next push."""
+        self.computed += 1
+        made = self.maker.make(self.computed, batch, self._replica)
+        self.made[self.computed] = made
+        self._replica, self._missing = self.maker.vector(), set(self._order.at)
+        return made
+
+
+class Replay:
+    """The replay of one job.
+
+    Args:
+        setting: The job.
+        saved: The checkpoints that it has saved, by step.
+
+    Attributes:
+        servers: Those that have a shard, by number.
+        compared: Steps of the checkpoints that were compared, each by all servers.
+
+    Raises:
+        UserError: If data, model or checkpoint are not there, or others.
+    """
+
+    def __init__(self, setting: Setting, saved: Mapping[int, Checkpoint]) -> None:
+        part = setting.part
+        self._part, self._records, self._saved = part, part.records, saved
+        ranks = part.about["world"]["servers"]
+        stores = [make_server(setting.job(rank)) for rank in ranks]
+        self.servers = {k: store for k, store in enumerate(stores) if store.shard.size}
+        self.job = setting.job(part.about["workers"][0])
+        self._loader = make_loader(self.job)
+        jobs = [setting.job(rank) for rank in part.about["workers"]]
+        self._order = Order(part.records, list(self.servers), len(jobs), part.base)
+        makers = [Maker(job, self._loader) for job in jobs]
+        self._workers = [Worker(maker, w, self._order) for w, maker in enumerate(makers)]
+        self._applied = {k: [0] * len(jobs) for k in self.servers}
+        self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
+        self.compared: dict[int, int] = {}
+
+    def run(self, until: int | None = None) -> Kept:
+        """Go on to the end, or until every server has been at version `until`.
+
+        Returns:
+            Copies of parameters and slots of each server at that version, or the live ones at the
+            end.
+
+        Raises:
+            UserError: For the first thing that differs from the run, with exit code 1.
+
+        Blocks: as long as the job has computed, of all workers.
+        """
+        found: Kept = {}
+        with self._loader:
+            for k in self.servers:
+                self._reached(k, until, found)
+            while len(found) < len(self.servers):
+                moved = [self._advance_worker(w) for w in range(len(self._workers))]
+                moved += [self._advance_server(k, until, found) for k in self.servers]
+                if not any(moved):
+                    break
+        self._check_end(found)
+        return found or {k: [store.params, *store.slots] for k, store in self.servers.items()}
+
+    @property
+    def left(self) -> dict[int, int]:
+        """How many records of each server were not reached: others were lost that they need."""
+        each = self.servers.items()
+        return {k: len(self._records[k]) - (s.version - self._part.base) for k, s in each}
+
+    def _check_end(self, found: Mapping[int, object]) -> None:
+        lengths = {len(self._records[k]) for k in self.servers}
+        if len(lengths) == 1 and not found and any(self.left.values()):
+            got = f"{self._part.folder}: pushes in an order in which nobody can go on"
+            raise UserError(got, "the order of a run", "the record is damaged")
+
+    def _advance_worker(self, number: int) -> bool:
+        worker = self._workers[number]
+        read = worker.read(self.servers)
+        for k in read:
+            self._read[k] += 1
+        if not read or not worker.whole:
+            return bool(read)
+        first = next(iter(self.servers))
+        record = self._records[first][self._order.at[first][number][worker.computed]]
+        epoch, begin = int(record["epoch"]), int(record["begin"])
+        made = worker.compute((epoch, begin, begin + int(record["samples"])))
+        push = f"push {worker.computed} of worker {number}"
+        compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
+        return True
+
+    def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
+        moved = False
+        while self._apply_next(k):
+            moved = True
+            self._reached(k, until, found)
+        return moved
+
+    def _apply_next(self, k: int) -> bool:
+        """Apply a server's next push, if it may be; returns whether it was."""
+        store, at = self.servers[k], self.servers[k].version - self._part.base
+        if at == len(self._records[k]) or self._read[k] < self._order.readers[k][at]:
+            return False
+        record = self._records[k][at]
+        number, stale = int(record["worker"]), int(record["stale"])
+        worker, seq = self._workers[number], self._applied[k][number] + 1
+        made = worker.made.get(seq)
+        if made is None:
+            return False
+        store.apply(worker.maker.push(made, seq, k, store.version - stale))
+        self._applied[k][number], self._read[k] = seq, 0
+        if worker.maker.applied(made):
+            del worker.made[seq]
+        what = f"push {seq} of worker {number} ({batch_text(made.batch)})"
+        compare_line(self.job.layout, k, store, int(record["line"]), what)
+        return True
+
+    def _reached(self, k: int, until: int | None, found: Kept) -> None:
+        """Compare a server with a checkpoint of its version, and keep it if that is asked for."""
+        store = self.servers[k]
+        saved = self._saved.get(store.version)
+        if saved is not None:
+            compare_shard(self.job, k, store, saved)
+            self.compared[store.version] = self.compared.get(store.version, 0) + 1
+        if store.version == until:
+            found[k] = [array.copy() for array in (store.params, *store.slots)]
+
+
+def batch_text(batch: Range) -> str:
+    """Return which samples a push was made of, in words."""
+    epoch, begin, end = batch
+    return f"samples {begin} to {end - 1} of epoch {epoch}"

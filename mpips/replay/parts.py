@@ -1,0 +1,183 @@
+"""One job of a run as objects that compute: its servers, and its workers."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.cut import worker_state
+from mpips.datasets import Dataset, describe, make_dataset, open_parts
+from mpips.datasets.ledger import Range
+from mpips.datasets.loader import Loader
+from mpips.kernels.vectors import scale, sum_squares
+from mpips.layout import Shard, aligned_zeros
+from mpips.optim import clip_factor
+from mpips.planning.job import Job
+from mpips.problems import load_problem
+from mpips.problems.accumulate import Accumulator, follow, submit, taken
+from mpips.ps.client import reader_fields
+from mpips.ps.design import Design
+from mpips.ps.shard import Server, server_fields
+from mpips.replay.record import Part
+from mpips.replay.stand_ins import Memory, Ranks
+from mpips.session.folder import Run
+from mpips.session.setup import initial_of
+from mpips.transport.push import Push
+from mpips.transport.wire import Packer
+
+
+class Setting:
+    """What all ranks of a recorded job had: the data, and what it began with. A context manager.
+
+    Args:
+        part: The job.
+
+    Raises:
+        UserError: If the data is not there, or is none.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.config = part, replace(part.config, data_cache="")
+        parts = open_parts(self.config)
+        try:
+            info = describe(self.config, parts, strict=False)
+            self.dataset: Dataset = make_dataset(self.config, parts, info)
+        except BaseException:
+            parts.close()
+            raise
+
+    def __enter__(self) -> "Setting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dataset.close()
+
+    def job(self, rank: int) -> Job:
+        """Return the job as one of its ranks had it, with a model of its own.
+
+        Raises:
+            UserError: If the model or what the job began with is not there, or is another one.
+        """
+        part, config, info = self.part, self.config, self.dataset.info
+        ranks = Ranks(part, rank)
+        problem = load_problem(config.problem, info, config)
+        ranks.limit_threads(ranks.threads)  # of libraries too that came with a file of the user's
+        start, block = part.resumed or part.started, int(part.about["block"])
+        found = Run(config, part.folder, start, part.resumed is not None, [])
+        initial = initial_of(found, problem.layout)
+        saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
+        return Job(config, ranks, info, self.dataset, problem, found.out, block, saved, initial)
+
+
+def make_server(job: Job) -> Server:
+    """Return a server as it began: the one of the job's rank, filled."""
+    design, roles = Design.of(job), job.cluster.roles
+    number, workers = roles.servers.index(job.cluster.rank), len(roles.workers)
+    own = server_fields(job.shard.size, design.slots, design.dtype, workers)
+    fields = {job.cluster.rank: own}
+    fields |= dict.fromkeys(roles.workers, reader_fields(len(roles.servers)))
+    how = design.rule, design.rate, design.replies, design.stale
+    server = Server(job.cluster, Memory(fields), number, job.shard, *how)
+    job.fill(server.params, server.slots, job.shard)
+    server.start_from(job.base_step)
+    return server
+
+
+@dataclass
+class Made:
+    """A push as it was made.
+
+    Attributes:
+        batch: Of which samples.
+        loss: Their mean loss.
+        replica: What it was computed from, shape (n_params,).
+        grad: The gradient, likewise.
+        arriving: What arrives of it, where that is something else, by server.
+        left: How many servers have not applied it.
+    """
+
+    batch: Range
+    loss: float
+    replica: np.ndarray
+    grad: np.ndarray
+    arriving: dict[int, np.ndarray]
+    left: int
+
+
+class Maker:
+    """A worker, as far as it computes: what it reads is handed to it.
+
+    Args:
+        job: Of the worker's rank.
+        loader: Of the job's data; all workers may have the same one.
+
+    Attributes:
+        packers: Of its pushes to other nodes, by server.
+    """
+
+    def __init__(self, job: Job, loader: Loader) -> None:
+        assert job.worker_id is not None, "a server computes no gradient"
+        self._job, self._loader, self._worker = job, loader, job.worker_id
+        self._accumulator, self._origins = Accumulator(job), job.staleness.origins
+        ranks, design = job.cluster, Design.of(job)
+        owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
+        far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
+        self._shards: dict[int, Shard] = {k: shard for k, (_, shard) in owners if shard.size}
+        self.packers = {
+            k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in far
+        }
+        pieces: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for packer in self.packers.values():
+            for name, kept in packer.state.items():
+                pieces.setdefault(name, []).append((packer.shard.begin, kept))
+        if worker_state.names(job):
+            worker_state.fill(job, pieces)
+        self._free: list[np.ndarray] = []
+
+    def vector(self) -> np.ndarray:
+        """Return a vector over all parameters, shape (n_params,), which holds anything."""
+        if self._free:
+            return self._free.pop()
+        return aligned_zeros(self._job.layout.size, self._job.dtype)
+
+    def make(self, number: int, batch: Range, replica: np.ndarray) -> Made:
+        """Compute a gradient, and pack what goes to other nodes.
+
+        Args:
+            number: Of the push, 1 for the worker's first.
+            batch: The samples.
+            replica: What it is computed from.
+        """
+        job, grad = self._job, self.vector()
+        submit(job, self._loader, batch)
+        params = job.layout.views(replica, writable=False)
+        batches, samples = taken(job, self._loader, batch), batch[2] - batch[1]
+        args = params, batches, samples, job.layout.views(grad), grad
+        loss = follow(job.problem, self._accumulator.gradient(*args))
+        if job.config.clip:
+            trained = grad[: job.trained]
+            scale(trained, clip_factor(sum_squares(trained), job.config.clip))
+        arriving = {}
+        for k, packer in self.packers.items():
+            part = grad[packer.shard.range]
+            if packer.packs:
+                packer.pack(part, number, 0)
+                arriving[k] = np.empty_like(part)
+                packer.unpack(0, arriving[k])
+        return Made(batch, loss, replica, grad, arriving, len(self._shards))
+
+    def push(self, made: Made, number: int, server: int, version: int) -> Push:
+        """Return a push as a server takes it that was read at `version`."""
+        part = self._shards[server].range
+        grad = made.arriving.get(server, made.grad[part])
+        origin = made.replica[part] if self._origins else None
+        samples = made.batch[2] - made.batch[1]
+        who = self._worker, number, made.batch, samples, made.loss
+        return Push(*who, version, grad, origin)
+
+    def applied(self, made: Made) -> bool:
+        """Note that one more server has applied a push; returns whether all have."""
+        made.left -= 1
+        if not made.left:
+            self._free += [made.replica, made.grad]
+        return not made.left

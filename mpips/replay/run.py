@@ -1,0 +1,119 @@
+"""The replay of a run: its jobs one after another, and what is told of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mpips.checkpoint import Checkpoint
+from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS, npz_writer
+from mpips.checkpoint.files import write_durably
+from mpips.cluster.process import cpu_name
+from mpips.errors import UserError
+from mpips.replay.machine import Replay, batch_text
+from mpips.replay.parts import Setting
+from mpips.replay.record import Part, checkpoints_of, read_parts
+
+
+def replay(run: Path, until: int | None = None, out: Path | None = None) -> Iterator[str]:
+    """Replay a run, or one of its jobs up to an update; yields what is to be told.
+
+    Args:
+        run: Its folder.
+        until: The update, or None for all.
+        out: Where parameters and slots at the end go, if anywhere.
+
+    Raises:
+        UserError: If there is no record, something that it needs is missing, or, with exit code 1,
+            something differs.
+    """
+    if out is not None and out.suffix != NPZ:
+        raise UserError(f"{out}", f"a name that ends in {NPZ}")
+    parts = read_parts(run)
+    saved, complaints = checkpoints_of(run, parts)
+    yield from complaints
+    for part in parts if until is None else [_part_with(parts, until)]:
+        yield from warnings(part)
+        with Setting(part) as setting:
+            made = Replay(setting, saved[part.number])
+            found = made.run(until)
+            if until is not None:
+                yield from told(part, until, list(made.servers))
+            else:
+                yield summary(part, made, saved[part.number])
+            if out is not None and part in (parts[-1], *[part] * (until is not None)):
+                save(out, made, found)
+                yield f"parameters and slots are in {out}"
+
+
+def _part_with(parts: Sequence[Part], until: int) -> Part:
+    """Return the last job that has made an update; a run that was killed goes back."""
+    made = [part for part in parts if part.base < until <= part.base + part.updates]
+    if not made:
+        ranges = ", ".join(f"{p.base + 1} to {p.base + p.updates}" for p in parts if p.updates)
+        raise UserError(f"--until {until}", f"an update that is recorded: {ranges or 'none is'}")
+    return made[-1]
+
+
+def warnings(part: Part) -> Iterator[str]:
+    """Yield what is known to be other than in the run, and may make other bits."""
+    pairs = (
+        ("processor", part.about["world"]["cpu"], cpu_name()),
+        ("NumPy", part.about["numpy"], np.__version__),
+    )
+    for what, run, now in pairs:
+        if run != now:
+            yield f"warning: {what} {now}, in the run {run}: the bits may differ"
+
+
+def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
+    """Return what has come of a replay that agrees."""
+    servers, workers = len(made.servers), len(part.about["workers"])
+    updates = part.updates - made.left[0]
+    whole = [step for step in sorted(saved) if made.compared.get(step) == servers]
+    steps = ", ".join(f"{step:,}" for step in whole)
+    plural = "checkpoint of step" if len(whole) == 1 else "checkpoints of steps"
+    what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint is there to compare"
+    who = f"{workers} worker{'s' * (workers > 1)}, {servers} server{'s' * (servers > 1)}"
+    text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {who}: {what}"
+    lost = sum(made.left.values())
+    return f"{text}; {lost} records at the end want others that were lost" if lost else text
+
+
+def told(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:
+    """Yield which push the update `until` of each server was."""
+    for k in servers:
+        records = part.records[k]
+        if until - part.base > len(records):
+            continue
+        record = records[until - part.base - 1]
+        worker, stale = int(record["worker"]), int(record["stale"])
+        seq = int((records["worker"][: until - part.base] == worker).sum())
+        which = part.records[servers[0]]
+        mine = which[which["worker"] == worker]
+        text = f"update {until} of server {k}: push {seq} of worker {worker}, staleness {stale}"
+        if seq <= len(mine):
+            begin, more = int(mine[seq - 1]["begin"]), int(mine[seq - 1]["samples"])
+            batch = int(mine[seq - 1]["epoch"]), begin, begin + more
+            text += f", {batch_text(batch)}, loss {float(mine[seq - 1]['loss']):.6g}"
+        yield text
+
+
+def save(out: Path, made: Replay, found: Mapping[int, Sequence[np.ndarray]]) -> None:
+    """Write parameters and slots, as an exported checkpoint has them.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    layout, names = made.job.layout, ("", *made.job.slots)
+    whole = [np.zeros(layout.size, made.job.dtype) for _ in names]
+    for k, arrays in found.items():
+        for vector, array in zip(whole, arrays, strict=True):
+            vector[made.servers[k].shard.range] = array
+
+    named = (
+        (f"{SLOTS}{slot}/{name}" if slot else f"{PARAMS}{name}", array)
+        for slot, vector in zip(names, whole, strict=True)
+        for name, array in layout.views(vector).items()
+    )
+    write_durably(out, npz_writer(named))

@@ -1,0 +1,225 @@
+"""Asynchronous runs are made again from their records, to the same bits."""
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import environment, train
+from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest
+
+from mpips.config.jobfile import resolve
+from mpips.errors import UserError
+from mpips.layout import Layout
+from mpips.library.start import checked
+from mpips.ps import recording
+from mpips.replay.compare import element
+from mpips.replay.order import Order
+from mpips.transport.push import Push
+
+RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
+SEED, EPOCHS = 21, 14
+FEW, MANY = 4, 20
+
+
+def replayed(out: Path, *options: str, code: int = 0) -> str:
+    """Replay a run; models of tests that send themselves SIGUSR1 are not heard."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    command = [sys.executable, "-m", "mpips.replay", str(out), *options]
+    try:
+        done = subprocess.run(
+            command, cwd=out.parent, env=environment(), capture_output=True, text=True, timeout=120
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    text = done.stdout + done.stderr
+    assert done.returncode == code, text
+    return text
+
+
+def drawn_run(chance: random.Random) -> list[tuple[int, list[str]]]:
+    """Draw the ranks and options of the jobs of a run; all but the last are stopped."""
+    large = chance.random() < 0.5  # enough for codecs
+    model = ["--problem", f"{MODELS}:StoppingMLP", "--hidden", "200,150" if large else "24"]
+    model += ["--dtype", chance.choice(("float32", "float64")), *RECORDED]
+    model += ["--optimizer", chance.choice(("sgd", "momentum", "adam", "adamw", "rmsprop"))]
+    model += ["--accumulate", chance.choice("112"), "--seed", str(chance.randrange(100))]
+    found, count = [], chance.choice((1, 2, 3))
+    for part in range(count):
+        ranks = chance.randint(2, 6)
+        words = ["--servers", str(chance.randint(1, min(3, ranks - 1)))]
+        words += ["--node-size", chance.choice("0012")]
+        words += ["--mode", chance.choice(("async", "async", "ssp"))]
+        words += ["--codec", chance.choice(("none", "none", "topk", "int8", "onebit"))]
+        words += chance.choice(([], [], ["--clip", "1"], ["--staleness-lr"]))
+        words += chance.choice(([], [], ["--max-staleness", "3"], ["--snapshot", "stall"]))
+        words += chance.choice(([], [], ["--delay-compensation", "0.1"]))
+        last = part + 1 == count
+        words += ["--epochs", str(EPOCHS if last else ENDLESS), *["--resume"] * (part > 0)]
+        found.append((ranks, [*model, *words]))
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, FEW), pytest.param(FEW, MANY - FEW, marks=pytest.mark.long)]
+)
+def test_random_runs_are_replayed(first: int, count: int, tmp_path: Path) -> None:
+    """They end, or are stopped and go on with other ranks and options; seeds say which."""
+    plan, seeds = Plan(tmp_path), range(SEED + first, SEED + first + count)
+    runs = {f"run {seed}": drawn_run(random.Random(seed)) for seed in seeds}
+    for name, jobs in runs.items():
+        for k, (ranks, options) in enumerate(jobs):
+            print(name, ranks, *options)
+            plan.add(name, ranks, options, 0 if k + 1 == len(jobs) else SAVED)
+    plan.run(400)
+    for name, jobs in runs.items():
+        assert_replayed(plan.out(name), len(jobs))
+
+
+def assert_replayed(out: Path, jobs: int) -> str:
+    """Replay a run; each of its jobs has to be made again, up to the last checkpoint."""
+    text = replayed(out)
+    steps = re.findall(r"^job (\d+): .* equal bits in .*?([\d,]+)(?:;.*)?$", text, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, jobs + 1)), text
+    assert int(steps[-1][1].replace(",", "")) == newest(out).step, text
+    return text
+
+
+@pytest.mark.launch
+def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
+    """Up to its last whole piece; then what went on. What differs is named, and what is lost."""
+    out = tmp_path / "out"
+    common = ["--problem", f"{MODELS}:SlowMLP", *RECORDED, "--out", str(out), "--hidden", "24"]
+    kill_once(out, 5, [*common, "--servers", "2", "--epochs", str(ENDLESS)], when="write")
+    step = newest(out).step
+    words = [*common, "--resume", "--epochs", str(step // 45 + 2), "--servers", "1"]
+    train(3, *words, cwd=tmp_path).check()
+    text = assert_replayed(out, 2)
+    assert f"job 2: {newest(out).step - step:,} updates from step {step:,} on, 2 workers" in text
+    until = step + 7
+    told = replayed(out, "--until", str(until), "-o", "state.npz")
+    assert f"update {until} of server 0: push " in told
+    with np.load(tmp_path / "state.npz") as state:
+        assert {"params/w1", "slots/m/w1"} <= set(state)
+    again = ["--init-from", "state.npz", "--eval-only", "--problem", f"{MODELS}:SlowMLP"]
+    train(2, *again, "--hidden", "24", cwd=tmp_path).check()
+    assert f"{until} of server 0" in replayed(out, "--until", str(until))
+    assert "expected an update that is recorded: 1 to " in replayed(out, "--until", "0", code=2)
+    assert_differences_are_named(out)
+
+
+def assert_differences_are_named(out: Path) -> None:
+    """A loss, a line of a shard, an order and a checkpoint that are not what they were."""
+    path = recording.part_folder(out, 1) / "server-00000"
+    whole = path.read_bytes()
+    for column, bits, named in (
+        ("loss", 1, r"first difference: the loss of push \d+ of worker \d+ \(samples \d+ to"),
+        ("line", 1, r"first difference: update \d+ of server 0, by push \d+ of worker \d+"),
+        ("stale", 1, r"first difference: |nobody can go on"),
+    ):
+        path.write_bytes(changed(whole, column, bits))
+        assert re.search(named, replayed(out, code=1)), column
+    path.write_bytes(whole[:-9])
+    assert "that were lost" in replayed(out)
+    path.write_bytes(whole.replace(b'"format": 1', b'"format": 9', 1))
+    assert "format 9, expected 1" in replayed(out, code=2)
+    path.write_bytes(b"none\n")
+    assert "expected the record of a server" in replayed(out, code=2)
+
+
+def changed(data: bytes, column: str, bits: int) -> bytes:
+    """Return a record of server 0 with one value of its 30th push changed, and the right sum."""
+    first, _, pieces = data.partition(b"\n")
+    count, _ = recording.HEAD.unpack_from(pieces)
+    end = recording.HEAD.size + count * recording.WHOLE.size
+    records = np.frombuffer(pieces[recording.HEAD.size : end], recording.WHOLE_DTYPE).copy()
+    view = records[column].view(f"u{records[column].itemsize}")
+    view[29] ^= bits
+    body = records.tobytes()
+    return first + b"\n" + recording.HEAD.pack(count, zlib.crc32(body)) + body + pieces[end:]
+
+
+def test_a_record_is_read_as_far_as_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params, count = np.arange(100, dtype="f4"), 2 * recording.PIECE + 5
+    for server in (0, 1):
+        path = tmp_path / f"server-{server}"
+        about = {"format": recording.FORMAT, "part": 3, "server": server}
+        kept = recording.Recorder(path, about, params, whole=server == 0)
+        for k in range(count):
+            kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k, k)
+        kept.close()
+        found = recording.read(path)
+        assert found.whole
+        assert found.records["worker"].tolist() == [k % 3 for k in range(count)]
+        assert found.records["stale"].tolist() == list(range(count))
+        if server == 0:
+            assert found.records["loss"].tolist() == [k / 3 for k in range(count)]
+            assert found.records["begin"].tolist() == [32 * k for k in range(count)]
+            assert set(found.records["samples"]) == {7}
+        whole = path.read_bytes()
+        assert len(whole) / count < 64
+        for damaged in (whole[:-1], whole[:-3] + b"abc"):
+            path.write_bytes(damaged)
+            assert len(recording.read(path).records) == 2 * recording.PIECE
+            assert not recording.read(path).whole
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    recording.Recorder(full, about, params, whole=True).close()
+    assert "no record" in capsys.readouterr().err
+
+
+def test_every_line_of_a_shard_is_summed() -> None:
+    for nbytes in (4, 64, 100, 64 * 57):
+        lines = {recording.line_of(version, nbytes) for version in range(1000)}
+        assert lines == set(range(0, nbytes, 64))
+
+
+def test_what_was_computed_from_what() -> None:
+    """Worker 1 has pushed twice; server 1's record of its last push is lost."""
+    dtype = recording.SHORT_DTYPE
+    first = np.array([(0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 1, 0)], dtype)
+    second = np.array([(1, 0, 0), (0, 1, 0), (0, 0, 0)], dtype)
+    order = Order([first, second], [0, 1], 2, base=10)
+    assert order.complete == [2, 1]
+    assert [at.tolist() for at in order.at[1]] == [[1, 2], [0]]
+    assert [versions.tolist() for versions in order.reads[0]] == [[10, 11], [10, 12]]
+    assert order.readers[0].tolist() == [2, 1, 0, 0, 0]
+    assert order.readers[1].tolist() == [2, 0, 1, 0]
+
+
+def test_elements_have_names() -> None:
+    layout = Layout.of({"w": (3, 4), "b": (4,), "c": ()})
+    assert [element(layout, at) for at in (0, 7, 12, 16)] == ["w[0, 0]", "w[1, 3]", "b[0]", "c[]"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"read": "relaxed"}, "record with read 'relaxed', expected read 'consistent'"),
+        ({"mode": "sync", "read": "relaxed"}, "record .* mode sync, expected mode async or ssp"),
+        ({"mode": "easgd"}, "record .* mode easgd, expected mode async or ssp"),
+        ({"node_aggregation": True}, "record and node_aggregation, expected one of the two"),
+        ({"pull_codec": "fp16"}, "record with pull_codec 'fp16', expected 'none'"),
+    ],
+)
+def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        resolve({"record": True, "read": "consistent", **options})
+
+
+def test_programs_are_not_recorded() -> None:
+    with pytest.raises(UserError, match="record in a program, expected a job of python -m"):
+        checked({"record": True}, None)
+
+
+def test_a_run_without_a_record(tmp_path: Path) -> None:
+    assert "expected a run made with --record" in replayed(tmp_path, code=2)
+    assert "name that ends in .npz" in replayed(tmp_path, "-o", "state.h5", code=2)
