@@ -16,8 +16,8 @@ from mpips.ps.recording import Recorder
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
-STEPS = (3, 300)  # at least and at most in one repeat
-WORK_BYTES = 256 << 20  # moved by a worker's pulls in one repeat
+STEPS = (3, 100)  # at least and at most in one repeat
+WORK_BYTES = 128 << 20  # moved by a worker's pulls in one repeat
 REACH = 0.99
 
 

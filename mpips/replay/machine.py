@@ -76,7 +76,7 @@ class Replay:
 
     Attributes:
         servers: Those that have a shard, by number.
-        compared: Steps of the checkpoints that were compared, each by all servers.
+        compared: Of each checkpoint's step, how many servers were compared with it.
 
     Raises:
         UserError: If data, model or checkpoint are not there, or others.
@@ -90,11 +90,10 @@ class Replay:
         self.servers = {k: store for k, store in enumerate(stores) if store.shard.size}
         self.job = setting.job(part.about["workers"][0])
         self._loader = make_loader(self.job)
-        jobs = [setting.job(rank) for rank in part.about["workers"]]
-        self._order = Order(part.records, list(self.servers), len(jobs), part.base)
-        makers = [Maker(job, self._loader) for job in jobs]
+        makers = [Maker(setting.job(rank), self._loader) for rank in part.about["workers"]]
+        self._order = Order(part.records, list(self.servers), len(makers), part.base)
         self._workers = [Worker(maker, w, self._order) for w, maker in enumerate(makers)]
-        self._applied = {k: [0] * len(jobs) for k in self.servers}
+        self._applied = {k: [0] * len(makers) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
         self.compared: dict[int, int] = {}
 
@@ -106,7 +105,8 @@ class Replay:
             end.
 
         Raises:
-            UserError: For the first thing that differs from the run, with exit code 1.
+            UserError: For the first thing that differs from the run, with exit code 1. If records
+                are lost that are needed to get to `until`.
 
         Blocks: as long as the job has computed, of all workers.
         """
@@ -120,6 +120,10 @@ class Replay:
                 if not any(moved):
                     break
         self._check_end(found)
+        if until is not None and len(found) < len(self.servers):
+            reached = min(store.version for store in self.servers.values())
+            remedy = f"records behind it are lost: use --until {reached}"
+            raise UserError(f"--until {until}", "an update that all servers come to", remedy)
         return found or {k: [store.params, *store.slots] for k, store in self.servers.items()}
 
     @property

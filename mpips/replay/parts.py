@@ -18,6 +18,7 @@ from mpips.problems.accumulate import Accumulator, follow, submit, taken
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
+from mpips.replay.draws import Draws
 from mpips.replay.record import Part
 from mpips.replay.stand_ins import Memory, Ranks
 from mpips.session.folder import Run
@@ -118,7 +119,7 @@ class Maker:
     def __init__(self, job: Job, loader: Loader) -> None:
         assert job.worker_id is not None, "a server computes no gradient"
         self._job, self._loader, self._worker = job, loader, job.worker_id
-        self._accumulator, self._origins = Accumulator(job), job.staleness.origins
+        self._accumulator, self._draws = Accumulator(job), Draws()
         ranks, design = job.cluster, Design.of(job)
         owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
         far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
@@ -153,7 +154,8 @@ class Maker:
         params = job.layout.views(replica, writable=False)
         batches, samples = taken(job, self._loader, batch), batch[2] - batch[1]
         args = params, batches, samples, job.layout.views(grad), grad
-        loss = follow(job.problem, self._accumulator.gradient(*args))
+        with self._draws.own():
+            loss = follow(job.problem, self._accumulator.gradient(*args))
         if job.config.clip:
             trained = grad[: job.trained]
             scale(trained, clip_factor(sum_squares(trained), job.config.clip))
@@ -170,7 +172,7 @@ class Maker:
         """Return a push as a server takes it that was read at `version`."""
         part = self._shards[server].range
         grad = made.arriving.get(server, made.grad[part])
-        origin = made.replica[part] if self._origins else None
+        origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
         who = self._worker, number, made.batch, samples, made.loss
         return Push(*who, version, grad, origin)

@@ -73,7 +73,7 @@ def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
     whole = [step for step in sorted(saved) if made.compared.get(step) == servers]
     steps = ", ".join(f"{step:,}" for step in whole)
     plural = "checkpoint of step" if len(whole) == 1 else "checkpoints of steps"
-    what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint is there to compare"
+    what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint of it is there"
     who = f"{workers} worker{'s' * (workers > 1)}, {servers} server{'s' * (servers > 1)}"
     text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {who}: {what}"
     lost = sum(made.left.values())

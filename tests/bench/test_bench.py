@@ -155,7 +155,7 @@ def test_the_interface_that_sent_most_counts() -> None:
 # Which measures there are --------------------------------------------------------------------
 
 
-WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows", "idle")
+WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows", "recording", "idle")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,7 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
     measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "idle"}
+    measures.add("recording")
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)

@@ -24,7 +24,7 @@ from mpips.transport.push import Push
 
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
 SEED, EPOCHS = 21, 14
-FEW, MANY = 4, 20
+FEW, MANY = 3, 20
 
 
 def replayed(out: Path, *options: str, code: int = 0) -> str:
