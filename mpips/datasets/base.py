@@ -4,6 +4,7 @@ A `Source` is a set of a table's rows, numbered from 0, with a meaning: inputs s
 run's dtype and finite, targets either class numbers or real values.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,8 @@ class Source:
         if self.in_memory or self.scattered:
             return int(self.scattered)
         few = samples_per_block(self.table)
+        if self._keeps:  # and not four bytes a number
+            few = max(1, BLOCK_BYTES // math.prod(self.info.x_shape))
         target = max(few, min(self.table.together, MOST_BLOCKS * few))
         together = int(np.lcm(batch_size, self.table.chunk))
         unit = together if together <= 2 * target else batch_size

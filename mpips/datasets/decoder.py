@@ -1,5 +1,6 @@
 """Images as arrays: decoded by Pillow, of one shape or made to fit one."""
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -64,11 +65,11 @@ def _shape(image: Any) -> Shape:
     return image.height, image.width, 1 if image.mode in GREY else 3
 
 
-def decode(file: str | IO[bytes], name: str, shape: Shape, fit: bool) -> np.ndarray:
+def decode(data: bytes, name: str, shape: Shape, fit: bool) -> np.ndarray:
     """Return an image, uint8, shape (height, width, channels).
 
     Args:
-        file: The image, or where it is.
+        data: The image, as it is in its file.
         name: What messages call it.
         shape: What is expected of it, or what it is made to fit.
         fit: Whether to scale and to cut it to `shape`, by its shorter side and around its middle.
@@ -77,7 +78,7 @@ def decode(file: str | IO[bytes], name: str, shape: Shape, fit: bool) -> np.ndar
         UserError: If it cannot be decoded, or without `fit` is of another shape.
     """
     height, width, channels = shape
-    with _opened(file, name) as image:
+    with _opened(io.BytesIO(data), name) as image:
         if fit:
             image.draft(MODES[channels], (width, height))  # of a JPEG no more than that is decoded
             image = image.convert(MODES[channels])

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 
@@ -27,7 +28,8 @@ class Blocks:
         block: Samples of a block.
         dtype: Of the inputs and of real-valued targets.
 
-    At most four blocks are kept, and no more than 32 MB of them if there are two or more.
+    At most four blocks are kept, and no more than 32 MB of them if there are two or more. A thread
+    reads them, one at a time: also one more, which is asked for before it is wanted.
     """
 
     def __init__(self, source: Source, block: int, dtype: np.dtype) -> None:
@@ -35,6 +37,8 @@ class Blocks:
         self._block = block
         self._dtype = dtype
         self._kept: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._ahead: tuple[int, Future[tuple[np.ndarray, np.ndarray]]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocks")
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,8 +48,14 @@ class Blocks:
         """Bytes of the blocks that are kept."""
         return sum(x.nbytes + y.nbytes for x, y in self._kept.values())
 
-    def gather(self, ids: np.ndarray, epoch: int = 0) -> Batch:
+    def gather(self, ids: np.ndarray, epoch: int = 0, then: int | None = None) -> Batch:
         """Return the samples `ids`, shape (n,), int64, in that order.
+
+        Args:
+            ids: Which samples.
+            epoch: Of the batch.
+            then: A block to read while they are taken out of theirs; what is wrong with it is
+                raised when it is wanted.
 
         Raises:
             UserError: As `Source.load`.
@@ -57,9 +67,12 @@ class Blocks:
         places, parts = list[np.ndarray](), list[Csr]()
         _, firsts = np.unique(numbers, return_index=True)
         # In order of appearance, so that the block that the next batch begins in is read last.
-        for number in numbers[np.sort(firsts)].tolist():
+        wanted = numbers[np.sort(firsts)].tolist()
+        for number in wanted:
             here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
+            if number == wanted[-1] and then is not None:
+                self._begin(then)
             inner = ids[here] - number * self._block
             y[here] = block_y[inner]
             if isinstance(block_x, Csr):
@@ -73,14 +86,35 @@ class Blocks:
         x = np.empty((0, *info.x_shape), self._dtype) if x is None else x
         return Batch(x, y, ids, epoch)
 
+    def close(self) -> None:
+        """End the thread, after the read that it may be in."""
+        self._thread.shutdown(cancel_futures=True)
+
     def _get(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._kept:
-            begin = number * self._block
-            end = min(begin + self._block, self._source.n)
             self._make_room()
-            self._kept[number] = self._source.load_stored(begin, end, self._dtype)
+            reading = self._reading(number)
+            if self._ahead is not None and self._ahead[0] == number:
+                self._ahead = None
+            self._kept[number] = reading.result()
         self._kept.move_to_end(number)
         return self._kept[number]
+
+    def _begin(self, number: int) -> None:
+        """Have a block read in place of the one before, unless it is there."""
+        if number not in self._kept:
+            reading = self._reading(number)
+            if self._ahead is not None and self._ahead[0] != number:
+                self._ahead[1].cancel()
+            self._ahead = number, reading
+
+    def _reading(self, number: int) -> Future[tuple[np.ndarray, np.ndarray]]:
+        """Return the read of a block, begun now or before."""
+        if self._ahead is not None and self._ahead[0] == number:
+            return self._ahead[1]
+        begin = number * self._block
+        end = min(begin + self._block, self._source.n)
+        return self._thread.submit(self._source.load_stored, begin, end, self._dtype)
 
     def _make_room(self) -> None:
         """Drop the oldest blocks until one more fits."""
@@ -106,9 +140,9 @@ class Loader:
         depth: How many batches the thread makes ahead.
         augment: What is done to their inputs, if anything.
 
-    Memory: `depth` + 1 batches, and about 32 MB of blocks. Samples in memory need no thread:
-    `take` gathers them. One thread calls `submit` and `take`. Use as a context manager or call
-    `close`.
+    Memory: `depth` + 1 batches, about 32 MB of blocks, and one block that is read ahead. Samples in
+    memory need no thread: `take` gathers them. One thread calls `submit` and `take`. Use as a
+    context manager or call `close`.
 
     Raises:
         ValueError: If `order` was not made for `source`.
@@ -127,6 +161,7 @@ class Loader:
         self._dtype, self._augment = np.dtype(dtype), augment
         self._asked: deque[tuple[int, int, int]] = deque()
         self._made: deque[Batch | BaseException] = deque()
+        self._places: deque[int] = deque(maxlen=3)  # of the blocks that were begun last
         self._pending = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -214,17 +249,34 @@ class Loader:
 
     def _make(self, epoch: int, begin: int, end: int) -> Batch | BaseException:
         try:
-            batch = self._read(self._order.sample_ids(epoch, begin, end), epoch)
+            batch = self._read(epoch, begin, end)
             if self._augment is not None:
                 return replace(batch, x=self._augment.apply(batch.x, batch.ids, epoch))
             return batch
         except BaseException as error:  # whatever it is, the caller of take() must get it
             return error
 
-    def _read(self, ids: np.ndarray, epoch: int) -> Batch:
+    def _read(self, epoch: int, begin: int, end: int) -> Batch:
+        ids = self._order.sample_ids(epoch, begin, end)
         if self.blocks is not None:
-            return self.blocks.gather(ids, epoch)
+            return self.blocks.gather(ids, epoch, self._likely(epoch, end) if begin < end else None)
         return Batch(*self._source.convert(*self._source.read(ids), self._dtype), ids, epoch)
+
+    def _likely(self, epoch: int, end: int) -> int | None:
+        """Return the block that is likely to be wanted next, where a batch ends in a new one.
+
+        One worker is given block after block, each of several every so many-th, as long as they are
+        equally fast: the likely one is as far on again as it was twice before.
+        """
+        place = epoch * self._order.count + self._order.place(epoch, end - 1)
+        if self._places and place == self._places[-1]:
+            return None
+        self._places.append(place)
+        if len(self._places) < 3:
+            return None
+        first, second, _ = self._places
+        step = place - second
+        return self._order.block_at(place + step) if 0 < step == second - first else None
 
     def _work(self) -> None:
         while (request := self._next()) is not None:
@@ -233,6 +285,8 @@ class Loader:
                 if not self._closed:
                     self._made.append(made)
                 self._changed.notify_all()
+        if self.blocks is not None:
+            self.blocks.close()
 
     def _next(self) -> tuple[int, int, int] | None:
         """Wait until there is a batch to make and room for it; None when the loader is closed."""

@@ -125,6 +125,9 @@ class Order:
         seed: Of the shuffling.
         shuffle: False leaves the samples in the order of the source, in every epoch.
 
+    Attributes:
+        count: Number of blocks; 0 for data in memory.
+
     Raises:
         ValueError: If a number is out of range.
     """
@@ -136,6 +139,7 @@ class Order:
             raise ValueError(f"no order of {n=}, {batch_size=}, {block=}, {seed=}")
         self.n = n
         self.block = block
+        self.count = -(-n // block) if block else 0
         self.seed = seed
         self.shuffle = shuffle
         self._within = lru_cache(CACHED_BLOCKS)(self._permute_block)
@@ -150,44 +154,52 @@ class Order:
         """
         if not 0 <= begin <= end <= self.n or epoch < 0:
             raise ValueError(f"no positions [{begin}, {end}) in epoch {epoch} of {self.n} samples")
-        if not self.shuffle:
+        if not self.shuffle or begin == end:
             return np.arange(begin, end, dtype=np.int64)
         if not self.block:
             return self._all(epoch)[begin:end].copy()
         return self._from_blocks(epoch, begin, end)
 
+    def place(self, epoch: int, position: int) -> int:
+        """Return how many blocks of `epoch` come before the one that covers `position`."""
+        _, short_at = self._blocks(epoch)
+        missing = -self.n % self.block
+        before = position < (short_at + 1) * self.block - missing
+        return (position if before else position + missing) // self.block
+
+    def block_at(self, place: int) -> int:
+        """Return the number of the block at a place, counted from the first epoch's first."""
+        epoch, place = divmod(place, self.count)
+        return self._blocks(epoch)[0](place)
+
     def _from_blocks(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        block_at, short_at = self._blocks(epoch)
+        if self.block == 1:
+            return np.fromiter(map(block_at, range(begin, end)), np.int64, end - begin)
         out = np.empty(end - begin, np.int64)
         position = begin
         while position < end:
-            number, first = self._block_at(epoch, position)
+            place = self.place(epoch, position)
+            # Past the short block every block begins that much earlier.
+            first = place * self.block - (-self.n % self.block if place > short_at else 0)
+            number = block_at(place)
             inner = self._within(epoch, number)[position - first : end - first]
             done = position - begin
             np.add(inner, number * self.block, out=out[done : done + len(inner)])
             position += len(inner)
         return out
 
-    def _block_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """Return the block that covers `position` and the position at which it begins."""
-        block_at, short_at = self._blocks(epoch)
-        missing = -self.n % self.block
-        if position < (short_at + 1) * self.block - missing:
-            place = position // self.block
-            return block_at(place), place * self.block
-        # Past the short block every block begins that much earlier.
-        place = (position + missing) // self.block
-        return block_at(place), place * self.block - missing
-
     def _permute_all(self, epoch: int) -> np.ndarray:
         return shuffled(self.n, WHOLE, self.seed, epoch)
 
     def _permute_blocks(self, epoch: int) -> tuple[Callable[[int], int], int]:
         """Return which block is at a place, and the place of the last, maybe short, one."""
-        count = -(-self.n // self.block)
-        if count > MOST_SORTED:
-            cipher = Cipher(count, BLOCKS, self.seed, epoch)
-            return cipher.at, cipher.place_of(count - 1)
-        blocks = shuffled(count, BLOCKS, self.seed, epoch)
+        if not self.shuffle:
+            return int, self.count - 1
+        if self.count > MOST_SORTED:
+            cipher = Cipher(self.count, BLOCKS, self.seed, epoch)
+            return cipher.at, cipher.place_of(self.count - 1)
+        blocks = shuffled(self.count, BLOCKS, self.seed, epoch)
         return blocks.item, int(np.argmax(blocks))
 
     def _permute_block(self, epoch: int, number: int) -> np.ndarray:

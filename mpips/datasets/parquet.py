@@ -105,7 +105,10 @@ class ParquetTable(Table):
         last = int(np.searchsorted(self._starts, end, "left"))
         at = int(self._starts[first])
         pieces = self._file.iter_batches(
-            ROWS, row_groups=list(range(first, last)), columns=[c.name for c in columns]
+            ROWS,
+            row_groups=list(range(first, last)),
+            columns=[c.name for c in columns],
+            use_threads=len(columns) > 1,  # to wake another thread takes longer than it gains
         )
         while at < end:
             with reading(f"{self.path}, samples {begin} to {end - 1}", FORMAT):

@@ -133,9 +133,7 @@ class TarTable(Table):
         data, name = self._bytes(row, column), f"{self.path}, sample {row}"
         if info.dtype == np.uint8 and len(info.shape) == 4 and not _is_array(data):
             height, width, channels = info.shape[1:]
-            return decode(
-                io.BytesIO(data), name, (height, width, channels), bool(self._wanted.shape)
-            )
+            return decode(data, name, (height, width, channels), bool(self._wanted.shape))
         found = _array(data, name)
         if (found.shape, found.dtype) != (info.shape[1:], info.dtype):
             got = f"{name}: an array of shape {found.shape}, {found.dtype}"

@@ -707,6 +707,8 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
     assert data.train.block(7) == 700
     assert data.train.block(1009) == 1009
     assert data.train.block(5000) == 5000
+    pixels = write_h5(tmp_path / "c.h5", np.zeros((2000, 4096), "u1"), np.zeros(2000, "f4"))
+    assert opened(pixels).train.block(30) == 1020  # bytes are kept as bytes
     assert opened("digits").train.block(32) == 0
     assert opened(write_h5(tmp_path / "b.h5", np.ones((50, 3)), np.ones(50))).train.block(32) == 64
     for batch in range(1, 64):

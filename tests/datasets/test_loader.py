@@ -46,7 +46,8 @@ def loader_of(source: Source, block: int = BLOCK, batch: int = 5, **options: Any
 
 
 def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "loader"]
+    names = "loader", "blocks"
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 class Slow:
@@ -166,6 +167,52 @@ def test_each_block_is_read_once_an_epoch(
     assert sorted(reads) == [(b, min(b + BLOCK, N)) for b in range(0, N, BLOCK)]
 
 
+class Reads:
+    """Notes the blocks of a source that are read."""
+
+    def __init__(self, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
+        load = source.load_stored
+
+        def note(begin: int, *args: Any) -> Any:
+            self.begun.append(begin // BLOCK)
+            return load(begin, *args)
+
+        monkeypatch.setattr(source, "load_stored", note)
+
+    def wait_for(self, count: int) -> list[int]:
+        deadline = time.monotonic() + 10
+        while len(self.begun) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.begun
+
+
+@pytest.mark.parametrize(
+    ("asked", "ahead"),
+    [
+        ([0, 1], []),
+        ([0, 1, 2], [3]),
+        ([0, 1, 2, 3], [4]),
+        ([0, 2, 4], [6]),  # of two workers, and on into the next epoch
+        ([0, 2, 5], []),
+        ([4, 2, 0], []),
+    ],
+)
+def test_the_next_block_is_read_ahead(
+    file_data: Dataset, monkeypatch: pytest.MonkeyPatch, asked: list[int], ahead: list[int]
+) -> None:
+    reads, order = Reads(file_data.train, monkeypatch), Order(80, 5, BLOCK, 1)  # four blocks
+    source = Source(file_data.train.table, file_data.info, range(80))
+    monkeypatch.setattr(source, "load_stored", file_data.train.load_stored)
+    with Loader(source, order, "float32") as loader:
+        for place in asked:
+            loader.submit(place // 4, place % 4 * BLOCK + 5, place % 4 * BLOCK + 10)
+            loader.take()
+        wanted = [order.block_at(place) for place in [*asked, *ahead]]
+        assert reads.wait_for(len(wanted)) == list(dict.fromkeys(wanted))
+
+
 def test_the_thread_stays_no_more_than_depth_ahead(file_data: Dataset) -> None:
     with loader_of(file_data.train, depth=3) as loader:
         for begin in range(0, 100, 5):
@@ -194,6 +241,22 @@ def test_errors_come_out_of_take_in_their_place(tmp_path: Path) -> None:
                 loader.take()
         good += [len(loader.take()) for _ in range(loader.pending)]
         assert good == [5] * 6
+
+
+def test_an_error_read_ahead_comes_out_in_its_place(tmp_path: Path) -> None:
+    x = np.ones((60, 2))
+    x[33, 1] = np.nan
+    data = write(tmp_path / "a.h5", x, np.zeros(60))
+    with Loader(data.train, Order(60, 5, 10, seed=0, shuffle=False), "float32") as loader:
+        for begin in range(0, 30, 5):
+            loader.submit(0, begin, begin + 5)
+            assert len(loader.take()) == 5  # the fourth block is being read now
+        for begin in (30, 35):
+            loader.submit(0, begin, begin + 5)
+            with pytest.raises(UserError, match=r"sample 33, element .1,. is nan"):
+                loader.take()
+        loader.submit(0, 40, 45)
+        assert len(loader.take()) == 5
 
 
 def test_label_errors_come_out_of_take(tmp_path: Path) -> None:

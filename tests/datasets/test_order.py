@@ -40,6 +40,18 @@ def test_any_range_is_a_slice_of_the_epoch(n: int, block: int, data: st.DataObje
     assert np.array_equal(Order(n, 1, block, seed=1).sample_ids(2, begin, end), whole[begin:end])
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("n", [1, 40, 43, 103])
+def test_blocks_and_their_places(n: int, shuffle: bool) -> None:
+    order = Order(n, 2, 10, seed=4, shuffle=shuffle)
+    for epoch in range(2):
+        ids = order.sample_ids(epoch, 0, n)
+        places = [order.place(epoch, position) for position in range(n)]
+        assert sorted(set(places)) == list(range(order.count))
+        found = [order.block_at(epoch * order.count + place) for place in places]
+        assert np.array_equal(found, ids // 10)
+
+
 @pytest.mark.parametrize("block", [0, 8, 10, 1000])
 def test_depends_on_seed_and_epoch_only(block: int) -> None:
     order = Order(103, 2, block, seed=5)
