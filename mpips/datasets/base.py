@@ -13,6 +13,7 @@ import numpy as np
 
 from mpips.datasets.table import ArrayInfo, Table
 from mpips.errors import UserError
+from mpips.kernels.vectors import all_finite
 
 BLOCK_BYTES = 4 << 20
 MOST_BLOCKS = 16  # that are read at once where samples lie together
@@ -199,9 +200,8 @@ class Source:
             return labels.astype(np.int64, copy=False)
 
     def _check(self, values: np.ndarray, array: ArrayInfo, begin: int) -> None:
-        finite = np.isfinite(values)
-        if not finite.all():
-            sample, *where = np.argwhere(~finite)[0].tolist()
+        if not all_finite(values.reshape(-1)):
+            sample, *where = np.argwhere(~np.isfinite(values))[0].tolist()
             row, value = int(self._rows[begin + sample]), values[(sample, *where)]
             raise not_finite(self.table, array, row, where, value)
 

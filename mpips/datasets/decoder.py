@@ -78,17 +78,16 @@ def decode(data: bytes, name: str, shape: Shape, fit: bool) -> np.ndarray:
         UserError: If it cannot be decoded, or without `fit` is of another shape.
     """
     height, width, channels = shape
+    mode = MODES[channels]
     with _opened(io.BytesIO(data), name) as image:
         if fit:
-            image.draft(MODES[channels], (width, height))  # of a JPEG no more than that is decoded
-            image = image.convert(MODES[channels])
-            if image.size != (width, height):
-                image = _pillow("ImageOps").fit(image, (width, height))
-        else:
-            found = _shape(image)
-            if found != shape:
-                raise other_shape(name, found, shape)
-            image = image.convert(MODES[channels])
+            image.draft(mode, (width, height))  # of a JPEG no more than that is decoded
+        elif (found := _shape(image)) != shape:
+            raise other_shape(name, found, shape)
+        if image.mode != mode:
+            image = image.convert(mode)
+        if image.size != (width, height):
+            image = _pillow("ImageOps").fit(image, (width, height))
         return np.asarray(image).reshape(shape)
 
 

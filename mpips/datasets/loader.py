@@ -65,9 +65,8 @@ class Blocks:
         y = np.empty((len(ids), *info.y_shape), self._dtype if info.classes is None else np.int64)
         numbers = ids // self._block
         places, parts = list[np.ndarray](), list[Csr]()
-        _, firsts = np.unique(numbers, return_index=True)
         # In order of appearance, so that the block that the next batch begins in is read last.
-        wanted = numbers[np.sort(firsts)].tolist()
+        wanted = list(dict.fromkeys(numbers.tolist()))
         for number in wanted:
             here = np.flatnonzero(numbers == number)
             block_x, block_y = self._get(number)
