@@ -182,7 +182,7 @@ class OwnedTables:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory reserved for them."""
-        return sum(served.nbytes for served in self.tables)
+        return sum(served.shard.nbytes for served in self.tables)
 
     @property
     def rows_changed(self) -> dict[str, int]:
