@@ -18,6 +18,7 @@ from tables import WORLD, ZEROS, done, rows_of, run
 import mpips
 from mpips.checkpoint import newest_whole, verify
 from mpips.cluster import ending
+from mpips.ps.saved_rows import find_rows
 
 N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
 INIT = {"counts": np.zeros(N)}
@@ -190,6 +191,30 @@ def evaluated(folder: Path) -> None:
     run(train, 4, folder / "evaluated", node_size=2, **SYNC)
 
 
+def diverged(folder: Path) -> None:
+    """A loss that is not finite ends the run, and so do rows that are not: none of it is saved."""
+    bad: tuple[float, float] = (0.0, 0.0)
+
+    def train(worker: mpips.Worker) -> None:
+        for step, _ in enumerate(worker.batches(N, batch_size=BATCH, epochs=1)):
+            loss, gradient = bad if step >= 4 and worker.id == 1 else (0.0, 1.0)
+            worker.grads["counts"][:] = 0
+            if np.isfinite(loss):
+                worker.push_rows("one", [0, 0], [[gradient], [gradient]])
+            worker.push(loss)
+
+    for name, found in (("nan", (np.nan, 1.0)), ("overflow", (0.0, 1.7e308))):
+        bad, out = found, folder / name
+        options = {"node_size": 1, "checkpoint_every": "1steps"}
+        result = run(train, 3, out, **SYNC, **options)
+        if WORLD.rank == 0:
+            assert (done(result).reason, done(result).code) == ("diverged", 1)
+            saved, _ = newest_whole(out)
+            assert saved is not None
+            assert saved.step <= 4, saved.step
+            assert np.isfinite(find_rows(saved, "one", np.zeros(1, "i8"))).all()
+
+
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tables in mode 'local_sgd', expected mode async or ssp or sync", {"mode": "local_sgd"}),
     ("tables in mode 'easgd'", {"mode": "easgd", "servers": 1}),
@@ -220,7 +245,7 @@ def main(case: str, out: Path, servers: str = "0") -> None:
         if WORLD.rank == 0:
             check_counts(out)
         return
-    for each in (exact, without_samples, placed, weighed, evaluated, refused):
+    for each in (exact, without_samples, placed, weighed, evaluated, diverged, refused):
         each(out)
         if WORLD.rank == 0:
             print(f"{each.__name__} is done", flush=True)
