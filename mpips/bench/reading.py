@@ -28,7 +28,8 @@ from mpips.datasets.order import Order
 
 SIDE, CLASSES, BATCH, FILES = 64, 10, 64, 8
 SAMPLES, QUICK_SAMPLES = 4096, 256
-WIDTH, TIMES = 256, 16  # numbers of a row of a table, and how many more of them there are
+WIDTH = 256  # numbers of a row of a table
+SHORT, SHORTEST = 4, 32  # times the samples where a few thousand are read in no time
 REACH = 0.8
 AHEAD = 2
 RATE = 1e-7  # so small that nothing overflows
@@ -209,8 +210,8 @@ def _scaled(x: np.ndarray) -> np.ndarray:
 
 
 FORMATS: dict[str, tuple[str, Callable[[Path, int], None], str, Alone, int]] = {
-    "HDF5": ("h5py", _write_hdf5, "*.h5", _read_hdf5, 1),
+    "HDF5": ("h5py", _write_hdf5, "*.h5", _read_hdf5, SHORT),
     "images": ("PIL", _write_images, "", _read_images, 1),
     "tar": ("PIL", _write_tar, "*.tar", _read_tar, 1),
-    "Parquet": ("pyarrow", _write_parquet, "*.parquet::features,label", _read_parquet, TIMES),
+    "Parquet": ("pyarrow", _write_parquet, "*.parquet::features,label", _read_parquet, SHORTEST),
 }
