@@ -139,18 +139,16 @@ def _begin_part(job: Job) -> int:
 
     The checkpoint that a resumed run begins with may be removed while it goes on: links keep it.
     """
-    folder = job.out / place.RECORD
+    part = max(part_numbers(job.out), default=0) + 1
+    folder = part_folder(job.out, part)
     try:
-        if job.checkpoint is None:  # what is there is of a run that never saved anything
-            shutil.rmtree(folder, ignore_errors=True)
-        part = max(part_numbers(job.out), default=0) + 1
-        folder = part_folder(job.out, part)
         folder.mkdir(parents=True)
         if job.checkpoint is not None:
             path = job.checkpoint.path
             shutil.copytree(path, folder / path.name, copy_function=_link)
     except OSError as problem:
         complain(f"warning: no record {folder}: {problem.strerror or problem}")
+        shutil.rmtree(folder, ignore_errors=True)
         return 0
     return part
 

@@ -10,6 +10,7 @@ from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.ps.recording import LINE_BYTES, line_of, line_sum
 from mpips.ps.shard import Server
+from mpips.transport.wire import Packer
 
 REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"
 
@@ -56,17 +57,33 @@ def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
         UserError: If an element differs; it says which is the first.
     """
     begin, end = store.shard.begin, store.shard.end
-    pairs = [("", store.params, saved.read_params(begin, end))]
+    whose = f"{saved.path}: of server {k}'s parameters"
+    _compare(job.layout, begin, whose, store.params, saved.read_params(begin, end))
     for name, slot in zip(job.slots, store.slots, strict=True):
-        pairs.append((f" of slot {name}", slot, saved.read_slot(name, begin, end)))
-    for name, replay, run in pairs:
-        bits = f"u{replay.itemsize}"
-        places = np.flatnonzero(replay.view(bits) != run.view(bits))
-        if places.size:
-            first, count = int(places[0]), f"{places.size:,} of {replay.size:,} elements"
-            where = f"{element(job.layout, begin + first)}{name}"
-            what = f"{saved.path}: of server {k}'s shard {count} differ; the first, {where},"
-            raise differing(what, repr(float(replay[first])), repr(float(run[first])))
+        whose = f"{saved.path}: of server {k}'s slot {name}"
+        _compare(job.layout, begin, whose, slot, saved.read_slot(name, begin, end))
+
+
+def compare_own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:
+    """Compare what a worker's codec keeps for a shard with a checkpoint, bit by bit.
+
+    Raises:
+        UserError: If an element differs; it says which is the first.
+    """
+    for name in set(packer.state) & set(saved.worker_names):
+        kept, begin = packer.state[name], packer.shard.begin
+        run = np.empty_like(kept)
+        saved.read_worker(name, worker, run, begin)
+        _compare(job.layout, begin, f"{saved.path}: of worker {worker}'s {name}", kept, run)
+
+
+def _compare(layout: Layout, begin: int, whose: str, replay: np.ndarray, run: np.ndarray) -> None:
+    bits = f"u{replay.itemsize}"
+    places = np.flatnonzero(replay.view(bits) != run.view(bits))
+    if places.size:
+        first, count = int(places[0]), f"{places.size:,} of {replay.size:,} elements"
+        what = f"{whose} {count} differ; the first, {element(layout, begin + first)},"
+        raise differing(what, repr(float(replay[first])), repr(float(run[first])))
 
 
 def element(layout: Layout, at: int) -> str:

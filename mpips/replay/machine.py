@@ -16,7 +16,7 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.ps.shard import Server
 from mpips.ps.worker import make_loader
-from mpips.replay.compare import compare_line, compare_loss, compare_shard
+from mpips.replay.compare import compare_line, compare_loss, compare_own, compare_shard
 from mpips.replay.order import Order
 from mpips.replay.parts import Made, Maker, Setting, make_server
 
@@ -95,6 +95,7 @@ class Replay:
         self._workers = [Worker(maker, w, self._order) for w, maker in enumerate(makers)]
         self._applied = {k: [0] * len(makers) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
+        self._before = self.job.handout().before
         self.compared: dict[int, int] = {}
 
     def run(self, until: int | None = None) -> Kept:
@@ -151,7 +152,16 @@ class Replay:
         made = worker.compute((epoch, begin, begin + int(record["samples"])))
         push = f"push {worker.computed} of worker {number}"
         compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
+        self._compare_own(number, worker)
         return True
+
+    def _compare_own(self, number: int, worker: Worker) -> None:
+        """Compare what a worker keeps with the checkpoints that end with its last push."""
+        for saved in self._saved.values() if worker.maker.packers else ():
+            clocks, before = saved.state["handout"]["clocks"], self._before
+            if saved.worker_names and clocks[number] - before[number] == worker.computed:
+                for packer in worker.maker.packers.values():
+                    compare_own(self.job, number, packer, saved)
 
     def _advance_server(self, k: int, until: int | None, found: Kept) -> bool:
         moved = False

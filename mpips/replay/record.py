@@ -67,7 +67,7 @@ class Part:
 
 
 def read_parts(run: Path) -> list[Part]:
-    """Read what a run has recorded, the oldest job first.
+    """Read what a run has recorded, the oldest job first; not those killed before they recorded.
 
     Raises:
         UserError: If it has not, or a file is none of a record.
@@ -76,13 +76,15 @@ def read_parts(run: Path) -> list[Part]:
     if not numbers:
         remedy = "add --record --read consistent to a run that is to be replayed"
         raise UserError(f"{run} without a record", "a run made with --record", remedy)
-    return [_read_part(recording.part_folder(run, number)) for number in numbers]
+    parts = (_read_part(recording.part_folder(run, number)) for number in numbers)
+    return [part for part in parts if part is not None]
 
 
-def _read_part(folder: Path) -> Part:
-    files = {path.name: recording.read(path) for path in sorted(folder.glob("server-*"))}
+def _read_part(folder: Path) -> Part | None:
+    begun = [path for path in sorted(folder.glob("server-*")) if path.stat().st_size]
+    files = {path.name: recording.read(path) for path in begun}
     if not files:
-        raise UserError(f"{folder} without files", "a file of each server", "remove the folder")
+        return None
     about = next(iter(files.values())).about
     if missing := ABOUT - set(about):
         raise UserError(f"{folder} without {', '.join(sorted(missing))}", "a record of mpips")

@@ -18,7 +18,16 @@ from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.exchange import is_parameter_file
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.index import read_index
-from mpips.checkpoint.place import CHECKPOINTS, CONFIG, DATA, LOCK, METRICS, claim, unwritable
+from mpips.checkpoint.place import (
+    CHECKPOINTS,
+    CONFIG,
+    DATA,
+    LOCK,
+    METRICS,
+    RECORD,
+    claim,
+    unwritable,
+)
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
@@ -218,8 +227,9 @@ def _make(out: Path, named: bool, used: bool) -> Path:
             out = _fresh(out)
         if out.exists() and not used and not _is_unused(out):
             raise _taken(out)
-        if (out / CHECKPOINTS).exists():  # of what nothing came
-            shutil.rmtree(out / CHECKPOINTS)
+        for left in (out / CHECKPOINTS, out / RECORD):  # of what nothing came
+            if left.exists():
+                shutil.rmtree(left)
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{CONFIG}.tmp").write_text("")
         (out / f"{CONFIG}.tmp").unlink()
@@ -240,7 +250,7 @@ def _taken(out: Path) -> UserError:
 
 def _take_over(out: Path) -> bool:
     """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
-    left = {CONFIG, METRICS, CHECKPOINTS, *STARTING}
+    left = {CONFIG, METRICS, CHECKPOINTS, RECORD, *STARTING}
     if not _is_file(out / CONFIG):
         return False
     try:

@@ -6,7 +6,8 @@ import time
 import numpy as np
 from countdown import Slow, Stopping
 
-from mpips.datasets import Batch
+from mpips.config import Config
+from mpips.datasets import Batch, DataInfo
 from mpips.problems.base import Arrays
 from mpips.problems.mlp import MLP
 
@@ -28,6 +29,19 @@ class HeldMLP(MLP):
 
 class StoppingMLP(Stopping, MLP):
     """Asks to stop at a random step of each worker, where ``--epochs`` is endless."""
+
+
+class NoisyMLP(Stopping, MLP):
+    """Draws from NumPy's legacy generator, as it has seeded it, and asks to stop as well."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        np.random.seed(config.seed)
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        loss = super().loss_and_grad(params, batch, out)
+        out["b1"][...] += 1e-3 * np.random.standard_normal(out["b1"].shape)
+        return loss
 
 
 class FrozenLater(MLP):

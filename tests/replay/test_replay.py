@@ -19,6 +19,7 @@ from mpips.layout import Layout
 from mpips.library.start import checked
 from mpips.ps import recording
 from mpips.replay.compare import element
+from mpips.replay.draws import Draws
 from mpips.replay.order import Order
 from mpips.transport.push import Push
 
@@ -45,7 +46,8 @@ def replayed(out: Path, *options: str, code: int = 0) -> str:
 def drawn_run(chance: random.Random) -> list[tuple[int, list[str]]]:
     """Draw the ranks and options of the jobs of a run; all but the last are stopped."""
     large = chance.random() < 0.5  # enough for codecs
-    model = ["--problem", f"{MODELS}:StoppingMLP", "--hidden", "200,150" if large else "24"]
+    name = chance.choice(("StoppingMLP", "NoisyMLP"))
+    model = ["--problem", f"{MODELS}:{name}", "--hidden", "200,150" if large else "24"]
     model += ["--dtype", chance.choice(("float32", "float64")), *RECORDED]
     model += ["--optimizer", chance.choice(("sgd", "momentum", "adam", "adamw", "rmsprop"))]
     model += ["--accumulate", chance.choice("112"), "--seed", str(chance.randrange(100))]
@@ -193,6 +195,20 @@ def test_what_was_computed_from_what() -> None:
     assert [versions.tolist() for versions in order.reads[0]] == [[10, 11], [10, 12]]
     assert order.readers[0].tolist() == [2, 1, 0, 0, 0]
     assert order.readers[1].tolist() == [2, 0, 1, 0]
+
+
+def test_each_worker_has_generators_of_its_own() -> None:
+    def draw() -> tuple[float, float]:
+        return random.random(), float(np.random.random())
+
+    first, second = Draws(), Draws()
+    with first.own():
+        drawn = draw()
+    with second.own():
+        assert draw() == drawn
+    with first.own():
+        assert draw() != drawn
+    assert draw() == drawn
 
 
 def test_elements_have_names() -> None:
