@@ -67,7 +67,7 @@ MEASURES = {
         Measure("codecs", (1,), (1,)),
         Measure("rows", (1,), (1,)),
         Measure("far_rows", (2,), (2,), least=2),
-        Measure("recording", (3,), (3,), least=2),
+        Measure("recording", (2,), (2,), least=2),
         Measure("idle", (3,), (3,), least=2),
         Measure("link", least=2, nodes=2),
         Measure("wire", least=2, nodes=2),

@@ -15,10 +15,10 @@ import json
 import os
 import shutil
 import struct
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+from zlib import crc32
 
 import numpy as np
 
@@ -45,16 +45,20 @@ WHOLE_DTYPE: Final = np.dtype(
 SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from each other
 
 
-def line_of(version: int, nbytes: int) -> int:
-    """Return where in a shard of `nbytes` the line begins that is summed at `version`."""
-    lines = -(-nbytes // LINE_BYTES)
+def lines_of(params: np.ndarray) -> tuple[memoryview, int]:
+    """Return a shard as bytes, and how many lines they are."""
+    return params.data.cast("B"), -(-params.nbytes // LINE_BYTES)
+
+
+def line_of(version: int, lines: int) -> int:
+    """Return which byte of a shard of `lines` the line begins at that is summed at `version`."""
     return ((version * SPREAD & 0xFFFFFFFF) * lines >> 32) * LINE_BYTES
 
 
-def line_sum(shard: memoryview, nbytes: int, version: int) -> int:
-    """Return the sum of a line of a shard of `nbytes` that is at `version`."""
-    at = line_of(version, nbytes)
-    return zlib.crc32(shard[at : at + LINE_BYTES])
+def line_sum(shard: memoryview, lines: int, version: int) -> int:
+    """Return the sum of the line of a shard that is at `version`; the last one may be shorter."""
+    at = line_of(version, lines)
+    return crc32(shard[at : at + LINE_BYTES])
 
 
 class Recorder:
@@ -73,14 +77,14 @@ class Recorder:
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
         self.part = int(about["part"])
         self._file = RankFile(path, about, "record")
-        self._bytes, self._nbytes = params.data.cast("B"), params.nbytes
+        self._bytes, self._lines = lines_of(params)
         self._whole, self._size = whole, (WHOLE if whole else SHORT).size
         self._records = bytearray(PIECE * self._size)
         self._count = 0
 
     def note(self, push: Push, staleness: int, version: int) -> None:
         """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
-        line = line_sum(self._bytes, self._nbytes, version)
+        line = line_sum(self._bytes, self._lines, version)
         at = self._count * self._size
         if self._whole:
             epoch, begin, end = push.batch
@@ -96,7 +100,7 @@ class Recorder:
         """Write what is not written yet."""
         if self._count:
             records = bytes(self._records[: self._count * self._size])
-            self._file.append(HEAD.pack(self._count, zlib.crc32(records)) + records)
+            self._file.append(HEAD.pack(self._count, crc32(records)) + records)
             self._count = 0
 
     def close(self) -> None:
@@ -208,7 +212,7 @@ def read(path: Path) -> Recorded:
     while at + HEAD.size <= len(data):
         count, total = HEAD.unpack_from(data, at)
         end = at + HEAD.size + count * dtype.itemsize
-        if end > len(data) or zlib.crc32(data[at + HEAD.size : end]) != total:
+        if end > len(data) or crc32(data[at + HEAD.size : end]) != total:
             break
         pieces.append(np.frombuffer(data, dtype, count, at + HEAD.size))
         at = end

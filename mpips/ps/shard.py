@@ -263,9 +263,9 @@ class Server:
         self.version = version
         self.leaving.count(count)
         self.record(push)
+        self.clocks.publish()
         if self.recorder is not None:
             self.recorder.note(push, oldest, version)
-        self.clocks.publish()
         end = time.perf_counter()
         self.tally.busy_s += end - start
         if words.is_traced():

@@ -8,7 +8,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.planning.job import Job
-from mpips.ps.recording import LINE_BYTES, line_of, line_sum
+from mpips.ps.recording import LINE_BYTES, line_of, line_sum, lines_of
 from mpips.ps.shard import Server
 from mpips.transport.wire import Packer
 
@@ -38,13 +38,14 @@ def compare_line(layout: Layout, k: int, store: Server, run: int, push: str) -> 
     Raises:
         UserError: If it differs.
     """
-    version, nbytes, size = store.version, store.params.nbytes, store.params.itemsize
-    found = line_sum(store.params.data.cast("B"), nbytes, version)
+    shard, lines = lines_of(store.params)
+    version, size = store.version, store.params.itemsize
+    found = line_sum(shard, lines, version)
     if found == run:
         return
-    at = line_of(version, nbytes)
+    at = line_of(version, lines)
     begin = store.shard.begin + at // size
-    end = store.shard.begin + min(at + LINE_BYTES, nbytes) // size
+    end = store.shard.begin + min(at + LINE_BYTES, shard.nbytes) // size
     where = f"{element(layout, begin)} to {element(layout, end - 1)}"
     what = f"first difference: update {version} of server {k}, by {push}: the sum of {where}"
     raise differing(what, f"{found:08x}", f"{run:08x}")

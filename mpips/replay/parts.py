@@ -38,7 +38,8 @@ class Setting:
     """
 
     def __init__(self, part: Part) -> None:
-        self.part, self.config = part, replace(part.config, data_cache="")
+        self.part = part
+        self.config = replace(part.config, data_cache="", inject_delay="")
         parts = open_parts(self.config)
         try:
             info = describe(self.config, parts, strict=False)

@@ -16,6 +16,7 @@ from mpips.ps import recording
 
 ABOUT = {"part", "shard", "config", "world", "workers", "spares", "block", "step", "resumed",
          "started", "numpy"}  # fmt: skip
+WORLD = {"servers", "ranks", "node_of", "threads", "cpu"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _read_part(folder: Path) -> Part | None:
     if not files:
         return None
     about = next(iter(files.values())).about
-    if missing := ABOUT - set(about):
+    if missing := (ABOUT - set(about)) | (WORLD - set(about.get("world", ()))):
         raise UserError(f"{folder} without {', '.join(sorted(missing))}", "a record of mpips")
     servers = len(about["world"]["servers"])
     found = {recorded.about["server"]: recorded for recorded in files.values()}
