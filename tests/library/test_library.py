@@ -40,7 +40,7 @@ REFUSED = {
     "a table without a name": "table 'a/b', expected a name of letters",
     "tables that differ": r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0",
     "a rule that rows have not": "'rmsprop'",
-    "tables in rounds": "tables in mode 'sync', expected mode async or ssp",
+    "tables in local steps": "tables in mode 'local_sgd', expected mode async or ssp or sync",
     "tables aggregated": "node_aggregation with tables, on 3 nodes",
     "tables read consistently": "read=consistent with tables",
     "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes",

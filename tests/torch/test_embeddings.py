@@ -330,9 +330,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Mapping[str, Any], str]] = {
     "max": (
         lambda: nn.Sequential(nn.EmbeddingBag(9, 2, mode="max", sparse=True)), {}, "of mode 'max'",
     ),
-    "sync": (
-        Given, {"mode": "sync"},
-        r"mode 'sync' with the embeddings first, inner\.0, whose rows are tables, expected mode",
+    "a mode": (
+        Given, {"mode": "local_sgd"},
+        r"mode 'local_sgd' with the embeddings first, inner\.0, whose rows are tables, expected",
     ),
     "a rule": (
         Given, {"optimizer": "adamw"},

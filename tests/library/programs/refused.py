@@ -59,7 +59,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "a rule that rows have not": lambda out: mpips.run(
         train, INIT, mpips.RMSprop(), tables={"item": ITEM}, out=out
     ),
-    "tables in rounds": lambda out: tabled(out, mode="sync"),
+    "tables in local steps": lambda out: tabled(out, mode="local_sgd"),
     "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
     "tables read consistently": lambda out: tabled(out, read="consistent"),
     "a table too large": lambda out: tabled(
