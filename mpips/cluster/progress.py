@@ -26,9 +26,9 @@ def trouble(record: Record) -> str:
 
 def awaited(one: Record, ranks: Sequence[Record], chief: int) -> list[Record]:
     """Return those of a node's ranks that one of them waits for, as far as words say."""
-    if not one.waits:
+    if not one.waits or one.role == words.EVALUATOR:
         return []
-    others = [r for r in ranks if r.rank != one.rank]
+    others = [r for r in ranks if r.rank != one.rank and r.role != words.EVALUATOR]
     if one.phase == words.BATCH:
         return [r for r in others if r.rank == chief]
     if one.phase == words.SAVE and any(r.writing for r in others):
@@ -53,7 +53,7 @@ def table(ranks: Sequence[Record], chief: int, host: str, now: float, whole: boo
         now: A time of `time.perf_counter`.
         whole: Whether they are all ranks of the job: then it is known how many pushes wait.
     """
-    pushed = sum(r.clock for r in ranks if not r.is_server)
+    pushed = sum(r.clock for r in ranks if r.role == words.WORKER)
     rows: list[tuple[str, ...]] = [HEADER]
     for one in ranks:
         queue = f"{max(0, pushed - one.handled)}" if one.is_server and whole else "-"

@@ -20,6 +20,7 @@ from types import FrameType
 
 from mpips.cluster import ending, failures, process, segments, words
 from mpips.cluster.collectives import broadcast, gather_all
+from mpips.cluster.link import Link
 from mpips.cluster.progress import Judge, table, trouble
 from mpips.cluster.start import MPI
 from mpips.cluster.waiting import take_turns
@@ -41,31 +42,38 @@ _stacks: list[int] = []  # where this process writes them, for all its life; -1 
 
 
 @contextlib.contextmanager
-def watched(cluster: Cluster, timeout_s: float) -> Iterator[list[Address]]:
+def watched(
+    cluster: Cluster, timeout_s: float, link: Link | None = None
+) -> Iterator[list[Address]]:
     """Show where the ranks are, and end the job when it stands still, within the block.
 
     Args:
-        cluster: The job's ranks, with their roles.
-        timeout_s: How long it may stand still; 0 for ever.
+        cluster: The job's ranks, or those of this side, with their roles.
+        timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
+            do not count.
+        link: What joins the sides, where some ranks evaluate.
 
     Yields:
         By rank, where the words of its node are found.
 
-    Collective: yes, the beginning of the block.
+    Collective: yes, the beginning of the block; with a link, of both sides.
     """
     board, index = _board(cluster)
+    everyone = cluster.comm if link is None else link.everyone
     thread = None
     if board is not None:
         words.write_to(board.record(index), board.job)
         role = words.SERVER if cluster.rank in cluster.roles.servers else words.WORKER
         ranks = cluster.roles.servers if role == words.SERVER else cluster.roles.workers
         number = ranks.index(cluster.rank)
-        words.begin(cluster.rank, role, number, _stacks_file(), time.perf_counter())
+        if link is not None and link.evaluates:
+            role, timeout_s = words.EVALUATOR, 0.0
+        words.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
         far = not cluster.near(cluster.roles.chief)
         thread = _Thread(board, timeout_s * FAR if far else timeout_s)
     try:
         yield gather_all(
-            cluster.comm, (platform.node(), os.getpid(), board.file if board is not None else -1)
+            everyone, (platform.node(), os.getpid(), board.file if board is not None else -1)
         )
     finally:
         if thread is not None:

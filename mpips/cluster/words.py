@@ -24,7 +24,7 @@ STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALU
 )
 APPLYING = 10  # told to a trace alone
 WAITING = 16
-OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END = range(WAITING, WAITING + 8)
+OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END, EVALUATION = range(WAITING, WAITING + 9)
 PHASES = {
     STARTING: "starting", SERVING: "serving", READING: "reading data", PULLING: "pulling",
     COMPUTING: "computing", PUSHING: "pushing", SUMMING: "in a round", BETWEEN: "between steps",
@@ -32,6 +32,7 @@ PHASES = {
     OTHERS: "waits for others", BATCH: "waits for a batch", BUFFER: "waits for a buffer",
     CLOCKS: "waits for a clock", ROUND: "waits for the round", SHARD: "waits for a shard",
     SAVE: "waits until it is saved", END: "waits for the end",
+    EVALUATION: "waits for an evaluation",
 }  # fmt: skip
 
 RECORD = 256  # bytes of a rank; of the memory's first record the first words are the job's
@@ -41,7 +42,8 @@ RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, W
 )
 MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
-SERVER, WORKER = 1, 2  # of ROLE
+SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
+ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
 TOLD = 32  # what a trace is told of a word, and which words it is told of
 TRACED = (CLOCK, SAVED, WRITING)
 NAME = "mpips-words"
@@ -52,11 +54,11 @@ class Record(NamedTuple):
     """The words of a rank, as they were read.
 
     Attributes:
-        rank: In its world; `role` is SERVER or WORKER, `number` the one in that role.
+        rank: In its world; `role` is one of `ROLES`, `number` the one in that role.
         pid: Its process on this host, which started in tick `started` since the boot.
         stacks: The file descriptor that it writes the stacks of its threads to at a signal; or -1.
         phase: One of `PHASES`; `since` when, by `time.perf_counter`.
-        clock: Pushes made in this start, updates applied by a server, rounds.
+        clock: Pushes made in this start, updates applied by a server, rounds, evaluations.
         handled: Pushes that a server has applied or dropped in this start.
         saved: The step of the newest checkpoint of this job, on the chief; -1 where there is none.
         writing: Whether it writes a checkpoint.
@@ -92,7 +94,7 @@ class Record(NamedTuple):
     @property
     def name(self) -> str:
         """Its number in its role, in words."""
-        return f"{'server' if self.is_server else 'worker'} {self.number}"
+        return f"{ROLES.get(self.role, '?')} {self.number}"
 
 
 class Board:

@@ -1,5 +1,6 @@
 """Where the ranks of a running job are, found from its folder. Starts no MPI, and only reads."""
 
+import contextlib
 import platform
 import time
 from collections.abc import Sequence
@@ -23,25 +24,25 @@ def ranks_table(out: Path) -> str:
         raise UserError(f"{out}", "the folder of a run", "give the one that --out says")
     where, host = noted_ranks(out), platform.node()
     now = time.perf_counter()
-    for board in _boards(where, host):
-        found = board.read()
-        chief, whole = board.job[words.CHIEF], board.job[words.COUNT] == len(where)
-        if any(trouble(one) != GONE for one in found):
-            others = sorted({other for other, _, _ in where} - {host})
-            more = f"further ranks are on {', '.join(others)}\n" if others else ""
-            return table(found, chief, host, now, whole) + more
+    boards = _boards(where, host)
+    found = [one for board in boards for one in board.read()]
+    if any(trouble(one) != GONE for one in found):
+        whole = sum(board.job[words.COUNT] for board in boards) == len(where)
+        others = sorted({other for other, _, _ in where} - {host})
+        more = f"further ranks are on {', '.join(others)}\n" if others else ""
+        return table(found, boards[0].job[words.CHIEF], host, now, whole) + more
     raise _absent(out, where, host)
 
 
 def _boards(where: Sequence[Address], host: str) -> list[Board]:
-    """Return the words of this host's ranks, by the first of these who lives."""
+    """Return the words of this host's ranks, by the first of these who lives; of evaluators too."""
+    boards, seen = list[Board](), set[int]()
     for other, pid, file in where:
-        if other == host and file >= 0:
-            try:
-                return [Board.open(pid, file)]
-            except OSError:
-                continue
-    return []
+        if other == host and file >= 0 and pid not in seen:
+            with contextlib.suppress(OSError):
+                boards.append(Board.open(pid, file))
+                seen |= {one.pid for one in boards[-1].read()}
+    return boards
 
 
 def _absent(out: Path, where: Sequence[Address], host: str) -> UserError:

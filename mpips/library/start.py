@@ -145,8 +145,7 @@ class Start:
         assign = assign_roles if self.trains else evaluators
         self.ranks: Cluster = agreed(self._link, lambda: assign(self._link or comm, self.config))
         self._shown = contextlib.ExitStack()
-        if self.trains:
-            self._where = self._shown.enter_context(shown(self.ranks, self.config))
+        self._where = self._shown.enter_context(shown(self.ranks, self.config, self._link))
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
         self.job: Job
         self.out: Path

@@ -11,9 +11,10 @@ USAGE = """usage: python -m mpips.ps RUN
 
 Shows a line for each rank of the job in the folder RUN that is on this host: what it does, in
 which call and since when; its clock, which is the pushes that a worker has made, the updates that a
-server has applied, or the rounds; how many pushes wait for a server; and when it was last seen to
-live. Behind a wait are the ranks that it waits for, as far as they are on this host. The exit code
-is 0 if the job runs here, 1 if it does not, 2 if RUN is no run.
+server has applied, the rounds, or the evaluations that an evaluator has made; how many pushes wait
+for a server; and when it was last seen to live. Behind a wait are the ranks that it waits for, as
+far as they are on this host. The exit code is 0 if the job runs here, 1 if it does not, 2 if RUN is
+no run.
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import open_checkpoint
-from mpips.cluster import signals
+from mpips.cluster import signals, words
 from mpips.cluster.agreement import everywhere
 from mpips.cluster.link import Link
 from mpips.cluster.start import Comm
@@ -23,7 +23,7 @@ from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.session.data import open_data
 from mpips.session.folder import Run
-from mpips.session.setup import make_cluster
+from mpips.session.setup import make_cluster, shown
 
 IDLE_S = 0.02
 
@@ -42,9 +42,10 @@ def evaluate_for(found: Run, link: Link) -> int:
     Collective: yes, over both sides as the job begins. Blocks: until the run is over.
     """
     ranks = link.agreed(lambda: evaluators(link, found.config))
-    link.agreed(lambda: None)  # the others make the job ready, and count the data's files
-    evaluator = link.agreed(lambda: _prepared(found, ranks, link))
-    code = evaluator.serve()
+    with shown(ranks, found.config, link):
+        link.agreed(lambda: None)  # the others make the job ready, and count the data's files
+        evaluator = link.agreed(lambda: _prepared(found, ranks, link))
+        code = evaluator.serve()
     ranks.free()
     return code
 
@@ -132,17 +133,23 @@ class Evaluator:
 
         It sleeps while there is nothing to evaluate.
         """
+        made = 0
+        words.enter(words.EVALUATION, time.perf_counter())
         while self._code is None:
             self._attend()
             if not self._asked:
                 time.sleep(IDLE_S)
                 continue
+            words.enter(words.EVALUATING, time.perf_counter())
             try:
                 found = self._evaluate(self._asked.pop())
             except _Over:
                 break
             assert self._chief is not None, "it has asked"
             self._link.send(self._chief, "evaluated", found)
+            made += 1
+            words.tell(words.CLOCK, made)
+            words.enter(words.EVALUATION, time.perf_counter())
         assert self._code is not None
         return self._code
 

@@ -80,7 +80,7 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
     """Train; returns the exit code. Collective: yes, with a link over both sides in parts."""
     link = comm if isinstance(comm, Link) else None
     ranks = agreed(link, lambda: assign_roles(comm, found.config))
-    with shown(ranks, found.config) as where:
+    with shown(ranks, found.config, link) as where:
         tell_ranks(ranks, found.out, where)
         job = agreed(link, lambda: make_job(found, ranks, started))
         agreed(link, lambda: None)  # evaluators have read where the data is

@@ -66,12 +66,15 @@ def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
     return Cluster(side, 1 if config.window == "private" else config.node_size, everyone)
 
 
-def shown(ranks: Cluster, config: Config) -> contextlib.AbstractContextManager[list[words.Address]]:
+def shown(
+    ranks: Cluster, config: Config, link: Link | None = None
+) -> contextlib.AbstractContextManager[list[words.Address]]:
     """Show where the ranks are within a block, which ends the job when it stands still.
 
-    Under a supervisor that may be the one to end it. Collective: yes, the beginning.
+    Under a supervisor that may be the one to end it. Collective: yes, the beginning; with a link,
+    over both sides.
     """
-    return watched(ranks, 0.0 if signs.is_watched() else config.timeout)
+    return watched(ranks, 0.0 if signs.is_watched() else config.timeout, link)
 
 
 def tell_ranks(ranks: Cluster, out: Path, where: list[words.Address]) -> None:

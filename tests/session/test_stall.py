@@ -33,15 +33,17 @@ mpips.run(
 
 
 def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
-    """The others come to wait for its clock; what is applied is saved."""
+    """The others come to wait for its clock, what is applied is saved; an evaluator is shown."""
     out = tmp_path / "out"
     options = [*counting(samples_file(tmp_path, 230), kind="SlowCounting"), "--out", str(out)]
     options += ["--mode", "ssp", "--servers", "1", "--batch-size", "4", "--epochs", f"{ENDLESS}"]
-    options += ["--checkpoint-every", "0", "--timeout", "3"]
-    with Running(3, ["-m", "mpips.train", *options], tmp_path) as job:
+    options += ["--checkpoint-every", "0", "--timeout", "3", "--evaluators", "1"]
+    with Running(4, ["-m", "mpips.train", *options], tmp_path) as job:
         deadline = time.monotonic() + WAIT_S
         seen = ""
-        while not re.search(r"server 0 .* [1-9]\d+ +\d+ +\d", seen):
+        while not re.search(
+            r"server 0 .* [1-9]\d+ +\d+ +\d(.*\n)+3 +evaluator 0 .* s +[1-9]\d* +- ", seen
+        ):
             assert time.monotonic() < deadline, f"{seen}\n{job.output()}"
             time.sleep(0.2)
             seen = ranks_table(out) if (out / ".lock").exists() and has_words(out) else ""
@@ -53,6 +55,7 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
     assert done.code, done.output
     assert re.search(r"1 +worker 0 .* waits for a clock \(rank 2\) +\S+ ", done.output), done.output
     assert re.search(r"2 +worker 1 .* and is stopped ", done.output), done.output
+    assert re.search(r"3 +evaluator 0 .* (waits for an evaluation|evaluating) ", seen), seen
     saved = newest(out).step
     assert saved > 0
     assert f"step {saved} is saved" in done.output
