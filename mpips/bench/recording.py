@@ -18,7 +18,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
 STEPS = (3, 100)  # at least and at most in one repeat
 WORK_BYTES = 128 << 20  # moved by a worker's pulls in one repeat
-REACH = 0.99
+REACH, FROM = 0.99, 1 << 20  # bytes
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
@@ -52,7 +52,6 @@ def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
     mine, other, ratio = compare(times["recorded"], times["plain"])
     workers = cluster.world - 1
     pushes = workers * steps
-    case = f"{bytes_text(size)}, 1 server, {workers} workers"
-    return Row(
-        "recording", case, pushes / mine, "pushes/s", "no record", pushes / other, ratio, REACH
-    )
+    case = f"{bytes_text(size)}, 1 server, {workers} worker{'s' * (workers > 1)}"
+    rates, reach = (pushes / mine, pushes / other), REACH if size >= FROM else None
+    return Row("recording", case, rates[0], "pushes/s", "no record", rates[1], ratio, reach)
