@@ -66,7 +66,7 @@ def _rows(rows: int, drawn: str) -> Case:
 
 
 ROWS_DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
-OUR_STEPS = 5  # of rows, for one of the peer: or it would be over at once
+OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
     _push_pull("tensorflow-ps", 1 << 20, 200, 10),
@@ -145,7 +145,7 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
         job = jobs.Perceptron(folder, options.quick)
         return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
     if case.work in ROWS_DRAWN:
-        steps = QUICK_STEPS if options.quick else OUR_STEPS * case.steps
+        steps = OUR_STEPS * case.steps
         return case.case, partial(rows.rate, case.work, case.size // (4 * ROW_DIM), steps)
     return case.case, partial(_world, case)
 

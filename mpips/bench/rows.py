@@ -121,20 +121,23 @@ def rate(measure: str, rows: int, steps: int) -> float:
     Args:
         measure: How ids are drawn: see `row_ids`.
         rows: Of the table.
-        steps: Of each worker, about.
+        steps: Of each worker; counted are those while both are at it.
 
     Returns:
         Millions of rows a second, of both workers; each is pulled and pushed.
 
     Raises:
-        Failed: If the job fails.
+        Failed: If the job fails, or one worker ended before the other began.
     """
     given = {"measure": measure, "rows": rows, "steps": steps}
     with jobs.temporary_folder() as folder:
         jobs.run(3, ["-m", "mpips.bench.rows_program", json.dumps(given)], folder)
         found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
-    seconds = max(each["end"] for each in found) - min(each["begin"] for each in found)
-    return float(sum(each["steps"] for each in found) * IDS / seconds / 1e6)
+    begin, end = max(ends[0] for ends in found), min(ends[-1] for ends in found)
+    steps = sum(begin < at <= end for ends in found for at in ends)
+    if not steps:
+        raise jobs.Failed("workers that were not at it together: more steps are needed")
+    return float(steps * IDS / (end - begin) / 1e6)
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
