@@ -95,7 +95,8 @@ def inspect(args: argparse.Namespace) -> int:
         changed = len(checkpoint.read_column(name, "rows"))
         print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
     for r in checkpoint.contents.rows:
-        print(f"  {r.file} rows of owner {r.owner} {readable(r.bytes)} {r.sha256}")
+        since = "" if r.base is None else f", since step {r.base}"
+        print(f"  {r.file} rows of owner {r.owner}{since} {readable(r.bytes)} {r.sha256}")
     print("state:")
     state = checkpoint.state if isinstance(checkpoint.state, dict) else {"": checkpoint.state}
     for key, value in state.items():

@@ -132,24 +132,32 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def prune(
-    folder: Path, keep: int, is_whole: Callable[[Path], bool], spared: Collection[int] = ()
+    folder: Path,
+    keep: int,
+    is_whole: Callable[[Path], bool],
+    spared: Collection[int] = (),
+    base_of: Callable[[Path], Path | None] = lambda folder: None,
 ) -> None:
     """Keep `folder` and the newest ``keep - 1`` whole checkpoints before it; remove older ones.
 
-    Those of the steps `spared` stay beside these. Half-written checkpoints before `folder` go too.
-    Those after it are left alone: a run that was resumed from an earlier step has not said what is
-    to become of them.
+    Those of the steps `spared` stay beside these, and those to which one that stays adds.
+    Half-written checkpoints before `folder` go too. Those after it are left alone: a run that was
+    resumed from an earlier step has not said what is to become of them.
     """
     kept, apart = {folder_step(folder)}, set(spared)
+    needed = {base_of(folder)}
     older = [p for p in list_checkpoints(folder.parent) if _age(p) < _age(folder)]
     for other in reversed(older):
         step = folder_step(other)
-        if step in kept or not (len(kept) < keep or step in apart) or not is_whole(other):
+        wanted = step not in kept and (len(kept) < keep or step in apart)
+        stays = wanted and is_whole(other)
+        if not stays and other.resolve() not in needed:
             remove_checkpoint(other)
             continue
-        if len(kept) < keep:
+        needed.add(base_of(other))
+        if stays and len(kept) < keep:
             kept.add(step)
-        apart -= {step}
+        apart -= {step} if stays else set()
     sync(folder.parent)
 
 

@@ -6,11 +6,10 @@ place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold th
 """
 
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from mpips.checkpoint.files import (
     file_sha256,
     prune,
     reading,
+    step_folder,
     write_durably,
 )
+from mpips.checkpoint.mapping import map_arrays
 from mpips.checkpoint.shards import PARAMS, ShardRecord, shard_problem, slot_dataset
 from mpips.errors import UserError
 from mpips.layout import Layout
@@ -52,6 +53,7 @@ class Contents:
         worker_names: Names of the vectors in each of them.
         rows: The files of the owners' rows, by owner; empty where there are no tables.
         tables: What is known of each table, by name; what JSON can say.
+        base_sum: Sum of the index of the checkpoint to whose rows these add; empty without one.
     """
 
     step: int
@@ -66,6 +68,12 @@ class Contents:
     worker_names: tuple[str, ...] = ()
     rows: tuple[ShardRecord, ...] = ()
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    base_sum: str = ""
+
+    @property
+    def base(self) -> int | None:
+        """The step of the checkpoint to whose rows these add; None where they are all."""
+        return next((record.base for record in self.rows if record.base is not None), None)
 
     @property
     def files(self) -> tuple[ShardRecord, ...]:
@@ -115,10 +123,10 @@ def commit(
         tables: What is known of each table, by name; what JSON can say.
 
     Raises:
-        ValueError: If the shards do not cover the layout exactly, a worker is missing, or
-            ``keep < 1``.
-        UserError: If a shard file is not there, a name cannot be that of an HDF5 dataset, or the
-            file system refuses.
+        ValueError: If the shards do not cover the layout exactly, a worker is missing, rows add to
+            several checkpoints, or ``keep < 1``.
+        UserError: If a shard file is not there, or the checkpoint to whose rows these add; a name
+            cannot be that of an HDF5 dataset, or the file system refuses.
 
     Blocks: until the index is on the disk.
     """
@@ -138,10 +146,27 @@ def commit(
             raise problem
     contents = Contents(
         step, layout, np.dtype(dtype), tuple(slots), held, config, state, dict(arrays),
-        own, tuple(worker_names), lists, dict(tables or {}),
+        own, tuple(worker_names), lists, dict(tables or {}), _base_sum(folder, lists),
     )  # fmt: skip
     write_durably(folder / INDEX, lambda path: _write_index(path, contents))
-    prune(folder, keep, _has_sound_index, spared)
+    prune(folder, keep, _has_sound_index, spared, _base_of)
+
+
+def _base_sum(folder: Path, rows: Sequence[ShardRecord]) -> str:
+    """Return the sum of the index of the checkpoint to whose rows some add, if they do."""
+    bases = {record.base for record in rows} - {None}
+    if len(bases) > 1:
+        raise ValueError(f"rows that add to those of steps {bases}, expected one")
+    return "".join(_index_sum(step_folder(folder.parent, base or 0)) for base in bases)
+
+
+def _index_sum(folder: Path) -> str:
+    path = folder / INDEX
+    try:
+        return file_sha256(path, SEAL_BYTES)
+    except OSError as error:
+        reason = f"{path}: cannot be read ({error}), and other rows add to those of this checkpoint"
+        raise damaged(reason, "an index") from None
 
 
 def check_cover(shards: Sequence[ShardRecord], size: int) -> None:
@@ -165,37 +190,6 @@ def check_names(names: Sequence[str]) -> None:
             raise UserError(f"array name {name!r}", "a name that is not another's or its group")
 
 
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a flat range of an N-d array (C order) into boxes, in order.
-
-    Args:
-        shape: Shape of the array; () has one element.
-        begin: First flat index.
-        end: Last flat index + 1.
-
-    Yields:
-        For each box one slice an axis. Their flat ranges are contiguous and ascending, so that
-        the box's elements in C order are the range's; at most 2 * ndim - 1 boxes.
-
-    Example:
-        >>> list(boxes((3, 4), 2, 8))
-        [(slice(0, 1, None), slice(2, 4, None)), (slice(1, 2, None), slice(0, 4, None))]
-    """
-    if not shape and begin < end:
-        yield ()
-        return
-    strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    while begin < end:
-        # The outermost axis along which a whole row fits: everything inside it is whole.
-        axis = next(k for k, s in enumerate(strides) if not begin % s and end - begin >= s)
-        index = [begin // s % n for s, n in zip(strides, shape, strict=True)]
-        rows = min((end - begin) // strides[axis], shape[axis] - index[axis])
-        fixed = (slice(k, k + 1) for k in index[:axis])
-        whole = (slice(0, n) for n in shape[axis + 1 :])
-        yield (*fixed, slice(index[axis], index[axis] + rows), *whole)
-        begin += rows * strides[axis]
-
-
 def _write_index(path: Path, contents: Contents) -> None:
     with create_h5(path, SEAL_BYTES) as file:
         file.attrs["version"] = FORMAT
@@ -211,6 +205,7 @@ def _write_index(path: Path, contents: Contents) -> None:
             "worker_names": json.dumps(contents.worker_names),
             "rows": json.dumps([r.to_json() for r in contents.rows]),
             "tables": json.dumps(contents.tables),
+            "base_sum": json.dumps(contents.base_sum),
         }
         for name, text in texts.items():
             # Datasets, because an attribute holds 64 KB at most.
@@ -219,7 +214,7 @@ def _write_index(path: Path, contents: Contents) -> None:
         for name, array in contents.arrays.items():
             arrays[name] = array
         for source in [PARAMS, *map(slot_dataset, contents.slot_names)]:
-            _map_arrays(file, source, contents)
+            map_arrays(file, source, contents)
     with open(path, "r+b") as raw:
         raw.write(seal(path))
 
@@ -228,29 +223,6 @@ def seal(path: Path) -> bytes:
     """The first bytes of an index, made of the rest: a line of text each for format and sum."""
     text = f"mpips checkpoint {FORMAT}\nsha256 {file_sha256(path, SEAL_BYTES)}\n"
     return text.encode().ljust(SEAL_BYTES, b"\0")
-
-
-def _map_arrays(file: "h5py.File", source: str, contents: Contents) -> None:
-    """Add ``<source>/<name>`` for each named array, mapped over dataset `source` of the shards."""
-    import h5py
-
-    dtype, group = contents.dtype, file.require_group(source)
-    sources = [h5py.VirtualSource(s.file, source, (s.size,), dtype) for s in contents.shards]
-    for shape, (name, (first, last)) in zip(
-        contents.layout.shapes, contents.layout.slices().items(), strict=True
-    ):
-        if first == last:
-            group.create_dataset(name, shape, dtype)
-            continue
-        target = h5py.VirtualLayout(shape, dtype)
-        for record, whole in zip(contents.shards, sources, strict=True):
-            begin, end = max(first, record.begin), min(last, record.end)
-            at = begin - record.begin
-            for box in boxes(shape, begin - first, end - first):
-                count = math.prod(s.stop - s.start for s in box)
-                target[box] = whole[at : at + count]
-                at += count
-        group.create_virtual_dataset(name, target, fillvalue=np.nan)
 
 
 def read_index(folder: Path) -> Contents:
@@ -309,13 +281,87 @@ def _parse_index(file: "h5py.File") -> Contents:
         worker_names=tuple(json.loads(text("worker_names", "[]"))),
         rows=tuple(ShardRecord(**item) for item in json.loads(text("rows", "[]"))),
         tables=json.loads(text("tables", "{}")),
+        base_sum=json.loads(text("base_sum", '""')),
     )
 
 
 def _has_sound_index(folder: Path) -> bool:
-    """Whether the index is whole and its shard files are there with their sizes."""
+    """Whether the index is whole and all files that it needs are there with their sizes."""
     try:
         contents = read_index(folder)
     except UserError:
         return False
-    return not any(shard_problem(folder, s, sums=False) for s in contents.files)
+    return not any(file_problems(folder, contents, sums=False))
+
+
+class Link(NamedTuple):
+    """A checkpoint of a chain, of whose rows each adds to those of the one before.
+
+    Attributes:
+        folder: Its folder.
+        step: Its step.
+        rows: Those files of its rows that count: an owner's last whole one ends the chain for it.
+    """
+
+    folder: Path
+    step: int
+    rows: tuple[ShardRecord, ...]
+
+
+def links(folder: Path, contents: Contents) -> Iterator[Link]:
+    """Yield a checkpoint, and then those to whose rows its own add, the newest first.
+
+    Raises:
+        UserError: If one of them is missing, damaged, or another than the one that was there.
+    """
+    newest, rows = folder, contents.rows
+    while True:
+        yield Link(folder, contents.step, rows)
+        owners = {record.owner for record in rows if record.base is not None}
+        if not owners:
+            return
+        sum_then, base = contents.base_sum, _base_folder(folder, contents)
+        assert base is not None, "some add to it"
+        try:
+            contents, sum_now = read_index(base), _index_sum(base)
+        except UserError as error:
+            raise _broken(newest, base, str(error)) from None
+        if sum_now != sum_then:
+            raise _broken(newest, base, "it is another checkpoint than the one that was there")
+        folder, rows = base, tuple(r for r in contents.rows if r.owner in owners)
+
+
+def _base_of(folder: Path) -> Path | None:
+    """Return the folder of the checkpoint to whose rows those of one add, if its index is whole."""
+    try:
+        return _base_folder(folder, read_index(folder))
+    except UserError:
+        return None
+
+
+def _base_folder(folder: Path, contents: Contents) -> Path | None:
+    base = contents.base
+    return None if base is None else step_folder(folder.resolve().parent, base)
+
+
+def _broken(newest: Path, link: Path, why: str) -> UserError:
+    got = f"{newest}: its rows add to those of {link}, and {why.partition(', expected ')[0]}"
+    return damaged(got, "all checkpoints that its rows add to")
+
+
+def file_problems(folder: Path, contents: Contents, *, sums: bool) -> Iterator[UserError]:
+    """Yield what is wrong with the files of a checkpoint, and with those that its rows add to.
+
+    Args:
+        folder: Its folder.
+        contents: Of its index.
+        sums: Whether to read every byte.
+    """
+    try:
+        for link in links(folder, contents):
+            own = link.folder == folder
+            for record in contents.files if own else link.rows:
+                if problem := shard_problem(link.folder, record, sums=sums):
+                    yield problem if own else _broken(folder, link.folder, str(problem))
+    except UserError as problem:
+        yield problem

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from mpips.checkpoint.chain import counted_rows
 from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints
-from mpips.checkpoint.index import Contents, read_index
-from mpips.checkpoint.rows import TableRows, column_names, read_column, read_rows
-from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, shard_problem, slot_dataset
+from mpips.checkpoint.index import Contents, file_problems, read_index
+from mpips.checkpoint.rows import TableRows, column_names
+from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, slot_dataset
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
 
@@ -158,8 +159,8 @@ class Checkpoint:
         """
         if name not in self.tables:
             raise unknown("table", name, tuple(self.tables))
-        for record in self.contents.rows:
-            yield from read_rows(self.path, record, self.step, name)
+        for some in counted_rows(self.path, self.contents, name):
+            yield from some.pieces()
 
     def columns(self, name: str) -> tuple[str, ...]:
         """Return what there is of each row of a table: ``rows``, ``params``, ``slots/<slot>``."""
@@ -172,8 +173,8 @@ class Checkpoint:
         Raises:
             UserError: As `read_table`.
         """
-        parts = [read_column(self.path, r, self.step, name, column) for r in self.contents.rows]
-        return np.concatenate(parts)
+        found = counted_rows(self.path, self.contents, name)
+        return np.concatenate([some.column(column) for some in found])
 
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None
@@ -196,7 +197,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:
-    """Open one checkpoint; its index is checked to the last bit, its shard files by their size.
+    """Open one checkpoint; its index is checked to the last bit, its files by their size.
+
+    Those of checkpoints to whose rows its own add are checked likewise.
 
     Args:
         path: Its folder or its index file. `newest_whole` finds the folder in a run directory.
@@ -206,14 +209,13 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     """
     folder = _only(path)
     checkpoint = Checkpoint(folder, read_index(folder))
-    for shard in checkpoint.contents.files:
-        if problem := shard_problem(folder, shard, sums=False):
-            raise problem
+    for problem in file_problems(folder, checkpoint.contents, sums=False):
+        raise problem
     return checkpoint
 
 
 def verify(path: PathLike) -> list[str]:
-    """Check every byte of one checkpoint.
+    """Check every byte of one checkpoint, and of what it needs of others.
 
     Args:
         path: Its folder or its index file.
@@ -227,8 +229,7 @@ def verify(path: PathLike) -> list[str]:
         contents = read_index(folder)
     except UserError as error:
         return [str(error)]
-    found = [shard_problem(folder, shard, sums=True) for shard in contents.files]
-    problems = [str(problem) for problem in found if problem]
+    problems = [str(problem) for problem in file_problems(folder, contents, sums=True)]
     named = folder_step(folder.resolve())
     if named not in (None, contents.step):
         problems.append(f"{folder}: folder of step {named}, expected step {contents.step}")

@@ -50,7 +50,11 @@ class TableRows:
 
 
 def write_rows(
-    folder: PathLike, owner: int, step: int, tables: Mapping[str, TableRows]
+    folder: PathLike,
+    owner: int,
+    step: int,
+    tables: Mapping[str, TableRows],
+    base: int | None = None,
 ) -> ShardRecord:
     """Write one owner's rows, durably; may run in a thread beside the training.
 
@@ -59,6 +63,8 @@ def write_rows(
         owner: Number of the owner; names the file.
         step: The step of the checkpoint.
         tables: Rows by table.
+        base: The step of the checkpoint since which these have changed; None where they are all
+            that have ever been changed.
 
     Returns:
         The record that `commit` needs.
@@ -87,7 +93,8 @@ def write_rows(
                         out[begin:end] = array[begin:end]
 
     write_durably(final, write)
-    return ShardRecord(owner, final.name, 0, size, final.stat().st_size, file_sha256(final))
+    found = final.stat().st_size, file_sha256(final)
+    return ShardRecord(owner, final.name, 0, size, *found, base)
 
 
 def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Iterator[TableRows]:

@@ -41,6 +41,8 @@ class ShardRecord:
         end: Last element + 1.
         bytes: Size of the file.
         sha256: Sum of the file, hexadecimal.
+        base: Of rows of tables: the step of the checkpoint to whose rows of this owner they add,
+            or None where they are all of them.
     """
 
     owner: int
@@ -49,6 +51,7 @@ class ShardRecord:
     end: int
     bytes: int
     sha256: str
+    base: int | None = None
 
     @property
     def size(self) -> int:

@@ -317,6 +317,10 @@ class Config:
         "checkpoints", "copy", "copy the shard and go on, or stall until it is written",
         legal=("copy", "stall"),
     )  # fmt: skip
+    checkpoint_rows: str = setting(
+        "checkpoints", "all", "of tables, rows ever changed, or since the checkpoint before",
+        legal=("all", "changed"),
+    )  # fmt: skip
 
     @property
     def learning_rate(self) -> float:

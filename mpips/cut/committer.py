@@ -45,6 +45,7 @@ class CheckpointPlan:
     keepers: tuple[int, ...] = ()  # the ranks that save it
     evaluations: "Evaluations | None" = None  # whose steps stay beside the newest
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is told of each
+    chained: bool = False  # whether rows are saved that have changed since the one before
 
     @classmethod
     def of(
@@ -60,7 +61,8 @@ class CheckpointPlan:
         c, ranks = job.config, job.cluster.roles.workers if keepers is None else keepers
         own = job.own_slots + own
         held = job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks, job.evaluations
-        return cls(*held, {table.name: table.told for table in tables_of(job)})
+        told = {table.name: table.told for table in tables_of(job)}
+        return cls(*held, told, bool(told) and c.checkpoint_rows == "changed")
 
 
 @dataclass
@@ -189,6 +191,8 @@ class Committer:
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
         words.tell(words.SAVED, pending.step)
+        for rank in self._cluster.roles.owners if self._plan.chained else ():
+            self._cluster.send(rank, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)
         return True
 

@@ -153,6 +153,9 @@ class Saver(Snapshots):
         self._shard, self._names = shard, tuple(slots)
         self.owner = cluster.roles.owners.index(cluster.rank) if owner is None else owner
 
+    def committed(self, step: int) -> None:
+        """Learn from the chief that the checkpoint of a step is committed."""
+
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         params, *slots = arrays
         if not all_finite(params):

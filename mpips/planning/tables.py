@@ -8,7 +8,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
 from mpips.cluster.window import shared_bytes_free
 from mpips.cluster.world import Cluster
-from mpips.config import SPARSE_PROBLEMS
+from mpips.config import OPTIONS, SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
@@ -93,9 +93,10 @@ def check_job(job: "Job") -> None:
     if isinstance(saved, Checkpoint):
         told = {table.name: table.told for table in tables}
         check_tables(saved.path, saved.tables, told)
-    if not tables and c.row_optimizer:
-        got = f"row_optimizer {c.row_optimizer!r} without tables"
-        raise UserError(got, f"a problem with rows: {' or '.join(SPARSE_PROBLEMS)}")
+    for name in ("row_optimizer", "checkpoint_rows"):
+        if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
+            got = f"{name} {given!r} without tables"
+            raise UserError(got, f"a problem with rows: {' or '.join(SPARSE_PROBLEMS)}")
     if not tables or (c.eval_only and isinstance(saved, Checkpoint)):
         return
     if job.initial is not None and job.checkpoint is None:

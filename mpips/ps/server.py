@@ -125,7 +125,7 @@ class AsyncServer:
             self._cluster.send(source, "noted")
         elif kind == "hurry":
             self.store.clocks.hurry(source)
-        elif kind in ("cut", "write", "settle", "end"):
+        elif kind in ("cut", "write", "saved", "settle", "end"):
             self._follow(source, kind, payload)
         elif kind == "lost":
             self._lose(source)
@@ -148,6 +148,8 @@ class AsyncServer:
         elif kind == "write":
             for served in self._all:
                 served.write_into(payload)
+        elif kind == "saved":
+            self._own.saver.committed(payload)
         elif kind == "settle":
             self._settling = True
             self._own.settle(payload)

@@ -15,6 +15,7 @@ from mpips.checkpoint import Checkpoint, TableRows
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
+from mpips.cut.table_saver import Changes
 from mpips.planning.tables import JobTable
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
@@ -53,12 +54,17 @@ class ServedTable:
         self._ownership = table.owned_by(servers)
         self.shard = TableShard(self._ownership, server, memory, table.rule)
 
-    def changed_rows(self, dtype: np.dtype) -> TableRows:
-        """Return copies of the rows that have been changed, in the order in which they lie."""
-        count, at = self.shard.touched, 0
+    def changed_rows(self, dtype: np.dtype, since: bool = False) -> TableRows:
+        """Return copies of the rows that have been changed, in the order in which they lie.
+
+        Args:
+            dtype: Of the rows.
+            since: Leave out those that have not been changed since they were copied last.
+        """
+        count, at = self.shard.marked if since else self.shard.touched, 0
         places = np.empty(count, np.int64)
         lines = np.empty((count, self.table.rule.width(self.table.dim)), dtype)
-        for local, copies in self.shard.pieces():
+        for local, copies in self.shard.pieces(since):
             part = slice(at, at + len(local))
             places[part], lines[part], at = local, copies, part.stop
         places, lines = places[:at], lines[:at]
@@ -143,9 +149,21 @@ class TableServer(Server):
             for piece in saved.read_table(served.table.name) if saved is not None else ():
                 served.fill(piece)
 
-    def changed_rows(self) -> dict[str, TableRows]:
-        """Return copies of the rows of each table that have been changed."""
-        return {each.table.name: each.changed_rows(self.params.dtype) for each in self.tables}
+    def changed_rows(self, since: bool = False) -> dict[str, TableRows]:
+        """Return copies of the rows of each table that have been changed.
+
+        Args:
+            since: Leave out those that have not been changed since they were copied last.
+        """
+        dtype = self.params.dtype
+        return {each.table.name: each.changed_rows(dtype, since) for each in self.tables}
+
+    def changes(self) -> Changes:
+        """Have changed rows marked from now on; returns what a saver asks for those."""
+        for each in self.tables:
+            each.shard.begin_marking()
+        counts = lambda: [(each.shard.marked, each.shard.touched) for each in self.tables]  # noqa: E731
+        return Changes(lambda: self.changed_rows(since=True), counts)
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""

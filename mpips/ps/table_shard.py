@@ -150,13 +150,14 @@ class TableShard(TableRows):
         self.rule = rule
         self._lines, self._stripes = self._memory[:2]
         self._index = _Index(*self._memory[2:]) if self._memory[2:] else None
+        self._marks: np.ndarray | None = None
 
     @property
     def touched(self) -> int:
         """How many rows have been touched."""
         if self._index:
             return self._index.count
-        return sum(map(len, self._touched_slots()))
+        return sum(len(self._touched_slots(part)) for part in self._parts())
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +186,16 @@ class TableShard(TableRows):
         slot = self._slots(local)
         self.rule.loop(slot, local, grads, self._lines, self._stripes, self._key, numbers)
 
+    def begin_marking(self) -> None:
+        """Mark each row that is changed from now on, in a byte; see `pieces`."""
+        self._marks = np.zeros(len(self._lines), bool)
+
+    @property
+    def marked(self) -> int:
+        """How many rows are marked."""
+        assert self._marks is not None, "it marks none"
+        return int(np.count_nonzero(self._marks[: self._used]))
+
     def put(self, local: np.ndarray, lines: np.ndarray) -> None:
         """Write whole lines, parameters and slots, such as those of a checkpoint.
 
@@ -199,32 +210,48 @@ class TableShard(TableRows):
         self._check(local)
         rows.put(self._slots(local), lines, self._lines, self._stripes)
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def pieces(self, marked: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the places and the lines of all rows that have been touched, a piece at a time.
 
-        Lines are copies; rows of a lazy table come in the order in which they were touched.
+        Lines are copies; rows of a lazy table come in the order in which they were touched. Where
+        rows are marked, marks are taken off those that have been yielded.
+
+        Args:
+            marked: Leave out rows that are not marked: changed since they were yielded last.
         """
-        for slot in self._touched_slots():
+        for part in self._parts():
+            if marked and self._marks is not None:
+                slot = part.start + np.flatnonzero(self._marks[part])
+            else:
+                slot = self._touched_slots(part)
             if len(slot):
                 yield self._index.local(slot) if self._index else slot, self._lines[slot]
+            if self._marks is not None:
+                self._marks[part] = False
 
-    def _touched_slots(self) -> Iterator[np.ndarray]:
-        """Yield the lines that have been touched, a piece at a time."""
-        # Lines that no row has are not looked at: a page that is read is there from then on.
-        lines = self._index.count if self._index else len(self._lines)
-        for begin in range(0, lines, PIECE_ROWS):
-            words = self._stripes[begin // rows.STRIPE :][: PIECE_ROWS // rows.STRIPE]
-            yield begin + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
+    @property
+    def _used(self) -> int:
+        """Lines that rows may have; others are not looked at: a page that is read is taken."""
+        return self._index.count if self._index else len(self._lines)
+
+    def _parts(self) -> Iterator[slice]:
+        used = self._used
+        return (slice(k, min(k + PIECE_ROWS, used)) for k in range(0, used, PIECE_ROWS))
+
+    def _touched_slots(self, part: slice) -> np.ndarray:
+        """Return which lines of a part have been touched; it begins with a stripe."""
+        words = self._stripes[part.start // rows.STRIPE : -(-part.stop // rows.STRIPE)]
+        return part.start + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
 
     def _slots(self, local: np.ndarray) -> np.ndarray:
-        if self._index is None:
-            return local
-        slot = self._index.take(local)
+        slot = local if self._index is None else self._index.take(local)
         if slot is None:
             most, name = len(self._lines), self.ownership.name
             got = f"more than {most:,} rows of table {name!r} touched at server {self.server}"
             expected = "at most those, which its memory holds"
             raise UserError(got, expected, "resume it with more servers, on more nodes")
+        if self._marks is not None:
+            self._marks[slot] = True
         return slot
 
 

@@ -121,7 +121,8 @@ def _saver(job: Job, server: Server) -> Saver:
     if not isinstance(server, TableServer):
         return Saver(*saved)
     server.restore(job.checkpoint)
-    return TableSaver(server.changed_rows, *saved)
+    changes = server.changes() if job.config.checkpoint_rows == "changed" else None
+    return TableSaver(server.changed_rows, *saved, changes=changes)
 
 
 def _stats(server: Server, applied: int) -> dict[str, Any]:

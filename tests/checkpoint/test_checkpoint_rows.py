@@ -1,5 +1,6 @@
 """Rows of tables in a checkpoint: written by owners, read by whoever wants them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,129 @@ def test_a_table_on_one_side_alone_is_refused_on_resume() -> None:
         check_tables(Path("there"), TOLD, item)
     with pytest.raises(UserError, match="table 'user' of the run, and not of the checkpoint there"):
         check_tables(Path("there"), item, TOLD)
+
+
+# Chains: rows that add to those of the checkpoint before ------------------------------------
+
+
+def some_rows(numbers: Any, value: float) -> TableRows:
+    numbers = np.asarray(numbers, np.int64)
+    params = np.full((len(numbers), DIM), value, "f4")
+    return TableRows(numbers, params, {"m": -params})
+
+
+def link(
+    directory: Path, step: int, rows_of: dict[int, TableRows], bases: dict[int, int | None],
+    keep: int = 1,
+) -> Path:  # fmt: skip
+    """Save the rows of two owners, each of which may add to a checkpoint before."""
+    folder = begin_step(directory, step)
+    shards = [write_shard(folder, 0, cut(13, 1, 4)[0], step, np.zeros(13, "f4"), {})]
+    lists = [write_rows(folder, k, step, {"item": some}, bases[k]) for k, some in rows_of.items()]
+    commit(
+        folder, step=step, layout=LAYOUT, dtype="f4", shards=shards, slots=(), config="",
+        state={}, arrays={}, keep=keep, rows=lists, tables={"item": TOLD["item"]},
+    )  # fmt: skip
+    return folder
+
+
+def chain(directory: Path) -> list[Path]:
+    """Four checkpoints: all rows, two that add to them, and one in which an owner has all again."""
+    none = {0: None, 1: None}
+    return [
+        link(directory, 1, {0: some_rows([0, 2, 4], 1), 1: some_rows([1, 3], 1)}, none),
+        link(directory, 2, {0: some_rows([2, 6], 2), 1: some_rows([], 2)}, {0: 1, 1: 1}),
+        link(directory, 3, {0: some_rows([4, 2], 3), 1: some_rows([5], 3)}, {0: 2, 1: 2}),
+        link(directory, 4, {0: some_rows([0, 2, 4, 6], 4), 1: some_rows([3], 4)}, {0: None, 1: 3}),
+    ]
+
+
+VALUES = {
+    1: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}, 2: {0: 1, 1: 1, 2: 2, 3: 1, 4: 1, 6: 2},
+    3: {0: 1, 1: 1, 2: 3, 3: 1, 4: 3, 5: 3, 6: 2}, 4: {0: 4, 1: 1, 2: 4, 3: 4, 4: 4, 5: 3, 6: 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 40])
+def test_a_chain_has_each_row_once_as_it_was_last(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
+    for folder in chain(tmp_path):
+        found = open_checkpoint(folder)
+        assert not verify(folder)
+        pieces = list(found.read_table("item"))
+        numbers = np.concatenate([each.rows for each in pieces])
+        params = np.concatenate([each.params for each in pieces])
+        slots = np.concatenate([each.slots["m"] for each in pieces])
+        expected = VALUES[found.step]
+        assert sorted(numbers.tolist()) == sorted(expected)
+        assert {n: p[0] for n, p in zip(numbers.tolist(), params, strict=True)} == expected
+        np.testing.assert_array_equal(slots, -params)
+        np.testing.assert_array_equal(found.read_column("item", "rows"), numbers)
+        np.testing.assert_array_equal(found.read_column("item", "slots/m"), slots)
+    assert main(["inspect", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "90 rows of 4, 7 changed" in told
+    assert "rows-0001.h5 rows of owner 1, since step 3 " in told
+    assert "rows-0000.h5 rows of owner 0 " in told
+    main(["export", str(tmp_path), "-o", str(tmp_path / "all.npz")])
+    with np.load(tmp_path / "all.npz") as arrays:
+        np.testing.assert_array_equal(arrays["tables/item/rows"], numbers)
+        np.testing.assert_array_equal(arrays["tables/item/params"], params)
+
+
+def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(tmp_path: Path) -> None:
+    folders = chain(tmp_path)  # each kept one checkpoint
+    assert list_checkpoints(tmp_path) == folders
+    link(tmp_path, 5, {0: some_rows([1], 5), 1: some_rows([2], 5)}, {0: None, 1: None}, keep=2)
+    assert len(list_checkpoints(tmp_path)) == 5, "the fourth stays, with all that it needs"
+    newest = link(tmp_path, 6, {0: some_rows([], 6), 1: some_rows([], 6)}, {0: 5, 1: 5})
+    assert [folder.name[-1] for folder in list_checkpoints(tmp_path)] == ["5", "6"]
+    assert not verify(newest)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("index", r"rows add to those of .*step-000000000002, and .*no index.h5"),
+        ("missing", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: missing"),
+        ("flipped", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: sha256"),
+        ("other", r"rows add to those of .*step-000000000002, and it is another checkpoint"),
+    ],
+)
+def test_a_link_that_is_not_as_it_was_is_named(harm: str, told: str, tmp_path: Path) -> None:
+    first, second, third, newest = chain(tmp_path)
+    path = second / "rows-0001.h5"
+    if harm == "index":
+        (second / "index.h5").unlink()
+    elif harm == "missing":
+        path.unlink()
+    elif harm == "flipped":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    else:
+        link(tmp_path, 2, {0: some_rows([2], 2), 1: some_rows([1], 2)}, {0: 1, 1: 1})
+    for folder in (third, newest):
+        (problem,) = verify(folder)
+        assert str(folder) in problem
+        assert re.search(told, problem), problem
+    if harm != "flipped":
+        with pytest.raises(UserError, match=told):
+            open_checkpoint(newest)
+    whole = second if harm == "other" else first
+    found, complaints = newest_whole(tmp_path)
+    assert found is not None
+    assert found.path == whole
+    assert len(complaints) >= 2
+    assert not verify(whole)
+
+
+def test_rows_add_to_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    rows_of = {0: some_rows([1], 1)}
+    with pytest.raises(UserError, match=r"step-000000000004.*index.h5: cannot be read"):
+        link(tmp_path, 5, rows_of, {0: 4})
+    assert newest_whole(tmp_path)[0] is None
+    with pytest.raises(ValueError, match="rows that add to those of steps"):
+        link(tmp_path, 6, {**rows_of, 1: some_rows([2], 1)}, {0: 4, 1: 3})

@@ -41,6 +41,7 @@ REFUSED = {
     "tables that differ": r"tables .*rows=6.* on rank 1, expected .*rows=5.*, as on rank 0",
     "a rule that rows have not": "'rmsprop'",
     "tables in local steps": "tables in mode 'local_sgd', expected mode async or ssp or sync",
+    "changed rows of no table": "checkpoint_rows 'changed' without tables",
     "tables aggregated": "node_aggregation with tables, on 3 nodes",
     "tables read consistently": "read=consistent with tables",
     "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes",

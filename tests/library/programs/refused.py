@@ -60,6 +60,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
         train, INIT, mpips.RMSprop(), tables={"item": ITEM}, out=out
     ),
     "tables in local steps": lambda out: tabled(out, mode="local_sgd"),
+    "changed rows of no table": lambda out: mpips.run(
+        train, INIT, checkpoint_rows="changed", out=out
+    ),
     "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
     "tables read consistently": lambda out: tabled(out, read="consistent"),
     "a table too large": lambda out: tabled(

@@ -1,0 +1,89 @@
+"""Rows of a table in a chain of checkpoints, of which each has those changed since the one before.
+
+The newest comes first: a row counts where it is found first, and is left out of older files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mpips.checkpoint.index import Contents, Link, links
+from mpips.checkpoint.rows import ROWS, TableRows, read_column, read_rows
+from mpips.checkpoint.shards import ShardRecord
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Those rows of a table in one file that no newer checkpoint has.
+
+    Attributes:
+        link: The checkpoint.
+        record: The file.
+        table: The table.
+        keep: Which rows of the file, shape (its rows,), dtype bool; None for all.
+    """
+
+    link: Link
+    record: ShardRecord
+    table: str
+    keep: np.ndarray | None
+
+    def pieces(self) -> Iterator[TableRows]:
+        """Yield them, a piece after another.
+
+        Raises:
+            UserError: If the file cannot be read, or is not the one that was committed.
+        """
+        at = 0
+        for piece in read_rows(self.link.folder, self.record, self.link.step, self.table):
+            if self.keep is None:
+                yield piece
+                continue
+            kept = self.keep[at : at + len(piece.rows)]
+            at += len(piece.rows)
+            slots = {name: slot[kept] for name, slot in piece.slots.items()}
+            yield TableRows(piece.rows[kept], piece.params[kept], slots)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return one of the datasets for them.
+
+        Raises:
+            UserError: As `pieces`.
+        """
+        found = read_column(self.link.folder, self.record, self.link.step, self.table, name)
+        return found if self.keep is None else found[self.keep]
+
+
+def counted_rows(folder: Path, contents: Contents, table: str) -> Iterator[Counted]:
+    """Yield the rows of a table in a checkpoint, file by file; each row once.
+
+    Args:
+        folder: The checkpoint's.
+        contents: Of its index.
+        table: The table.
+
+    Raises:
+        UserError: If a file, or a checkpoint to which this one adds, cannot be read.
+    """
+    newer = np.zeros(0, np.int64)  # sorted
+    for link in links(folder, contents):
+        here = [newer]
+        for record in link.rows:
+            if contents.base is None:  # as most are: numbers need not be read beforehand
+                yield Counted(link, record, table, None)
+                continue
+            numbers = read_column(link.folder, record, link.step, table, ROWS)
+            yield Counted(link, record, table, ~_among(numbers, newer))
+            here.append(np.sort(numbers))
+        newer = np.sort(np.concatenate(here), kind="stable")  # which merges what is sorted
+
+
+def _among(numbers: np.ndarray, ordered: np.ndarray) -> np.ndarray:
+    """Return which of some numbers are among others, which are sorted."""
+    if not len(ordered):
+        return np.zeros(len(numbers), bool)
+    at = np.searchsorted(ordered, numbers)
+    found: np.ndarray = ordered[np.minimum(at, len(ordered) - 1)] == numbers
+    return found

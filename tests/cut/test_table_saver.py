@@ -1,0 +1,83 @@
+"""Which rows a server saves: all, or those changed since the last checkpoint that was committed."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mpips.checkpoint import ShardRecord, TableRows, begin_step
+from mpips.cut.table_saver import MOST_LINKS, Changes, TableSaver
+from mpips.layout import Shard
+
+ROWS = 1000
+
+
+class Rows:
+    """A table of whose rows some are marked."""
+
+    def __init__(self) -> None:
+        self.marked, self.touched = 0, ROWS
+
+    def all(self) -> dict[str, TableRows]:
+        self.marked, count = 0, self.touched
+        return {"item": TableRows(np.arange(count), np.ones((count, 1), "f4"), {})}
+
+    def changed(self) -> dict[str, TableRows]:
+        count, self.marked = self.marked, 0
+        return {"item": TableRows(np.arange(count), np.ones((count, 1), "f4"), {})}
+
+
+class Saves:
+    """A server's saver, step by step."""
+
+    def __init__(self, directory: Path) -> None:
+        self.rows, self.directory, self.answers = Rows(), directory, list[Any]()
+        cluster = SimpleNamespace(
+            progress=lambda: None,
+            roles=SimpleNamespace(chief=0),
+            send=lambda rank, kind, answer: self.answers.append(answer),
+        )
+        args: Any = (cluster, Shard(0, 1), np.zeros(1, "f4"), {}, False, 0)
+        changes = Changes(self.rows.changed, lambda: [(self.rows.marked, self.rows.touched)])
+        self.saver = TableSaver(self.rows.all, *args, changes=changes)
+
+    def save(self, step: int, marked: int = 0, commit: bool = True) -> ShardRecord:
+        """Save a step, before which rows were changed."""
+        self.rows.marked = marked
+        self.saver.snapshot(step)
+        self.saver.write_into(str(begin_step(self.directory, step)))
+        while not self.answers:
+            self.saver.poll()
+            time.sleep(0.001)
+        if commit:
+            self.saver.committed(step)
+        record: ShardRecord = self.answers.pop()[1]
+        return record
+
+
+def test_rows_add_to_the_last_checkpoint_that_was_committed(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    assert saves.save(0).base is None, "the first of a run"
+    first, second = saves.save(5, marked=10), saves.save(9, marked=20, commit=False)
+    assert (first.base, first.size) == (0, 10)
+    assert (second.base, second.size) == (5, 20)
+    after = saves.save(12, marked=1)
+    assert (after.base, after.size) == (None, ROWS), "what was changed may be in none"
+    assert saves.save(15, marked=3).base == 12
+    assert saves.save(15, marked=3).base is None, "the one before makes way for it"
+
+
+def test_a_chain_is_short(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    found = [saves.save(step, marked=1).base for step in range(MOST_LINKS + 3)]
+    assert found == [None, *range(MOST_LINKS), None, MOST_LINKS + 1]
+
+
+def test_a_chain_has_fewer_rows_than_the_table_twice(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    sizes = [saves.save(step, marked=400).size for step in range(6)]
+    assert sizes == [ROWS, 400, 400, ROWS, 400, 400]
+    saves.rows.touched = 0
+    assert saves.save(9).base == 5
