@@ -298,9 +298,8 @@ class Config:
     log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
     trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
     record: bool = setting(
-        "output", False, "keep what the servers apply, and when, for mpips.replay; wants --read "
-        "consistent", modes=("async", "ssp"),
-    )  # fmt: skip
+        "output", False, "for mpips.replay; wants --read consistent", modes=("async", "ssp")
+    )
     tensorboard: bool = setting("output", False, "also TensorBoard's files, in <out>/tensorboard")
 
     checkpoint_every: str = setting(
@@ -310,9 +309,8 @@ class Config:
     )  # fmt: skip
     keep: int = setting("checkpoints", 3, "number of checkpoints that are kept", ">= 1")
     keep_best: bool = setting(
-        "checkpoints", False, "also keep the one with the lowest held-out loss that an evaluator "
-        "found: <out>/best",
-    )  # fmt: skip
+        "checkpoints", False, "also keep the one that evaluators found best, in <out>/best"
+    )
     snapshot: str = setting(
         "checkpoints", "copy", "copy the shard and go on, or stall until it is written",
         legal=("copy", "stall"),
