@@ -129,7 +129,8 @@ class Design:
 
     def plans(self, cluster: Cluster) -> list[Plan]:
         """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
-        lines = lines_of(cluster, self)
+        size = lambda rank, lines: self.plan(cluster, rank, lines).nbytes  # noqa: E731
+        lines = lines_of(cluster, self.tables, cluster.roles.servers, self.dtype, size)
         return [self.plan(cluster, rank, lines) for rank in range(cluster.world)]
 
     def plan(self, cluster: Cluster, rank: int, lines: Lines | None = None) -> Plan:

@@ -33,6 +33,7 @@ from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
+from mpips.ps.room import Lines, lines_of
 from mpips.ps.rows import RowsAtWork
 from mpips.ps.table_server import BLOCK_ROWS, ServedTable, table_fields
 from mpips.rounds.base import Transfers
@@ -59,7 +60,10 @@ class RoundTables:
     def __init__(self, job: Job, transfers: Transfers) -> None:
         cluster, tables = job.cluster, tables_of(job)
         self._cluster = cluster
-        plans = [Plan(_fields(job, tables, rank)) for rank in range(cluster.world)]
+        owners, dtype = cluster.roles.owners, job.config.dtype
+        size = lambda rank, lines: Plan(_fields(job, tables, rank, lines)).nbytes  # noqa: E731
+        lines = lines_of(cluster, tables, owners, dtype, size)
+        plans = [Plan(_fields(job, tables, rank, lines)) for rank in range(cluster.world)]
         shared = job.config.window == "shared"
         self._window = Window(cluster, plans, shared, far_reads=False)
         self.rows: RowsAtWork | None = None
@@ -106,13 +110,15 @@ class RoundTables:
         self._window.free()
 
 
-def _fields(job: Job, tables: Sequence[JobTable], rank: int) -> tuple[Field, ...]:
-    """Return the fields of a rank's segment."""
+def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tuple[Field, ...]:
+    """Return the fields of a rank's segment, with so many lines of lazy tables."""
     roles, dtype, found = job.cluster.roles, job.config.dtype, tuple[Field, ...]()
     count = len(roles.owners)
     if rank in roles.owners:
+        owner = roles.owners.index(rank)
         for table in tables:
-            found += table_fields(table, count, roles.owners.index(rank), dtype)
+            most = lines.get((table.name, owner))
+            found += table_fields(table, count, owner, dtype, most)
     if rank in roles.workers:
         found += rows_fields(tables, count, dtype)
     return found

@@ -1,7 +1,5 @@
 """How a host's memory is divided among lazy tables."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from mpips.layout.tables import Table
@@ -32,7 +30,7 @@ def table(name: str, rows: int) -> JobTable:
 )
 def test_small_tables_have_all_their_rows_first(room: int, small: int, large: int) -> None:
     tables = [table("large", 100_000), table("small", 1000)]
-    found = divide(tables, (0, 1), room, SimpleNamespace(dtype="f4", shards=[0, 1]))
+    found = divide(tables, (0, 1), room, 2, 4)
     assert found == {(name, k): {"small": small, "large": large}[name] for name, k in found}
     assert len(found) == 4
 

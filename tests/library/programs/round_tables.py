@@ -24,7 +24,9 @@ N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
 INIT = {"counts": np.zeros(N)}
 TABLES = {
     "one": mpips.Table(rows=N, dim=1, init=ZEROS, optimizer=mpips.SGD(1.0)),
-    "wide": mpips.Table(rows=SEVERAL, dim=WIDE, init=ZEROS, optimizer=mpips.SGD(1.0)),
+    "wide": mpips.Table(
+        rows=SEVERAL, dim=WIDE, init=ZEROS, optimizer=mpips.SGD(1.0), capacity="lazy"
+    ),
     "slots": mpips.Table(rows=1000, dim=5, init=mpips.Uniform(0.5), optimizer=mpips.Adagrad(0.1)),
 }
 SYNC: dict[str, Any] = {"mode": "sync", "params": INIT, "tables": TABLES}
