@@ -44,7 +44,7 @@ MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
 ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
-TOLD = 32  # what a trace is told of a word, and which words it is told of
+WORDS = 32  # in a trace, what is behind the phases: changes of a word, and of which
 TRACED = (CLOCK, SAVED, WRITING)
 NAME = "mpips-words"
 Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
@@ -261,7 +261,7 @@ def tell(word: int, value: int) -> None:
     """Say how far this rank is: CLOCK, HANDLED, SAVED or WRITING."""
     _ints[word] = value
     if _note is not None and word in TRACED:
-        _note(TOLD + word, time.perf_counter(), value)
+        _note(WORDS + word, time.perf_counter(), value)
 
 
 def is_traced() -> bool:

@@ -44,7 +44,7 @@ class CheckpointPlan:
     own: tuple[str, ...] = ()  # names of what is each worker's alone
     keepers: tuple[int, ...] = ()  # the ranks that save it
     evaluations: "Evaluations | None" = None  # whose steps stay beside the newest
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is told of each
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what describes each
     chained: bool = False  # whether rows are saved that have changed since the one before
 
     @classmethod
@@ -61,8 +61,8 @@ class CheckpointPlan:
         c, ranks = job.config, job.cluster.roles.workers if keepers is None else keepers
         own = job.own_slots + own
         held = job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks, job.evaluations
-        told = {table.name: table.told for table in tables_of(job)}
-        return cls(*held, told, bool(told) and c.checkpoint_rows == "changed")
+        described = {table.name: table.description for table in tables_of(job)}
+        return cls(*held, described, bool(described) and c.checkpoint_rows == "changed")
 
 
 @dataclass

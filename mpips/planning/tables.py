@@ -50,7 +50,7 @@ class JobTable:
         return self.table.dim
 
     @property
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What a checkpoint says of it, and a run that goes on has to be like."""
         init = self.table.init
         made = {"init": type(init).__name__, "scale": init.scale, "seed": self.seed}
@@ -91,8 +91,8 @@ def check_job(job: "Job") -> None:
     tables, c = tables_of(job), job.config
     saved = job.initial if c.eval_only else job.checkpoint
     if isinstance(saved, Checkpoint):
-        told = {table.name: table.told for table in tables}
-        check_tables(saved.path, saved.tables, told)
+        described = {table.name: table.description for table in tables}
+        check_tables(saved.path, saved.tables, described)
     for name in ("row_optimizer", "checkpoint_rows"):
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
             got = f"{name} {given!r} without tables"

@@ -90,7 +90,7 @@ def adopt(
     Collective: no. Blocks: until the process is gone.
     """
     start, number = time.perf_counter(), job.cluster.roles.servers.index(rank)
-    if not own.store.told.nothing:
+    if not own.store.frozen.nothing:
         raise cannot(rank, "arrays are frozen")
     fence(half.window, rank)
     store, receiver = half.adopt(number)

@@ -12,8 +12,8 @@ from mpips.optim import Ranges, common
 from mpips.transport.push import Push
 
 
-class Told:
-    """What a server has been told. Collective: no."""
+class Frozen:
+    """What each worker's pushes leave alone, as a server knows it. Collective: no."""
 
     def __init__(self) -> None:
         self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
@@ -34,13 +34,13 @@ class Told:
         return common(self._one(part.worker, part.seq) for part in push)
 
     def _one(self, worker: int, seq: int) -> Ranges:
-        told = self._of.get(worker, deque())
-        while len(told) > 1 and told[1][0] <= seq:  # pushes come in their order
-            told.popleft()
-        return told[0][1] if told and told[0][0] <= seq else ()
+        since = self._of.get(worker, deque())
+        while len(since) > 1 and since[1][0] <= seq:  # pushes come in their order
+            since.popleft()
+        return since[0][1] if since and since[0][0] <= seq else ()
 
 
-class Telling:
+class Freezing:
     """A worker's half. Collective: no.
 
     Args:
@@ -52,7 +52,7 @@ class Telling:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._told: Ranges = ()
+        self._frozen: Ranges = ()
         self.missing: set[int] = set()
 
     def begin(self, first: int, frozen: Ranges) -> bool:
@@ -61,9 +61,9 @@ class Telling:
         Returns:
             Whether it is something else than before, and `missing` is to be waited for.
         """
-        if frozen == self._told:
+        if frozen == self._frozen:
             return False
-        self._told = frozen
+        self._frozen = frozen
         self.missing = set(self._cluster.roles.servers) - self._cluster.failures.lost
         for rank in self.missing:
             self._cluster.send(rank, "frozen", (first, frozen))

@@ -61,7 +61,7 @@ class QuorumServer(Server):
             self._samples += push.samples
             self._factors += push.factor * push.samples
             self._in.add(push.worker)
-            self._frozen.append(self.told.of(push))
+            self._frozen.append(self.frozen.of(push))
         self.record(push)
         self._end_when_due()
         self.tally.busy_s += time.perf_counter() - start

@@ -17,13 +17,15 @@ from mpips.optim.row_rules import Sgd
 from mpips.ps.table_shard import TableShard, row_fields
 
 
-def _ownership(name: str, told: Mapping[str, Any]) -> Ownership:
+def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
     """Return a table as of one owner, by what a checkpoint says of it."""
     kinds: dict[str, Callable[[float], Init]] = {
         "Normal": Normal, "Uniform": Uniform, "Zeros": lambda scale: Zeros()
     }  # fmt: skip
-    init = kinds[told["init"]](float(told["scale"]))
-    return Ownership(name, Table(told["rows"], told["dim"], init), 1, told["seed"])
+    init = kinds[description["init"]](float(description["scale"]))
+    return Ownership(
+        name, Table(description["rows"], description["dim"], init), 1, description["seed"]
+    )
 
 
 def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarray:

@@ -23,7 +23,7 @@ class Served:
         saver: Writes it.
 
     Attributes:
-        told_done: Whether the chief knows that all is applied.
+        reported_done: Whether the chief knows that all is applied.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Served:
     ) -> None:
         self.rank, self.store, self.receiver = rank, store, receiver
         self.cut, self.saver = cut, saver
-        self.told_done = False
+        self.reported_done = False
 
     def apply_some(self, note: Callable[[Push], None] | None = None) -> bool:
         """Apply pushes that are here, for a while at most; returns whether there was one.

@@ -121,7 +121,7 @@ class AsyncServer:
             self.store.want_read(source, payload)
         elif kind == "frozen":
             for served in self._all:
-                served.store.told.note(self._cluster.roles.workers.index(source), *payload)
+                served.store.frozen.note(self._cluster.roles.workers.index(source), *payload)
             self._cluster.send(source, "noted")
         elif kind == "hurry":
             self.store.clocks.hurry(source)
@@ -180,8 +180,8 @@ class AsyncServer:
             if self.chief and served.store is self.chief.server:
                 self.chief.cut_reached(step)
         served.advance_saver()
-        if not served.told_done and self._done(served.store):
-            served.told_done = True
+        if not served.reported_done and self._done(served.store):
+            served.reported_done = True
             self._cluster.send(self._cluster.roles.chief, "done", served.rank)
 
     def _lose(self, rank: int) -> None:
@@ -208,7 +208,7 @@ class AsyncServer:
         heir = follow_heir(self._job)
         self._told_signal = self._settling = False
         for served in self._all:
-            served.told_done = False
+            served.reported_done = False
         self._cluster.send(heir, "begun", self._own.cut.begun)
         if heir != self._cluster.rank:
             return

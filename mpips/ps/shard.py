@@ -21,7 +21,7 @@ from mpips.layout import Shard
 from mpips.optim import Change, Leaving, Ranges, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
-from mpips.ps.frozen import Told
+from mpips.ps.frozen import Frozen
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
@@ -57,7 +57,7 @@ class Tally:
         staleness_sum: Of all of them.
         staleness_max: The largest.
         busy_s: Seconds in applying them.
-        told: How many there were, and the sum of their staleness, when `recent` was last asked.
+        before: How many there were, and the sum of their staleness, when `recent` was last asked.
     """
 
     handled: int = 0
@@ -66,7 +66,7 @@ class Tally:
     staleness_sum: int = 0
     staleness_max: int = 0
     busy_s: float = 0.0
-    told: tuple[int, int] = (0, 0)
+    before: tuple[int, int] = (0, 0)
 
     def count(self, staleness: int) -> None:
         """Count a gradient of that staleness."""
@@ -77,7 +77,7 @@ class Tally:
     def recent(self) -> float | None:
         """Return the mean staleness since this was last asked; None where nothing has come."""
         now = (int(self.staleness.sum()), self.staleness_sum)
-        (n, total), self.told = self.told, now
+        (n, total), self.before = self.before, now
         return (now[1] - total) / (now[0] - n) if now[0] > n else None
 
 
@@ -161,7 +161,7 @@ class Server:
     Attributes:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
         tally: What it has done.
-        told: What workers' pushes leave alone; `leaving`, the rule without that.
+        frozen: What workers' pushes leave alone; `leaving`, the rule without that.
         recorder: Writes down what is applied, if anything does.
 
     It has an attribute for each field of its segment, and for each who reads it.
@@ -190,7 +190,7 @@ class Server:
         self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
         self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
-        self.told, self.leaving = Told(), Leaving(rule)
+        self.frozen, self.leaving = Frozen(), Leaving(rule)
         self._blocks = self._cut()
         largest = max((block.params.size for block in self._blocks), default=0)
         scratch = largest if stale.origins else 0
@@ -252,7 +252,7 @@ class Server:
         start, count = time.perf_counter(), push.count
         version = self.version + count
         oldest = self.account(push)
-        self._leave(self.told.of(push))
+        self._leave(self.frozen.of(push))
         publish(self.header, BEGUN, version)
         if self.stale.drops(oldest):
             self.tally.dropped += count

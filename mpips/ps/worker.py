@@ -20,7 +20,7 @@ from mpips.planning.job import STOPPED, Job
 from mpips.problems.accumulate import Left, Tasks, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
-from mpips.ps.frozen import Telling
+from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
 from mpips.ps.survival import follow_heir, spared
 
@@ -47,7 +47,7 @@ class AsyncWorker:
         self._told_signal = self._stopping = False
         self._failed = ""  # or what is not finite
         self._number = 0  # of the batch in work
-        self._telling = Telling(job.cluster)
+        self._freezing = Freezing(job.cluster)
         self.times, job.versions = steps.times, steps.versions
         self.reason: str | None = None
         # Saves what is this worker's alone, if anything is.
@@ -103,7 +103,7 @@ class AsyncWorker:
             return
         if self._keeper is not None:
             self.times.wait_s += self._cluster.wait(self._may_push, words.SAVE)
-        if self._telling.begin(self._half.sender.seq + 1, self._steps.frozen):
+        if self._freezing.begin(self._half.sender.seq + 1, self._steps.frozen):
             self.times.wait_s += self._cluster.wait(self._has_told)
         self._steps.push(batch, loss, self._number)
         words.tell(words.CLOCK, self._half.sender.seq)
@@ -132,8 +132,8 @@ class AsyncWorker:
             self._cluster.roles = dataclasses.replace(self._cluster.roles, heir=source)
         elif kind == "lost" and source == self._cluster.roles.chief:
             self._lose_chief()
-            self._telling.handle(source, kind)
-        elif self._telling.handle(source, kind):
+            self._freezing.handle(source, kind)
+        elif self._freezing.handle(source, kind):
             return  # of the dead nothing else is to be waited for here
         elif self._keeper is None or not self._keeper.handle(kind, payload):
             raise AssertionError(f"unknown message {kind!r} to a worker")
@@ -164,7 +164,7 @@ class AsyncWorker:
     def _has_told(self) -> bool:
         """Whether every server knows what the next push leaves alone. Gets on with all else."""
         self._get_on()
-        return not self._telling.missing
+        return not self._freezing.missing
 
     def _get_on(self) -> None:
         self._attend()

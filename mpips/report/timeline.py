@@ -19,7 +19,7 @@ from mpips.cluster.trace import Traced, read
 from mpips.errors import UserError
 
 PATH_STEPS = 1_000_000
-CLOCK, SAVED, WRITING = (words.TOLD + word for word in (words.CLOCK, words.SAVED, words.WRITING))
+CLOCK, SAVED, WRITING = (words.WORDS + word for word in (words.CLOCK, words.SAVED, words.WRITING))
 # Who ends a wait, or a server's rest: a rank that has just left this phase.
 ENDED_BY = {
     words.SERVING: words.PUSHING, words.CLOCKS: words.PUSHING,
@@ -68,7 +68,7 @@ def read_run(run: Path) -> list[Traced]:
 
 def slices(traced: Traced) -> Slices:
     """Return the phases of a rank."""
-    is_phase = traced.whats < words.TOLD
+    is_phase = traced.whats < words.WORDS
     begins, whats = traced.times[is_phase], traced.whats[is_phase]
     end = traced.times[-1:] if len(traced.times) else begins
     return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
@@ -166,7 +166,7 @@ def shares(ranks: Sequence[Traced]) -> list[dict[int, float]]:
     """Return the seconds of each rank in each phase that it was in."""
     found = []
     for each in map(slices, ranks):
-        seconds = np.bincount(each.whats, each.ends - each.begins, words.TOLD)
+        seconds = np.bincount(each.whats, each.ends - each.begins, words.WORDS)
         found.append({what: float(seconds[what]) for what in np.flatnonzero(seconds).tolist()})
     return found
 

@@ -143,7 +143,7 @@ class Round(ABC):
         self._job, self._cluster = job, job.cluster
         self._rule, self._max_norm = rule or job.rule, 0.0 if rule else job.config.clip
         self._sets_rate = job.sets_rate and rule is None
-        self._told: Ranges = ()  # what this rank's program had frozen when all agreed
+        self._frozen: Ranges = ()  # what this rank's program had frozen when all agreed
         self._owners = cluster_subset(self._cluster, self._cluster.roles.owners)
         self.transfers = transfers or Transfers(self._cluster)
         self.replica = self.grad = self.params = np.zeros(0, job.dtype)
@@ -168,7 +168,7 @@ class Round(ABC):
     @property
     def frozen_anew(self) -> bool:
         """Whether this rank's program has frozen other arrays than all have agreed on."""
-        return self._sets_rate and self._job.frozen != self._told
+        return self._sets_rate and self._job.frozen != self._frozen
 
     def own_state(self) -> OwnState:
         """Return what this rank keeps for its node between rounds, as views; {} if nothing."""
@@ -203,8 +203,10 @@ class Round(ABC):
         """
         leaving, cluster = self._job.leaving, self._cluster
         if anew:
-            self._told = self._job.frozen
-            found = gather_polled(cluster.comm, self._told, lambda one: self.transfers.wait([one]))
+            self._frozen = self._job.frozen
+            found = gather_polled(
+                cluster.comm, self._frozen, lambda one: self.transfers.wait([one])
+            )
             if leaving.leave(common(found[rank] for rank in cluster.roles.workers)):
                 self._apply_by(leaving.rule)
         leaving.count()
