@@ -1,6 +1,7 @@
 """Batches ahead of the step: a background thread for files, nothing but a gather in memory."""
 
 import math
+import sys
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from mpips.kernels.vectors import take_rows
 CACHED_BLOCKS = 4
 CACHE_BYTES = 32 << 20
 WAIT_S = 0.05
+SWITCH_S = 1e-3  # after which a thread that computes lets one go on that has just read
 
 
 class Blocks:
@@ -141,7 +143,8 @@ class Loader:
 
     Memory: `depth` + 1 batches, about 32 MB of blocks, and one block that is read ahead. Samples in
     memory need no thread: `take` gathers them. One thread calls `submit` and `take`. Use as a
-    context manager or call `close`.
+    context manager or call `close`. Where there is a thread, Python's threads take turns each
+    millisecond from then on.
 
     Raises:
         ValueError: If `order` was not made for `source`.
@@ -169,6 +172,7 @@ class Loader:
         if not source.in_memory:
             if not source.scattered:
                 self.blocks = Blocks(source, order.block, self._dtype)
+            sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
             self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
             self._thread.start()
 
