@@ -31,6 +31,7 @@ def newest_step(out: Path) -> int:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_rows_are_exact_through_kills(tmp_path: Path) -> None:
     """Whenever all ranks are killed, the newest checkpoint has each push once or not at all."""
     out, chance = tmp_path / "out", random.Random(1)

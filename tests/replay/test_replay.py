@@ -94,6 +94,7 @@ def assert_replayed(out: Path, jobs: int) -> str:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
     """Up to its last whole piece; then what went on. What differs is named, and what is lost."""
     out = tmp_path / "out"

@@ -96,6 +96,7 @@ def newest_step(out: Path) -> int:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_rows_in_rounds_are_exact_through_kills(tmp_path: Path) -> None:
     out, chance = tmp_path / "out", random.Random(1)
     args, env = [PROGRAM, "kills", str(out)], {**environment(), "PYTHONPATH": str(ROOT)}
