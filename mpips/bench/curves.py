@@ -53,4 +53,4 @@ def _panel(axes: "Axes", title: str, label: str, curves: Curves) -> None:
         axes.set_xscale("log")
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(label)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", frameon=True, framealpha=0.9)
