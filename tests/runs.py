@@ -5,6 +5,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -13,10 +15,11 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from launch import Running, run
+from launch import ROOT, Running, environment, run
 
 from mpips.chaos.exact import expected_counts
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
+from mpips.checkpoint.files import folder_step
 from mpips.config import Config
 from mpips.config.modes import SERVED
 from mpips.datasets import open_dataset
@@ -212,6 +215,28 @@ def wait_until_training(job: Running, out: Path, starts: int) -> None:
 def is_whole(folder: Path) -> bool:
     """Whether a checkpoint was committed."""
     return (folder / "index.h5").exists()
+
+
+def newest_step(out: Path) -> int:
+    """Return the step of the newest checkpoint that is whole; 0 without any."""
+    return max((folder_step(p) or 0 for p in list_checkpoints(out) if is_whole(p)), default=0)
+
+
+def kill_each(program: str, out: Path, servers: Sequence[int], most_s: float) -> None:
+    """Kill a program's ``kills`` with each number of servers, and ``check`` what each has left.
+
+    All ranks are killed at once, within `most_s` of a new checkpoint.
+    """
+    chance, env = random.Random(1), {**environment(), "PYTHONPATH": str(ROOT)}
+    for count in servers:
+        before = newest_step(out)
+        with Running(4, [program, "kills", str(out), str(count)], out.parent) as job:
+            wait_for(job, lambda n=before: newest_step(out) > n)
+            time.sleep(chance.uniform(0, most_s))
+            assert job.process.poll() is None, job.output()
+            job.kill()
+        check = [sys.executable, program, "check", str(out)]
+        subprocess.run(check, cwd=out.parent, env=env, check=True, timeout=60)
 
 
 def kill_once(out: Path, ranks: int, options: Sequence[str], when: str) -> bool:

@@ -1,20 +1,14 @@
 """Tables in rounds: equal to a run without MPI, exact through stops and kills, on any nodes."""
 
-import random
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, Running, environment, run
+from launch import ROOT, run
 from references import TOLERANCE
-from runs import Plan, final, is_whole, newest, summary, wait_for
+from runs import Plan, final, kill_each, newest, summary
 
-from mpips.checkpoint import list_checkpoints
-from mpips.checkpoint.files import folder_step
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
 from mpips.datasets import open_dataset
@@ -90,27 +84,13 @@ def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
     assert found.output.count(" is done") == 7, found.output
 
 
-def newest_step(out: Path) -> int:
-    """Return the step of the newest checkpoint that is whole; 0 without any."""
-    return max((folder_step(p) or 0 for p in list_checkpoints(out) if is_whole(p)), default=0)
-
-
 @pytest.mark.launch
 @pytest.mark.long
 def test_rows_in_rounds_are_exact_through_kills(tmp_path: Path) -> None:
-    out, chance = tmp_path / "out", random.Random(1)
-    args, env = [PROGRAM, "kills", str(out)], {**environment(), "PYTHONPATH": str(ROOT)}
-    for servers in (2, 0):
-        before = newest_step(out)
-        with Running(4, [*args, str(servers)], tmp_path) as job:
-            wait_for(job, lambda n=before: newest_step(out) > n)
-            time.sleep(chance.uniform(0, 0.2))
-            assert job.process.poll() is None, job.output()
-            job.kill()
-        check = [sys.executable, PROGRAM, "check", str(out)]
-        subprocess.run(check, cwd=tmp_path, env=env, check=True, timeout=60)
+    out = tmp_path / "out"
+    kill_each(PROGRAM, out, (2, 0), 0.2)
     killed = newest(out).state["samples"]
-    run(4, [*args, "0"], tmp_path).check()
+    run(4, [PROGRAM, "kills", str(out), "0"], tmp_path).check()
     assert newest(out).state["samples"] > killed
     assert newest(out).read_params().tolist() == [3.0] * 232
 

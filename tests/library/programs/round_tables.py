@@ -6,18 +6,16 @@ gradient is as many times as large as there are workers, and these have equally 
 what that has left.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import WORLD, ZEROS, done, rows_of, run
+from tables import WORLD, ZEROS, done, main, rows_of, run
 
 import mpips
 from mpips.checkpoint import newest_whole, verify
-from mpips.cluster import ending
 from mpips.ps.saved_rows import find_rows
 
 N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
@@ -235,26 +233,16 @@ def refused(folder: Path) -> None:
             assert not (folder / "refused").exists()
 
 
-def main(case: str, out: Path, servers: str = "0") -> None:
-    """Run one case, or all that share a world."""
-    if case == "kills":
-        mpips.run(
-            counter(pause_s=0.02), INIT, mpips.SGD(1.0), tables=TABLES, mode="sync",
-            servers=int(servers), out=out, resume="auto", checkpoint_every="3steps", quiet=True,
-            node_size=2 * (not int(servers)),
-        )  # fmt: skip
-    if case in ("kills", "check"):
-        if WORLD.rank == 0:
-            check_counts(out)
-        return
-    for each in (exact, without_samples, placed, weighed, evaluated, diverged, refused):
-        each(out)
-        if WORLD.rank == 0:
-            print(f"{each.__name__} is done", flush=True)
+def slow(out: Path, servers: int = 0) -> None:
+    """Train slowly, and save often."""
+    mpips.run(
+        counter(pause_s=0.02), INIT, mpips.SGD(1.0), tables=TABLES, mode="sync",
+        servers=servers, out=out, resume="auto", checkpoint_every="3steps", quiet=True,
+        node_size=2 * (not servers),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
-    except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+    main(
+        (exact, without_samples, placed, weighed, evaluated, diverged, refused), slow, check_counts
+    )

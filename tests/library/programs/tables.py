@@ -10,7 +10,7 @@ what that has left.
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -377,26 +377,39 @@ def bad(folder: Path) -> None:
     assert not isinstance(run(without, 3, folder / "none", tables=None), str)
 
 
-def main(case: str, out: Path, servers: str = "1") -> None:
-    """Run one case, or all that share a world."""
-    if case == "kills":
-        mpips.run(
-            trainer(pause_s=0.05), INIT, mpips.SGD(1.0), tables=LAZY, servers=int(servers),
-            out=out, resume="auto", checkpoint_every="3steps", quiet=True,
-            node_size=int(servers) - 1, **CHAIN,
-        )  # fmt: skip
-    if case in ("kills", "check"):
-        if WORLD.rank == 0:
-            check_counts(out)
-        return
-    for each in (exact, same, far, torn, empty, weighed, bad):
-        each(out)
-        if WORLD.rank == 0:
-            print(f"{each.__name__} is done", flush=True)
+def slow(out: Path, servers: int = 1) -> None:
+    """Train slowly, and save often."""
+    mpips.run(
+        trainer(pause_s=0.05), INIT, mpips.SGD(1.0), tables=LAZY, servers=servers,
+        out=out, resume="auto", checkpoint_every="3steps", quiet=True,
+        node_size=servers - 1, **CHAIN,
+    )  # fmt: skip
+
+
+def main(
+    cases: Sequence[Callable[[Path], None]],
+    kills: Callable[..., None],
+    check: Callable[[Path], object],
+) -> None:
+    """Run what the command line asks for: all cases in one world, kills or check.
+
+    An exception ends all ranks.
+    """
+    try:
+        case, out, *servers = sys.argv[1:]
+        if case == "kills":
+            kills(Path(out), *map(int, servers))
+        if case in ("kills", "check"):
+            if WORLD.rank == 0:
+                check(Path(out))
+            return
+        for each in cases:
+            each(Path(out))
+            if WORLD.rank == 0:
+                print(f"{each.__name__} is done", flush=True)
+    except BaseException as error:
+        ending.abort(ending.raised(error), 1)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
-    except BaseException as error:
-        ending.abort(ending.raised(error), 1)
+    main((exact, same, far, torn, empty, weighed, bad), slow, check_counts)
