@@ -43,14 +43,19 @@ def complain(error: object) -> None:
     write_line(f"mpips: {error}", sys.stderr)
 
 
-def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
-    """Print what a command makes of its words, or its error; returns the exit code."""
+def perform(act: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
+    """Do what a command does with its words, and print its error; returns the exit code."""
     try:
-        print(text(argv), end="")
+        act(argv)
     except UserError as error:
         complain(error)
         return error.code
     return 0
+
+
+def answer(text: Callable[[Sequence[str]], str], argv: Sequence[str]) -> int:
+    """Print what a command makes of its words, or its error; returns the exit code."""
+    return perform(lambda words: print(text(words), end=""), argv)
 
 
 def unknown(kind: str, name: str, legal: Iterable[str]) -> UserError:

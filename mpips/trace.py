@@ -18,7 +18,7 @@ from mpips.cluster.trace import Traced
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
 from mpips.report import drawing, lanes
-from mpips.report.timeline import critical_path, read_run, shares, write
+from mpips.report.timeline import Span, critical_path, reach, read_run, shares, write
 
 LINES = 10  # of the critical path
 
@@ -52,14 +52,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _span(text: str, ranks: Sequence[Traced]) -> lanes.Span:
+def _span(text: str, ranks: Sequence[Traced]) -> Span:
     if not text:
         return lanes.middle(ranks)
     try:
         begin, end = map(float, text.split(":"))
     except ValueError:
         begin = end = 0.0
-    start, stop = lanes.reach(ranks)
+    start, stop = reach(ranks)
     if not 0 <= begin < end or begin >= stop - start:
         whole = f"two of its {stop - start:.3f} seconds, as in 1.5:2"
         raise UserError(f"--between {text}", whole)
@@ -78,13 +78,13 @@ def make(argv: Sequence[str]) -> str:
     elif args.between:
         raise UserError("--between without --plot", "both", "name a picture by --plot")
     ranks = read_run(args.run)
-    span = _span(args.between, ranks)
+    span = None if args.plot is None else _span(args.between, ranks)
     out = args.out or args.run / f"{place.TRACE}.json"
     try:
         open_text = gzip.open if out.suffix == ".gz" else open
         with open_text(out, "wt") as file:
             count = write(ranks, cast(TextIO, file))
-        if args.plot is not None:
+        if span is not None:
             lanes.draw(ranks, span, args.plot)
     except OSError as problem:
         got = f"{problem.filename or out}: {problem.strerror}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mpips import extras
 from mpips.checkpoint.place import DONE, is_claimed
 from mpips.config.arguments import verbatim
-from mpips.errors import UserError, complain
+from mpips.errors import UserError, perform
 from mpips.launch.ranks import ranks_table
 from mpips.report.curves import Curve
 from mpips.report.figures import engineered, shown
@@ -192,12 +192,7 @@ def watch(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Show the runs; returns the exit code."""
-    try:
-        watch(argv)
-    except UserError as error:
-        complain(error)
-        return error.code
-    return 0
+    return perform(watch, argv)
 
 
 if __name__ == "__main__":

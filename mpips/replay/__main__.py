@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpips.config.arguments import verbatim
-from mpips.errors import UserError, complain, write_line
+from mpips.errors import perform, write_line
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,18 +28,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def show(argv: Sequence[str]) -> None:
+    """Replay what a command line asks for, and print what is to be told."""
+    args = make_parser().parse_args(argv)
+    from mpips.replay.run import replay
+
+    for line in replay(args.run, args.until, args.out):
+        write_line(line)
+
+
 def main(argv: Sequence[str]) -> int:
     """Replay a run; returns the exit code."""
-    try:
-        args = make_parser().parse_args(argv)
-        from mpips.replay.run import replay
-
-        for line in replay(args.run, args.until, args.out):
-            write_line(line)
-    except UserError as error:
-        complain(error)
-        return error.code
-    return 0
+    return perform(show, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 from mpips.cluster import words
 from mpips.cluster.trace import Traced
 from mpips.report.drawing import drawing
-from mpips.report.timeline import slices
+from mpips.report.timeline import Span, reach, slices
 
 STEPS = 4  # of the slowest worker, that are shown
 WIDTH, LANE, MARGIN = 7.2, 0.32, 1.1  # inches
@@ -19,13 +19,6 @@ COLOURS = {
 }  # fmt: skip
 WAIT = "waits", "#e69f00"
 OTHER = "other work", "#999999"
-Span = tuple[float, float]  # seconds from the beginning of the job
-
-
-def reach(ranks: Sequence[Traced]) -> Span:
-    """Return when the first rank begins and when the last one ends, by the ranks' clock."""
-    times = [each.times for each in ranks if len(each.times)]
-    return min((t[0] for t in times), default=0.0), max((t[-1] for t in times), default=0.0)
 
 
 def middle(ranks: Sequence[Traced]) -> Span:
@@ -45,7 +38,7 @@ def draw(ranks: Sequence[Traced], span: Span, path: Path) -> None:
 
     Args:
         ranks: Their traces.
-        span: Which part.
+        span: Which part, from the beginning of the job.
         path: Of the picture; its ending says of which kind.
     """
     from matplotlib.patches import Patch

@@ -28,6 +28,9 @@ ENDED_BY = {
 }  # fmt: skip
 
 
+Span = tuple[float, float]  # seconds
+
+
 class Slices(NamedTuple):
     """The phases of a rank, one behind the other.
 
@@ -74,12 +77,18 @@ def slices(traced: Traced) -> Slices:
     return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
 
 
+def reach(ranks: Sequence[Traced]) -> Span:
+    """Return when the first rank begins and when the last one ends, by the ranks' clock."""
+    times = [each.times for each in ranks if len(each.times)]
+    return min((t[0] for t in times), default=0.0), max((t[-1] for t in times), default=0.0)
+
+
 # Events ----------------------------------------------------------------------------------------
 
 
 def write(ranks: Sequence[Traced], out: TextIO) -> int:
     """Write the timeline of ranks as JSON, an event a line; returns how many events it has."""
-    start = min((each.times[0] for each in ranks if len(each.times)), default=0.0)
+    start, _ = reach(ranks)
     count = 0
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     for event in _events(ranks, start):
