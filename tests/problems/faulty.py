@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mpips.problems.mlp import MLP
 from mpips.problems.softmax import Softmax
 
 FAULTY_STEP = 5
+LEAVE_S = 0.02  # after it: that batches are left for the one which goes wrong, if it is late
 
 
 def rank() -> int:
@@ -43,6 +45,8 @@ class Faulty(Softmax):
         loss = super().loss_and_grad(params, batch, out)
         if self.calls == self.at and (self.everywhere or rank() == last_rank()):
             return self.fail(loss, out)
+        if self.calls > self.at:
+            time.sleep(LEAVE_S)
         return loss
 
     def fail(self, loss: float, out: Mapping[str, np.ndarray]) -> float:
