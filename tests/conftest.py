@@ -6,6 +6,7 @@ tests, the long ones left out, has several processes, each of which takes one fi
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("worlds", "multi-rank tests")
     group.addoption("--node-size", default="0", help="ranks of a node, e.g. 0,1,2; 0: real nodes")
     group.addoption("--need-slurm", action="store_true", help="fail where SLURM cannot be started")
+    group.addoption("--need-browser", action="store_true", help="fail where there is no chromium")
     group.addoption("--ran", type=Path, help="file to which the names of tests that ran are added")
 
 
@@ -123,6 +125,16 @@ def slurm(request: pytest.FixtureRequest) -> "Iterator[SlurmCluster]":
         pytest.skip(why)
     with SlurmCluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def browser(request: pytest.FixtureRequest) -> str:
+    """Where the browser is, Debian's chromium."""
+    found = shutil.which("chromium")
+    if found is None:
+        give_up = pytest.fail if request.config.getoption("--need-browser") else pytest.skip
+        give_up("no chromium: apt-get install chromium")
+    return found
 
 
 @pytest.fixture

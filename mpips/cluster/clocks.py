@@ -1,9 +1,14 @@
 """How far the hosts' clocks are apart: by the quickest of some messages there and back."""
 
+import platform
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
+from mpips.cluster.collectives import gather_polled
+from mpips.cluster.messages import Arrays
+from mpips.cluster.start import Comm
 from mpips.cluster.tags import TAG_CLOCK
 from mpips.cluster.world import Cluster
 
@@ -12,33 +17,44 @@ TRIES = 10
 
 def first_ranks(cluster: Cluster) -> list[int]:
     """Return the first rank of each host."""
-    return [r for r, host in enumerate(cluster.hosts) if cluster.hosts.index(host) == r]
+    return _firsts(cluster.hosts)
 
 
-def skews(cluster: Cluster) -> dict[str, float]:
+def _firsts(hosts: Sequence[str]) -> list[int]:
+    return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+
+
+def skews(cluster: Cluster, everyone: Comm | None = None) -> dict[str, float]:
     """Return on rank 0 the seconds by which each other host's clock is ahead of its own.
 
-    Collective: yes. Blocks: for ten messages there and back a host, one host after the other.
+    Args:
+        cluster: This rank's, which says how it waits.
+        everyone: Those whose hosts are compared; by default the ranks of `cluster`.
+
+    Collective: yes, over `everyone`. Blocks: for ten messages there and back a host, one host after
+    the other.
 
     Reference: Cristian, Distributed Computing 3 (1989).
     """
-    found = {}
-    for rank in first_ranks(cluster)[1:]:
-        if cluster.rank == 0:
-            found[cluster.hosts[rank]] = _ask(cluster, rank)
-        elif cluster.rank == rank:
-            _answer(cluster)
+    comm = everyone or cluster.comm
+    hosts = gather_polled(comm, platform.node(), cluster.wait_request)
+    arrays, found = Arrays(comm), {}
+    for rank in _firsts(hosts)[1:]:
+        if comm.rank == 0:
+            found[hosts[rank]] = _ask(cluster, arrays, rank)
+        elif comm.rank == rank:
+            _answer(cluster, arrays)
     return found
 
 
-def _ask(cluster: Cluster, rank: int) -> float:
+def _ask(cluster: Cluster, arrays: Arrays, rank: int) -> float:
     """Return the seconds by which another rank's clock is ahead."""
     best, ahead = float("inf"), 0.0
     for _ in range(TRIES):
         question, answer = np.zeros(1), np.zeros(1)
         start, now = time.perf_counter(), time.time()
-        coming = cluster.arrays.begin_receive(answer, rank, TAG_CLOCK)
-        cluster.wait_request(cluster.arrays.begin_send(question, rank, TAG_CLOCK))
+        coming = arrays.begin_receive(answer, rank, TAG_CLOCK)
+        cluster.wait_request(arrays.begin_send(question, rank, TAG_CLOCK))
         cluster.wait_request(coming)
         spent = time.perf_counter() - start
         if spent < best:
@@ -46,7 +62,7 @@ def _ask(cluster: Cluster, rank: int) -> float:
     return ahead
 
 
-def _answer(cluster: Cluster) -> None:
+def _answer(cluster: Cluster, arrays: Arrays) -> None:
     for _ in range(TRIES):
-        cluster.wait_request(cluster.arrays.begin_receive(np.zeros(1), 0, TAG_CLOCK))
-        cluster.wait_request(cluster.arrays.begin_send(np.array([time.time()]), 0, TAG_CLOCK))
+        cluster.wait_request(arrays.begin_receive(np.zeros(1), 0, TAG_CLOCK))
+        cluster.wait_request(arrays.begin_send(np.array([time.time()]), 0, TAG_CLOCK))

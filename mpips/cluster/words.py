@@ -23,12 +23,14 @@ STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALU
     range(10)
 )
 APPLYING = 10  # told to a trace alone
+LOADING = 11
 WAITING = 16
 OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END, EVALUATION = range(WAITING, WAITING + 9)
 PHASES = {
     STARTING: "starting", SERVING: "serving", READING: "reading data", PULLING: "pulling",
     COMPUTING: "computing", PUSHING: "pushing", SUMMING: "in a round", BETWEEN: "between steps",
     EVALUATING: "evaluating", ENDING: "ending", APPLYING: "applying",
+    LOADING: "reading a checkpoint",
     OTHERS: "waits for others", BATCH: "waits for a batch", BUFFER: "waits for a buffer",
     CLOCKS: "waits for a clock", ROUND: "waits for the round", SHARD: "waits for a shard",
     SAVE: "waits until it is saved", END: "waits for the end",

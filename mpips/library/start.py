@@ -37,6 +37,7 @@ from mpips.problems.base import Arrays
 from mpips.session import folder
 from mpips.session.evaluator import Evaluator, checked_samples, end_evaluations, evaluators
 from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ranks
+from mpips.session.tracing import traced
 from mpips.session.training import Ended, train
 
 # What the program says in its own way: its model, its data.
@@ -218,7 +219,8 @@ class Start:
         evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
         _check_held_out(self.comm, evaluator.samples)
         params = np.empty(given.params.layout.size, config.dtype)
-        return Ended(evaluator.serve(), params)
+        with traced(config, self.ranks, run.out, link):
+            return Ended(evaluator.serve(), params)
 
     def _opener(
         self, make: Callable[[], Samples] | None

@@ -99,7 +99,7 @@ def write(ranks: Sequence[Traced], out: TextIO) -> int:
 
 
 def _events(ranks: Sequence[Traced], start: float) -> Iterator[dict[str, Any]]:
-    servers = [r.about["rank"] for r in ranks if (r.whats == words.APPLYING).any()]
+    arrows = _Arrows(ranks)
     for each in ranks:
         about = each.about
         where = {"pid": about["node"], "tid": about["rank"]}
@@ -111,15 +111,37 @@ def _events(ranks: Sequence[Traced], start: float) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": kind, **where, "args": {"name": name}}
         order = {"sort_index": about["rank"]}
         yield {"ph": "M", "name": "thread_sort_index", **where, "args": order}
-        yield from _phases(each, where, start)
-        yield from _marks(each, where, start, servers)
+        yield from _phases(each, where, start, arrows)
+        yield from _marks(each, where, start, arrows)
+
+
+class _Arrows:
+    """The arrows from each push to the servers.
+
+    Args:
+        ranks: All ranks.
+
+    Attributes:
+        servers: The ranks that applied pushes.
+    """
+
+    def __init__(self, ranks: Sequence[Traced]) -> None:
+        self.servers = [r.about["rank"] for r in ranks if (r.whats == words.APPLYING).any()]
+        self._workers = max((len(r.about["workers"]) for r in ranks), default=0)
+
+    def end(self, worker: int, push: int, server: int) -> dict[str, Any]:
+        """Return what both ends of an arrow have: a number of its own; Perfetto takes no text."""
+        number = (push * self._workers + worker) * len(self.servers) + self.servers.index(server)
+        return {"name": "push", "cat": "push", "id": number}
 
 
 def _us(times: np.ndarray, start: float) -> list[float]:
     return np.round(1e6 * (times - start), 3).tolist()
 
 
-def _phases(each: Traced, where: dict[str, int], start: float) -> Iterator[dict[str, Any]]:
+def _phases(
+    each: Traced, where: dict[str, int], start: float, arrows: _Arrows
+) -> Iterator[dict[str, Any]]:
     found = slices(each)
     rows = zip(
         _us(found.begins, start), _us(found.ends, start), found.whats.tolist(),
@@ -139,12 +161,12 @@ def _phases(each: Traced, where: dict[str, int], start: float) -> Iterator[dict[
             event["args"] = {"worker": worker, "push": seq}
         yield event
         if what == words.APPLYING:
-            arrow = {"name": "push", "cat": "push", "id": f"{worker}.{seq}.{where['tid']}"}
+            arrow = arrows.end(worker, seq, each.about["rank"])
             yield {"ph": "f", "bp": "e", **arrow, **where, "ts": begin}
 
 
 def _marks(
-    each: Traced, where: dict[str, int], start: float, servers: Sequence[int]
+    each: Traced, where: dict[str, int], start: float, arrows: _Arrows
 ) -> Iterator[dict[str, Any]]:
     """Yield the beginnings of arrows, from each push to the servers, and checkpoints."""
     times = _us(each.times, start)
@@ -162,10 +184,9 @@ def _marks(
         elif what == words.PUSHING:
             pushing = time
         elif what == CLOCK and rank in workers:
-            for server in servers:
-                arrow = {"name": "push", "cat": "push"}
-                key = f"{workers.index(rank)}.{value}.{server}"
-                yield {"ph": "s", **arrow, "id": key, **where, "ts": pushing}
+            for server in arrows.servers:
+                arrow = arrows.end(workers.index(rank), value, server)
+                yield {"ph": "s", **arrow, **where, "ts": pushing}
 
 
 # The critical path -----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.setup import make_cluster, shown
+from mpips.session.tracing import traced
 
 IDLE_S = 0.02
 
@@ -45,7 +46,8 @@ def evaluate_for(found: Run, link: Link) -> int:
     with shown(ranks, found.config, link):
         link.agreed(lambda: None)  # the others make the job ready, and count the data's files
         evaluator = link.agreed(lambda: _prepared(found, ranks, link))
-        code = evaluator.serve()
+        with traced(found.config, ranks, found.out, link):
+            code = evaluator.serve()
     ranks.free()
     return code
 
@@ -140,7 +142,6 @@ class Evaluator:
             if not self._asked:
                 time.sleep(IDLE_S)
                 continue
-            words.enter(words.EVALUATING, time.perf_counter())
             try:
                 found = self._evaluate(self._asked.pop())
             except _Over:
@@ -150,6 +151,7 @@ class Evaluator:
             made += 1
             words.tell(words.CLOCK, made)
             words.enter(words.EVALUATION, time.perf_counter())
+        words.enter(words.ENDING, time.perf_counter())
         assert self._code is not None
         return self._code
 
@@ -173,10 +175,12 @@ class Evaluator:
 
     def _evaluate(self, folder: str) -> dict[str, float] | str:
         """Return the sums over this share of the samples, or why there are none."""
+        words.enter(words.LOADING, time.perf_counter())
         try:
             open_checkpoint(folder).read_params(out=self._params)
         except UserError as problem:
             return str(problem)
+        words.enter(words.EVALUATING, time.perf_counter())
         params = self._problem.layout.views(self._params, writable=False)
         return metric_sums(self._batches(), functools.partial(self._problem.evaluate, params))
 

@@ -90,7 +90,7 @@ def _train(
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)
     c = job.config
-    with traced(job), _log(job, listener) as log:
+    with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
         job.evaluations = Evaluations(job, link, log) if chief and link is not None else None
         say_start(job, found.notes, log)
         _choose_codecs(job, log)

@@ -13,6 +13,7 @@ from launch import ROOT, environment, run
 from runs import newest, shared_out
 
 import mpips
+from mpips import trace
 from mpips.checkpoint import verify
 from mpips.config import LEARNING_RATES, OPTIONS, Config
 from mpips.config.validation import validate
@@ -136,6 +137,10 @@ def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
     """The curve, the best, patience, and one result on every rank."""
     found = run(3, [str(PROGRAMS / "evaluators.py"), str(tmp_path)], tmp_path, 100).check()
     assert found.output.count("is done") == 3, found.output
+    for mode, evaluators in (("async", 1), ("sync", 2)):
+        lines = trace.make([str(tmp_path / mode)]).splitlines()[:3]
+        lanes = [line for line in lines if re.search("evaluator .*reading a checkpoint", line)]
+        assert len(lanes) == evaluators, lines
 
 
 @pytest.mark.launch

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from made import SUMMARY, job, make, row, whole
 from mpips.report.page import render
 from mpips.report.record import read
 
-BROWSER = shutil.which("chromium") or ""
 WIDTHS = (400, 1600)
 # The page in a frame of each width, as windows have at least 500 pixels; and what is seen there.
 FRAMES = """<!doctype html>
@@ -53,9 +51,9 @@ addEventListener("load", () => {{
 """
 
 
-def chromium(*flags: str) -> tuple[str, str]:
+def chromium(browser: str, *flags: str) -> tuple[str, str]:
     """Run the browser once; returns the document and what was told on the console."""
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -65,8 +63,6 @@ def chromium(*flags: str) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of four runs, one of them damaged, with names that are long."""
-    if not BROWSER:
-        pytest.skip("no chromium: apt-get install chromium")
     folder = tmp_path_factory.mktemp("page")
     names = ["1", "10", "2", "a-run-with-a-name-that-is-far-too-long-for-any-column-of-a-table"]
     lines = [*job(0, 2), row("lost", 9.5, 20, rank=3, worker=2), *job(2, 4, resumed=True)]
@@ -80,7 +76,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(page: Path) -> dict[str, Any]:
+def seen(page: Path, browser: str) -> dict[str, Any]:
     """What is seen at both widths, in the light and in the dark."""
     frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
     text = html.escape(page.read_text())
@@ -89,7 +85,7 @@ def seen(page: Path) -> dict[str, Any]:
     found = {}
     for name, scheme in (("dark", 0), ("light", 1)):
         flag = f"--blink-settings=preferredColorScheme={scheme}"
-        document, console = chromium(flag, "--dump-dom", frames.as_uri())
+        document, console = chromium(browser, flag, "--dump-dom", frames.as_uri())
         assert not console
         title = re.search(r"<title>(.*?)</title>", document, re.S)
         assert title, document[-2000:]
@@ -97,11 +93,11 @@ def seen(page: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_page_by_itself(page: Path) -> None:
+def test_the_page_by_itself(page: Path, browser: str) -> None:
     """Nothing is told on the console, and a picture of it is not empty."""
     picture = page.with_suffix(".png")
     flags = ("--window-size=1600,2400", f"--screenshot={picture}")
-    _, console = chromium(*flags, page.as_uri())
+    _, console = chromium(browser, *flags, page.as_uri())
     assert not console
     assert picture.stat().st_size > 50_000
 

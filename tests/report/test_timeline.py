@@ -152,17 +152,26 @@ def test_a_part_of_it_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_the_timeline_of_a_run(tmp_path: Path) -> None:
-    """Two servers and two workers on two nodes: every push has an arrow to both servers."""
+    """Two servers and two workers on two nodes: every push has an arrow to both servers.
+
+    Beside them a rank that evaluates.
+    """
     options = ["--servers", "2", "--node-size", "2", "--hidden", "64", "--trace", "--steps", "40"]
-    run(4, ["-m", "mpips.train", *options, "--quiet", "--out", "run"], tmp_path).check()
+    more = ["--evaluators", "1", "--eval-every", "0.5", "--quiet", "--out", "run"]
+    run(5, ["-m", "mpips.train", *options, *more], tmp_path).check()
     text = trace.make([str(tmp_path / "run"), "-o", str(tmp_path / "t.json.gz")])
     assert "critical path" in text
+    (evaluator,) = re.findall("rank   4  evaluator 0 .*", text)
+    for what in ("waits for an evaluation", "reading a checkpoint", "evaluating"):
+        assert what in evaluator
     found = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
-    assert len({(e["pid"], e["tid"]) for e in found if e["ph"] == "X"}) == 4
+    assert len({(e["pid"], e["tid"]) for e in found if e["ph"] == "X"}) == 5
     begun, ended = ({e["id"]: e["ts"] for e in found if e["ph"] == phase} for phase in "sf")
+    assert all(isinstance(key, int) for key in ended), "Perfetto draws no others"
     assert len(ended) == 2 * 80  # 40 steps of two workers at two servers
     assert all(begun[key] <= at for key, at in ended.items())
     ranks = read_run(tmp_path / "run")
+    assert [each.about["node"] for each in ranks] == [0, 0, 1, 1, 1]
     for each in ranks:
         parts = slices(each)
         assert (parts.ends >= parts.begins).all()

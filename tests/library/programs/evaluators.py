@@ -46,6 +46,7 @@ def numbers(out: Path, mode: str, evaluators: int) -> None:
     """Compare a curve with the checkpoints, and have a run end by patience."""
     x = np.linspace(-1, 1.5, HELD_OUT)
     how: dict[str, Any] = {**EVERY, "mode": mode, "evaluators": evaluators, "out": out}
+    how["trace"] = True
     held: dict[str, Any] = {"evaluate": means, "held_out": lambda: x}
     sgd = mpips.SGD(0.03)
     result = mpips.run(train, {"w": np.zeros(1)}, sgd, epochs=4, **held, **how)
