@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from launch import ROOT, Running, environment, run
 
-from mpips.chaos.exact import expected_counts
+from mpips.chaos.exact import expected_counts, wrong_rows
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.files import folder_step
 from mpips.config import Config
@@ -179,6 +179,7 @@ def assert_counts(checkpoint: Checkpoint, n: int, epochs: int | None = None) -> 
     if epochs is not None:
         assert np.array_equal(expected, np.full(n, float(epochs))), "the run is not over"
     np.testing.assert_array_equal(arrays["counts"], expected)
+    assert wrong_rows(checkpoint, expected) == []
     assert checkpoint.state["samples"] == expected.sum()
     if checkpoint.state["mode"] in SERVED:
         np.testing.assert_array_equal(arrays["updates"], float(checkpoint.step))

@@ -274,6 +274,7 @@ WORDS = {
     "ps.assemble": {"applied"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
     "ps.journal": {"header", "applied", "journal", "_journal"},
+    "ps.table_journal": {"_journal"},
     "ps.record": {"_noted"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }

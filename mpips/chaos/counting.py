@@ -3,12 +3,14 @@
 In `Counting` a batch's gradient is minus the number of times that each training sample is in
 it, and ``sgd`` with rate 1 adds it: ``counts[i]`` is the number of times that sample i was
 applied. ``updates`` is -1 everywhere, so each of its elements counts the updates of its shard;
-``--hidden N`` makes it N long. All numbers are integers, exact in float64.
+``--hidden N`` makes it N long. All numbers are integers, exact in float64. With tables each sample
+is counted in a row of each of them as well; `ROWS_OF` says in which.
 
 A file by itself: ranks load it as they load a user's.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,18 @@ import numpy as np
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
+from mpips.layout.tables import Table, Zeros
+from mpips.library.optimizers import Adagrad
 from mpips.problems.base import Arrays, Problem
+from mpips.problems.rows import RowReads, Rows
 
 HELD_S = 0.05
+SEVERAL, SPREAD, LAZY_ROWS = 17, 99_991, 100_000_000
+ROWS_OF: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "several": lambda ids: ids % SEVERAL,
+    "lazy": lambda ids: ids * SPREAD % LAZY_ROWS,
+    "slots": lambda ids: ids,  # whose slot counts too: it sums the squares of ones
+}
 
 
 class Counting(Problem):
@@ -57,6 +68,41 @@ class MeanCounting(Counting):
         return loss
 
 
+class TableCounting(Counting):
+    """The same, beside rows that count."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        self.tables = {
+            "several": Table(SEVERAL, 3, Zeros()),
+            "lazy": Table(LAZY_ROWS, 2, Zeros(), capacity="lazy"),
+            "slots": Table(data.n_train, 5, Zeros(), optimizer=Adagrad(0.1)),
+        }
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
+        """See `mpips.problems.rows.TableProblem.loss_and_grad_rows`."""
+        loss = self.loss_and_grad(params, batch, out)
+        for name, table in self.tables.items():
+            ids = ROWS_OF[name](batch.ids)
+            grads = np.full((len(ids), table.dim), -self._weight(batch))
+            rows.push(name, ids, grads)
+        return loss
+
+    def _weight(self, batch: Batch) -> float:
+        return 1.0
+
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
+        """See `mpips.problems.rows.TableProblem.evaluate_rows`."""
+        return self.evaluate(params, batch)
+
+
+class TableMeanCounting(TableCounting, MeanCounting):
+    """`MeanCounting` beside rows that count."""
+
+    def _weight(self, batch: Batch) -> float:
+        return 1 / len(batch)
+
+
 def held_by(out: str | Path) -> Path:
     """Return the file that holds the run in a folder: while it is there, steps take `HELD_S`."""
     return Path(f"{out}.hold")
@@ -67,19 +113,18 @@ class HeldCounting(Counting):
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """See `Counting.loss_and_grad`."""
-        _wait_while_held(self.config)
+        if held_by(self.config.out).exists():
+            time.sleep(HELD_S)
         return super().loss_and_grad(params, batch, out)
 
 
-class HeldMeanCounting(MeanCounting):
+class HeldMeanCounting(HeldCounting, MeanCounting):
     """The same, slow while it is held."""
 
-    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
-        """See `MeanCounting.loss_and_grad`."""
-        _wait_while_held(self.config)
-        return super().loss_and_grad(params, batch, out)
+
+class HeldTableCounting(HeldCounting, TableCounting):
+    """The same, slow while it is held."""
 
 
-def _wait_while_held(config: Config) -> None:
-    if held_by(config.out).exists():
-        time.sleep(HELD_S)
+class HeldTableMeanCounting(HeldCounting, TableMeanCounting):
+    """The same, slow while it is held."""

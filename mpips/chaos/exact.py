@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpips.chaos.counting import ROWS_OF
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import DONE, SUMMARY
@@ -146,7 +147,35 @@ def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
     if not config.backup_workers:
         expected = expected_counts(checkpoint, state["n_train"])
         wrong += _far(arrays["counts"], expected, f"step {checkpoint.step}: count of sample")
+        wrong += wrong_rows(checkpoint, expected)
     return wrong
+
+
+def wrong_rows(checkpoint: Checkpoint, counts: np.ndarray) -> list[str]:
+    """Return what is wrong with the tables of `mpips.chaos.counting`, if there are any.
+
+    Args:
+        checkpoint: Where they are.
+        counts: How often each sample was applied.
+    """
+    return [text for name in checkpoint.tables for text in _wrong_table(checkpoint, name, counts)]
+
+
+def _wrong_table(checkpoint: Checkpoint, name: str, counts: np.ndarray) -> Iterator[str]:
+    rows, which = np.unique(ROWS_OF[name](np.arange(counts.size)), return_inverse=True)
+    expected = np.bincount(which, counts)
+    rows, expected = rows[expected > 0], expected[expected > 0]
+    pieces = list(checkpoint.read_table(name))
+    numbers = np.concatenate([piece.rows for piece in pieces])
+    order, where = np.argsort(numbers), f"step {checkpoint.step}: table {name}: "
+    if not np.array_equal(numbers[order], rows):
+        yield f"{where}{numbers.size} rows, expected {rows.size}, or other ones"
+    elif not pieces[0].slots:
+        found = np.concatenate([piece.params for piece in pieces])[order]
+        yield from _far(found, expected[:, None], f"{where}number")
+    elif from_toml(checkpoint.config).mode in SERVED:  # else gradients are added up before
+        found = np.concatenate([piece.slots["sum"] for piece in pieces])[order]
+        yield from _far(found, expected[:, None], f"{where}number of the slot")
 
 
 def _with_replicas(found: list[Checkpoint]) -> list[Checkpoint]:
@@ -169,10 +198,10 @@ def _grown(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 def _far(got: np.ndarray, expected: np.ndarray, what: str) -> list[str]:
     """Return a line on the element that is furthest from what was expected, if one is far."""
-    distance = np.abs(got - expected)
+    distance = np.abs(got - expected).reshape(-1)
     worst = int(np.argmax(distance))
     if distance[worst] <= ROUNDING:
         return []
-    wanted = np.broadcast_to(expected, got.shape)[worst]
+    found, wanted = (array.flat[worst] for array in np.broadcast_arrays(got, expected))
     many = np.count_nonzero(distance > ROUNDING)
-    return [f"{what} {worst} is {got[worst]:g}, expected {wanted:g} ({many} of {got.size} differ)"]
+    return [f"{what} {worst} is {found:g}, expected {wanted:g} ({many} of {got.size} differ)"]

@@ -48,13 +48,14 @@ class TableSaver(Saver):
         self._take, self._changes = take, changes
         self._rows: Mapping[str, TableRows] = {}
         self._base: int | None = None  # the last checkpoint, once it is committed
+        self._last: int | None = None  # that this has a part in
         self._links = self._added = 0  # behind it, and their rows
         self._adds_to: int | None = None  # what the rows add to that are being saved
 
     def snapshot(self, step: int | None = None) -> None:
         """See `Snapshots.snapshot`."""
         super().snapshot(step)
-        self._adds_to, self._base = self._next_base(step), None
+        self._adds_to, self._base, self._last = self._next_base(step), None, step
         if self._adds_to is None or self._changes is None:
             self._rows, self._links, self._added = self._take(), 0, 0
         else:
@@ -73,7 +74,8 @@ class TableSaver(Saver):
 
     def committed(self, step: int) -> None:
         """Learn that the checkpoint of a step is committed: the next one may add to it."""
-        self._base = step
+        if step == self._last:  # else it is of before this shard was taken over
+            self._base = step
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
         tables, self._rows = self._rows, {}

@@ -120,11 +120,6 @@ def _check_world(job: "Job") -> None:
     if ranks.nodes > 1 and c.node_aggregation:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
-    if ranks.failures.on:
-        remedy = "leave out --ft: python -m mpips.launch starts it again from its checkpoint"
-        raise UserError(
-            "tables in a job that goes on without ranks that die", "one without", remedy
-        )
     options = {
         "spares": c.spares > 0, "read": c.read != "relaxed",
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,

@@ -5,9 +5,10 @@ chief as well: each push is announced to all servers by one word, and what worke
 they send to every server. So the chief serves a second shard by a second `Served`, and workers read
 and push as before, to the same memory. In this order,
 
-1. the dead process is killed, and is gone: nobody else writes the shard;
+1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
 2. the update that it may have been in is finished, and then the ledger is exact; if that cannot be
-   (`mpips.ps.journal`), the job ends for a restart; readers that it had let have read;
+   (`mpips.ps.journal`, `mpips.ps.table_journal`), the job ends for a restart; readers that it had
+   let have read;
 3. its clock becomes that of the batches handed out, but for those that the shard is without;
 4. if a cut is under way and the dead server has posted nothing for it, the chief does, so that the
    others come to its end. The shard is in the next cut: unless the dead server's answer has come,
@@ -32,6 +33,7 @@ from mpips.cluster.process import GONE, trouble
 from mpips.cluster.window import Window
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
+from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
@@ -39,6 +41,7 @@ from mpips.ps.assemble import ServerHalf
 from mpips.ps.journal import process_of, process_space
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
+from mpips.ps.table_server import TableServer
 from mpips.transport.channel import Receiver
 
 GONE_S = 10.0  # in which a process that is killed is gone
@@ -99,12 +102,25 @@ def adopt(
     store.clocks.adopt(own.store.clocks, *still_open(store, receiver))
     cut = Cut(half.posted(number), store.applied, store.idle, beyond=False)
     cut.catch_up(cuts)
-    slots = dict(zip(job.slots, store.slots, strict=True))
-    stall = job.config.snapshot == "stall"
-    saver = Saver(job.cluster, store.shard, store.params, slots, stall, number)
-    served = Served(rank, store, receiver, cut, saver)
+    served = Served(rank, store, receiver, cut, saver_of(job, store, number))
     seconds = time.perf_counter() - start
     return Adoption(rank, number, served, seconds, store.version, store.continued)
+
+
+def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
+    """Return what saves a shard, and its rows of tables.
+
+    Args:
+        job: The run.
+        server: Serves the shard.
+        owner: Its number; by default this rank's.
+    """
+    slots = dict(zip(job.slots, server.slots, strict=True))
+    saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
+    if not isinstance(server, TableServer):
+        return Saver(*saved)
+    changes = server.changes() if job.config.checkpoint_rows == "changed" else None
+    return TableSaver(server.changed_rows, *saved, changes=changes)
 
 
 def fence(window: Window, rank: int) -> None:
@@ -140,7 +156,7 @@ def open_on(
             the workers' buffers.
     """
     missing, ledgers = set[int](), zip(ledger_of(chief), ledger_of(store), strict=True)
-    for worker, (there, its) in enumerate(ledgers if store.shard.size else ()):
+    for worker, (there, its) in enumerate(() if store.idle else ledgers):
         beyond = handout.open_to(worker)[max(0, its - there) :]
         missing.update(number for _, number in beyond)
         missing.update(receiver.find(worker, seq).number for seq in range(its + 1, there + 1))

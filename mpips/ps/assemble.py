@@ -28,6 +28,7 @@ from mpips.ps.journal import Adopted, Journaled
 from mpips.ps.quorum import QuorumServer
 from mpips.ps.rows import RowsAtWork
 from mpips.ps.shard import Server
+from mpips.ps.table_journal import AdoptedTables, JournaledTables
 from mpips.ps.table_server import TableServer
 from mpips.transport.channel import Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
@@ -142,11 +143,12 @@ class ServerHalf(Half):
         if design.backup is not None:
             needed = len(cluster.roles.workers) - design.backup
             self.server = QuorumServer(*self._parts(number), needed=needed)
-        elif design.tables:
-            self.server = TableServer(design.tables, design.replies.codec, *self._parts(number))
         elif design.adopts:
-            self.server = journaled = Journaled(*self._parts(number))
+            kind = JournaledTables if design.tables else Journaled
+            self.server = journaled = kind(*self._tables(), *self._parts(number))
             journaled.sign()
+        elif design.tables:
+            self.server = TableServer(*self._tables(), *self._parts(number))
         else:
             self.server = Server(*self._parts(number))
         self.receiver = self._receiver(number, self.server)
@@ -158,6 +160,11 @@ class ServerHalf(Half):
         place = self._cluster, self.window, number, design.shards[number]
         return (*place, design.rule, design.rate, design.replies, design.stale)
 
+    def _tables(self) -> tuple[Any, ...]:
+        """Return what a server with tables is made of beside that; nothing without any."""
+        design = self._design
+        return (design.tables, design.replies.codec) if design.tables else ()
+
     def _receiver(self, number: int, server: Server) -> Receiver:
         design = self._design
         how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
@@ -166,7 +173,8 @@ class ServerHalf(Half):
 
     def adopt(self, number: int) -> tuple[Adopted, Receiver]:
         """Return what serves the shard of a server that has died, where it lies."""
-        server = Adopted(*self._parts(number))
+        kind = AdoptedTables if self._design.tables else Adopted
+        server: Adopted = kind(*self._tables(), *self._parts(number))
         return server, self._receiver(number, server)
 
     def posted(self, number: int) -> Posted:

@@ -18,6 +18,7 @@ from mpips.ps.journal import journal_fields
 from mpips.ps.record import record_fields
 from mpips.ps.room import Lines, lines_of
 from mpips.ps.shard import FRESH, server_fields
+from mpips.ps.table_journal import row_undo_fields
 from mpips.ps.table_server import table_fields
 from mpips.transport import neighbours, outbox
 from mpips.transport.rows import rows_fields
@@ -153,6 +154,7 @@ class Design:
             if self.adopts:
                 fields += (Field("post", "i8", (1 + workers,)),)
                 fields += journal_fields(size, len(self.slots), dtype)
+                fields += row_undo_fields(self.tables, dtype)
             if rank == roles.servers[0]:
                 fields += feed.chief_fields(workers) + record_fields() * self.adopts
             return Plan(fields)

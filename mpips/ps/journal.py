@@ -93,7 +93,7 @@ class Journaled(Server):
 
     @property
     def _keeps(self) -> bool:
-        return not self.hurried or len(self._kept) == 1
+        return not self.hurried or len(self._kept) <= 1
 
     def _keeping(self) -> Iterator[Block]:
         first = self.version + 1 << NUMBER_BITS
@@ -141,11 +141,11 @@ class Adopted(Journaled):
         begun = observe(self.header, BEGUN)
         odd, kept, worker, seq = _what_word(observe(self._journal, PUSH))
         if begun > self.version:
-            if not kept:
+            push = find(worker, seq)
+            if not self._go_back(begun, kept, push):
                 return False
-            self._undo_block(begun)
             self.hurried = True  # of what is left of this update no old values are kept
-            self.apply(find(worker, seq))
+            self.apply(push)
             self.hurried, self.continued = False, True
         elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
             publish(self.applied, worker, seq)
@@ -153,17 +153,26 @@ class Adopted(Journaled):
         self.sign()
         return True
 
-    def _undo_block(self, begun: int) -> None:
+    def _go_back(self, begun: int, kept: int, push: Push) -> bool:
+        """Undo what may be half done of an update; returns whether the rest of it can be applied.
+
+        Args:
+            begun: The version that it makes.
+            kept: Whether old values of all blocks are kept.
+            push: What is applied.
+        """
         version, number = divmod(observe(self._journal, BLOCK), 1 << NUMBER_BITS)
-        if version == begun:
+        if kept and version == begun:
             self._rest = self._cut(UNDO_BYTES)[number:]
-            for kept, live in _old_values(self._undo, number, self._rest[0]):
-                np.copyto(live, kept)
+            for old, live in _old_values(self._undo, number, self._rest[0]):
+                np.copyto(live, old)
+        return bool(kept)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """See `Server.blocks`; of the update that was under way, those that are left."""
         rest, self._rest = self._rest, None
-        return super().blocks(some) if rest is None else super().blocks(rest)
+        # The old values of the first of these are kept still.
+        return super().blocks(some) if rest is None else super(Journaled, self).blocks(rest)
 
 
 class Process(NamedTuple):

@@ -149,7 +149,8 @@ class AsyncServer:
             for served in self._all:
                 served.write_into(payload)
         elif kind == "saved":
-            self._own.saver.committed(payload)
+            for served in self._all:
+                served.saver.committed(payload)
         elif kind == "settle":
             self._settling = True
             self._own.settle(payload)

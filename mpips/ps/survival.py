@@ -5,8 +5,10 @@ servers: each applies all that the dead worker's word says, and counts it as fin
 hands the other batches that it had to those who live, under new numbers, and tells the servers that
 the old ones never come, for clocks that wait for them. So each batch is applied exactly once.
 
-When a server dies, the chief takes its shard over: see `mpips.ps.adoption`. When the chief dies,
-its heir becomes the chief: see `mpips.ps.succession`.
+What it had for rows of tables lies beside the gradient, and goes the same way.
+
+When a server dies, the chief takes its shard over, and its rows: see `mpips.ps.adoption`. When the
+chief dies, its heir becomes the chief: see `mpips.ps.succession`.
 
 The death of the last server, of a rank on another node, or of a worker that keeps state of its own,
 ends the job, and so does any where ranks evaluate: it goes on from a checkpoint.

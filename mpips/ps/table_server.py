@@ -190,9 +190,15 @@ class TableServer(Server):
         super()._update(push, version, oldest)
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
             rate = self.stale.rate(served.table.rate(version), oldest) * push.factors
-            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
-            if self._far is None:
-                step = max(1, len(places))
-            for at in range(0, len(places), step):
-                self._get_on()
-                served.shard.apply(places[at : at + step], sums[at : at + step], rate)
+            self._change(served, places, sums, rate)
+
+    def _change(
+        self, served: ServedTable, places: np.ndarray, sums: np.ndarray, rate: float
+    ) -> None:
+        """Apply what a push has for the rows of a table."""
+        step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
+        if self._far is None:
+            step = max(1, len(places))
+        for at in range(0, len(places), step):
+            self._get_on()
+            served.shard.apply(places[at : at + step], sums[at : at + step], rate)

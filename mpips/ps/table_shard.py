@@ -10,13 +10,13 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mpips.cluster.window import Field
 from mpips.errors import UserError
-from mpips.kernels import rows
+from mpips.kernels import row_undo, rows
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
 
@@ -135,6 +135,19 @@ class TableRows:
             raise ValueError(f"places {local.min()} to {local.max()} of server {self.server}")
 
 
+class Undo(Protocol):
+    """Keeps lines that are about to be changed, for who goes on after this process has died."""
+
+    def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
+        """Yield which rows of an update may be changed now, until all were: their lines are kept.
+
+        Args:
+            slot: The line of each row.
+            lines: Of the table.
+            stripes: Its stripe words.
+        """
+
+
 class TableShard(TableRows):
     """A server's rows of a table, to be read and changed; only the server may have it.
 
@@ -167,13 +180,16 @@ class TableShard(TableRows):
         keys = self._memory[rows.KEYS].itemsize
         return self._index.count * (self._lines[:1].nbytes + keys) + self._index.nbytes
 
-    def apply(self, local: np.ndarray, grads: np.ndarray, rate: float) -> None:
+    def apply(
+        self, local: np.ndarray, grads: np.ndarray, rate: float, undo: Undo | None = None
+    ) -> None:
         """Make one update of rows.
 
         Args:
             local: Their places in this server, shape (n,), int64; increasing.
             grads: The sum of each row's gradients, shape (n, dim), dtype of the rows, C-contiguous.
             rate: Learning rate of this update.
+            undo: Keeps the lines, if anything does.
 
         Raises:
             ValueError: If a place is outside the server, or they do not increase.
@@ -183,8 +199,20 @@ class TableShard(TableRows):
         if not (local[1:] > local[:-1]).all():
             raise ValueError("places that do not increase")
         numbers = np.array(self.rule.numbers(rate))
-        slot = self._slots(local)
-        self.rule.loop(slot, local, grads, self._lines, self._stripes, self._key, numbers)
+        slot, memory = self._slots(local), (self._lines, self._stripes)
+        for part in undo.pieces(slot, *memory) if undo else (slice(None),):
+            args = slot[part], local[part], grads[part]
+            self.rule.loop(*args, *memory, self._key, numbers)
+
+    def put_back(self, local: np.ndarray, kept: np.ndarray, touched: np.ndarray) -> None:
+        """Undo what was done to rows since `row_undo.keep`; other arguments as for `apply`."""
+        args = self._slots(local), kept, touched
+        row_undo.put_back(*args, self._lines, self._stripes)
+
+    def mend(self) -> None:
+        """Have what says where rows are whole, where another process has died as it gave lines."""
+        if self._index:
+            self._index.mend()
 
     def begin_marking(self) -> None:
         """Mark each row that is changed from now on, in a byte; see `pieces`."""
@@ -294,6 +322,18 @@ class _Index:
             if self.count == len(self._keys):
                 return None
             self._grow()
+
+    def mend(self) -> None:
+        """Finish to give a row its line; begin anew to make a larger index, which was not in use.
+
+        A smaller one that was not given back yet is.
+        """
+        row_undo.mend_index(self._header, self._index, self._keys)
+        size = 1 << int(self._header[rows.BITS])
+        larger = self._index[2 * size : 4 * size]
+        larger.fill(0)
+        give_back(larger)
+        give_back(self._index[:size])
 
     def _grow(self) -> None:
         """Make an index of twice the size, and give the memory of the one before it back."""

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.cut import worker_state
 from mpips.cut.committer import CheckpointPlan, Committer
-from mpips.cut.saver import Saver
-from mpips.cut.table_saver import TableSaver
 from mpips.cut.worker_state import Holding
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps import far_choice
+from mpips.ps.adoption import saver_of
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Chief
 from mpips.ps.design import Design, Update
@@ -68,9 +67,9 @@ def run(
 
 
 def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
-    shard, server = job.shard, half.server
-    job.fill(server.params, server.slots, shard)
-    saver = _saver(job, server)
+    server = half.server
+    _fill(job, server)
+    saver = saver_of(job, server)
     server.start_from(job.base_step)
     server.recorder = recorder = recorder_of(job, half)
     chief = _chief(job, half, log, ahead)
@@ -109,20 +108,16 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     return outcome
 
 
+def _fill(job: Job, server: Server) -> None:
+    """Fill what a server owns."""
+    job.fill(server.params, server.slots, job.shard)
+    if isinstance(server, TableServer):
+        server.restore(job.checkpoint)
+
+
 def _release(job: Job, half: ServerHalf) -> None:
     job.cluster.serving = None
     half.free()
-
-
-def _saver(job: Job, server: Server) -> Saver:
-    """Return what saves what a server owns; its rows of tables are filled."""
-    slots = dict(zip(job.slots, server.slots, strict=True))
-    saved = job.cluster, job.shard, server.params, slots, job.config.snapshot == "stall"
-    if not isinstance(server, TableServer):
-        return Saver(*saved)
-    server.restore(job.checkpoint)
-    changes = server.changes() if job.config.checkpoint_rows == "changed" else None
-    return TableSaver(server.changed_rows, *saved, changes=changes)
 
 
 def _stats(server: Server, applied: int) -> dict[str, Any]:

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 from launch import ROOT
-from runs import ENDLESS, SAVED, assert_counts, final, newest, shared_out, starts_of, summary
+from runs import (
+    COUNTING,
+    ENDLESS,
+    SAVED,
+    assert_counts,
+    final,
+    newest,
+    shared_out,
+    starts_of,
+    summary,
+)
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
@@ -205,7 +215,7 @@ survived = pytest.mark.skipif(
     not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die"
 )
 SERVED = [
-    ("async", ""),
+    ("async", f"--problem {COUNTING}:SlowTableCounting --checkpoint-rows changed"),
     pytest.param("ssp", "--hidden 200000", marks=pytest.mark.long),
     pytest.param("async", "--read consistent --snapshot stall", marks=pytest.mark.long),
 ]

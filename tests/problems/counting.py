@@ -3,13 +3,20 @@
 from countdown import Slow, Stopping
 
 from mpips.chaos import counting
-from mpips.chaos.counting import Counting
+from mpips.chaos.counting import Counting, TableCounting
 
-__all__ = ["Counting", "MeanCounting", "SlowCounting", "SlowStoppingCounting", "StoppingCounting"]
+__all__ = [
+    *("Counting", "MeanCounting", "SlowCounting", "SlowStoppingCounting", "SlowTableCounting"),
+    "StoppingCounting",
+]
 
 
 class SlowCounting(Slow, Counting):
     """The same, slow enough to be stopped in the middle of it."""
+
+
+class SlowTableCounting(Slow, TableCounting):
+    """Slow too."""
 
 
 class StoppingCounting(Stopping, Counting):

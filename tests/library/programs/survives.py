@@ -1,4 +1,4 @@
-"""Counts each sample while a worker dies; the others come to the end of the run, and go on."""
+"""Counts each sample, in a row too, while a worker dies; the others end the run, and go on."""
 
 import os
 import signal
@@ -14,6 +14,8 @@ import mpips
 from mpips.datasets import Batch
 
 N, EPOCHS = 230, 8
+ROWS = 23
+TABLES = {"rows": mpips.Table(ROWS, 2, mpips.Zeros(), capacity="lazy")}
 
 
 def means(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
@@ -25,6 +27,7 @@ def train(worker: mpips.Worker) -> None:
     """Count; worker 1 dies behind its fifth push, with batches in hand."""
     for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=EPOCHS), 1):
         worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=N)
+        worker.push_rows("rows", batch.ids % ROWS, -np.ones((len(batch), 2)))
         time.sleep(0.005)
         worker.push(0.0)
         if worker.id == 1 and pushed == 5:
@@ -35,10 +38,12 @@ def train(worker: mpips.Worker) -> None:
 
 def main(out: Path, mode: str) -> int:
     """Run; returns the exit code."""
-    options = {"mode": mode, "servers": 1, "quiet": True, "resume": "auto"}
+    options = {"mode": mode, "servers": 1, "quiet": True, "tables": TABLES, "resume": "auto"}
     params = {"counts": np.zeros(N)}
     result = mpips.run(train, params, mpips.SGD(1.0), out=out, **options)
     np.testing.assert_array_equal(result.params["counts"], EPOCHS)
+    rows = result.rows("rows", np.arange(ROWS))
+    np.testing.assert_array_equal(rows, np.full((ROWS, 2), EPOCHS * N / ROWS))
     assert result.summary["lost"] == [2]
     with pytest.raises(mpips.UserError, match="in which a worker has died"):
         mpips.run(train, params, out=out / "other", **options)

@@ -1,0 +1,322 @@
+"""A server with tables that is killed anywhere: who adopts its rows goes on to the same bits."""
+
+import mmap
+import os
+import random
+import signal
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpips.cluster.window import Plan
+from mpips.kernels import atomics, row_undo, rows
+from mpips.kernels.atomics import observe
+from mpips.layout import Shard
+from mpips.layout.roles import Roles
+from mpips.layout.tables import Normal, Table, Uniform
+from mpips.library.optimizers import SGD, Adagrad, Adam
+from mpips.optim import make_rule
+from mpips.optim.row_rules import make_row_rule
+from mpips.planning.tables import JobTable
+from mpips.ps import journal, shard, table_journal, table_shard
+from mpips.ps.client import reader_fields
+from mpips.ps.journal import journal_fields
+from mpips.ps.shard import server_fields
+from mpips.ps.table_journal import AdoptedTables, JournaledTables, row_undo_fields, warm
+from mpips.ps.table_server import TableServer, table_fields
+from mpips.transport.push import Push
+from mpips.transport.rows import Section
+
+WORKERS, SERVER, BASE, N = 2, 1, 7, 100
+ROLES = Roles((0, 1), (2, 3))
+
+
+def job_table(name: str, table: Table, optimizer: Any) -> JobTable:
+    return JobTable(name, table, make_row_rule(optimizer), 5, table.rows, lambda step: 0.1 / step)
+
+
+def tables(scale: int) -> list[JobTable]:
+    """Return one that is whole, and one that is lazy, whose index grows a few times."""
+    return [
+        job_table("whole", Table(400 * scale, 3, Uniform(0.5), capacity="full"), Adagrad()),
+        job_table("lazy", Table(90_000 * scale, 2, Normal(0.5), capacity="lazy"), Adam()),
+        job_table("small", Table(40, 5, Normal(0.5)), SGD()),
+    ]
+
+
+class Memory:
+    """The memory of a node that processes share, which outlasts a rank."""
+
+    def __init__(self, some: list[JobTable]) -> None:
+        own = server_fields(N, ("m", "v"), "f8", WORKERS) + journal_fields(N, 2, "f8")
+        for table in some:
+            own += table_fields(table, 2, SERVER, "f8")
+        plans = {1: Plan(own + row_undo_fields(some, "f8")), 2: Plan(reader_fields(2))}
+        plans[3] = plans[2]
+        self._views = {rank: self._map(plan) for rank, plan in plans.items()}
+
+    def _map(self, plan: Plan) -> dict[str, np.ndarray]:
+        buffer = mmap.mmap(-1, plan.nbytes)  # shared, and without a name
+        return {
+            name: np.frombuffer(
+                buffer, field.dtype, int(np.prod(field.shape)), at
+            ).reshape(field.shape)
+            for name, (at, field) in plan.offsets().items()
+        }  # fmt: skip
+
+    def view(self, rank: int, name: str) -> np.ndarray:
+        return self._views[rank][name]
+
+
+def make(kind: type[TableServer], some: list[JobTable], memory: Memory) -> Any:
+    lost, reached = SimpleNamespace(lost=frozenset()), lambda ready, what: ready()
+    cluster: Any = SimpleNamespace(
+        rank=1, roles=ROLES, nodes=1, near=lambda rank: True, failures=lost, wait=reached
+    )
+    args = make_rule("adam"), lambda step: 0.1 / step
+    return kind(some, None, cluster, memory, SERVER, Shard(0, N), *args)  # type: ignore[arg-type]
+
+
+def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
+    """Return those of both workers in turn."""
+    found, rng = [], np.random.default_rng(0)
+    for k in range(count):
+        sections = []
+        for table in some:
+            rows_here = table.owned_by(2).count(SERVER)
+            size = int(rng.integers(0, min(most, rows_here)))
+            places = np.sort(rng.choice(rows_here, size, replace=False)).astype(np.int64)
+            sections.append(Section(places, rng.normal(size=(size, table.dim))))
+        worker, seq = k % WORKERS, k // WORKERS + 1
+        push = Push(worker, seq, (0, k, k + 1), 1, 0.0, BASE + k, rng.normal(size=N), None, k)
+        push.rows = tuple(sections)
+        found.append(push)
+    return found
+
+
+def state(server: Any) -> list[np.ndarray]:
+    """Return all that a server owns, in the order of rows."""
+    found = [server.params.copy(), *(slot.copy() for slot in server.slots)]
+    for saved in server.changed_rows().values():
+        order = np.argsort(saved.rows)
+        assert len(set(saved.rows.tolist())) == len(saved.rows), "a row that has two lines"
+        found += [array[order] for array in saved.arrays.values()]
+    return found
+
+
+def same(server: Any, expected: list[np.ndarray], why: str) -> None:
+    for got, wanted in zip(state(server), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted, why)
+    for served in server.tables:
+        touched = served.shard.touched
+        assert touched == len(served.changed_rows(np.dtype("f8")).rows), why
+        if served.table.table.lazy:
+            header, index, _ = served.shard._memory[rows.HEADER :]
+            size = 1 << int(header[rows.BITS])
+            assert np.count_nonzero(index[size : 2 * size]) == touched, why
+
+
+def expected_of(some: list[JobTable], all_pushes: list[Push]) -> list[np.ndarray]:
+    """Return what a server has that lives, and keeps nothing."""
+    server = make(TableServer, some, Memory(some))
+    server.start_from(BASE)
+    for push in all_pushes:
+        server.apply(push)
+    return state(server)
+
+
+def rest_of(server: Any, all_pushes: list[Push]) -> list[Push]:
+    """Return the pushes that are not in the ledger."""
+    done = sum(observe(server.applied, worker) for worker in range(WORKERS))
+    assert done == server.version - BASE
+    return all_pushes[done:]
+
+
+class Death(BaseException):
+    """Of the server."""
+
+
+class Fate:
+    """Counts what a server does to shared memory, and kills it at one of these moments."""
+
+    def __init__(self, moment: int) -> None:
+        self.left = moment
+
+    def passes(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Death
+
+    def publish(self, words: np.ndarray, index: int, value: int) -> None:
+        self.passes()
+        atomics.publish(words, index, value)
+
+    def keep(self, slot: Any, lines: Any, stripes: Any, kept: Any, touched: Any) -> None:
+        """Die before it, or in the middle of it."""
+        self.passes()
+        half = len(slot) // 2
+        row_undo.keep(slot[:half], lines, stripes, kept[:half], touched[:half])
+        self.passes()
+        row_undo.keep(slot, lines, stripes, kept, touched)
+
+    def loop(self, loop: Any) -> Any:
+        """Return one that may die before it, between two rows, and in the middle of a row."""
+
+        def apply(slot: Any, local: Any, grads: Any, lines: Any, stripes: Any, *rest: Any) -> None:
+            half = len(slot) // 2
+            self.passes()
+            loop(slot[:half], local[:half], grads[:half], lines, stripes, *rest)
+            self.passes()
+            if half < len(slot):
+                before, at = lines[slot[half]].copy(), slot[half] // rows.STRIPE
+                word = stripes[at]
+                stripes[at] |= rows.WRITING
+                lines[slot[half], ::2] = np.nan
+                self.passes()
+                lines[slot[half]], stripes[at] = before, word
+            loop(slot[half:], local[half:], grads[half:], lines, stripes, *rest)
+
+        return apply
+
+    def take_lines(
+        self, local: Any, first: int, header: Any, index: Any, keys: Any, slot: Any
+    ) -> int:
+        """Die in the middle of it, a line given that the index does not have yet."""
+        self.passes()
+        count = int(header[rows.COUNT])
+        half = max(first, len(local) // 2)
+        done = rows.take_lines(local[:half], first, header, index, keys, slot[:half])
+        if header[rows.COUNT] > count:
+            size = 1 << int(header[rows.BITS])
+            (at,) = np.flatnonzero(index[size : 2 * size] == header[rows.COUNT])
+            entry = index[size + at]
+            index[size + at] = 0
+            self.passes()
+            index[size + at] = entry
+        if done < half:
+            return int(done)
+        return int(rows.take_lines(local, done, header, index, keys, slot))
+
+    def fill_index(self, bits: int, header: Any, index: Any, keys: Any) -> None:
+        """Die in the middle of it."""
+        count, size = int(header[rows.COUNT]), 1 << bits
+        self.passes()
+        index[size : size + 50] = np.arange(1, 51)
+        self.passes()
+        index[size : size + 50] = 0
+        rows.fill_index(bits, header, index, keys)
+        assert count == header[rows.COUNT]
+        self.passes()
+
+
+def dies(
+    fate: Fate, server: Any, some: list[Push], hurried: bool, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Apply some pushes; returns whether the server has died in one of them."""
+    names = ("take_lines", "fill_index")
+    loops = {name: getattr(fate, name) for name in names}
+    others = {name: value for name, value in vars(rows).items() if name not in names}
+    server.hurried = hurried
+    with monkeypatch.context() as patch:
+        for module in (journal, shard, table_journal):
+            patch.setattr(module, "publish", fate.publish)
+        keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
+        patch.setattr(table_journal, "row_undo", keeping)
+        patch.setattr(table_shard, "rows", SimpleNamespace(**others, **loops))
+        for served in server.tables:
+            rule = served.shard.rule
+            patch.setitem(rule.__dict__, "loop", fate.loop(rule.loop))
+        try:
+            for push in some:
+                server.apply(push)
+        except Death:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_death_at_any_moment(hurried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each push counts once; and who adopts it dies as well, a few moments later."""
+    monkeypatch.setattr(table_journal, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
+    monkeypatch.setattr(journal, "UNDO_BYTES", 1 << (12 if hurried else 9))  # one block, or two
+    some = tables(1)
+    all_pushes = pushes(some, 5, 600)
+    live, moment, continued = expected_of(some, all_pushes), 0, 0
+    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    while True:
+        memory = Memory(some)
+        server = make(JournaledTables, some, memory)
+        server.start_from(BASE)
+        if not dies(Fate(moment), server, all_pushes, hurried, monkeypatch):
+            break
+        for later in (moment % 17, moment % 5):
+            server = make(AdoptedTables, some, memory)
+            assert server.recover(find)
+            continued += server.continued
+            rest = rest_of(server, all_pushes)
+            if not dies(Fate(later), server, rest, hurried, monkeypatch):
+                break
+        else:
+            server = make(AdoptedTables, some, memory)
+            assert server.recover(find)
+        for push in rest_of(server, all_pushes):
+            server.apply(push)
+        same(server, live, f"death at moment {moment}")
+        moment += 1
+    assert moment > 200
+    assert continued > moment
+
+
+def test_a_server_that_is_behind_may_die_among_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it keeps no old values of its shard, another goes on from there alone."""
+    monkeypatch.setattr(journal, "UNDO_BYTES", 1 << 8)
+    some = tables(1)
+    all_pushes = pushes(some, 2, 300)
+    live, moment, ends, goes_on = expected_of(some, all_pushes), 0, 0, 0
+    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    while True:
+        memory = Memory(some)
+        server = make(JournaledTables, some, memory)
+        server.start_from(BASE)
+        if not dies(Fate(moment), server, all_pushes, True, monkeypatch):
+            break
+        moment += 1
+        server = make(AdoptedTables, some, memory)
+        if not server.recover(find):
+            ends += 1
+            continue
+        goes_on += server.continued
+        for push in rest_of(server, all_pushes):
+            server.apply(push)
+        same(server, live, f"death at moment {moment}")
+    assert 0 < ends < goes_on
+
+
+def test_processes_that_are_killed() -> None:
+    """Wherever the kernel ends them, in compiled loops too; who adopts the rows is killed next."""
+    some, chance = tables(40), random.Random(3)
+    for table in some:
+        warm(table.table, table.rule, "f8")
+    all_pushes = pushes(some, 60, 12_000)
+    live, memory, killed, continued = expected_of(some, all_pushes), Memory(some), 0, 0
+    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    server = make(JournaledTables, some, memory)
+    server.start_from(BASE)
+    while rest := rest_of(server, all_pushes):
+        child = os.fork()
+        if not child:
+            for push in rest:
+                server.apply(push)
+            os._exit(0)
+        time.sleep(chance.uniform(0, 6e-3))
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        server = make(AdoptedTables, some, memory)
+        assert server.recover(find)
+        continued += server.continued
+    same(server, live, "after all deaths")
+    assert killed > 20
+    assert continued > 10
