@@ -41,7 +41,7 @@ from mpips.ps.assemble import ServerHalf
 from mpips.ps.journal import process_of, process_space
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
-from mpips.ps.table_server import TableServer
+from mpips.ps.table_server import TableServer, changes_of
 from mpips.transport.channel import Receiver
 
 GONE_S = 10.0  # in which a process that is killed is gone
@@ -119,7 +119,8 @@ def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
     saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
     if not isinstance(server, TableServer):
         return Saver(*saved)
-    changes = server.changes() if job.config.checkpoint_rows == "changed" else None
+    chained = job.config.checkpoint_rows == "changed"
+    changes = changes_of(server.tables, server.params.dtype) if chained else None
     return TableSaver(server.changed_rows, *saved, changes=changes)
 
 

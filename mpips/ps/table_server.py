@@ -91,6 +91,17 @@ class ServedTable:
         self.shard.put(places[mine], lines)
 
 
+def changes_of(tables: Sequence[ServedTable], dtype: np.dtype) -> Changes:
+    """Have changed rows marked from now on; returns what a saver asks for those."""
+    for each in tables:
+        each.shard.begin_marking()
+
+    def take() -> dict[str, TableRows]:
+        return {each.table.name: each.changed_rows(dtype, since=True) for each in tables}
+
+    return Changes(take, lambda: [(each.shard.marked, each.shard.touched) for each in tables])
+
+
 class TableServer(Server):
     """A server's half of a store with tables; see `mpips.ps.shard.Server`. Collective: no.
 
@@ -149,21 +160,9 @@ class TableServer(Server):
             for piece in saved.read_table(served.table.name) if saved is not None else ():
                 served.fill(piece)
 
-    def changed_rows(self, since: bool = False) -> dict[str, TableRows]:
-        """Return copies of the rows of each table that have been changed.
-
-        Args:
-            since: Leave out those that have not been changed since they were copied last.
-        """
-        dtype = self.params.dtype
-        return {each.table.name: each.changed_rows(dtype, since) for each in self.tables}
-
-    def changes(self) -> Changes:
-        """Have changed rows marked from now on; returns what a saver asks for those."""
-        for each in self.tables:
-            each.shard.begin_marking()
-        counts = lambda: [(each.shard.marked, each.shard.touched) for each in self.tables]  # noqa: E731
-        return Changes(lambda: self.changed_rows(since=True), counts)
+    def changed_rows(self) -> dict[str, TableRows]:
+        """Return copies of the rows of each table that have been changed."""
+        return {each.table.name: each.changed_rows(self.params.dtype) for each in self.tables}
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""

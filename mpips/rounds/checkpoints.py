@@ -14,6 +14,7 @@ from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.optim import Range
 from mpips.planning.job import Job
+from mpips.ps.table_server import changes_of
 from mpips.rounds import state
 from mpips.rounds.base import Round
 
@@ -161,6 +162,10 @@ class RoundCheckpoints:
         elif kind == "shard":
             assert self._committer is not None
             self._committer.collect(payload)  # type: ignore[arg-type]
+        elif kind == "saved":
+            for saver in self._savers:
+                if isinstance(saver, TableSaver):
+                    saver.committed(payload)  # type: ignore[arg-type]
         elif kind == "own":
             assert self._committer is not None
             self._committer.collect_own(payload)  # type: ignore[arg-type]
@@ -185,7 +190,12 @@ def _savers(job: Job, rounds: Round) -> list[Snapshots]:
         slots = dict(zip(job.slots, rounds.slots, strict=True))
         saved = job.cluster, job.shard, rounds.params, slots, stall
         rows = rounds.tables.owned if rounds.tables is not None else None
-        found.append(TableSaver(rows.changed_rows, *saved) if rows is not None else Saver(*saved))
+        if rows is None:
+            found.append(Saver(*saved))
+        else:
+            chained = job.config.checkpoint_rows == "changed"
+            changes = changes_of(rows.tables, job.dtype) if chained else None
+            found.append(TableSaver(rows.changed_rows, *saved, changes=changes))
     if (own := state.saver_of(job, rounds.own_state(), stall)) is not None:
         found.append(own)
     return found

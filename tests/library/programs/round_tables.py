@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import WORLD, ZEROS, done, main, rows_of, run
+from tables import CHAIN, WORLD, ZEROS, done, main, rows_of, run
 
 import mpips
-from mpips.checkpoint import newest_whole, verify
+from mpips.checkpoint import list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.ps.saved_rows import find_rows
 
 N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
@@ -86,11 +86,11 @@ def exact(folder: Path) -> None:
         (2, 15, {"window": "private"}),
         (4, 12, {"servers": 2, "node_size": 2}),
         (4, 5, {"node_size": 1, "servers": 0}),
-        (5, 6, {"servers": 1, "checkpoint_every": "2steps"}),
+        (5, 6, {"servers": 1, "checkpoint_every": "2steps", **CHAIN}),
         (4, -1, {"node_size": 2, "servers": 0}),
         (4, 3, {}),
         (2, 3, {"node_size": 1}),
-        (3, -1, {"servers": 2}),
+        (3, -1, {"servers": 2, "checkpoint_every": "2steps", **CHAIN}),
     )
     for number, (ranks, stop, options) in enumerate(parts):
         epochs = EPOCHS + (number > 5)
@@ -101,6 +101,8 @@ def exact(folder: Path) -> None:
             assert done(result).reason == ("epochs" if stop < 0 else "stopped")
             counts = check_counts(out, whole=number < 7)
             assert number != 5 or counts.tolist() == [EPOCHS] * N
+            bases = [open_checkpoint(path).contents.base for path in list_checkpoints(out)]
+            assert any(bases) or "checkpoint_rows" not in options
     if WORLD.rank == 0:
         np.testing.assert_array_equal(done(result).rows("one", np.arange(N))[:, 0], counts)
         assert summary["tables"]["one"]["pushed"] > 0
