@@ -25,6 +25,9 @@ MODES = {
     "async-fp16": "--mode async --codec fp16 --node-size 1",
     "ssp-topk": "--mode ssp --staleness-bound 2 --codec topk --topk-ratio 0.1 --node-size 1",
     "sync-topk": "--mode sync --codec topk --topk-ratio 0.1 --node-size 2",
+    "async-tables": "--mode async --servers 2",
+    "ssp-tables": "--mode ssp --staleness-bound 2 --servers 2 --checkpoint-rows changed",
+    "sync-tables": "--mode sync --checkpoint-rows changed",
 }
 INVARIANT = ("easgd", "backup")  # the other modes are counted exactly
 DIGITS, HELD_OUT, BATCH = 1797, 359, 8
@@ -62,15 +65,16 @@ def job(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[
         UserError: If so many ranks cannot run it.
     """
     words = [*COMMON.split(), *shlex.split(MODES[mode])]
-    config = load([*words, "--problem", _problem("HeldCounting")])
+    kind = "HeldTable" if mode.endswith("-tables") else "Held"
+    config = load([*words, "--problem", _problem(f"{kind}Counting")])
     roles = assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers)
     workers = len(with_spares(roles, config.spares).workers)
-    problem, rate, n_train = "HeldCounting", 1, DIGITS - HELD_OUT
+    problem, rate, n_train = f"{kind}Counting", 1, DIGITS - HELD_OUT
     if config.in_rounds:  # of which each is to be whole: a mean over fewer samples counts for more
         n_train -= n_train % (BATCH * workers * config.round_steps)
         rate = workers
         if config.mode == "sync":
-            problem, rate = "HeldMeanCounting", BATCH * workers
+            problem, rate = f"{kind}MeanCounting", BATCH * workers
     seconds = sum(FAULT_S + timeout_s * (fault.action == "stop") for fault in plan)
     epochs = math.ceil(seconds / counting.HELD_S * workers * BATCH / n_train)
     words += ["--problem", _problem(problem), "--lr", f"{rate}", "--epochs", f"{epochs}"]
