@@ -121,10 +121,10 @@ def _start(line: "CommandLine") -> int:
     except Agreed as error:
         return refuse(error, launched() or "")
     except UserError as error:  # on this rank alone
-        signs.tell_end(error.code)
+        signs.tell_end(failures.code_of(error))
         ending.abort(str(error), error.code)
     except BaseException as error:
-        signs.tell_end(1)
+        signs.tell_end(failures.code_of(error))
         ending.abort(ending.raised(error), 1)
 
 

@@ -28,6 +28,7 @@ from mpips.errors import UserError, complain
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
 HEARD_S = 0.5
 SPOKEN_S = 5.0
+DIED = 128 + signal.SIGKILL  # exit code of a rank that ends as another one has died
 
 T = TypeVar("T")
 _watched: list[Comm] = []  # of the jobs of this process
@@ -180,9 +181,19 @@ def is_death(error: BaseException) -> bool:
     """Whether MPI has raised an error because a rank has died, or because one ends the job."""
     if not switched_on() or not isinstance(error, MPI.Exception):
         return False
-    # Open MPI now and then says ERR_OTHER in place of the first.
-    known = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_OTHER
+    # Open MPI may say ERR_OTHER in place of the first; ERR_IN_STATUS is of several requests.
+    known = (
+        MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_OTHER,
+        MPI.ERR_IN_STATUS,
+    )  # fmt: skip
     return error.Get_error_class() in known
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a rank that an error ends: `DIED` if that is another one's death."""
+    if is_death(error) or isinstance(error, Lost):
+        return DIED
+    return error.code if isinstance(error, UserError) else 1
 
 
 def lost_by(error: BaseException) -> Lost:

@@ -325,7 +325,7 @@ class Supervisor:
     def _came_to(self, code: int, trouble: str, seconds: float, signs: Signs) -> Attempt:
         """Return what an attempt has come to."""
         if not trouble and signs.codes:
-            codes = [c for c in signs.codes.values() if c]
+            codes = sorted(c for c in signs.codes.values() if c)  # of a death others say no more
             code = codes[0] if codes else code
         if not signs.runs:
             step = self._run.saved_step if self._run else -1

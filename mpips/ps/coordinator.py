@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mpips.cluster import words
+from mpips.cluster.failures import Lost
 from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut
-from mpips.errors import UserError
 from mpips.planning.job import Job
 from mpips.ps.adoption import Adoption, open_on
 from mpips.ps.feed import Granter
@@ -163,14 +163,14 @@ class Chief:
         """Go on without a worker that has died, all of whose pushes are applied in the end.
 
         Raises:
-            UserError: If it was the last one.
+            Lost: If it was the last one.
         """
         workers = self._cluster.roles.workers
         worker = workers.index(rank)
         self.lost[rank] = pushes
         if len(self.lost) == len(workers) and not self._ended:
             got, remedy = "every worker has died", "the run goes on by --resume"
-            raise UserError(got, "one that goes on", remedy)
+            raise Lost(got, "one that goes on", remedy)
         numbers = self._granter.take_back(worker, pushes)
         self.note()
         for server in self._cluster.roles.servers:
