@@ -3,20 +3,34 @@
 The last ranks of the world evaluate. Each side has a communicator of its own, so that training
 goes on as if its ranks were the whole world, with the same numbers; here are the messages between
 the two, and the errors that both raise.
+
+Training goes on without evaluators that the chief gives up: they get no further, or have died where
+MPI lets the others go on. At the end the chief tells who is missing (`Link.part`). Then nothing
+collective works that takes both sides, neither does MPI_Finalize: the processes end without it.
 """
 
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mpips.cluster import ending
 from mpips.cluster.agreement import Agreed, everywhere, together
 from mpips.cluster.collectives import begin_barrier, gather_all
 from mpips.cluster.failures import Failures
 from mpips.cluster.messages import Mailbox
+from mpips.cluster.progress import Overdue
 from mpips.cluster.start import Comm
+from mpips.errors import complain
 from mpips.layout.roles import training
 
 POLL_S = 1e-3
+HEARD_S, LEAVING_S = 0.5, 5.0
 
 T = TypeVar("T")
 
@@ -33,6 +47,9 @@ class Link:
         side: Those of this rank's side.
         evaluators: The ranks that evaluate, increasing.
         evaluates: Whether this is one of them.
+        chief: The rank that the evaluators work for, once the ranks have their roles.
+        given_up: Evaluators that the job goes on without.
+        overdue: By which the chief judges evaluators that it waits for.
 
     Raises:
         Agreed: If no rank would be left to train, on every rank.
@@ -44,9 +61,35 @@ class Link:
         self.evaluates = comm.rank >= first
         self.side: Comm = comm.Split(int(self.evaluates), key=comm.rank)  # type: ignore[assignment]
         self._control = comm.Dup()
-        self._failures = Failures([self._control])  # spares nobody: the death of any ends the job
+        self._failures = Failures([self._control])
+        self._failures.spare(self.spared)
         self._mailbox = Mailbox(self._control, self._failures)
         self._polled_s = 0.0
+        self.overdue = Overdue((), 0.0)
+        self.chief = 0
+        self.given_up: set[int] = set()
+
+    @property
+    def spared(self) -> tuple[int, ...]:
+        """Ranks whose death does not end the job: evaluators, where MPI lets it go on."""
+        return self.evaluators if self._failures.on else ()
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The evaluators that are not given up."""
+        return tuple(rank for rank in self.evaluators if rank not in self.given_up)
+
+    def give_up(self, rank: int) -> None:
+        """Go on without an evaluator. On the chief.
+
+        It is killed where MPI lets the others go on, and it is of this host: its launcher would
+        wait for it. Otherwise it is left as it is until the job ends: its death would end the job.
+        """
+        self.given_up.add(rank)
+        one = self.overdue.record(rank)
+        if self._failures.on and one is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
 
     def agreed(self, make: Callable[[], T]) -> T:
         """Call `make` on every rank; an error that one side has agreed on is raised on both.
@@ -68,13 +111,16 @@ class Link:
 
     def send(self, dest: int, kind: str, payload: Any = None) -> None:
         """Send a message to a rank, of all ranks. Blocks: no."""
-        self._mailbox.send(dest, kind, payload)
+        if dest not in self.given_up:
+            self._mailbox.send(dest, kind, payload)
 
     def poll(self) -> list[tuple[int, str, Any]]:
         """Return the messages that have come, as (source, kind, payload); looks once a ms.
 
+        From an evaluator that has died, and that the job can do without, comes ``lost``.
+
         Raises:
-            Lost: If a rank of the other side has died.
+            Lost: If another rank has died.
 
         Blocks: no.
         """
@@ -82,13 +128,105 @@ class Link:
         if now - self._polled_s < POLL_S:
             return []
         self._polled_s = now
-        return self._mailbox.poll()
+        return self._mailbox.poll() + self._failures.news()
+
+    def share(self, value: T) -> T:
+        """Return the chief's value on evaluators, and on the others their own.
+
+        Collective: yes. Blocks: on evaluators.
+        """
+        if not self.evaluates:
+            for rank in self.living if self.everyone.rank == self.chief else ():
+                self._mailbox.bring(rank, value)
+            return value
+        while not (found := self._mailbox.brought_by(self.chief)):
+            time.sleep(POLL_S)
+        shared: T = found[0]
+        return shared
+
+    def part(self, code: int) -> None:
+        """Meet at the end of the job, but for evaluators that are given up: all ranks know them.
+
+        If there are any, this process ends without MPI_Finalize.
+
+        Args:
+            code: The job's exit code.
+
+        Collective: yes, behind `share`. Blocks: until all have come.
+        """
+        if self._failures.on:
+            self._failures.spare(range(self.everyone.size))  # who knows the others' end may go
+        self.overdue.expect()
+        if self.everyone.rank == self.chief:
+            self._hear("here")
+            for rank in range(self.everyone.size):
+                self.send(rank, "missing", sorted(self.given_up))
+            if self.given_up and self._failures.on:
+                self._hear("known", LEAVING_S)
+        else:
+            self.send(self.chief, "here")
+            self.given_up.update(self._missing())
+            self.send(self.chief, "known")
+        if self.given_up and self._failures.on:
+            self._failures.leave_out(self.given_up)
+        elif self.given_up:
+            atexit.register(self._end_all, code)
+
+    def _hear(self, what: str, limit_s: float = math.inf) -> None:
+        """Wait until all have sent a message that are neither dead nor given up. On the chief."""
+        end = time.perf_counter() + limit_s
+        awaited = set(range(self.everyone.size)) - {self.chief}
+        while time.perf_counter() < end:
+            awaited -= {source for source, kind, _ in self.poll() if kind == what}
+            late = self.overdue.look([rank for rank in self.living if rank in awaited])
+            for rank, why in late.items():
+                complain(f"warning: rank {rank} {why}: the job ends without it")
+                self.give_up(rank)
+            self.given_up.update(self._failures.lost.intersection(self.evaluators))
+            awaited -= self.given_up | self._failures.lost
+            if not awaited:
+                return
+            time.sleep(POLL_S)
+
+    def _missing(self) -> list[int]:
+        """Wait until the chief has told which evaluators are given up; returns them.
+
+        Raises:
+            Lost: If it has died.
+        """
+        end = math.inf
+        while time.perf_counter() < end:
+            for _, kind, payload in self.poll():
+                if kind == "missing":
+                    found: list[int] = payload
+                    return found
+            if self.chief in self._failures.lost:
+                end = min(end, time.perf_counter() + HEARD_S)  # its last messages may come
+            time.sleep(POLL_S)
+        raise self._failures.needed()
+
+    def _end_all(self, code: int) -> None:
+        """End the job with `code` when all have come here that can; others wait in MPI."""
+        sys.stdout.flush()
+        if self.everyone.rank != self.chief:
+            self.send(self.chief, "left")
+            return
+        self.overdue.close()
+        self.overdue = Overdue((), 0.0)  # a program may do what it likes
+        self._hear("left")
+        time.sleep(HEARD_S)
+        ending.end_all(code)
 
     def free(self) -> None:
         """Free the communicators, and drop messages that nobody waits for any more.
 
+        Nothing is freed where evaluators are missing.
+
         Collective: yes. Blocks: until all have come.
         """
+        if self.given_up:
+            return
+        self.overdue.close()
         while not self._mailbox.empty():
             self._mailbox.poll()
             time.sleep(POLL_S)

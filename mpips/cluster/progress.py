@@ -5,12 +5,14 @@ Loads no MPI.
 
 import contextlib
 import os
+import platform
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import process, words
 from mpips.cluster.process import STOPPED, TRACED
-from mpips.cluster.words import Record
+from mpips.cluster.words import Address, Board, Record
 
 NAMED = 4  # ranks, of those that one waits for
 HEADER = ("rank", "role", "host", "pid", "phase", "in", "since", "clock", "queue", "beat")
@@ -146,6 +148,75 @@ class Judge:
                 and after[r.pid] - before.get(r.pid, 0) >= enough)
             for r in ranks
         )  # fmt: skip
+
+
+class Overdue:
+    """Tells which ranks that another one waits for get no further, each by itself.
+
+    One does so if for `limit_s` nothing has changed in its words: it is stopped, or it is not at
+    work (see `Judge`); one at work has `PATIENCE` times as long, and so has one of another host,
+    of which nothing is seen. Time in which nobody looked does not count.
+
+    Args:
+        where: The words of each rank.
+        limit_s: How long nothing may change; 0 for ever.
+        stopped: Whether those that are stopped are judged here, and by nobody else.
+    """
+
+    def __init__(self, where: Sequence[Address], limit_s: float, stopped: bool = True) -> None:
+        self._limit_s, self._stopped = limit_s, stopped
+        self._boards: dict[int, tuple[Board, int]] = {}
+        for rank, (host, pid, file) in enumerate(where if limit_s else ()):
+            if host == platform.node() and file >= 0:
+                with contextlib.suppress(OSError):
+                    self._boards[rank] = Board.open(pid, file), pid
+        self._known: dict[int, tuple[object, float, int]] = {}
+        self._looked = 0.0
+
+    def expect(self) -> None:
+        """Begin to wait for something: the time begins anew."""
+        self._known.clear()
+
+    def look(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return why any of `ranks`, for which this one waits, is given up. Looks now and then."""
+        now = time.perf_counter()
+        every_s = min(1.0, self._limit_s / 10)
+        if not self._limit_s or now - self._looked < every_s:
+            return {}
+        if now - self._looked > 10 * every_s + 5:
+            self._known.clear()
+        self._looked = now
+        return {rank: why for rank in ranks if (why := self._why(rank, now))}
+
+    def record(self, rank: int) -> Record | None:
+        """Return the words of a rank of this host; None of others."""
+        board, pid = self._boards.get(rank, (None, 0))
+        found = [] if board is None else [one for one in board.read() if one.pid == pid]
+        return found[0] if found else None
+
+    def _why(self, rank: int, now: float) -> str:
+        one = self.record(rank)
+        what = "" if one is None else trouble(one)
+        state = one and (what, one.phase, one.since, one.clock)
+        begun = self._known.get(rank)
+        if begun is None or begun[0] != state or what == TRACED:
+            self._known[rank] = state, now, 0 if one is None else _used(one)
+            return ""
+        quiet_s = now - begun[1]
+        if quiet_s < self._limit_s or (what and not self._stopped):
+            return ""
+        works = one is None or (
+            _used(one) - begun[2] >= AT_WORK * quiet_s * TICKS_S or _in_files(one.pid)
+        )
+        if not what and works and quiet_s < PATIENCE * self._limit_s:
+            return ""
+        silent = "has not answered" if one is None else "has done nothing"
+        return f"{what or silent} for {quiet_s:.0f} s"
+
+    def close(self) -> None:
+        """Close what was opened."""
+        while self._boards:
+            self._boards.popitem()[1][0].close()
 
 
 def _used(record: Record) -> int:

@@ -50,7 +50,7 @@ def watched(
     Args:
         cluster: The job's ranks, or those of this side, with their roles.
         timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
-            do not count.
+            are judged by the chief (`mpips.cluster.link`).
         link: What joins the sides, where some ranks evaluate.
 
     Yields:
@@ -60,6 +60,8 @@ def watched(
     """
     board, index = _board(cluster)
     everyone = cluster.comm if link is None else link.everyone
+    if link is not None:
+        link.chief = broadcast(everyone, cluster.roles.chief)  # of those that train
     thread = None
     if board is not None:
         words.write_to(board.record(index), board.job)

@@ -5,6 +5,10 @@ each goes on as soon as it has copied its shard. Evaluators read the files when 
 that nobody waits for them, and what they find is exactly of one step, in every mode. One evaluation
 is under way at a time; while it is, none is due.
 
+Evaluators that die or get no further are given up (`mpips.cluster.link`): the others make the
+evaluation under way once more, with larger shares. Where none is left the run goes on without a
+curve; it ends if they were to say when it is over.
+
 The best figure and the evaluations since are in each checkpoint, and so is the step of the
 evaluation under way: a run that is resumed has that one made again.
 """
@@ -15,11 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, step_folder
 from mpips.checkpoint.place import BEST, CHECKPOINTS
 from mpips.cluster import words
+from mpips.cluster.failures import Lost
 from mpips.cluster.link import Link
 from mpips.config import Config
 from mpips.planning.job import Job
@@ -30,8 +35,25 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-9  # of epochs
 PAUSE_S = 0.005
+TELL_S = 1.0
 # What evaluators send: the sums over their shares of the samples, or why there are none.
 Found = Mapping[str, float] | str
+
+
+class Asked(NamedTuple):
+    """What the chief asks an evaluator for.
+
+    Attributes:
+        number: Of the request, which the answer has too.
+        folder: Of the checkpoint.
+        part: Of the held-out samples, its share.
+        parts: How many there are.
+    """
+
+    number: int
+    folder: str
+    part: int
+    parts: int
 
 
 @dataclass
@@ -90,6 +112,8 @@ class Evaluations:
         self._next = next_evaluation(done, job.config.eval_every)
         self._pending: tuple[int, float] | None = None  # step and epoch, of a cut at least
         self._answers: dict[int, Found] | None = None  # by rank, once evaluators are asked
+        self._asked = 0  # requests
+        self._folder = ""
         self._last_step: int | None = None
         self._reason = self.standing.stale(job.config)
         for rank in link.evaluators:
@@ -105,7 +129,8 @@ class Evaluations:
 
     def due(self, epochs: float) -> bool:
         """Whether a checkpoint is to be saved for an evaluation."""
-        return self._pending is None and epochs >= self._next - ROUNDING
+        due = self._pending is None and epochs >= self._next - ROUNDING
+        return due and bool(self.link.living)
 
     def at_cut(self, step: int, epochs: float) -> dict[str, Any]:
         """Return what a checkpoint says of evaluations, and have it evaluated if it is time.
@@ -115,7 +140,7 @@ class Evaluations:
             epochs: Epochs that it holds.
         """
         unsaved = self._pending is not None and self._answers is None
-        if unsaved or self.due(epochs):
+        if (unsaved and self.link.living) or self.due(epochs):
             self._pending = step, round(epochs, 4)
             self._next = next_evaluation(epochs + ROUNDING, self._job.config.eval_every)
         return {"evaluations": {"standing": asdict(self.standing), "pending": self._pending}}
@@ -128,9 +153,19 @@ class Evaluations:
             return
         if out is None:  # it was removed meanwhile
             return
-        self._answers = {}
-        for rank in self.link.evaluators:
-            self.link.send(rank, "evaluate", str(step_folder(out / CHECKPOINTS, step)))
+        assert step is not None, "it is that of the evaluation"
+        self._folder = str(step_folder(out / CHECKPOINTS, step))
+        self._ask()
+
+    def _ask(self) -> None:
+        """Have the evaluators that are left make the evaluation that is under way, if any is."""
+        living = self.link.living
+        self._answers = {} if living else None
+        self._asked += 1
+        self.link.overdue.expect()
+        for part, rank in enumerate(living):
+            asked = Asked(self._asked, self._folder, part, len(living))
+            self.link.send(rank, "evaluate", tuple(asked))
 
     @property
     def spared(self) -> Sequence[int]:
@@ -147,17 +182,48 @@ class Evaluations:
 
         Raises:
             UserError: If not all evaluators give the same metrics.
+            Lost: If none is left that could say when the run is over.
         """
         for source, kind, payload in self.link.poll():
+            if source in self.link.given_up:
+                continue
             if kind == "stop":
                 self._reason = payload
+            elif kind == "lost":
+                self._lose(source, "has died")
             else:
                 assert kind == "evaluated", f"unknown message {kind!r} from an evaluator"
-                assert self._answers is not None, "it was asked"
-                self._answers[source] = payload
-        if self._answers is not None and len(self._answers) == len(self.link.evaluators):
+                number, found = payload
+                if number == self._asked and self._answers is not None:
+                    self._answers[source] = found
+        if self._answers is not None:
+            known = self._answers
+            late = self.link.overdue.look([r for r in self.link.living if r not in known])
+            for rank, why in late.items():
+                self._lose(rank, why)
+        if self._answers is not None and len(self._answers) == len(self.link.living):
             self._conclude(self._answers)
         return self._reason
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Go on without an evaluator.
+
+        Raises:
+            Lost: If it was the last one, and is to say when the run is over.
+        """
+        c, number = self._job.config, self.link.evaluators.index(rank)
+        self.link.give_up(rank)
+        who = f"evaluator {number} (rank {rank}) {why}"
+        if not self.link.living and (c.patience or c.target_accuracy):
+            asks = "patience" if c.patience else "target_accuracy"
+            raise Lost(f"{who}, and {asks} is given", "an evaluator", "--resume goes on")
+        left = "the others evaluate its share" if self.link.living else "nobody evaluates from now"
+        self._log.warn(f"{who}; {left}")
+        self._log.event("lost", None, rank=rank, evaluator=number)
+        if self._answers is not None:
+            self._ask()
+        if not self.link.living:
+            self._pending = None
 
     def _conclude(self, answers: dict[int, Found]) -> None:
         assert self._pending is not None, "it was asked for"
@@ -196,10 +262,13 @@ class Evaluations:
     def finish(self, done: bool) -> None:
         """Wait for the evaluation under way, unless the run was stopped to go on later.
 
-        Blocks: as long as that takes.
+        Blocks: as long as that takes, or until who does not get on with it is given up.
         """
-        words.enter(words.EVALUATING, time.perf_counter())
+        told = -math.inf
         while done and self._answers is not None:
+            if time.perf_counter() - told > TELL_S:  # that the evaluators are judged
+                told = time.perf_counter()
+                words.enter(words.EVALUATING, told)
             self.poll()
             self._job.cluster.progress()
             time.sleep(PAUSE_S)

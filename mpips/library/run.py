@@ -187,6 +187,7 @@ def run_program(
             own = isinstance(error, UserError) and not start.works  # of a server: not its program's
             ending.abort(str(error) if own else ending.raised(error), 1)
         result = _result(start, ended, late)
+        start.part(ended.code)
         start.free()
     return result
 

@@ -9,13 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpips.cluster.agreement import everywhere, on_root
-from mpips.cluster.collectives import (
-    broadcast,
-    broadcast_polled,
-    cluster_subset,
-    free,
-    gather_all,
-)
+from mpips.cluster.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.link import Link, agreed
 from mpips.cluster.start import Comm, Request, whole_world
@@ -187,13 +181,15 @@ class Start:
             self.out = run.out
             ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
         if self._link is not None:
-            ended.code, ended.summary = self.share((ended.code, ended.summary))
+            ended.summary = self.share(ended.summary)
             assert ended.params is not None, "they are kept"
-            broadcast_polled(comm, ended.params, 0, self.wait)
+            for begin in range(0, ended.params.size, PIECE):
+                piece = ended.params[begin : begin + PIECE]
+                piece[:] = self.share(piece)
         return ended
 
     def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
-        tell_ranks(self.ranks, run.out, self._where)
+        tell_ranks(self.ranks, run, self._where, self._link)
         given = self.given
         more = given.started, self._opener(make), given.problem
         self.job = agreed(self._link, lambda: make_job(run, self.ranks, *more))
@@ -201,7 +197,7 @@ class Start:
             _check_held_out(self.comm, self.job.info.n_test)
         self.job.sets_rate = given.sets_rate
         ended = yield from train(self.job, run, True, given.callbacks.event, self._link)
-        if self._link is not None and self.ranks.is_chief:
+        if self._link is not None:
             end_evaluations(self._link, ended.code)
         return ended
 
@@ -254,7 +250,7 @@ class Start:
 
     def share(self, value: T) -> T:
         """Return what the ranks that train have on evaluators too. Collective: over all ranks."""
-        return value if self._link is None else broadcast(self.comm, value)
+        return value if self._link is None else self._link.share(value)
 
     def wait(self, request: Request) -> None:
         """Wait for an operation of the workers."""
@@ -264,9 +260,16 @@ class Start:
         """Show no more where this rank is."""
         self._shown.close()
 
+    def part(self, code: int) -> None:
+        """Meet evaluators at the end, with the job's exit code. Collective: over all ranks."""
+        if self._link is not None:
+            self._link.part(code)
+
     def free(self) -> None:
-        """Free the communicators. Collective: yes."""
+        """Free the communicators, unless evaluators are missing. Collective: yes."""
         self.hide()
+        if self._link is not None and self._link.given_up:
+            return
         if not self.ranks.failures.lost:  # it would wait for the dead
             free(self.workers)
         self.ranks.free()

@@ -11,7 +11,7 @@ When a server dies, the chief takes its shard over, and its rows: see `mpips.ps.
 chief dies, its heir becomes the chief: see `mpips.ps.succession`.
 
 The death of the last server, of a rank on another node, or of a worker that keeps state of its own,
-ends the job, and so does any where ranks evaluate: it goes on from a checkpoint.
+ends the job: it goes on from a checkpoint. Where ranks evaluate, these alone are spared.
 """
 
 import dataclasses
@@ -81,4 +81,6 @@ def announcement(job: Job) -> str | None:
         )
     if spared(job):
         return "if a worker dies, the others go on without it; if the server dies, this job ends"
+    if job.config.evaluators:
+        return "if an evaluator dies, the others go on without it; if another dies, this job ends"
     return "if a rank dies, this job ends: others go on in modes async and ssp, on one node"

@@ -268,7 +268,8 @@ class Lines:
             self._record.unfinished = self._record.unfinished and kind != "end"
             self._keep(Event(kind, now, updates, f"{kind}: {row.get('reason', '?')}"))
         elif kind == "lost":
-            what = "server" if row.get("server") is not None else "worker"
+            others = (name for name in ("server", "evaluator") if row.get(name) is not None)
+            what = next(others, "worker")
             text = f"{what} {row.get(what, '?')} (rank {row.get('rank', '?')}) died; "
             self._keep(Event("death", now, updates, text + "the others went on"))
         elif kind == "warning":

@@ -15,6 +15,7 @@ from mpips.cluster.link import Link
 from mpips.cluster.start import Comm
 from mpips.cluster.world import Cluster
 from mpips.config import Config
+from mpips.cut.evaluations import Asked
 from mpips.datasets import Batch, Source
 from mpips.datasets.base import iterate
 from mpips.errors import UserError
@@ -48,7 +49,9 @@ def evaluate_for(found: Run, link: Link) -> int:
         evaluator = link.agreed(lambda: _prepared(found, ranks, link))
         with traced(found.config, ranks, found.out, link):
             code = evaluator.serve()
-    ranks.free()
+        link.part(code)
+    if not link.given_up:
+        ranks.free()
     return code
 
 
@@ -99,8 +102,8 @@ def checked_samples(held_out: Source | None, config: Config, remedy: str) -> Sou
 
 
 def end_evaluations(link: Link, code: int) -> None:
-    """Tell evaluators that the run is over, with the job's exit code. On the chief."""
-    for rank in link.evaluators:
+    """Have the chief tell evaluators that the run is over, with the job's exit code."""
+    for rank in link.evaluators if link.everyone.rank == link.chief else ():
         link.send(rank, "end", code)
 
 
@@ -110,7 +113,7 @@ class Evaluator:
     Args:
         link: To the chief.
         ranks: The evaluators.
-        held_out: The held-out samples, of which it evaluates its share.
+        held_out: The held-out samples, of which it evaluates a share.
         problem: The model.
         dtype: Of its parameters.
 
@@ -123,11 +126,10 @@ class Evaluator:
     ) -> None:
         self._link, self._held_out, self._problem = link, held_out, problem
         self.samples = held_out.n
-        self._share = share(self.samples, ranks.rank, ranks.world)
         self._params = np.empty(problem.layout.size, dtype)
         self._told_signal = False
         self._chief: int | None = None
-        self._asked: list[str] = []
+        self._asked: list[Asked] = []
         self._code: int | None = None
 
     def serve(self) -> int:
@@ -142,12 +144,14 @@ class Evaluator:
             if not self._asked:
                 time.sleep(IDLE_S)
                 continue
+            asked = self._asked.pop()
+            self._asked.clear()  # others were asked for before an evaluator was lost
             try:
-                found = self._evaluate(self._asked.pop())
+                found = self._evaluate(asked)
             except _Over:
                 break
             assert self._chief is not None, "it has asked"
-            self._link.send(self._chief, "evaluated", found)
+            self._link.send(self._chief, "evaluated", (asked.number, found))
             made += 1
             words.tell(words.CLOCK, made)
             words.enter(words.EVALUATION, time.perf_counter())
@@ -165,27 +169,30 @@ class Evaluator:
             self._link.send(self._chief, "stop", name)
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
+        if kind == "lost":
+            return  # another evaluator, of whom the chief knows
         self._chief = source
         if kind == "evaluate":
-            self._asked.append(payload)
+            self._asked.append(Asked(*payload))
         elif kind == "end":
             self._code = payload
         else:
             assert kind == "begin", f"unknown message {kind!r} to an evaluator"
 
-    def _evaluate(self, folder: str) -> dict[str, float] | str:
+    def _evaluate(self, asked: Asked) -> dict[str, float] | str:
         """Return the sums over this share of the samples, or why there are none."""
         words.enter(words.LOADING, time.perf_counter())
         try:
-            open_checkpoint(folder).read_params(out=self._params)
+            open_checkpoint(asked.folder).read_params(out=self._params)
         except UserError as problem:
             return str(problem)
         words.enter(words.EVALUATING, time.perf_counter())
         params = self._problem.layout.views(self._params, writable=False)
-        return metric_sums(self._batches(), functools.partial(self._problem.evaluate, params))
+        batches = self._batches(*share(self.samples, asked.part, asked.parts))
+        return metric_sums(batches, functools.partial(self._problem.evaluate, params))
 
-    def _batches(self) -> Iterator[Batch]:
-        for batch in iterate(self._held_out, *self._share, CHUNK, self._params.dtype):
+    def _batches(self, begin: int, end: int) -> Iterator[Batch]:
+        for batch in iterate(self._held_out, begin, end, CHUNK, self._params.dtype):
             self._attend()
             if self._code is not None:
                 raise _Over

@@ -81,13 +81,15 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
     link = comm if isinstance(comm, Link) else None
     ranks = agreed(link, lambda: assign_roles(comm, found.config))
     with shown(ranks, found.config, link) as where:
-        tell_ranks(ranks, found.out, where)
+        tell_ranks(ranks, found, where, link)
         job = agreed(link, lambda: make_job(found, ranks, started))
         agreed(link, lambda: None)  # evaluators have read where the data is
         code = follow(job.problem, train(job, found, link=link)).code
-    if link is not None and ranks.is_chief:
+    if link is not None:
         end_evaluations(link, code)
-    ranks.free()
+        link.part(code)
+    if link is None or not link.given_up:
+        ranks.free()
     return code
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeAlias
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
@@ -12,6 +11,7 @@ from mpips.cluster import words
 from mpips.cluster.agreement import Agreed, everywhere, on_root
 from mpips.cluster.collectives import broadcast
 from mpips.cluster.link import Link
+from mpips.cluster.progress import Overdue
 from mpips.cluster.stall import watched
 from mpips.cluster.start import Comm
 from mpips.cluster.world import Cluster
@@ -77,10 +77,17 @@ def shown(
     return watched(ranks, 0.0 if signs.is_watched() else config.timeout, link)
 
 
-def tell_ranks(ranks: Cluster, out: Path, where: list[words.Address]) -> None:
-    """Note in the run's folder how to find what `shown` shows."""
+def tell_ranks(
+    ranks: Cluster, found: Run, where: list[words.Address], link: Link | None = None
+) -> None:
+    """Note in the run's folder how to find what `shown` shows; the chief judges evaluators by it.
+
+    A supervisor judges those that are stopped.
+    """
     if ranks.rank == 0:
-        place.note_ranks(out, where)
+        place.note_ranks(found.out, where)
+    if link is not None and ranks.is_chief:
+        link.overdue = Overdue(where, found.config.timeout, stopped=not signs.is_watched())
 
 
 def assign_roles(comm: Comm | Link, config: Config) -> Cluster:

@@ -69,11 +69,15 @@ def summarise(
         "peak_memory_mb": [
             None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
         ],
-        "lost": sorted({*outcome.lost, *outcome.adopted}),
+        "lost": sorted({*outcome.lost, *outcome.adopted, *_evaluators_lost(job)}),
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
+
+
+def _evaluators_lost(job: Job) -> set[int]:
+    return job.evaluations.link.given_up if job.evaluations is not None else set()
 
 
 def _tables(

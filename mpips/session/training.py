@@ -85,7 +85,8 @@ def _train(
     done = job.out / place.DONE
     finished = chief and done.exists()
     if chief:
-        signs.tell_run(job.out, job.config.resume, job.config.log_every, spared(job))
+        spares = (*spared(job), *(link.spared if link is not None else ()))
+        signs.tell_run(job.out, job.config.resume, job.config.log_every, spares)
         folder.save_config(job.out, job.config)
         done.unlink(missing_ok=True)
         job.place = place.Place(job.out)

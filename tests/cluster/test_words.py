@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from mpips.checkpoint.place import note_ranks
 from mpips.cluster import process, words
 from mpips.cluster.process import GONE, STOPPED
-from mpips.cluster.progress import Judge, awaited, table, trouble
+from mpips.cluster.progress import Judge, Overdue, awaited, table, trouble
 from mpips.cluster.words import Board, Record
 from mpips.ps import __main__ as command
 
@@ -159,3 +159,45 @@ def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "DONE").touch()
     assert "has ended, and is complete" in told(1)
     assert command.main([]) == 2
+
+
+def test_who_is_given_up(board: Board) -> None:
+    """Who is stopped or does nothing for so long; not who gets on, or is at work for longer."""
+    sleeps = subprocess.Popen(["sleep", "600"], pass_fds=[board.file])
+    try:
+        ints = board.record(0).cast("q")
+        ints[words.STARTED] = int(process.stat_of(sleeps.pid)[process.STARTED])
+        ints[words.PID], ints[words.PHASE] = sleeps.pid, words.EVALUATING
+        words.begin(1, words.EVALUATOR, 1, -1, time.perf_counter())
+        where = [(platform.node(), sleeps.pid, board.file), (platform.node(), os.getpid(), -1)]
+        overdue = Overdue(where, 0.3)
+        found = given_up(overdue, lambda: tell_clock(ints))
+        assert found == {}, "the first gets on; the second shows nothing, and has 12 times as long"
+        assert given_up(overdue, lambda: None) == {0: "has done nothing"}
+        assert given_up(overdue, lambda: tell_clock(ints), 5.0) == {1: "has not answered"}
+        os.kill(sleeps.pid, signal.SIGSTOP)
+        assert given_up(overdue, lambda: None)[0] == "is stopped"
+        assert 0 not in given_up(Overdue(where, 0.3, stopped=False), lambda: None)
+        assert given_up(Overdue(where, 0.0), lambda: None) == {}
+        overdue.close()
+        own = Overdue([(platform.node(), os.getpid(), board.file)], 0.3)
+        assert given_up(own, lambda: sum(range(100000))) == {}, "it is at work"
+        own.close()
+    finally:
+        sleeps.kill()
+        sleeps.wait()
+
+
+def tell_clock(ints: memoryview) -> None:
+    ints[words.CLOCK] += 1
+
+
+def given_up(overdue: Overdue, works: Callable[[], object], seconds: float = 1.0) -> dict[int, str]:
+    """Return who is given up within some seconds, and why, without for how long."""
+    overdue.expect()
+    end, found = time.monotonic() + seconds, dict[int, str]()
+    while time.monotonic() < end:
+        works()
+        found |= {rank: why.partition(" for ")[0] for rank, why in overdue.look([0, 1]).items()}
+        time.sleep(0.001)
+    return found

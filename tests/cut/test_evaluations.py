@@ -1,5 +1,6 @@
 """Evaluators: the curve is that of the checkpoints, the best is kept, patience ends a run."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -87,10 +88,11 @@ def curve(out: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["kind"] == "eval"]
 
 
-def evaluated(out: Path, step: int) -> dict[str, float]:
-    """Return the metrics of a checkpoint, evaluated here."""
+def evaluated(out: Path, step: int, problem_name: str = "") -> dict[str, float]:
+    """Return the metrics of a checkpoint, evaluated here; by another problem if one is named."""
     saved = open_checkpoint(step_folder(out / "checkpoints", step))
     config = from_toml(saved.config)
+    config = dataclasses.replace(config, problem=problem_name or config.problem)
     with open_dataset(config) as data:
         assert data.test is not None
         problem = load_problem(config.problem, data.info, config)
@@ -188,6 +190,39 @@ def test_a_problem_that_fails_there_ends_the_job(tmp_path: Path) -> None:
     ended = train(3, *words, "--hidden", "4", "--eval-every", "0.2", cwd=tmp_path)
     assert ended.code == 1
     assert "rank 2 raised AssertionError: too many" in ended.output
+
+
+HANGS = """
+import os, signal
+from mpi4py import MPI
+from mpips.problems.mlp import MLP
+class Hangs(MLP):
+    made = 0
+    def evaluate(self, params, batch):
+        self.made += 1
+        if MPI.COMM_WORLD.rank == 3 and self.made == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().evaluate(params, batch)
+"""
+
+
+@pytest.mark.launch
+def test_an_evaluator_that_hangs_is_given_up(tmp_path: Path) -> None:
+    """The other one evaluates all from then on, and the job ends without it."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["--problem", "hangs.py:Hangs", "--evaluators", "2", "--hidden", "8", "--epochs", "40"]
+    words += ["--mode", "sync", "--eval-every", "0.2", "--timeout", "3", "--keep", "1000"]
+    ended = train(5, *words, "--out", "out", cwd=tmp_path)
+    assert ended.code == 0, ended.output
+    out = tmp_path / "out"
+    assert (out / "DONE").exists()
+    assert "evaluator 0 (rank 3) is stopped for 3 s; the others evaluate its share" in ended.output
+    assert summary(out)["lost"] == [3]
+    found = curve(out)
+    assert len(found) >= 3, "two before it hung, and that one"
+    for line in found[:3]:
+        metrics = evaluated(out, line["step"], "mlp")
+        assert line["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE)
 
 
 def test_better_is_a_lower_loss() -> None:

@@ -279,6 +279,27 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 
 @pytest.mark.launch
 @survived
+def test_evaluators_that_die_are_left_out(tmp_path: Path) -> None:
+    """One that is killed, and one that is stopped: nothing starts again, and each batch counts."""
+    out, more = tmp_path / "out", ("--evaluators", "2", "--eval-every", "1")
+    words = counting_words(tmp_path, 40, *more)
+    with Supervised(tmp_path, 5, words, "--timeout", "12") as job:
+        *_, first, second = job.wait_for_training(out, 1)
+        os.kill(first, signal.SIGKILL)
+        job.wait_for(lambda: "rank 3) has died; the others evaluate its share" in job.output)
+        os.kill(second, signal.SIGSTOP)
+        told = job.wait(0)
+    assert told.count("is stopped: ending it") == 1
+    assert "rank 4) has died; nobody evaluates from now" in told
+    assert "starting again" not in told
+    assert_counts(final(out), N, 40)
+    assert summary(out)["lost"] == [3, 4]
+    lost = re.findall(r'"lost", .*"evaluator": (\d)', (out / "metrics.jsonl").read_text())
+    assert lost == ["0", "1"]
+
+
+@pytest.mark.launch
+@survived
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
     """Those that live have the result, and all that the program does after its run."""
@@ -348,6 +369,7 @@ def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path
             os.kill(pid, signal.SIGKILL)
         told = job.wait(0)
     assert told.count("starting again") == 1
+    assert re.search(r"attempt 1: .* ended with code 137; ", told), "no exception of the program's"
     said = "rank 0 has died, expected all" if who == "the server" else "every worker has died"
     assert told.count(said) == 1
     assert_counts(final(out), N, 40)
