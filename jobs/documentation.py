@@ -1,6 +1,12 @@
-"""Python's documentation strings, as the standard library's source has them: text that all have."""
+"""Python's documentation strings, as the standard library's source has them: text that all have.
+
+    python jobs/documentation.py documentation.txt
+
+writes a file of them, a string a line, for jobs/words.toml.
+"""
 
 import ast
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +26,13 @@ def strings(length: int) -> Iterator[str]:
                 if found:
                     yield found
                     have += len(found)
+
+
+def main(path: str, length: int = 2_000_000) -> None:
+    """Write them to a file."""
+    lines = (" ".join(string.split()) for string in strings(length))
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

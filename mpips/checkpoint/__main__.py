@@ -1,10 +1,11 @@
-"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
+"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export,nearest} DIR``."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from mpips.checkpoint import (
+    Checkpoint,
     exchange,
     list_checkpoints,
     newest_whole,
@@ -12,6 +13,7 @@ from mpips.checkpoint import (
     verify,
 )
 from mpips.checkpoint.files import folder_step
+from mpips.checkpoint.nearest import find_nearest
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
 
@@ -25,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         (inspect, "layout, shards, slots and state of one checkpoint"),
         (verify_all, "check every byte; exit code 0 if all are whole, 1 if not"),
         (export, "write the parameters of one checkpoint to a file that other programs read"),
+        (nearest, "print the rows of a table that are most like some: of text, the nearest words"),
     ):
         name = function.__name__.removesuffix("_all")
         command = commands.add_parser(name, help=text, description=text)
@@ -33,6 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
             "dir", metavar="DIR", help="run directory, its checkpoints folder, or one checkpoint"
         )
         command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        if function is nearest:
+            command.add_argument("words", nargs="+", metavar="WORD", help="or the number of a row")
+            command.add_argument("--table", default="", help="its name, where there are several")
+            command.add_argument("--count", type=int, default=8, metavar="N", help="default 8")
         if function is export:
             command.add_argument(
                 "-o", "--output", required=True, metavar="FILE",
@@ -124,6 +131,14 @@ def export(args: argparse.Namespace) -> int:
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
+    checkpoint = whole(args)
+    exchange.export(checkpoint, output)
+    print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
+    return 0
+
+
+def whole(args: argparse.Namespace) -> Checkpoint:
+    """Return the newest whole checkpoint, or that of --step."""
     if args.step is None:
         find(args)
         checkpoint, complaints = newest_whole(args.dir)
@@ -133,8 +148,13 @@ def export(args: argparse.Namespace) -> int:
         print(f"not whole: {complaint}", file=sys.stderr)
     if checkpoint is None:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
-    exchange.export(checkpoint, output)
-    print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
+    return checkpoint
+
+
+def nearest(args: argparse.Namespace) -> int:
+    """Print a line a word, the nearest words with their cosines."""
+    for word, near in find_nearest(whole(args), args.words, args.table, args.count):
+        print(f"{word}: {', '.join(f'{other} {cosine:.2f}' for other, cosine in near)}")
     return 0
 
 

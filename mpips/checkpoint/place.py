@@ -17,6 +17,7 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
 )
 LOCK = ".lock"
 DATA = "data.json"  # the index of a dataset of many files
+WORDS = "words.txt"  # of text: a line a row, a word and how often it occurs
 TRACE = "trace"  # a file a rank: what it did when
 RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
 BEST = "best"  # points to the checkpoint with the lowest held-out loss

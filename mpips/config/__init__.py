@@ -1,13 +1,14 @@
 """What a job can say: its options, where they come from, and what makes them valid."""
 
-from mpips.config.names import LEARNING_RATES, PULL_CODECS, SPARSE_PROBLEMS
-from mpips.config.schema import (
+from mpips.config.names import (
     LAYOUT_FIELDS,
-    OPTIONS,
+    LEARNING_RATES,
+    PULL_CODECS,
     SESSION_FIELDS,
-    Config,
-    groups,
+    SPARSE_PROBLEMS,
+    TEXT_PROBLEMS,
 )
+from mpips.config.schema import OPTIONS, Config, groups
 
 __all__ = [
     "LAYOUT_FIELDS",
@@ -16,6 +17,7 @@ __all__ = [
     "PULL_CODECS",
     "SESSION_FIELDS",
     "SPARSE_PROBLEMS",
+    "TEXT_PROBLEMS",
     "Config",
     "groups",
 ]

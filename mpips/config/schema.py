@@ -20,16 +20,6 @@ from mpips.config.row_optimizer import FORM as ROW_FORM
 from mpips.config.row_optimizer import ROW_OPTIMIZER
 
 STALENESS_BOUND = 3
-# What the shapes, the slots or the order of the samples depend on.
-LAYOUT_FIELDS = (
-    *("problem", "hidden", "activation", "factors", "dtype", "optimizer"),
-    *("dataset", "test_dataset", "test_fraction", "classes", "batch_size"),
-    *("accumulate", "shuffle", "seed"),
-)
-# What is said anew at each start: a resumed run does not take these from the saved one.
-SESSION_FIELDS = (
-    *("out", "resume", "quiet", "eval_only", "timeout", "inject_delay", "tensorboard", "trace"),
-)
 UNITS_S = {"s": 1, "min": 60, "h": 3600}
 PERIOD = re.compile(
     r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
@@ -182,6 +172,10 @@ class Config:
     hidden: tuple[int, ...] = setting("model", (128, 64), "widths of hidden layers", ">= 1")
     activation: str = setting("model", "relu", "their activation", legal=("relu", "tanh"))
     factors: int = setting("model", 8, "numbers of a feature beside its weight", ">= 1")
+    dim: int = setting("model", 64, "numbers of a word", ">= 1")
+    context: int = setting("model", 5, "how far neighbours of a word are, in words", ">= 1")
+    negatives: int = setting("model", 5, "words drawn to tell a neighbour from", ">= 1")
+    min_count: int = setting("model", 5, "words that occur less often are left out", ">= 1")
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.config import SPARSE_PROBLEMS
+from mpips.config import SPARSE_PROBLEMS, TEXT_PROBLEMS
 from mpips.datasets.base import (
     Batch,
     DataInfo,
@@ -70,6 +70,7 @@ IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
 HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
 SPARSE, HASHED_CSV, HASHED_PARQUET = "sparse.open_sparse", "csv.open_hashed", "parquet.open_hashed"
+TEXT = "text.open_text"
 # For problems of few features a sample.
 SPARSELY = {
     LIBSVM: SPARSE,
@@ -77,7 +78,7 @@ SPARSELY = {
     "parquet.ParquetTable": HASHED_PARQUET,
 }
 # These go through a file, unless they are told where its samples are.
-PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV)
+PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV, TEXT)
 READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
 READ_IN_PART |= {reader: reader for reader in (*PLACED, HASHED_PARQUET)}
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
@@ -125,7 +126,8 @@ def find_many(config: "Config") -> dict[str, Files]:
         path, _, arrays = name.partition("::")
         is_folder = os.path.isdir(os.path.expanduser(path))
         sparse = config.problem in SPARSE_PROBLEMS or arrays == "sparse"
-        format_of = partial(_format, sparse=sparse)
+        words = config.problem in TEXT_PROBLEMS or arrays == "words"
+        format_of = partial(_format, sparse=sparse, words=words)
         find: Callable[..., Files | None] = partial(find_files, format_of=format_of)
         if is_folder:
             find = _reader("images.find_classes")
@@ -174,7 +176,7 @@ def open_parts(
             if option not in counted:
                 return _open_tables(getattr(config, option), opened)
             cache = None if copies is None else (config.data_cache, copies)
-            many = _open_many(counted[option], cache)
+            many = _open_many(counted[option], cache, config)
             opened.callback(many.close)
             return many, None
 
@@ -227,6 +229,7 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         notes=(*found.notes, *_told_names(train.class_names)),
         class_names=train.class_names,
         sparse=train.sparse or train.x.name == HASHED,
+        vocabulary=train.vocabulary,
     )
 
 
@@ -254,6 +257,8 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
 
 
 def _source_of(table: Table) -> str:
+    if table.vocabulary is not None:
+        return "text.TextSource"
     return "sparse.SparseSource" if table.sparse else "hashed.HashedSource"
 
 
@@ -269,12 +274,15 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
     return tables[0], tables[1] if len(tables) > 1 else None
 
 
-def _open_many(counted: Counted, cache: tuple[str, bool] | None) -> Table:
+def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config") -> Table:
     """Open many files; with the folder of a cache, and whether this process fills it, if any."""
     files = counted.files
-    if files.reader == SPARSE:
+    if files.reader in (SPARSE, TEXT):
         known = [counted.places_of(number) for number in range(len(files.paths))]
-        return _reader("sparse.SparseTable")(files.title, files.paths, known)
+        if files.reader == SPARSE:
+            return _reader("sparse.SparseTable")(files.title, files.paths, known)
+        chosen = config.min_count, config.context
+        return _reader("text.TextTable")(files.title, files.paths, known, *chosen)
     if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)
     make = _reader("many.ManyTable")
@@ -296,8 +304,10 @@ def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
     return lambda path, *places: open_file(path, files.arrays, *places)
 
 
-def _format(path: str, sparse: bool = False) -> str:
-    """Return the name of a file's reader, as its suffix says, of sparse batches if these are."""
+def _format(path: str, sparse: bool = False, words: bool = False) -> str:
+    """Return the name of a file's reader, as its suffix says, or as batches are to be."""
+    if words:
+        return TEXT
     reader = READERS.get(_suffix(path), IDX)
     return SPARSELY.get(reader, reader) if sparse else reader
 

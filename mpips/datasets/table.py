@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from mpips.datasets.vocabulary import Vocabulary
 from mpips.errors import UserError, nearest
 
 UINT8_SCALE = 1 / 255
@@ -48,6 +49,7 @@ class Table(ABC):
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
     scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
     sparse: ClassVar[bool] = False  # True if inputs are `mpips.datasets.csr.Csr`
+    vocabulary: Vocabulary | None = None  # of text, whose samples are words without targets
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
         check_arrays(path, x, y)
@@ -81,6 +83,11 @@ class Table(ABC):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes, by number, where the data has them."""
+        return ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it, where it has no targets."""
         return ()
 
     @property

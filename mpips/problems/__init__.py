@@ -23,6 +23,7 @@ from mpips.problems.linear import Linear
 from mpips.problems.logistic_sparse import LogisticSparse
 from mpips.problems.mlp import MLP
 from mpips.problems.rows import uses_rows
+from mpips.problems.skipgram import SkipGram
 from mpips.problems.softmax import Softmax
 from mpips.problems.wide_deep import WideDeep
 
@@ -38,6 +39,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     "softmax": Softmax,
     "logistic_sparse": LogisticSparse,
     "factorization_machine": FactorizationMachine,
+    "skipgram": SkipGram,
     "wide_deep": WideDeep,
 }
 

@@ -25,6 +25,7 @@ from mpips.checkpoint.place import (
     LOCK,
     METRICS,
     RECORD,
+    WORDS,
     claim,
     unwritable,
 )
@@ -36,7 +37,7 @@ from mpips.config.validation import check_resume, check_saved, differences
 from mpips.datasets import places
 from mpips.errors import UserError
 
-STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", LOCK}  # what is written before CONFIG
+STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", WORDS, LOCK}  # what is written before CONFIG
 LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
@@ -257,7 +258,7 @@ def _take_over(out: Path) -> bool:
         if {path.name for path in out.iterdir()} - left or _has_begun(out):
             return False
         claim(out)
-        for name in (CONFIG, DATA, METRICS):
+        for name in (CONFIG, DATA, WORDS, METRICS):
             (out / name).unlink(missing_ok=True)
     except OSError as problem:
         raise unwritable(out, problem) from None

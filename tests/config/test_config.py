@@ -896,6 +896,7 @@ OTHER_VALUES: dict[str, Any] = {
     "problem": "softmax", "hidden": (64, 64), "activation": "tanh", "dtype": "float64",
     "optimizer": "sgd", "dataset": "big.h5", "test_dataset": "t.h5", "test_fraction": 0.25,
     "classes": 3, "batch_size": 16, "accumulate": 2, "shuffle": False, "seed": 1, "factors": 4,
+    "dim": 4, "min_count": 2,
 }  # fmt: skip
 
 

@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from launch import ROOT, environment, run
 
 pytestmark = pytest.mark.launch
 
-SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax", "words")
+SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax")
 DATA = ("documentation", "make_clicks")  # read or write what jobs train on
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
@@ -128,43 +127,3 @@ def test_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = together("chars_torch", ["async"], *text, folder=tmp_path, timeout_s=400)
     for mode, bits in found.items():
         assert bits < min(reference + 0.8, known - 0.6), (mode, bits, reference, known)
-
-
-@pytest.mark.long
-def test_words(tmp_path: Path) -> None:
-    """Words that go together are near each other: by chance not one pair of twenty would be."""
-    found = together("words", ["async"], "--epochs", "5", folder=tmp_path)
-    assert found["async"] > 0.6, found
-
-
-def test_words_are_drawn_as_often_as_they_weigh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "jobs")
-    job = runpy.run_path(str(ROOT / "jobs" / "words.py"))
-    weights = np.random.default_rng(0).random(1000) ** 8 + 1e-9
-    share, other = job["alias_table"](weights)
-    drawn = share.copy()
-    np.add.at(drawn, other, 1 - share)
-    np.testing.assert_allclose(drawn, weights * 1000 / weights.sum(), atol=1e-12)
-    assert (share >= 0).all()
-
-
-def test_pairs_of_words_have_the_gradient_of_their_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "jobs")
-    job = runpy.run_path(str(ROOT / "jobs" / "words.py"))
-    numbers = np.array([0, 1, 2, -1, 3, 4, 0], "i4")
-    at, all_kept, alike = np.arange(7), np.ones(5), (np.ones(5), np.arange(5))
-    middle, words = job["pairs"](numbers, at, all_kept, *alike, 3)
-    near = {(int(i), int(k)) for i, k in zip(middle, words[:, 0], strict=True)}
-    assert {(0, 1), (1, 0), (1, 2), (5, 3), (5, 0)} <= near  # next to each other
-    assert not {(2, 3), (4, 2)} & near  # in another string
-    assert words.shape == (len(middle), 6)
-    rng = np.random.default_rng(1)
-    v, u = rng.normal(size=(7, 8)), rng.normal(size=(*words.shape, 8))
-
-    def total(v: np.ndarray, u: np.ndarray) -> float:
-        return float(job["gradients"](middle, words, v, u)[0] * len(middle))
-
-    _, of_v, of_u = job["gradients"](middle, words, v, u)
-    to_v, to_u, step = rng.normal(size=v.shape), rng.normal(size=u.shape), 1e-6
-    slope = (total(v + step * to_v, u + step * to_u) - total(v, u)) / step
-    assert slope == pytest.approx((of_v * to_v).sum() + (of_u * to_u).sum(), rel=1e-4)
