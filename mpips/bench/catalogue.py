@@ -69,6 +69,7 @@ MEASURES = {
         Measure("far_rows", (2,), (2,), least=2),
         Measure("recording", (2,), (2,), least=2),
         Measure("idle", (3,), (3,), least=2),
+        Measure("streaming", (4,), (4,), least=2),
         Measure("link", least=2, nodes=2),
         Measure("wire", least=2, nodes=2),
         Measure("mlp"),

@@ -48,7 +48,7 @@ def _between(cluster: Cluster, options: Options) -> list[Row]:
             ("pull", "pull_codec", PULLED),
         ):
             plain = _bytes(cluster, size, what, {option: "none"})
-            _check(cluster, plain, size, what)
+            check_counted(plain, size, f"a {what}")
             for name in names:
                 mine = _bytes(cluster, size, what, {option: name})
                 case, mb = f"{bytes_text(size)}, {name}", 1e-6
@@ -58,10 +58,14 @@ def _between(cluster: Cluster, options: Options) -> list[Row]:
     return rows
 
 
-def _check(cluster: Cluster, counted: float, size: int, what: str) -> None:
-    """Raise where the counters do not see the messages, as with InfiniBand's own transport."""
+def check_counted(counted: float, size: int, what: str) -> None:
+    """Check that the counters see the messages: not those of InfiniBand's own transport.
+
+    Raises:
+        UserError: If far fewer bytes were counted than were sent.
+    """
     if counted < LEAST * size:
-        got = f"{counted:,.0f} bytes counted for a {what} of {size:,} bytes"
+        got = f"{counted:,.0f} bytes counted for {what} of {size:,} bytes"
         remedy = f"let MPI send by TCP: only what {COUNTERS} counts is seen"
         raise UserError(got, f"at least {LEAST:.0%} of them", remedy)
 
@@ -93,7 +97,7 @@ def neighbours(cluster: Cluster, size: int) -> list[Row]:
     joined = _step_bytes(cluster, size, home, node_aggregation=True, share_pulls=True)
     rows, mb, aim = [], 1e-6, TOGETHER * workers
     for what, option in (("push", "node_aggregation"), ("pull", "share_pulls")):
-        _check(cluster, alone[what] / len(far), size, what)
+        check_counted(alone[what] / len(far), size, f"a {what}")
         case = f"{bytes_text(size)}, {workers:.3g} workers a node, {option}"
         mine, other, ratio = joined[what] * mb, alone[what] * mb, alone[what] / joined[what]
         rows.append(Row(f"wire {what}", case, mine, "MB", "each for itself", other, ratio, aim))

@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, rows, wire
+from mpips.bench import catalogue, jobs, measure, rows, streaming, wire
 from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
@@ -152,10 +152,21 @@ def test_the_interface_that_sent_most_counts() -> None:
     assert wire.grown({}, {}) == 0
 
 
+def test_the_peak_of_a_window() -> None:
+    """Bytes of one interface, within so many seconds, whenever they begin."""
+    sent = [(0.0, 0), (0.1, 10), (0.2, 10), (0.3, 40), (0.4, 40), (0.5, 45), (2.0, 80)]
+    looks = [(t, {"lo": 0, "eth0": n, "eth1": n // 2}) for t, n in sent]
+    assert streaming.peak(looks, 0.31) == 40
+    assert streaming.peak(looks, 0.15) == 30
+    assert streaming.peak(looks, 9.0) == 80
+    assert streaming.peak(looks[:1]) == 0
+
+
 # Which measures there are --------------------------------------------------------------------
 
 
-WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows", "recording", "idle")
+OF_2 = ("far_rows", "recording", "idle", "streaming")
+WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", *OF_2)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +296,7 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
     measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "idle"}
-    measures.add("recording")
+    measures |= {"recording", "streaming step"}
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
