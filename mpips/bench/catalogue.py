@@ -21,7 +21,7 @@ class Measure:
         quick: The same for ``--quick``.
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
-        named: Whether it is taken only where it is named: it says nothing about speed, and is long.
+        named: Whether it is taken only where it is named: it is long.
         package: What has to be installed for it, as an extra of that name does.
     """
 
@@ -76,6 +76,8 @@ MEASURES = {
         Measure("oversubscription"),
         Measure("stragglers"),
         Measure("evaluators"),
+        Measure("recovery", named=True),
+        Measure("supervision", named=True),
         Measure("convergence", named=True),
         Measure("start"),
         Measure("memory"),

@@ -18,7 +18,7 @@ from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
 from mpips.codecs import CODECS
 from mpips.errors import UserError
-from mpips.launch.mpirun import family, running
+from mpips.launch.mpirun import family, running, survivors_launcher
 from mpips.optim import RULES
 from mpips.train import LAUNCHED
 
@@ -184,7 +184,7 @@ def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
 
 def test_what_the_driver_takes() -> None:
     found = [m.name for m in catalogue.choose_for_driver([])]
-    left_out = ("link", "wire", "convergence")
+    left_out = ("link", "wire", "recovery", "supervision", "convergence")
     assert found == [name for name in catalogue.MEASURES if name not in left_out]
     assert found[-1] == "torch"
     assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]
@@ -382,6 +382,19 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
         tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "evaluators", "start"}
     )
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
+    args = ["recovery", "supervision", "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    rows = check_rows(tmp_path / "rows.json", {"recovery", "supervision"})
+    survives = bool(survivors_launcher())
+    assert len(rows) == (6 if survives else 2), "a restart, three deaths; watched, and going on"
+    times = [row["value"] for row in rows if row["measure"] == "recovery"]
+    assert all(0 < seconds < 60 for seconds in times)
 
 
 @pytest.mark.launch
