@@ -34,9 +34,7 @@ from mpips.ps.table_server import ServedTable, TableServer
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.push import Push
 
-ROW_UNDO_BYTES = (
-    1 << 18
-)  # of lines in a piece: with those that they are of, it stays in the L2 cache
+ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with those that they are of, within an L2 cache
 
 
 def row_undo_fields(tables: Sequence[JobTable], dtype: str) -> tuple[Field, ...]:
