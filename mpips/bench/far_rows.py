@@ -1,22 +1,31 @@
 """Rows of a sparse table, pulled and pushed between two nodes, beside plain messages of as many.
 
-Rank 0 owns the rows, and rank 1 reads and pushes some; each counts as a node of its own. Beside it
-the rows of each step go in one message, without sorting, reading or applying them.
+One rank owns the rows, and another reads and pushes some; each counts as a node of its own. Beside
+it the rows of each step go in one message, without sorting, reading or applying them.
+
+Between two hosts the bytes that move, rows and numbers of rows, also stand beside raw TCP on the
+same link: of one worker, and of two on one host where it has as many ranks. A pull ahead is one
+whose rows were asked for before those of the step before were taken.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from mpips.bench.link import FAST
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.peers.script import zipf
 from mpips.bench.rows import DIM, IDS
-from mpips.cluster.collectives import begin_barrier, cluster_subset
+from mpips.bench.tcp import Link
+from mpips.cluster.collectives import begin_barrier, cluster_subset, gather_all
 from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.tags import TAG_PLAIN
 from mpips.cluster.waiting import take_turns
 from mpips.cluster.world import Cluster
+from mpips.codecs import make_codec
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.layout.tables import Table
@@ -26,23 +35,28 @@ from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
 from mpips.ps.assemble import ServerHalf, assemble
 from mpips.ps.design import Design
+from mpips.transport.wire import Packing
 
 ROWS, QUICK_ROWS = 1_000_000, 10_000
 STEPS = 32
+REACH = 0.85  # of raw TCP
+ON_THE_WIRE = ("pull", "pull_ahead", "push")
 
 
 class _Sides:
     """One rank's part of each side of the comparison."""
 
-    def __init__(self, cluster: Cluster, rows: int) -> None:
+    def __init__(self, cluster: Cluster, rows: int, codec: str = "none") -> None:
         self._cluster, rng = cluster, np.random.default_rng(0)
+        packing = Packing(make_codec(codec))
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         table = Table(rows, DIM)
         made = JobTable("rows", table, make_row_rule(Adagrad(0.1)), 0, IDS, lambda version: 0.1)
         rule = make_rule("sgd")
         design = Design(
-            cut(1, 1, 4), "float32", rule, lambda version: 0.1, far_read="reply", tables=[made]
-        )
+            cut(1, 1, 4), "float32", rule, lambda version: 0.1, far_read="reply", tables=[made],
+            pushes=packing, replies=packing,
+        )  # fmt: skip
         self._half, self._seq = assemble(cluster, design), 0
         drawn = (np.minimum(zipf(rng, rows, IDS), rows - 1) for _ in range(STEPS))
         self._ids = [ids.astype(np.int64) for ids in drawn]
@@ -63,6 +77,29 @@ class _Sides:
 
         self._while(work, 0)
 
+    def pull_ahead(self) -> None:
+        """Read the rows of each step, and ask for those of the next one before."""
+
+        def work() -> None:
+            rows = self._half.rows  # type: ignore[union-attr]
+            assert rows is not None, "there is a table"
+            rows.ask("rows", self._ids[0])
+            for ids, following in zip(self._ids, [*self._ids[1:], None], strict=True):
+                if following is not None:
+                    rows.ask("rows", following)
+                rows.pull("rows", ids)
+
+        self._while(work, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and their numbers that this worker has moved; 0 on the server."""
+        if isinstance(self._half, ServerHalf):
+            return 0
+        rows = self._half.rows
+        assert rows is not None, "there is a table"
+        return rows.bytes_sent + rows.bytes_received + self._half.sender.bytes_sent
+
     def push(self) -> None:
         """Push the gradients of each step, until all are applied."""
 
@@ -82,7 +119,7 @@ class _Sides:
     def _while(self, work: Callable[[], None], pushes: int) -> None:
         """Have the worker work, and the server serve until that is over and applied."""
         half, cluster = self._half, self._cluster
-        self._seq += pushes
+        self._seq += pushes * len(cluster.roles.workers)
         if not isinstance(half, ServerHalf):
             work()
             cluster.wait_request(begin_barrier(cluster.comm))
@@ -130,25 +167,90 @@ class _Sides:
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare pulls and pushes; ranks 0 and 1 alone work. Collective: yes."""
+    """Compare pulls and pushes of one worker and of two; others sleep. Collective: yes."""
+    apart = cluster.nodes > 1
+    server = cluster.node_of.index(0)
+    workers = [r for r, node in enumerate(cluster.node_of) if node == 1] if apart else [1]
+    made = _among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options))
+    for count in (1, 2) if apart else ():
+        ranks = [server, *workers[:count]]
+        for codec in ("none", "fp16") if len(ranks) > count else ():
+            wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
+            made += _among(cluster, ranks, wire)
+    return made
+
+
+def _among(
+    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], list[Row]]
+) -> list[Row]:
+    """Do `work` on some ranks, each a node of its own, while the others sleep. Collective: yes."""
+    comm, rows = cluster_subset(cluster, ranks), list[Row]()
+    if cluster.rank in ranks:
+        some = Cluster(comm, 1)
+        rows = work(some)
+        some.free()
+    free_comm(comm)
+    done = begin_barrier(cluster.comm)
+    while not done.Test():
+        time.sleep(0.02)
+    return rows
+
+
+def _drawn(rows: int) -> str:
+    return f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05"
+
+
+def _beside_plain(cluster: Cluster, options: Options) -> list[Row]:
     rows = QUICK_ROWS if options.quick else ROWS
     names = ("pull", "plain_pull", "push", "plain_push")
-    sides: dict[str, Callable[[], None]] = dict.fromkeys(names, lambda: time.sleep(0))
-    pair = cluster_subset(cluster, (0, 1))
-    if cluster.rank < 2:
-        nodes = Cluster(pair, 1)
-        found = _Sides(nodes, rows)
-        sides = {name: getattr(found, name) for name in names}
-    times = in_turn(cluster, sides, options.repeats)
-    if cluster.rank < 2:
-        found.free()
-        nodes.free()
-        free_comm(pair)
+    found = _Sides(cluster, rows)
+    times = in_turn(cluster, {name: getattr(found, name) for name in names}, options.repeats)
+    found.free()
     made = []
     for mine, other in (names[:2], names[2:]):
         ours, theirs, ratio = compare(times[mine], times[other])
         ours, theirs = (STEPS * IDS / taken / 1e6 for taken in (ours, theirs))
         what = "Adagrad" if mine == "push" else "pull"
-        case = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05, {what}"
+        case = f"{_drawn(rows)}, {what}"
         made.append(Row("far_rows", case, ours, "M rows/s", "plain messages", theirs, ratio))
+    return made
+
+
+def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> list[Row]:
+    """Compare the bytes a second with those of raw TCP to the first worker. Collective: yes."""
+    rows = QUICK_ROWS if options.quick else ROWS
+    found, moved = _Sides(cluster, rows, codec), dict.fromkeys(ON_THE_WIRE, 0)
+    pair = cluster_subset(cluster, (0, 1))
+    link = Link(two := Cluster(pair, 1)) if cluster.rank < 2 else None
+    data = np.zeros(IDS * DIM, "f4")
+
+    def counted(name: str) -> None:
+        before = found.nbytes
+        getattr(found, name)()
+        moved[name] = found.nbytes - before
+
+    def plain() -> None:
+        if link is not None:
+            link.one_way(data, STEPS, from_first=True)
+
+    sides = {name: partial(counted, name) for name in ON_THE_WIRE}
+    times = in_turn(cluster, {**sides, "tcp": plain}, options.repeats)
+    everyone = gather_all(cluster.comm, moved)
+    if link is not None:
+        link.close()
+        two.free()
+    free_comm(pair)
+    found.free()
+    total = {name: sum(each[name] for each in everyone) for name in ON_THE_WIRE}
+    rate = STEPS * data.nbytes / statistics.median(times["tcp"])
+    workers = cluster.world - 1
+    made = []
+    for name in ON_THE_WIRE:
+        due = [taken * total[name] / (STEPS * data.nbytes) for taken in times["tcp"]]
+        mine, other, ratio = compare(times[name], due)
+        packed = "" if codec == "none" else f" by {codec}"
+        who = f"{workers} worker{'s' * (workers > 1)}"
+        case, mb = f"{who}, {name.replace('_', ' ')}{packed}", total[name] / 1e6
+        aim = REACH if rate <= FAST and name != "pull" else None  # which waits for a round trip
+        made.append(Row("far_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim))
     return made

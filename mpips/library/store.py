@@ -227,7 +227,7 @@ class Store:
         self._open = False
         if isinstance(self._half, WorkerHalf):
             half = self._half
-            half.puller.abandon()
+            half.abandon()
             for rank in self._cluster.roles.servers:
                 self._cluster.send(rank, "fin", half.sender.seq)
             here = begin_barrier(self._cluster.comm)

@@ -117,6 +117,27 @@ class Worker(Loop):
         """
         return self._tables("pull_rows").pull(table, ids)
 
+    def ask_rows(self, table: str, ids: Any) -> None:
+        """Ask servers of other nodes for rows that a later `pull_rows` of the same ids returns.
+
+        So they are on their way while this batch is computed. They are as their servers held them
+        when they answered, which may be before this worker's push of the batch in work; rows of
+        this node are read when they are pulled. Rows are pulled in the order in which they were
+        asked for: what was asked for before other rows that are pulled is thrown away. In modes
+        ssp and sync, where that would be too early, and where all rows are on this node it does
+        nothing.
+
+        Args:
+            table: Its name.
+            ids: Numbers of rows, integers of any shape, duplicates allowed.
+
+        Raises:
+            UserError: As `pull_rows`.
+
+        Collective: no. Blocks: no.
+        """
+        self._tables("ask_rows").ask(table, ids)
+
     def push_rows(self, table: str, ids: Any, grads: Any) -> None:
         """Add gradients of rows to the push of the batch in work, before `push` makes it.
 

@@ -95,7 +95,9 @@ class WorkerHalf(Half):
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
         self.rows: RowsAtWork | None = None
         if design.tables:
-            self.rows = RowsAtWork(cluster, window, design.tables, design.replies.codec)
+            ahead = design.bound is None  # else what is read has to be as new as the step
+            args_of = design.tables, design.replies.codec, ahead
+            self.rows = RowsAtWork(cluster, window, *args_of)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
@@ -108,13 +110,22 @@ class WorkerHalf(Half):
 
     def under_way(self) -> bool:
         """Whether anything is on its way from or to another node. Blocks: no; gets on."""
-        return not self.sender.resting() or self.puller.reading
+        asks = self.rows is not None and self.rows.asks
+        return not self.sender.resting() or self.puller.reading or asks
 
     def advance(self) -> None:
         """Get on with what is under way. Blocks: no."""
         if self.puller.reading:
             self.puller.advance()
+        if self.rows is not None:
+            self.rows.advance()
         self.sender.sent()
+
+    def abandon(self) -> None:
+        """Wait for the reads that are under way, which nobody will use. Blocks: until then."""
+        self.puller.abandon()
+        if self.rows is not None:
+            self.rows.abandon()
 
     def pull_final(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out` once the servers apply nothing more and serve no reads.

@@ -56,11 +56,11 @@ class _WorkerTable:
         codec: Codec | None,
     ) -> None:
         ranks = cluster.roles.owners
-        self.far = FarRows(cluster, number, table, codec)
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
+        self.far = FarRows(cluster, number, table, self._dtype, codec)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
         self._rows = []
@@ -74,15 +74,32 @@ class _WorkerTable:
     def clear(self, seq: int) -> None:
         self._sections.starts[seq % BUFFERS] = 0
 
+    @property
+    def all_near(self) -> bool:
+        return len(self._rows) == self.ownership.servers
+
+    def ask(self, ids: np.ndarray) -> None:
+        self.far.begin_ahead(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
+
     def pull(self, ids: np.ndarray) -> np.ndarray:
         out = np.empty((len(ids), self.table.dim), self._dtype)
-        places = self._locate(ids)
-        if len(self._rows) == self.ownership.servers:  # nobody else is asked: nothing is sorted
-            self._gather(places, out)
+        if self.all_near:  # nobody else is asked: nothing is sorted
+            self._gather(self._locate(ids), out)
         else:
-            self.far.read(self._group(ids), out, lambda: self._gather(places, out))
+            self._pull_far(ids, out)
         self.counts.pulled += len(ids)
         return out
+
+    def _pull_far(self, ids: np.ndarray, out: np.ndarray) -> None:
+        coming = self.far.taken(ids)
+        if coming is None:
+            coming = self.far.begin(self._group(ids))
+        else:
+            self._ids, self._grouped = ids.copy(), coming.grouped
+            self._places = coming.grouped.places
+        self._gather(self._places, out)
+        self.far.wait(coming)
+        coming.spread(out)
 
     def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of this node."""
@@ -172,9 +189,11 @@ class RowsAtWork:
         window: Of the store.
         tables: Of the job.
         codec: Of pulls from other nodes.
+        ahead: Whether rows may be read a step before they are used.
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
+        asks: Whether anything has been asked for before it was pulled.
         alone: Keeps out of MPI what else does anything there, while rows are read.
     """
 
@@ -186,7 +205,9 @@ class RowsAtWork:
         window: Window,
         tables: Sequence[JobTable],
         codec: Codec | None = None,
+        ahead: bool = False,
     ) -> None:
+        self._reads_ahead, self.asks = ahead, False
         self._tables = {
             table.name: _WorkerTable(cluster, window, number, table, codec)
             for number, table in enumerate(tables)
@@ -210,6 +231,24 @@ class RowsAtWork:
         with self.alone():
             rows = table.pull(found.reshape(-1))
         return rows.reshape(*found.shape, table.table.dim)
+
+    def ask(self, name: str, ids: Any) -> None:
+        """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
+        table, found = self._find(name, ids)
+        if self._reads_ahead and not table.all_near:
+            self.asks = True
+            with self.alone():
+                table.ask(found.reshape(-1))
+
+    def advance(self) -> None:
+        """Get on with what was asked for. Blocks: no."""
+        for table in self._tables.values():
+            table.far.advance()
+
+    def abandon(self) -> None:
+        """Wait for what was asked for, which nobody will pull. Blocks: until it is here."""
+        for table in self._tables.values():
+            table.far.abandon()
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
         """Add gradients to the push of the step; see `mpips.Worker.push_rows`."""

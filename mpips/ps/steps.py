@@ -58,6 +58,8 @@ class Steps(ABC):
         self.versions = half.puller.versions.copy()
         ahead = half.puller.looks_ahead
         self.background = Background(half.advance) if ahead else None
+        if self.background is not None and half.rows is not None:
+            half.rows.alone = self.background.paused
 
     @property
     @abstractmethod

@@ -205,7 +205,7 @@ class AsyncWorker:
 
     def _finish(self) -> None:
         """Say how many pushes were sent, and wait until all are applied and the run is saved."""
-        self._half.puller.abandon()
+        self._half.abandon()
         for rank in self._cluster.roles.servers:
             self._cluster.send(rank, "fin", self._half.sender.seq)
 

@@ -7,6 +7,10 @@ the rows in that order, in chunks, each gathered when it is handed to MPI; betwe
 so that every row is whole. It keeps the last list of each worker and table, as it came, and a few
 chunks: a list has `push_rows` rows at most, and what is more is asked for when that is here.
 
+A worker may ask for the rows of a later call before it takes those of this one: then its link is
+busy while it computes, and does not stand still for a round trip a call. Lists are answered in the
+order in which they were sent, so that rows come in the order in which they are received.
+
 Rows go by the codec of pulls where that writes each number on its own.
 """
 
@@ -123,6 +127,35 @@ class _FarServer:
         self.bytes_sent = self.bytes_received = self.version = 0
 
 
+class Coming:
+    """Far rows of the ids of one call, which have been asked for.
+
+    Args:
+        grouped: What `Ownership.group` made of the ids, rows of all servers.
+        asked: Which of the rows are a far server's, and the request for them.
+
+    Attributes:
+        grouped: As given.
+    """
+
+    def __init__(self, grouped: Grouped, asked: Sequence[tuple[slice, _Asked]]) -> None:
+        self.grouped, self._asked = grouped, asked
+
+    def advance(self) -> bool:
+        """Get on; returns whether all rows are here. Blocks: no.
+
+        Every server is asked for what is still to come.
+        """
+        here = [each.advance() for _, each in self._asked]
+        return all(here)
+
+    def spread(self, out: np.ndarray) -> None:
+        """Write the rows, which are here, to the places of their ids; a row each."""
+        grouped = self.grouped
+        for part, each in self._asked:
+            spread(each.rows, grouped.order, grouped.starts[part.start : part.stop + 1], out)
+
+
 class FarRows:
     """A worker's reads of the rows of one table that are on other nodes. Collective: no.
 
@@ -130,12 +163,17 @@ class FarRows:
         cluster: The job's ranks.
         number: Of the table, in the order of the job's.
         table: The table.
+        dtype: Of rows.
         codec: Of pulls from other nodes.
     """
 
-    def __init__(self, cluster: Cluster, number: int, table: JobTable, codec: Codec | None) -> None:
+    def __init__(
+        self, cluster: Cluster, number: int, table: JobTable, dtype: np.dtype, codec: Codec | None
+    ) -> None:
         ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
+        self._dim, self._dtype = table.dim, dtype
+        self._ahead: deque[tuple[np.ndarray, Coming]] = deque()
         self._far = [
             _FarServer(cluster, number, k, rank, table.push_rows, owned.count(k), rows_codec(codec))
             for k, rank in enumerate(ranks)
@@ -157,35 +195,51 @@ class FarRows:
         for far in self._far:
             far.version = version
 
-    def read(self, grouped: Grouped, out: np.ndarray, meanwhile: Callable[[], None]) -> None:
-        """Read the far rows of a call to the places of their ids.
+    def begin(self, grouped: Grouped) -> Coming:
+        """Ask for the far rows of a call. Blocks: no.
 
         Args:
             grouped: What `Ownership.group` made of the ids, rows of all servers.
-            out: A row an id, shape (n_ids, dim); where near servers' rows belong it stays as it is.
-            meanwhile: Called once while they are on their way.
-
-        Blocks: until the servers have answered, never for their updates.
         """
         asked = []
         for far in self._far:
             part = grouped.of(far.server)
             if part.stop > part.start:
-                rows = np.empty((part.stop - part.start, out.shape[1]), out.dtype)
+                rows = np.empty((part.stop - part.start, self._dim), self._dtype)
                 asked.append((part, _Asked(far, grouped.local[part], rows)))
-        for _, each in asked:
-            each.advance()
-        meanwhile()
-        self._cluster.wait(lambda: _all_here([each for _, each in asked]), words.SHARD)
-        for part, each in asked:
-            starts = grouped.starts[part.start : part.stop + 1]
-            spread(each.rows, grouped.order, starts, out)
+        coming = Coming(grouped, asked)
+        coming.advance()
+        return coming
 
+    def begin_ahead(self, ids: np.ndarray, grouped: Grouped) -> None:
+        """Ask for the far rows of a later call, whose ids are given. Blocks: no."""
+        self._ahead.append((ids, self.begin(grouped)))
 
-def _all_here(asked: Sequence[_Asked]) -> bool:
-    """Whether all rows are here. Blocks: no; every server is asked for what is still to come."""
-    here = [each.advance() for each in asked]
-    return all(here)
+    def taken(self, ids: np.ndarray) -> Coming | None:
+        """Return what was asked for ahead with these ids; what was before that, nobody wants.
+
+        Blocks: until the latter is here.
+        """
+        while self._ahead:
+            asked, coming = self._ahead.popleft()
+            if np.array_equal(asked, ids):
+                return coming
+            self.wait(coming)
+        return None
+
+    def advance(self) -> None:
+        """Get on with what was asked for ahead. Blocks: no."""
+        for _, coming in self._ahead:
+            coming.advance()
+
+    def abandon(self) -> None:
+        """Wait for what was asked for ahead, which nobody will take. Blocks: until it is here."""
+        while self._ahead:
+            self.wait(self._ahead.popleft()[1])
+
+    def wait(self, coming: Coming) -> None:
+        """Wait until rows that were asked for are here. Blocks: never for servers' updates."""
+        self._cluster.wait(coming.advance, words.SHARD)
 
 
 class Served(NamedTuple):
@@ -201,13 +255,13 @@ class Served(NamedTuple):
 
 
 class _Answer:
-    """Rows on their way to a worker, of one request."""
+    """Rows on their way to a worker, of one request; `rank` is the worker's."""
 
     def __init__(
-        self, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
+        self, rank: int, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
         places: np.ndarray, count: int, codec: Codec | None,
     ) -> None:  # fmt: skip
-        self._send, self._served, self._dtype = send, served, dtype
+        self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
         self._chunks = _Chunks.of(codec, count, served.dim, dtype)
         self._places, self._cursor, self._left = places, np.zeros(2, np.int64), count
         self._sending: deque[tuple[Request, np.ndarray]] = deque()
@@ -226,6 +280,11 @@ class _Answer:
             self._sending.append((self._send(message), message))
             self._left -= read
             yield
+
+    @property
+    def begun(self) -> bool:
+        """Whether all has been handed to MPI, so that the worker's next one may begin."""
+        return not self._left
 
     @property
     def done(self) -> bool:
@@ -252,8 +311,7 @@ class RowReplies:
         self.version = 0
         self._cluster, self._tables = cluster, tables
         self._dtype, self._codec = dtype, rows_codec(codec)
-        self._coming: list[tuple[int, Request, np.ndarray]] = []
-        self._early: list[tuple[int, np.ndarray]] = []  # requests for a version that is to come
+        self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
         self._answers: list[_Answer] = []
 
@@ -261,30 +319,32 @@ class RowReplies:
         """Take requests, and get on with answers. Blocks: no.
 
         Args:
-            most: Chunks that are sent at most to each who asked.
+            most: Chunks that are sent at most of each answer; a worker's one after the other.
 
         Returns:
             Whether there was anything to do.
         """
-        coming = [*self._coming, *self._cluster.arrays.begin_receives(TAG_WANTED)]
-        self._coming = []
-        here, self._early = self._early, []
+        self._coming += self._cluster.arrays.begin_receives(TAG_WANTED)
+        coming, self._coming, behind = self._coming, [], set()
         for rank, request, message in coming:
-            if request.Test():
-                here.append((rank, message))
-            else:
+            if rank in behind or not request.Test() or self._is_early(message):
+                behind.add(rank)
                 self._coming.append((rank, request, message))
-        for rank, message in here:
-            if message[: 8 * HEAD].view("i8")[HEAD - 1] > self.version:
-                self._early.append((rank, message))
             else:
                 self._answers.append(self._answer(rank, message))
         busy = bool(self._answers)
+        behind.clear()
         for answer in self._answers:
-            for _ in islice(answer.chunks(), most):
+            for _ in islice(answer.chunks(), most if answer.rank not in behind else 0):
                 continue
+            if not answer.begun:
+                behind.add(answer.rank)
         self._answers = [answer for answer in self._answers if not answer.done]
         return busy
+
+    def _is_early(self, message: np.ndarray) -> bool:
+        """Whether a request wants updates that are still to come."""
+        return bool(message[: 8 * HEAD].view("i8")[HEAD - 1] > self.version)
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
@@ -293,7 +353,8 @@ class RowReplies:
             self._lists[rank, table] = places
         served, begin = self._tables[table], self._cluster.arrays.begin_send
         send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
-        return _Answer(send, served, self._dtype, self._lists[rank, table], count, self._codec)
+        places = self._lists[rank, table]
+        return _Answer(rank, send, served, self._dtype, places, count, self._codec)
 
 
 def warm(dtype: str) -> None:

@@ -14,6 +14,7 @@ from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
+from mpips.transport import far_rows
 from mpips.transport.far import CHUNK_BYTES
 from mpips.transport.wire import Packing
 
@@ -71,7 +72,39 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
         rows.bytes_received == received
     ):
         wrong.append((received, rows.bytes_received))
+    wrong += asked_ahead(half, rng, workers)
     cluster.barrier()
+    return wrong
+
+
+def asked_ahead(half: WorkerHalf, rng: np.random.Generator, workers: int) -> list[object]:
+    """Ask for rows of several tables before any is pulled; returns what is wrong.
+
+    Some are pulled in the order in which they were asked for, one after those that nobody pulls,
+    one that was not asked for, and the last are never pulled.
+    """
+    wrong, rows = list[object](), half.rows
+    assert rows is not None, "there are tables"
+    sizes = (("wide", ROWS, 40), ("long", 5, LONG), ("few", ROWS, 1))
+    lists = {name: rng.integers(0, most, (6, most)) for name, most, _ in sizes}
+    for k in range(4):
+        for name, *_ in sizes:
+            rows.ask(name, lists[name][k])
+    for k in (0, 1, 3, 4):
+        for name, _, dim in sizes:
+            found, ids = rows.pull(name, lists[name][k]), lists[name][k]
+            if not np.array_equal(found, workers * values(ids, dim)):
+                wrong.append(("asked", name, k))
+    for name, *_ in sizes:
+        rows.ask(name, lists[name][5])
+        half.advance()
+    before = rows.bytes_received
+    half.abandon()
+    ids = lists["few"][5]
+    if not np.array_equal(rows.pull("few", ids), workers * values(ids, 1)):
+        wrong.append("after what was abandoned")
+    if rows.asks and rows.bytes_received == before:
+        wrong.append(("asked for again", before))
     return wrong
 
 
@@ -88,8 +121,11 @@ def serve(cluster: Cluster, half: ServerHalf) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=["whole", "fp16"])
-def test_far_rows_are_all_there(cluster: Cluster, codec: object) -> None:
+def test_far_rows_are_all_there(
+    cluster: Cluster, codec: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pushed in small pieces and in one large one; read in several requests, and in long rows."""
+    monkeypatch.setattr(far_rows, "WINDOW", 2)  # so that an answer does not leave at once
     servers = min(2, cluster.world - 1)
     cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
     packing = Packing(codec)  # type: ignore[arg-type]

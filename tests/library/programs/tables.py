@@ -51,6 +51,9 @@ def trainer(stop: int = -1, pause_s: float = 0.0, epochs: int = EPOCHS) -> Calla
         batches = worker.batches(N, batch_size=7, epochs=epochs)
         for pushed, batch in enumerate(batches, 1):
             ids = batch.ids
+            if pushed % 2:
+                worker.ask_rows("slots", ids)
+                worker.ask_rows("wide", [pushed % SEVERAL])  # which nobody pulls
             rows = worker.pull_rows("slots", ids)
             assert rows.shape == (len(ids), 5)
             worker.grads["counts"][:] = -np.bincount(ids, minlength=N)
@@ -309,6 +312,7 @@ BAD: dict[str, tuple[str, Callable[[mpips.Worker], object]]] = {
     "an id below": ("id -1 ", lambda w: w.pull_rows("wide", [0, -1])),
     "an id behind": ("id 17 ", lambda w: w.push_rows("wide", [17], np.ones((1, WIDE)))),
     "floats": ("dtype float64, expected an integer", lambda w: w.pull_rows("wide", [1.0])),
+    "asks no table": ("did you mean 'wide'", lambda w: w.ask_rows("wid", [0])),
     "no table": ("did you mean 'wide'", lambda w: w.pull_rows("wid", [0])),
     "shape": (
         "of shape (2, 3), expected (1, 3)",
