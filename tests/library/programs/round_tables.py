@@ -19,6 +19,7 @@ from mpips.checkpoint import list_checkpoints, newest_whole, open_checkpoint, ve
 from mpips.ps.saved_rows import find_rows
 
 N, BATCH, EPOCHS, WIDE, SEVERAL = 232, 4, 3, 3, 17
+EVERY = np.arange(N)
 INIT = {"counts": np.zeros(N)}
 TABLES = {
     "one": mpips.Table(rows=N, dim=1, init=ZEROS, optimizer=mpips.SGD(1.0)),
@@ -38,7 +39,8 @@ def counter(stop: int = -1, pause_s: float = 0.0, n: int = N, epochs: int = EPOC
         for pushed, batch in enumerate(worker.batches(n, batch_size=BATCH, epochs=epochs), 1):
             ids, size = batch.ids, float(worker.workers)
             counts = worker.pull()["counts"]
-            np.testing.assert_array_equal(worker.pull_rows("one", ids)[:, 0], counts[ids])
+            np.testing.assert_array_equal(worker.pull_rows("one", EVERY)[:, 0], counts)
+            worker.ask_rows("one", EVERY)  # too early for the next round
             rows = worker.pull_rows("slots", ids)
             worker.grads["counts"][:] = -size * np.bincount(ids, minlength=N)
             worker.push_rows("one", ids, np.full((len(ids), 1), -size))
