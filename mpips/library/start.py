@@ -142,6 +142,7 @@ class Start:
         self._shown = contextlib.ExitStack()
         self._where = self._shown.enter_context(shown(self.ranks, self.config, self._link))
         self.workers = cluster_subset(self.ranks, self.ranks.roles.workers)
+        self._evaluator: Evaluator | None = None
         self.job: Job
         self.out: Path
 
@@ -212,11 +213,16 @@ class Start:
             problem = given.problem(DATASET, info, config)
             return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
 
-        evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
-        _check_held_out(self.comm, evaluator.samples)
+        self._evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
+        _check_held_out(self.comm, self._evaluator.samples)
         params = np.empty(given.params.layout.size, config.dtype)
         with traced(config, self.ranks, run.out, link):
-            return Ended(evaluator.serve(), params)
+            return Ended(self._evaluator.serve(), params)
+
+    def pull_saved(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Return rows of the checkpoint that is evaluated, on an evaluator."""
+        assert self._evaluator is not None, "it evaluates"
+        return self._evaluator.pull(table, ids)
 
     def _opener(
         self, make: Callable[[], Samples] | None

@@ -123,7 +123,6 @@ def _check_world(job: "Job") -> None:
     options = {
         "spares": c.spares > 0, "read": c.read != "relaxed",
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
-        "evaluators": c.evaluators > 0,
     }  # fmt: skip
     for name, given in options.items():
         if given:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint
+from mpips.checkpoint import Checkpoint, TableRows
 from mpips.errors import unknown
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
@@ -56,7 +56,7 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     """
     if name not in checkpoint.tables:
         raise unknown("table", name, tuple(checkpoint.tables))
-    pieces = ((piece.rows, piece.params) for piece in checkpoint.read_table(name))
+    pieces = map(_in_order, checkpoint.read_table(name))
     return _found(checkpoint, name, ids, pieces)
 
 
@@ -76,9 +76,14 @@ class SavedRows:
         if name not in self._checkpoint.tables:
             raise unknown("table", name, tuple(self._checkpoint.tables))
         if name not in self._kept:
-            pieces = self._checkpoint.read_table(name)
-            self._kept[name] = [(piece.rows, piece.params) for piece in pieces]
+            self._kept[name] = list(map(_in_order, self._checkpoint.read_table(name)))
         return _found(self._checkpoint, name, np.asarray(ids), self._kept[name])
+
+
+def _in_order(piece: TableRows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of some rows, increasing, and what these hold."""
+    order = np.argsort(piece.rows)
+    return piece.rows[order], piece.params[order]
 
 
 def _found(
@@ -87,14 +92,16 @@ def _found(
     ids: np.ndarray,
     pieces: Iterable[tuple[np.ndarray, np.ndarray]],
 ) -> np.ndarray:
-    """Return rows, of which some are in pieces: their numbers and what they hold."""
+    """Return rows, of which some are in pieces: see `_in_order`."""
     owned = _ownership(name, checkpoint.tables[name])
     grouped = owned.group(ids.reshape(-1))
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)
     for rows, params in pieces:
-        _, mine, theirs = np.intersect1d(numbers, rows, True, return_indices=True)
-        found[mine] = params[theirs]
+        at = np.searchsorted(rows, numbers)
+        inside = np.flatnonzero(at < len(rows))
+        here = inside[rows[at[inside]] == numbers[inside]]
+        found[here] = params[at[here]]
     out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
     out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
     return out.reshape(*ids.shape, -1)

@@ -1,7 +1,6 @@
 """A rank that evaluates checkpoints while the others train; see `mpips.cut.evaluations`."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,8 @@ from mpips.errors import UserError
 from mpips.layout.roles import Roles
 from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums, share
+from mpips.problems.rows import evaluation
+from mpips.ps.saved_rows import SavedRows
 from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.setup import make_cluster, shown
@@ -107,6 +108,10 @@ def end_evaluations(link: Link, code: int) -> None:
         link.send(rank, "end", code)
 
 
+class _Unreadable(Exception):
+    """Rows of a checkpoint cannot be read."""
+
+
 class Evaluator:
     """Evaluates what the chief asks for.
 
@@ -127,6 +132,7 @@ class Evaluator:
         self._link, self._held_out, self._problem = link, held_out, problem
         self.samples = held_out.n
         self._params = np.empty(problem.layout.size, dtype)
+        self._rows: SavedRows | None = None
         self._told_signal = False
         self._chief: int | None = None
         self._asked: list[Asked] = []
@@ -183,13 +189,28 @@ class Evaluator:
         """Return the sums over this share of the samples, or why there are none."""
         words.enter(words.LOADING, time.perf_counter())
         try:
-            open_checkpoint(asked.folder).read_params(out=self._params)
+            saved = open_checkpoint(asked.folder)
+            saved.read_params(out=self._params)
         except UserError as problem:
             return str(problem)
         words.enter(words.EVALUATING, time.perf_counter())
+        self._rows = SavedRows(saved)
         params = self._problem.layout.views(self._params, writable=False)
         batches = self._batches(*share(self.samples, asked.part, asked.parts))
-        return metric_sums(batches, functools.partial(self._problem.evaluate, params))
+        try:
+            return metric_sums(batches, evaluation(self._problem, params, self))
+        except _Unreadable as problem:
+            return str(problem)
+        finally:
+            self._rows = None  # the next ones are read when these are gone
+
+    def pull(self, name: str, ids: Any) -> np.ndarray:
+        """Return rows of the checkpoint that is evaluated; see `mpips.problems.rows.RowReads`."""
+        assert self._rows is not None, "a checkpoint is evaluated"
+        try:
+            return self._rows.pull(name, ids)
+        except UserError as problem:
+            raise _Unreadable(str(problem)) from None
 
     def _batches(self, begin: int, end: int) -> Iterator[Batch]:
         for batch in iterate(self._held_out, begin, end, CHUNK, self._params.dtype):

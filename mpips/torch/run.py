@@ -105,7 +105,7 @@ def run(
         return worker
 
     program = library.Program(
-        train, make_worker, lambda start: _begin(start, tables.note),
+        train, make_worker, lambda start: _begin(start, tables),
         lambda start: buffers.update(_mean_buffers(start, module)),
         metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
         sets_rate=True, statistics=tuple(statistics_of(module)),
@@ -129,9 +129,11 @@ def _make(
     return module, ModelTables(module, {**options, **rule})
 
 
-def _begin(start: Start, note: str) -> None:
+def _begin(start: Start, tables: ModelTables) -> None:
     torch.set_num_threads(start.ranks.threads)
-    if note and start.ranks.is_chief and not start.config.quiet:
+    if not start.trains:
+        tables.source.open(start.pull_saved)
+    if (note := tables.note) and start.ranks.is_chief and not start.config.quiet:
         write_line(note)
 
 

@@ -1,7 +1,6 @@
 """Evaluators: the curve is that of the checkpoints, the best is kept, patience ends a run."""
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -34,22 +33,26 @@ from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError
 from mpips.problems import load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums
+from mpips.problems.rows import evaluation
+from mpips.ps.saved_rows import SavedRows
 
 SAMPLES = 160
 TOLERANCE = 1e-5  # chunks of other sizes round in another way
 SAME = f"{ROOT / 'mpips' / 'bench' / 'sleeping_model.py'}:SleepingModel"  # its loss is always 1
+CLICKS = f"--problem factorization_machine --dataset {ROOT / 'jobs' / 'clicks.svm'} --batch-size 32"
 MODES = {  # ranks, options
     "async": (4, "--servers 2 --evaluators 1 --keep-best"),
     "two evaluators": (5, "--servers 1 --evaluators 2 --node-size 2 --dtype float64"),
     "ssp": (4, "--mode ssp --servers 1 --evaluators 1 --node-size 1"),
     "sync": (3, "--mode sync --evaluators 1 --keep-best"),
+    "tables": (4, f"--evaluators 1 --keep-best --checkpoint-rows changed {CLICKS}"),
     "backup": (5, "--mode sync --servers 1 --backup-workers 1 --evaluators 1"),
     "local_sgd": (3, "--mode local_sgd --local-steps 2 --evaluators 1"),
     "easgd": (4, "--mode easgd --tau 2 --servers 1 --evaluators 1 --window private"),
 }
 STOPS = ((5, "async", 2, 1), (3, "async", 1, 1), (5, "sync", 0, 2), (4, "async", 1, 1))
-COMMON = "--hidden 8 --keep 1000 --eval-every 0.5 --batch-size 8 --timeout 30"
-QUICK = ("async", "sync")
+COMMON = "--keep 1000 --eval-every 0.5 --batch-size 8 --timeout 30"
+QUICK = ("async", "sync", "tables")
 PATIENCE = {"async": "--servers 1", "sync": "--mode sync"}
 
 
@@ -57,11 +60,12 @@ PATIENCE = {"async": "--servers 1", "sync": "--mode sync"}
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     """All runs of this module."""
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), {"async", *names_asked(request)}
-    words = [*COMMON.split(), *few_digits(plan.folder, SAMPLES)]
+    words = [*COMMON.split(), "--hidden", "8", *few_digits(plan.folder, SAMPLES)]
     slow = ["--problem", f"{MODELS}:SlowMLP"]
     for name in filter(asked.__contains__, MODES):
         ranks, options = MODES[name]
-        plan.add(name, ranks, [*words, *slow, *options.split(), "--epochs", "16"])
+        own = [] if CLICKS in options else [*words[len(COMMON.split()) :], *slow]
+        plan.add(name, ranks, [*COMMON.split(), *own, *options.split(), "--epochs", "16"])
     for k, (ranks, mode, servers, evaluators) in enumerate(STOPS):
         last = k + 1 == len(STOPS)
         more = ["--mode", mode, "--servers", str(servers), "--evaluators", str(evaluators)]
@@ -98,7 +102,7 @@ def evaluated(out: Path, step: int, problem_name: str = "") -> dict[str, float]:
         problem = load_problem(config.problem, data.info, config)
         params = saved.layout.views(saved.read_params())
         batches = iterate(data.test, 0, data.info.n_test, CHUNK, config.dtype)
-        sums = metric_sums(batches, functools.partial(problem.evaluate, params))
+        sums = metric_sums(batches, evaluation(problem, params, SavedRows(saved)))
         return {name: value / data.info.n_test for name, value in sums.items()}
 
 

@@ -34,6 +34,7 @@ def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     names += ["rounds", "clipped rounds"]
     assert re.findall(r"^([\w ]+) is equal", found, re.M) == names
     assert "tables alone are equal" in found
+    assert "what is evaluated is what was saved" in found
     assert found.count("4 are refused") == 3
 
 

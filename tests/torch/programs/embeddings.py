@@ -6,12 +6,14 @@ other servers, and where steps are clipped and accumulated. Then what is refused
 """
 
 import functools
+import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -20,7 +22,10 @@ from torch.utils.data import TensorDataset
 
 import mpips
 import mpips.torch as mt
+from mpips.checkpoint import open_checkpoint
+from mpips.checkpoint.files import step_folder
 from mpips.cluster import ending
+from mpips.ps.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
 STEPS, SIZE, ROWS, DIM, RATE = 30, 10, 40, 4, 0.2
@@ -292,6 +297,37 @@ def alone(out: Path) -> None:
     wait_for_all()
 
 
+def evaluated(out: Path) -> None:
+    """A rank that evaluates beside the others reads rows as they were saved, those of one step."""
+
+    def train(worker: mt.Worker) -> None:
+        for batch in worker.loader(DATA, batch_size=SIZE):
+            worker.optimizer.step(functools.partial(gradient, worker.model, batch))
+            time.sleep(0.01)
+
+    result = mt.run(
+        train, plain, mpips.SGD(RATE), out=out, epochs=6, mode="async", evaluators=1, quiet=True,
+        evaluate=metrics, held_out=DATA, eval_every=0.5, keep=1000, checkpoint_rows="changed",
+    )  # fmt: skip
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    curve = [line for line in lines if line["kind"] == "eval"]
+    assert len(curve) > 1, curve
+    for line in curve if WORLD.rank == 2 else ():
+        saved, model = open_checkpoint(step_folder(out / "checkpoints", line["step"])), plain()
+        arrays = saved.layout.views(saved.read_params())
+        state = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        for name in saved.tables:
+            rows = find_rows(saved, name, np.arange(saved.tables[name]["rows"]))
+            if name in ("single", "bags.sum"):
+                rows[PADDING] = 0
+            state[f"{name}.weight"] = torch.from_numpy(rows)
+        model.load_state_dict(state)
+        assert abs(metrics_of(model) - line["loss"]) < 1e-9, line
+    assert result.summary["evaluators"] == 1
+    if WORLD.rank == 2:
+        print("what is evaluated is what was saved", flush=True)
+
+
 def pretrained() -> nn.Module:
     """Return the net with a weight that its owner has changed."""
     model = plain()
@@ -333,6 +369,7 @@ def main(out: Path) -> None:
     for name, case in CASES.items():
         equal(name, case, out / name)
     alone(out / "alone")
+    evaluated(out / "evaluated")
     refused(out)
 
 
