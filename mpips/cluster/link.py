@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from mpips.cluster import ending
@@ -49,6 +49,7 @@ class Link:
         evaluates: Whether this is one of them.
         chief: The rank that the evaluators work for, once the ranks have their roles.
         given_up: Evaluators that the job goes on without.
+        missing: Ranks without which it has come to its end, evaluators or not, known behind `part`.
         overdue: By which the chief judges evaluators that it waits for.
 
     Raises:
@@ -62,17 +63,26 @@ class Link:
         self.side: Comm = comm.Split(int(self.evaluates), key=comm.rank)  # type: ignore[assignment]
         self._control = comm.Dup()
         self._failures = Failures([self._control])
-        self._failures.spare(self.spared)
+        self.spare(())
         self._mailbox = Mailbox(self._control, self._failures)
         self._polled_s = 0.0
         self.overdue = Overdue((), 0.0)
         self.chief = 0
         self.given_up: set[int] = set()
+        self.missing: set[int] = set()
 
     @property
     def spared(self) -> tuple[int, ...]:
-        """Ranks whose death does not end the job: evaluators, where MPI lets it go on."""
+        """Evaluators whose death does not end the job: all, where MPI lets it go on."""
         return self.evaluators if self._failures.on else ()
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Go on without those of `ranks` that die from now on, which train, and evaluators.
+
+        Raises:
+            Lost: If another has died before.
+        """
+        self._failures.spare((*self.spared, *ranks))
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -144,13 +154,14 @@ class Link:
         shared: T = found[0]
         return shared
 
-    def part(self, code: int) -> None:
-        """Meet at the end of the job, but for evaluators that are given up: all ranks know them.
+    def part(self, code: int, lost: Iterable[int] = ()) -> None:
+        """Meet at the end of the job, but for those who are missing: all ranks know them then.
 
         If there are any, this process ends without MPI_Finalize.
 
         Args:
             code: The job's exit code.
+            lost: Ranks that train and have died, as far as the chief knows.
 
         Collective: yes, behind `share`. Blocks: until all have come.
         """
@@ -159,17 +170,18 @@ class Link:
         self.overdue.expect()
         if self.everyone.rank == self.chief:
             self._hear("here")
+            self.missing.update(self.given_up, self._failures.lost, lost)
             for rank in range(self.everyone.size):
-                self.send(rank, "missing", sorted(self.given_up))
-            if self.given_up and self._failures.on:
+                self.send(rank, "missing", sorted(self.missing))
+            if self.missing and self._failures.on:
                 self._hear("known", LEAVING_S)
         else:
             self.send(self.chief, "here")
-            self.given_up.update(self._missing())
+            self.missing.update(self._missing())
             self.send(self.chief, "known")
-        if self.given_up and self._failures.on:
-            self._failures.leave_out(self.given_up)
-        elif self.given_up:
+        if self.missing and self._failures.on:
+            self._failures.leave_out(self.missing)
+        elif self.missing:
             atexit.register(self._end_all, code)
 
     def _hear(self, what: str, limit_s: float = math.inf) -> None:
@@ -189,7 +201,7 @@ class Link:
             time.sleep(POLL_S)
 
     def _missing(self) -> list[int]:
-        """Wait until the chief has told which evaluators are given up; returns them.
+        """Wait until the chief has told which ranks are missing; returns them.
 
         Raises:
             Lost: If it has died.
@@ -220,11 +232,11 @@ class Link:
     def free(self) -> None:
         """Free the communicators, and drop messages that nobody waits for any more.
 
-        Nothing is freed where evaluators are missing.
+        Nothing is freed where ranks are missing.
 
         Collective: yes. Blocks: until all have come.
         """
-        if self.given_up:
+        if self.missing:
             return
         self.overdue.close()
         while not self._mailbox.empty():

@@ -16,7 +16,7 @@ evaluation under way: a run that is resumed has that one made again.
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,13 +97,14 @@ class Evaluations:
         job: The run.
         link: To the evaluators.
         log: Of the run.
+        spared: Ranks that train, without which it goes on if they die.
 
     Attributes:
         standing: What has come of them.
         link: As given.
     """
 
-    def __init__(self, job: Job, link: Link, log: "Log") -> None:
+    def __init__(self, job: Job, link: Link, log: "Log", spared: Iterable[int] = ()) -> None:
         self._job, self.link, self._log = job, link, log
         saved = job.checkpoint.state.get("evaluations") if job.checkpoint is not None else None
         known = saved or {"standing": {}, "pending": None}
@@ -116,8 +117,10 @@ class Evaluations:
         self._folder = ""
         self._last_step: int | None = None
         self._reason = self.standing.stale(job.config)
+        spared = tuple(spared)
+        link.spare(spared)
         for rank in link.evaluators:
-            link.send(rank, "begin")
+            link.send(rank, "begin", spared)
         if known["pending"] is not None:
             self._resume(*known["pending"])
 
@@ -185,8 +188,8 @@ class Evaluations:
             Lost: If none is left that could say when the run is over.
         """
         for source, kind, payload in self.link.poll():
-            if source in self.link.given_up:
-                continue
+            if source in self.link.given_up or source not in self.link.evaluators:
+                continue  # of a death among those that train, they know themselves
             if kind == "stop":
                 self._reason = payload
             elif kind == "lost":

@@ -269,12 +269,12 @@ class Start:
     def part(self, code: int) -> None:
         """Meet evaluators at the end, with the job's exit code. Collective: over all ranks."""
         if self._link is not None:
-            self._link.part(code)
+            self._link.part(code, self.ranks.failures.lost if self.trains else ())
 
     def free(self) -> None:
-        """Free the communicators, unless evaluators are missing. Collective: yes."""
+        """Free the communicators, unless ranks are missing. Collective: yes."""
         self.hide()
-        if self._link is not None and self._link.given_up:
+        if self._link is not None and self._link.missing:
             return
         if not self.ranks.failures.lost:  # it would wait for the dead
             free(self.workers)

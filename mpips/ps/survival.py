@@ -11,7 +11,7 @@ When a server dies, the chief takes its shard over, and its rows: see `mpips.ps.
 chief dies, its heir becomes the chief: see `mpips.ps.succession`.
 
 The death of the last server, of a rank on another node, or of a worker that keeps state of its own,
-ends the job: it goes on from a checkpoint. Where ranks evaluate, these alone are spared.
+ends the job, and so does that of the chief where ranks evaluate: it goes on from a checkpoint.
 """
 
 import dataclasses
@@ -23,11 +23,13 @@ from mpips.planning.job import Job
 def spared(job: Job) -> tuple[int, ...]:
     """Return the ranks that a run can do without, if there are any. The same on all ranks."""
     ranks, c = job.cluster, job.config
-    able = c.mode in ("async", "ssp") and not (c.backup_workers or c.evaluators)
-    able = able and ranks.nodes == 1
+    able = c.mode in ("async", "ssp") and not c.backup_workers and ranks.nodes == 1
     if not ranks.failures.on or not able or worker_state.names(job):
         return ()
-    return ranks.roles.workers + adoptable(job)
+    servers = adoptable(job)
+    if c.evaluators:  # of which server 0 alone knows what they have found
+        servers = servers[1:]
+    return ranks.roles.workers + servers
 
 
 def adoptable(job: Job) -> tuple[int, ...]:
@@ -74,13 +76,18 @@ def announcement(job: Job) -> str | None:
         return f"--spares {spares} has no effect {why}: if a rank dies, this job ends"
     if not job.cluster.failures.on:
         return None
+    others = "an evaluator or " if job.config.evaluators else ""
     if adopts(job):
+        server = "a server but server 0" if others else "a server"
         return (
-            "if a worker dies, the others go on without it; if a server dies, another one takes "
-            "its shard over"
+            f"if {others}a worker dies, the others go on without it; if {server} dies, another one "
+            "takes its shard over"
         )
     if spared(job):
-        return "if a worker dies, the others go on without it; if the server dies, this job ends"
-    if job.config.evaluators:
+        return (
+            f"if {others}a worker dies, the others go on without it; if the server dies, this job "
+            "ends"
+        )
+    if others:
         return "if an evaluator dies, the others go on without it; if another dies, this job ends"
     return "if a rank dies, this job ends: others go on in modes async and ssp, on one node"

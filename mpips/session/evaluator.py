@@ -51,7 +51,7 @@ def evaluate_for(found: Run, link: Link) -> int:
         with traced(found.config, ranks, found.out, link):
             code = evaluator.serve()
         link.part(code)
-    if not link.given_up:
+    if not link.missing:
         ranks.free()
     return code
 
@@ -176,14 +176,16 @@ class Evaluator:
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "lost":
-            return  # another evaluator, of whom the chief knows
+            return  # the chief knows
         self._chief = source
-        if kind == "evaluate":
+        if kind == "begin":
+            self._link.spare(payload)
+        elif kind == "evaluate":
             self._asked.append(Asked(*payload))
         elif kind == "end":
             self._code = payload
         else:
-            assert kind == "begin", f"unknown message {kind!r} to an evaluator"
+            raise AssertionError(f"unknown message {kind!r} to an evaluator")
 
     def _evaluate(self, asked: Asked) -> dict[str, float] | str:
         """Return the sums over this share of the samples, or why there are none."""

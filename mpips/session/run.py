@@ -87,8 +87,8 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
         code = follow(job.problem, train(job, found, link=link)).code
     if link is not None:
         end_evaluations(link, code)
-        link.part(code)
-    if link is None or not link.given_up:
+        link.part(code, ranks.failures.lost)
+    if link is None or not link.missing:
         ranks.free()
     return code
 

@@ -81,18 +81,11 @@ def train(
 def _train(
     job: Job, found: Run, keep: bool, listener: Listener | None, link: Link | None
 ) -> Tasks[Ended]:
-    chief = job.cluster.is_chief
-    done = job.out / place.DONE
-    finished = chief and done.exists()
-    if chief:
-        spares = (*spared(job), *(link.spared if link is not None else ()))
-        signs.tell_run(job.out, job.config.resume, job.config.log_every, spares)
-        folder.save_config(job.out, job.config)
-        done.unlink(missing_ok=True)
-        job.place = place.Place(job.out)
-    c = job.config
+    c, chief = job.config, job.cluster.is_chief
+    finished = chief and _take_place(job, link)
     with traced(c, job.cluster, job.out, link), _log(job, listener) as log:
-        job.evaluations = Evaluations(job, link, log) if chief and link is not None else None
+        if chief and link is not None:
+            job.evaluations = Evaluations(job, link, log, spared(job))
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
@@ -118,6 +111,18 @@ def _train(
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
     return ended
+
+
+def _take_place(job: Job, link: Link | None) -> bool:
+    """Begin in the run's folder, on the chief; returns whether the run was finished before."""
+    spares = (*spared(job), *(link.spared if link is not None else ()))
+    signs.tell_run(job.out, job.config.resume, job.config.log_every, spares)
+    folder.save_config(job.out, job.config)
+    done = job.out / place.DONE
+    finished = done.exists()
+    done.unlink(missing_ok=True)
+    job.place = place.Place(job.out)
+    return finished
 
 
 @contextlib.contextmanager

@@ -279,21 +279,25 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 
 @pytest.mark.launch
 @survived
-def test_evaluators_that_die_are_left_out(tmp_path: Path) -> None:
-    """One that is killed, and one that is stopped: nothing starts again, and each batch counts."""
-    out, more = tmp_path / "out", ("--evaluators", "2", "--eval-every", "1")
-    words = counting_words(tmp_path, 40, *more)
-    with Supervised(tmp_path, 5, words, "--timeout", "12") as job:
-        *_, first, second = job.wait_for_training(out, 1)
+def test_evaluators_and_others_that_die_are_left_out(tmp_path: Path) -> None:
+    """Of each kind one, and an evaluator that is stopped: nothing starts again, all counts once."""
+    out, more = tmp_path / "out", ("--evaluators", "2", "--eval-every", "1", "--servers", "2")
+    words = counting_words(tmp_path, 60, *more)
+    with Supervised(tmp_path, 7, words, "--timeout", "12") as job:
+        _, server, *_, worker, first, second = job.wait_for_training(out, 1)
+        os.kill(worker, signal.SIGKILL)
+        job.wait_for(lambda: LEFT_OUT in job.output)
         os.kill(first, signal.SIGKILL)
-        job.wait_for(lambda: "rank 3) has died; the others evaluate its share" in job.output)
+        job.wait_for(lambda: "rank 5) has died; the others evaluate its share" in job.output)
+        os.kill(server, signal.SIGKILL)
+        job.wait_for(lambda: TAKEN_OVER in job.output)
         os.kill(second, signal.SIGSTOP)
         told = job.wait(0)
     assert told.count("is stopped: ending it") == 1
-    assert "rank 4) has died; nobody evaluates from now" in told
+    assert "rank 6) has died; nobody evaluates from now" in told
     assert "starting again" not in told
-    assert_counts(final(out), N, 40)
-    assert summary(out)["lost"] == [3, 4]
+    assert_counts(final(out), N, 60)
+    assert summary(out)["lost"] == [1, 4, 5, 6]
     lost = re.findall(r'"lost", .*"evaluator": (\d)', (out / "metrics.jsonl").read_text())
     assert lost == ["0", "1"]
 
