@@ -63,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=600.0, metavar="S",
         help="seconds after which a run counts as one that hangs [default: 600]")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="as of mpips.launch")
+    add("--ft", action="store_true", help="as of mpips.launch: for programs")
     add("--folder", type=Path, metavar="DIR", help="where it runs; what went wrong is kept "
         "[default: chaos-TIME]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write what is known of the runs")
@@ -90,7 +91,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     from mpips.launch import supervise
 
     _check(args, words)
-    job = supervise.Order(args.ranks, words, shlex.split(args.mpirun), timeout_s=args.timeout)
+    launcher = shlex.split(args.mpirun)
+    job = supervise.Order(args.ranks, words, launcher, timeout_s=args.timeout, survives=args.ft)
     check(job)
     if job.is_program and not any(OUT in word for word in words):
         raise UserError(f"a program without {OUT}", f"{OUT} among its words", "see --help")

@@ -144,7 +144,7 @@ def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
     if job.launcher:
         options += ["--mpirun", shlex.join(job.launcher)]
-    elif _raises(plan) and supervise.goes_on(job):
+    elif job.survives or (_raises(plan) and supervise.goes_on(job)):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
 

@@ -78,18 +78,19 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "launcher", "survives"),
+    ("words", "fault", "launcher", "asked", "survives"),
     [
-        ("--mode async", "exception:worker", "", True),
-        ("--mode async", "kill:worker", "", False),
-        ("--mode sync", "exception:worker", "", False),
-        ("--mode async", "exception:worker", "mpirun", False),
-        ("line.py {out}", "exception:worker", "", False),
+        ("--mode async", "exception:worker", "", False, True),
+        ("--mode async", "kill:worker", "", False, False),
+        ("--mode sync", "exception:worker", "", False, False),
+        ("--mode async", "exception:worker", "mpirun", False, False),
+        ("line.py {out}", "exception:worker", "", False, False),
+        ("line.py {out}", "kill:worker", "", True, True),
     ],
 )
 def test_jobs_that_raise_go_on_without_ranks(
-    words: str, fault: str, launcher: str, survives: bool
+    words: str, fault: str, launcher: str, asked: bool, survives: bool
 ) -> None:
     """The supervisor takes such a job for a program; of others it knows by itself."""
-    order = Order(3, words.split(), launcher.split())
+    order = Order(3, words.split(), launcher.split(), survives=asked)
     assert ("--ft" in _options(order, draw(7, [fault]))) is survives
