@@ -20,6 +20,7 @@ from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import all_finite, scale, sum_squares
 from mpips.layout.tables import Grouped, combine
 from mpips.planning.tables import JobTable
+from mpips.ps.row_load import RowLoad
 from mpips.ps.table_server import table_fields
 from mpips.ps.table_shard import TableRows
 from mpips.transport.far_rows import FarRows
@@ -58,6 +59,7 @@ class _WorkerTable:
         ranks = cluster.roles.owners
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
+        self.load = RowLoad(self.ownership)
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
         self.far = FarRows(cluster, number, table, self._dtype, codec)
@@ -88,6 +90,7 @@ class _WorkerTable:
         else:
             self._pull_far(ids, out)
         self.counts.pulled += len(ids)
+        self.load.pull(places)
         return out
 
     def _pull_far(self, ids: np.ndarray, out: np.ndarray) -> None:
@@ -110,7 +113,7 @@ class _WorkerTable:
 
     def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
         k, s = seq % BUFFERS, self._sections
-        count = len(ids)
+        given, count = ids, len(ids)
         if s.starts[k, -1]:  # a further call in this step
             ids, grads = self._with_earlier(k, ids, grads)
         grouped = self._group(ids)
@@ -120,6 +123,7 @@ class _WorkerTable:
         s.places[k, :rows] = grouped.local
         s.starts[k] = grouped.bounds
         self.counts.pushed += count
+        self.load.push(given, grouped.bounds)
 
     def sums(self, seq: int) -> np.ndarray:
         """Return the gradients in a push as one vector, a view."""
@@ -286,6 +290,9 @@ class RowsAtWork:
         """Bytes of rows that this rank has read from other nodes, as they were sent."""
         return sum(table.far.bytes_received for table in self._tables.values())
 
-    def stats(self) -> dict[str, dict[str, int]]:
+    def stats(self) -> dict[str, dict[str, Any]]:
         """Return what was done with each table."""
-        return {name: vars(table.counts).copy() for name, table in self._tables.items()}
+        return {
+            name: {**vars(table.counts), "load": table.load.stats()}
+            for name, table in self._tables.items()
+        }

@@ -14,7 +14,7 @@ from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import table_journal
+from mpips.ps import row_load, table_journal
 from mpips.ps.table_shard import warm
 from mpips.rounds import tables as round_tables
 from mpips.session.probe import possible
@@ -43,6 +43,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
                 _load(config)
             for table in tables or ():
                 warm(table.table, table.rule, config.dtype)
+                row_load.warm()
                 if ranks.failures.on:
                     table_journal.warm(table.table, table.rule, config.dtype)
                 if config.in_rounds:

@@ -3,8 +3,10 @@
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from mpips import __version__
 from mpips.checkpoint.place import BEST
@@ -12,12 +14,17 @@ from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
 from mpips.config.delay import delays_text
 from mpips.cut.evaluations import Standing
+from mpips.datasets.hashed import IDS
 from mpips.errors import human_bytes
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
+from mpips.ps.row_load import hot_rows, rows_by_server
 from mpips.session import metrics
 
+PULLED, PUSHED = "rows_pulled", "rows_pushed"
+ROWS_DONE = ("pulled", "pushed", "again", "torn")  # with a table, by all workers
+SHOWN = 8  # servers
 Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.
 PER_WORKER = (
@@ -60,11 +67,11 @@ def summarise(
         "clock_distance_max": max(w.get("clock_distance_max", 0) for w in workers)
         if c.mode == "ssp" else None,
         **{k: _sum(workers, k) for k in ("torn_reads", "bytes_pulled", "bytes_pushed")},
-        "tables": _tables(job, workers, owners),
+        "tables": _tables(job, workers, owners), "hashed": _hashed(workers),
         "bytes_sent": _sum(parts, "bytes_sent"),
         "bytes_received": _sum(parts, "bytes_received"),
         "per_worker": [{"rank": r, **_worker(parts[r])} for r in ranks.roles.workers],
-        "per_server": [{"rank": r, **_server(parts[r])} for r in ranks.roles.owners],
+        "per_server": _servers(ranks.roles.owners, parts, workers),
         "inject_delay": c.delays,
         "peak_memory_mb": [
             None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
@@ -82,7 +89,7 @@ def _evaluators_lost(job: Job) -> set[int]:
 
 def _tables(
     job: Job, workers: list[dict[str, Any]], owners: list[dict[str, Any]]
-) -> dict[str, dict[str, int]]:
+) -> dict[str, dict[str, Any]]:
     """Return what was done with each table, and how many of its rows have been changed."""
     found = {}
     for table in tables_of(job):
@@ -90,9 +97,54 @@ def _tables(
         changed = [owner["rows_changed"][table.name] for owner in owners]
         found[table.name] = {
             "rows": table.table.rows, "dim": table.dim, "changed": sum(changed),
-            **{name: sum(each[name] for each in does) for name in does[0]},
+            **{name: sum(each[name] for each in does) for name in ROWS_DONE},
+            "hot": hot_rows([each["load"] for each in does]),
         }  # fmt: skip
     return found
+
+
+def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Return how many ids hashed columns have, and how many of them stand for several values."""
+    known = [bits for worker in workers if (bits := worker.get("hashed")) is not None]
+    if not known:
+        return None
+    ids, shared = np.unpackbits(np.bitwise_or.reduce(known), axis=1).sum(axis=1, dtype=int).tolist()
+    return {"ids": ids, "shared": shared}
+
+
+def _hashed_lines(summary: dict[str, Any]) -> list[str]:
+    """Return the line about hashed columns, if there are any."""
+    if (found := summary["hashed"]) is None:
+        return []
+    shared = f"{found['shared']:,} of them stand for two values or more"
+    return [f"hashed columns: {found['ids']:,} of {IDS:,} ids read, {shared}"]
+
+
+def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str, int]]:
+    """Return the rows that workers have read from a server and pushed to it, by table."""
+    does = [worker["tables"] for worker in workers if worker.get("tables")]
+    return {
+        kind: {
+            table: rows_by_server([each[table]["load"] for each in does], kind)[server]
+            for table in does[0]
+        }
+        for kind in (PULLED, PUSHED)
+        if does
+    }
+
+
+def _table_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line a table: what was done with it, its load by server, and rows pushed most."""
+    lines = []
+    for name, table in summary["tables"].items():
+        line = f"table {name}: pulled {table['pulled']:,} rows, pushed {table['pushed']:,}"
+        pushed = [server[PUSHED][name] for server in summary["per_server"]]
+        if len(pushed) > 1:
+            shares = ", ".join(f"{share / max(1, sum(pushed)):.0%}" for share in pushed[:SHOWN])
+            line += f"; by server {shares}{', ...' if len(pushed) > SHOWN else ''}"
+        hot = [f"{each['row']} ({each['share']:.1%})" for each in table["hot"][:3]]
+        lines.append(line + (f"; most pushed {', '.join(hot)}" if hot else ""))
+    return lines
 
 
 def _sum(parts: list[dict[str, Any]], name: str) -> Any:
@@ -118,6 +170,13 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
 
 def _worker(part: dict[str, Any]) -> dict[str, Any]:
     return {k: part[k] for k in PER_WORKER if k in part}
+
+
+def _servers(
+    owners: Sequence[int], parts: list[dict[str, Any]], workers: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    pairs = enumerate(owners)
+    return [{"rank": r, **_server(parts[r]), **_row_load(workers, k)} for k, r in pairs]
 
 
 def _server(part: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +293,8 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             *_dropped(job, s),
             *_lost(s),
             *_best(job, s),
+            *_table_lines(s),
+            *_hashed_lines(s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"], s["unsaved"]),
         ]

@@ -16,6 +16,7 @@ from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.cluster.link import Link
 from mpips.cluster.world import Cluster
 from mpips.cut.evaluations import Evaluations
+from mpips.datasets import hashed
 from mpips.errors import UserError, complain
 from mpips.launch import signs
 from mpips.planning.job import Job
@@ -222,6 +223,7 @@ def _gather(
 ) -> dict[str, Any] | None:
     """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
     part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
+    part["hashed"] = hashed.seen.bits if job.worker_id is not None else None
     if job.evaluations is not None:
         job.evaluations.finish(exit_code(outcome.reason) == 0)
     parts = job.cluster.gather(part)

@@ -11,7 +11,7 @@ from test_columns import WRITERS
 from test_datasets import opened, refused
 
 from mpips.datasets import csv
-from mpips.datasets.hashed import IDS, ids_of
+from mpips.datasets.hashed import IDS, Seen, ids_of, seen
 from mpips.ps.saved_rows import find_rows
 
 pa = pytest.importorskip("pyarrow")
@@ -37,6 +37,28 @@ def test_ids_are_of_column_and_text() -> None:
     assert 0 <= many.min() < many.max() < IDS
     assert len(np.unique(many)) > 9_900
     assert ids[0] == 816389, "a run that is resumed elsewhere has the same"
+
+
+def test_values_that_share_an_id_are_counted() -> None:
+    """Those that one process has met: an id is shared by two values, and not by one met twice."""
+    seen.clear()
+    values = [str(k) for k in range(20_000)]
+    for part in (values[:12_000], values[11_000:], values):
+        ids = ids_of("a", pa.array(part))
+    bits = seen.bits
+    assert bits is not None
+    used, shared = np.unpackbits(bits, axis=1).astype(bool)
+    count = np.bincount(ids, minlength=IDS)
+    np.testing.assert_array_equal(used, count > 0)
+    np.testing.assert_array_equal(shared, count > 1)
+    assert 100 < shared.sum() < 300
+    seen.clear()
+    ids_of("a", pa.array(["x", "x"]))
+    assert seen.bits is not None
+    assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [1, 0]
+    ids_of("a", pa.array(["x", None]))
+    assert np.unpackbits(seen.bits, axis=1).sum(axis=1).tolist() == [2, 0]
+    assert Seen().bits is None
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -82,5 +104,6 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
         assert summary(plan.out(kind))["accuracy"] > 0.95
         changed = final(plan.out(kind)).read_column("features", "rows")
         assert len(changed) == 14
+        assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
     rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))
     assert rows.shape == (1, 5)

@@ -139,15 +139,13 @@ def test_words_are_drawn_as_often_as_they_weigh() -> None:
 def test_in_one_world(tmp_path: Path) -> None:
     """Words of a topic are alike, in all modes, after a resume too, and what is wrong is told."""
     n = write_topics(tmp_path / "topics.txt")
-    (tmp_path / "other.txt").write_text((tmp_path / "topics.txt").read_text() + " the end the end")
     plan = Plan(tmp_path)
     text = ["--problem", "skipgram", "--dataset", "topics.txt", "--test-fraction", "0.04"]
     rule = ["--optimizer", "adagrad", "--lr", "0.2", "--batch-size", "64", "--dim", "16"]
     for mode in ("async", "sync"):
         plan.add(mode, 3, [*text, *rule, "--mode", mode, "--epochs", "8"])
-    plan.add("async", 3, ["--resume", "--servers", "2", "--epochs", "10"])
+    plan.add("async", 4, ["--resume", "--servers", "2", "--epochs", "10"], quiet=False)
     plan.add("async", 3, ["--resume", "--min-count", "2"], 2)
-    (tmp_path / "run").mkdir()
     plan.add("async", 3, ["--resume", "--eval-only"], quiet=False)
     plan.add("digits", 3, ["--problem", "skipgram", *rule], 2)
     plan.add("no words", 3, ["--dim", "16"], 2)
@@ -157,6 +155,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     found = summary(plan.out("async"))
     assert found["samples"] == 10 * n * 0.96
     assert f"loss {found['eval_loss']:.4f}"[:-1] in plan.outputs("async")[3]
+    line = r"^table in: pulled [\d,]+ rows, pushed [\d,]+; by server \d\d%, \d\d%"
+    assert re.search(line, plan.outputs("async")[1], re.M), plan.outputs("async")[1]
     words = (plan.out("async") / "words.txt").read_text().splitlines()
     assert {words[0], words[1]} == {f"and {LINES}", f"the {LINES}"}
     told = "\n".join(plan.errors())

@@ -371,6 +371,8 @@ def bad(folder: Path) -> None:
         np.testing.assert_array_equal(columns["params"], [[-16.0], [-8.0]])  # the run's rule
         assert summary["tables"]["few"]["pushed"] == 24
         assert summary["tables"]["wide"]["changed"] == 0
+        assert sum(server["rows_pushed"]["few"] for server in summary["per_server"]) == 16
+        assert {len(server["rows_pulled"]) for server in summary["per_server"]} == {len(tables)}
 
     def without(worker: mpips.Worker) -> None:
         for _ in worker.batches(8, batch_size=4, epochs=1):
