@@ -14,6 +14,7 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.nearest import find_nearest
+from mpips.checkpoint.table_files import export_table
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
 
@@ -36,14 +37,16 @@ def make_parser() -> argparse.ArgumentParser:
             "dir", metavar="DIR", help="run directory, its checkpoints folder, or one checkpoint"
         )
         command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        if function in (nearest, export):
+            command.add_argument("--table", default="", metavar="NAME", help="of a table of rows")
         if function is nearest:
             command.add_argument("words", nargs="+", metavar="WORD", help="or the number of a row")
-            command.add_argument("--table", default="", help="its name, where there are several")
             command.add_argument("--count", type=int, default=8, metavar="N", help="default 8")
         if function is export:
             command.add_argument(
                 "-o", "--output", required=True, metavar="FILE",
-                help="file to write: .npz (with the slots), .safetensors, or .pt for torch.load",
+                help="file to write: .npz (with the slots), .safetensors, or .pt for torch.load; "
+                "with --table .npz, .parquet or .safetensors",
             )  # fmt: skip
     return parser
 
@@ -132,7 +135,10 @@ def export(args: argparse.Namespace) -> int:
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
     checkpoint = whole(args)
-    exchange.export(checkpoint, output)
+    if args.table:
+        export_table(checkpoint, args.table, output)
+    else:
+        exchange.export(checkpoint, output)
     print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
     return 0
 

@@ -93,7 +93,7 @@ def npz_writer(arrays: Iterable[tuple[str, np.ndarray]]) -> Callable[[Path], Non
 
 
 def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    module = _safetensors()
+    module = load_safetensors()
 
     def write(path: Path) -> None:
         try:
@@ -119,7 +119,12 @@ def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
     return write
 
 
-def _safetensors() -> ModuleType:
+def load_safetensors() -> ModuleType:
+    """Import that package.
+
+    Raises:
+        UserError: If it is not there.
+    """
     try:
         import safetensors
         import safetensors.numpy
@@ -246,7 +251,7 @@ def _opened(path: Path) -> Iterator[Opened]:
     Raises:
         UserError: Whatever goes wrong in the block, as with a file that is cut off.
     """
-    module = _safetensors() if path.suffix == SAFETENSORS else None
+    module = load_safetensors() if path.suffix == SAFETENSORS else None
     try:
         if module is None:
             with zipfile.ZipFile(path) as archive:

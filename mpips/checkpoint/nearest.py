@@ -33,7 +33,7 @@ def find_nearest(
         UserError: If there is no such table or word, or no such row was changed.
     """
     name = _table(checkpoint, table)
-    words = _words(checkpoint.path)
+    words = words_of(checkpoint.path)
     rows = checkpoint.read_column(name, ROWS)
     params = checkpoint.read_column(name, PARAMS)
     norms = np.maximum(np.linalg.norm(params, axis=1), np.finfo(params.dtype).tiny)
@@ -72,7 +72,7 @@ def _table(checkpoint: Checkpoint, name: str) -> str:
     return name
 
 
-def _words(folder: Path) -> list[str]:
+def words_of(folder: Path) -> list[str]:
     """Return the words of a checkpoint's run, by number; none where its rows are no words."""
     path = folder.resolve().parent.parent / WORDS
     if not path.is_file():

@@ -75,6 +75,46 @@ def test_rows_are_read_as_they_were_written(
         next(found.read_table("itm"))
 
 
+@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 40])
+def test_a_table_is_exported_by_itself(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
+    save(tmp_path / "checkpoints")
+    (tmp_path / "words.txt").write_text("".join(f"w{k} 1\n" for k in range(90)))
+    wanted = {
+        name: np.concatenate([rows(k, "item").arrays[name] for k in range(OWNERS)])
+        for name in ("rows", "params", "slots/m", "slots/steps")
+    }
+
+    def export(table: str, name: str) -> int:
+        return main(["export", str(tmp_path), "--table", table, "-o", str(tmp_path / name)])
+
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("item.npz", "item.safetensors", "item.parquet"):
+        assert export("item", name) == 0, capsys.readouterr().err
+    with np.load(tmp_path / "item.npz") as found:
+        assert set(found) == set(wanted)
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(found[name], array, strict=True)
+    found = safetensors.numpy.load_file(tmp_path / "item.safetensors")
+    assert set(found) == {"rows", "params"}
+    np.testing.assert_array_equal(found["params"], wanted["params"], strict=True)
+    lines = parquet.read_table(tmp_path / "item.parquet").to_pylist()
+    assert [line["rows"] for line in lines] == wanted["rows"].tolist()
+    assert [line["word"] for line in lines] == [f"w{k}" for k in wanted["rows"]]
+    np.testing.assert_array_equal([line["params"] for line in lines], wanted["params"])
+    assert export("user", "user.npz") == export("user", "user.parquet") == 0
+    with np.load(tmp_path / "user.npz") as found:
+        assert found["params"].shape == (0, DIM)
+    capsys.readouterr()
+    assert export("itm", "itm.npz") == export("item", "item.csv") == 2
+    told = capsys.readouterr().err
+    assert "unknown table 'itm'" in told
+    assert "expected a name that ends in .npz, .parquet or .safetensors" in told
+    assert not (tmp_path / "item.csv").exists()
+
+
 def test_rows_are_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0

@@ -20,6 +20,8 @@ from mpips.errors import UserError
 from mpips.problems import load_problem
 from mpips.problems.gradient_check import check_gradient
 from mpips.problems.skipgram import MIDDLE, NEIGHBOUR, TRAINED, alias_table
+from mpips.session.data import _keep_words
+from mpips.session.folder import Run
 
 PAIRS = """
 list tuple  int float  minimum maximum  client server  start stop  input output  read write
@@ -208,3 +210,14 @@ def test_words_of_documentation(tmp_path: Path) -> None:
     }
     hits = [f"{a} {b}" for a, b in asked if b in near[a] or a in near[b]]
     assert len(hits) >= 14, hits
+
+
+def test_other_words_are_refused_on_resume(tmp_path: Path) -> None:
+    """Even where the index of the data is gone: rows would be those of other words."""
+    run = Run(Config(), tmp_path, None, resumed=False, notes=[])
+    _keep_words(run, "the 5\na 3\n")
+    run.resumed = True
+    _keep_words(run, "the 5\na 3\n")
+    with pytest.raises(UserError, match=r"other words than those of .*words.txt"):
+        _keep_words(run, "a 5\nthe 3\n")
+    assert (tmp_path / "words.txt").read_text() == "the 5\na 3\n"
