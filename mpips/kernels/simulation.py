@@ -1,7 +1,9 @@
 """The events of a simulated job whose servers apply pushes as they come: one compiled loop.
 
-Links are pipes, two a node, one each way. Out of a node replies and pushes take turns, each kind in
-its order; what has begun to leave comes into the other node behind what came before it. A **lane**
+Links are pipes, two a node, one each way. A message leaves in pieces, and so do those that leave
+beside it: replies and pushes take turns, and those of a kind too. A piece that has begun to leave
+comes into the other node behind what came before it. So messages share both pipes as TCP has them
+share a link: workers that ask at once are answered at once, and late, and stay in step. A **lane**
 is what the servers of one node own together, or those of several nodes where all are alike. A
 worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
 each lane, and asks for the next parts. A server receives so many far parts at a time, and applies
@@ -10,57 +12,23 @@ them one after the other as they are here.
 A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
 """
 
-from typing import NamedTuple
-
-import numpy as np
-
 from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.events import CODE, KIND_BITS, LANE_BITS, MADE, SIZE, TIME, drop_first, put
 
-Matrix = np.ndarray
+# isort: off
+from mpips.kernels.simulated import (
+    AHEAD, APPLIED, APPLY, ARRIVED, ASKED, AT, BATCH, BEHIND, BINS, BLOCKED, BOUND, BUSY, COMPLETE,
+    COMPUTE, COPY_S, DELAY, DONE, END_AT, FAR, FOUND, FOUND_IN, FREE, HANDED, HEAD, HELD, IDLE, IN,
+    IN_BUSY, JOINED, JOINT, KNOWN, LANES, LAST, LAST_AT, LEFT, MISSING, NEXT, NODE, OUT_BUSY,
+    PIECES, PLACES, PULL, PULL_IN, PULL_OUT, PULLED, PUSH, PUSH_IN, PUSH_OUT, QUEUE, QUOTA, READS,
+    RING, ROW, SEEN, SENDING, SHARE, SHARES, SINCE, STARTED, STEP, TAIL, TOTAL, TURN, UNSENT,
+    VERSION, WAIT, WAITING, WAITS, WARM, WARM_AT, WORKERS, Matrix, State,
+)  # fmt: skip
+# isort: on
 
-WARM_AT, LAST_AT, END_AT = range(3)  # in row 0 of `events`, which is no event
-# Words of `numbers`, behind SIZE and MADE.
-WORKERS, LANES, TOTAL, QUOTA, BOUND, AHEAD, SHARES, READS, WARM, LAST = range(2, 12)
-HANDED, STARTED, COMPLETE, BLOCKED = range(12, 16)
-NUMBERS = 16
-# Columns of `workers`.
-NODE, FAR, COPY_S, SHARE, STEP, IDLE, WAITING, UNSENT, HELD = range(9)
-MISSING, ARRIVED = 9, 11  # two each, by whether the step is odd
-SINCE, COMPUTE, PULL, PUSH, WAIT, KNOWN = range(13, 19)
-BATCH = 19
-RING = 64  # steps of which something is remembered
-WORKER_COLUMNS = BATCH + RING
-# Columns of `lanes`; the last row is what data is read from.
-AT, DELAY, PULL_OUT, PULL_IN, PUSH_OUT, PUSH_IN, APPLY, PLACES, FREE, BUSY, VERSION = range(11)
-HEAD, TAIL = 11, 12  # of those who wait for a place
-LANE_COLUMNS = 13
-# Columns of `parts`, a row a worker and row of `lanes`; those of joints a row a worker's node.
-PULLED, APPLIED, NEXT, WAITS, JOINT, JOINED, ASKED, DONE, FOUND = range(9)
-BEHIND = 9  # two, the next in a queue of replies and of pushes
-SEEN = 11
-PART_COLUMNS = SEEN + RING
-# Columns of `pipes`, a row a node.
-IN, OUT_BUSY, IN_BUSY, SENDING, TURN = range(5)
-QUEUE = 5  # heads of replies and of pushes, then tails
-PIPE_COLUMNS = 9
-BINS = 4096  # of staleness in `tally`; behind them the parts of each batch that are not applied
 # Kinds of events, and of messages.
 _FREED, _START, _COMPUTED, _DELIVERED, _APPLY = range(5)
 _REPLY, _PUSH = 0, 1
-
-
-class State(NamedTuple):
-    """All arrays of a run; see the names of their columns."""
-
-    events: Matrix
-    numbers: Vector
-    workers: Matrix
-    lanes: Matrix
-    parts: Matrix
-    pipes: Matrix
-    compute: Matrix
-    tally: Vector
 
 
 @kernel()
@@ -93,11 +61,20 @@ def receive(s: State, node: int, seconds: float, at: float, whole: float) -> flo
 
 @kernel()
 def enqueue(s: State, node: int, w: int, k: int, kind: int, now: float) -> None:
-    """Send a message out of a node, behind those of its kind."""
-    pipe, row = s.pipes[node], w * (s.numbers[LANES] + 1) + k
-    if not pipe[SENDING]:
+    """Send a message out of a node."""
+    row = w * (s.numbers[LANES] + 1) + k
+    s.parts[row, LEFT + kind] = s.numbers[PIECES]
+    if not s.pipes[node, SENDING]:
         begin(s, node, row, kind, now)
-    elif pipe[QUEUE + kind] < 0:
+    else:
+        line_up(s, node, row, kind)
+
+
+@kernel()
+def line_up(s: State, node: int, row: int, kind: int) -> None:
+    """Put a message behind those of its kind."""
+    pipe = s.pipes[node]
+    if pipe[QUEUE + kind] < 0:
         pipe[QUEUE + kind] = pipe[QUEUE + 2 + kind] = row
     else:
         s.parts[int(pipe[QUEUE + 2 + kind]), BEHIND + kind] = row
@@ -106,29 +83,33 @@ def enqueue(s: State, node: int, w: int, k: int, kind: int, now: float) -> None:
 
 @kernel()
 def begin(s: State, node: int, row: int, kind: int, now: float) -> None:
-    """Begin to send a message: from now on the pipe out of the node is full."""
+    """Begin to send a piece of a message: from now on the pipe out of the node is full."""
     stride, pipe = s.numbers[LANES] + 1, s.pipes[node]
     w, k = row // stride, row % stride
-    lane = s.lanes[k]
-    seconds = lane[PUSH_OUT] * s.workers[w, SHARE] if kind == _PUSH else lane[PULL_OUT]
-    pipe[SENDING], pipe[TURN] = 1, 1 - kind
+    lane, share = s.lanes[k], 1 / s.numbers[PIECES]
+    if kind == _PUSH:
+        share *= s.workers[w, SHARE]
+    seconds = share * (lane[PUSH_OUT] if kind == _PUSH else lane[PULL_OUT])
+    pipe[SENDING], pipe[TURN], pipe[ROW] = 1, 1 - kind, row
     pipe[OUT_BUSY] += seconds
     put(s.events, s.numbers, now + seconds, _FREED, node, 0)
-    if kind == _PUSH:
-        share = s.workers[w, SHARE]
-        at = now + lane[DELAY]
-        done = receive(s, int(lane[AT]), lane[PUSH_IN] * share, at, lane[PUSH_OUT] * share)
-        put(s.events, s.numbers, done, _DELIVERED, w, k)
-    else:
+    s.parts[row, LEFT + kind] -= 1
+    if kind == _REPLY:
         reply(s, w, k, now)
+        return
+    done = receive(s, int(lane[AT]), lane[PUSH_IN] * share, now + lane[DELAY], seconds)
+    if s.parts[row, LEFT + kind] == 0:
+        put(s.events, s.numbers, done, _DELIVERED, w, k)
 
 
 @kernel()
 def freed(s: State, node: int, now: float) -> None:
-    """Send the next message out of a node: replies and pushes take turns."""
+    """Send the next piece out of a node: replies and pushes take turns, and so do their pieces."""
     pipe = s.pipes[node]
     pipe[SENDING] = 0
     kind = int(pipe[TURN])
+    if s.parts[int(pipe[ROW]), LEFT + 1 - kind] > 0:
+        line_up(s, node, int(pipe[ROW]), 1 - kind)
     if pipe[QUEUE + kind] < 0:
         kind = 1 - kind
     row = int(pipe[QUEUE + kind])
@@ -140,21 +121,27 @@ def freed(s: State, node: int, now: float) -> None:
 
 @kernel()
 def reply(s: State, w: int, k: int, now: float) -> None:
-    """Send a part as it is now, also to those of its node who have asked since."""
-    stride, lane = s.numbers[LANES] + 1, s.lanes[k]
+    """Send a piece of a part, also to those of its node who ask until it is on its way.
+
+    What they see is the version of the first piece.
+    """
+    stride, lane, share = s.numbers[LANES] + 1, s.lanes[k], 1 / s.numbers[PIECES]
     node, at = int(s.workers[w, NODE]), now + 2 * lane[DELAY]
-    done = receive(s, node, lane[PULL_IN], at, lane[PULL_OUT])
-    joint = s.parts[node * stride + k]
-    row, others = w * stride + k, int(joint[JOINED])
+    done = receive(s, node, lane[PULL_IN] * share, at, lane[PULL_OUT] * share)
+    row = w * stride + k
+    if s.parts[row, LEFT + _REPLY] == s.numbers[PIECES] - 1:
+        s.parts[row, FOUND_IN] = lane[VERSION]
+    if s.parts[row, LEFT + _REPLY] > 0:
+        return
+    found, others, joint = s.parts[row, FOUND_IN], -1, s.parts[node * stride + k]
     if k < s.numbers[LANES]:
-        joint[JOINT], joint[JOINED], joint[DONE], joint[FOUND] = 0, -1, done, lane[VERSION]
-    else:
-        others = -1
+        others = int(joint[JOINED])
+        joint[JOINT], joint[JOINED], joint[DONE], joint[FOUND] = 0, -1, done, found
     while row >= 0:
         part = s.parts[row]
         step = int(part[PULLED])
         part[PULLED] += 1
-        part[SEEN + step % RING] = lane[VERSION]
+        part[SEEN + step % RING] = found
         arrive(s, row // stride, step, done, now)
         row = others
         if row >= 0:

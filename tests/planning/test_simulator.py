@@ -72,6 +72,21 @@ def test_a_full_link_is_the_formula_s(workers: int, servers: int) -> None:
     assert found.links[1].sends == pytest.approx(found.links[0].sends * servers / workers)
 
 
+def test_messages_share_a_link() -> None:
+    """Workers that wait for their own pushes meet on the link, and stay in step.
+
+    On 3 virtual hosts with links of 1 Gbit/s a step took 155 to 183 ms, by both MPIs, where each
+    message took 34 ms by itself. With one message after the other it takes 120 ms.
+    """
+    speeds = Speeds(0.062, 0.1, **{**FAST, "link": M / 0.034, "latency_s": 2e-4})
+    of = case(5, 1, [0, 0, 1, 1, 2, 2])
+    for seed in range(3):
+        found = simulated(of, speeds, 1000, bound=1, seed=seed)
+        assert 0.13 < found.step_s < 0.17
+        assert found.links[0].sends < 0.9
+    assert served.pieces(Work(case(100, 10), speeds)) == 1
+
+
 def test_an_idle_link_is_the_formula_s() -> None:
     """Workers whose pulls do not meet: computing and a pull, or with prefetch computing alone."""
     speeds = Speeds(10.0, 0.5, **FAST)
@@ -188,6 +203,15 @@ def test_runs_are_equal_by_seed() -> None:
 # A loop of plain Python.
 
 
+@dataclasses.dataclass
+class Message:
+    """A message that leaves in pieces; `begun` is told when each begins, and how many are left."""
+
+    piece_s: float
+    begun: Callable[[float, int], None]
+    left: int
+
+
 class Reference:
     """Servers and workers with nodes of their own: a heap of functions, and no arrays."""
 
@@ -200,10 +224,10 @@ class Reference:
         lanes, nodes = len(self.pipe_s), len(work.case.shards) + work.workers
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.made, self.handed = itertools.count(), 0
-        self.out: list[deque[tuple[float, Callable[[float], None]]]] = [
-            deque() for _ in range(nodes)
-        ]
-        self.sending, self.free = [False] * nodes, [0.0] * nodes
+        self.share = 1 / served.pieces(work)
+        self.out: list[deque[Message]] = [deque() for _ in range(nodes)]
+        self.sending: list[Message | None] = [None] * nodes
+        self.free = [0.0] * nodes
         self.places, self.queue = [work.places] * lanes, [deque[int]() for _ in range(lanes)]
         self.version, self.applying = [0] * lanes, [0.0] * lanes
         self.seen: list[deque[int]] = [deque() for _ in range(lanes * work.workers)]
@@ -224,17 +248,24 @@ class Reference:
             now, _, what = heapq.heappop(self.heap)
             what(now)
 
-    def send(self, node: int, seconds: float, begun: Callable[[float], None], now: float) -> None:
-        self.out[node].append((seconds, begun))
-        if not self.sending[node]:
+    def send(
+        self, node: int, seconds: float, begun: Callable[[float, int], None], now: float
+    ) -> None:
+        pieces = round(1 / self.share)
+        self.out[node].append(Message(seconds * self.share, begun, pieces))
+        if self.sending[node] is None:
             self.freed(node, now)
 
     def freed(self, node: int, now: float) -> None:
-        self.sending[node] = bool(self.out[node])
-        if self.out[node]:
-            seconds, begun = self.out[node].popleft()
-            self.at(now + seconds, lambda t: self.freed(node, t))
-            begun(now)
+        """Send a piece of the message that has waited longest since its last one."""
+        before = self.sending[node]
+        if before is not None and before.left:
+            self.out[node].append(before)
+        self.sending[node] = message = self.out[node].popleft() if self.out[node] else None
+        if message is not None:
+            message.left -= 1
+            self.at(now + message.piece_s, lambda t: self.freed(node, t))
+            message.begun(now, message.left)
 
     def receive(self, node: int, seconds: float, at: float) -> float:
         self.free[node] = max(at, self.free[node]) + seconds
@@ -257,12 +288,15 @@ class Reference:
         del self.held[w]
         lanes = len(self.pipe_s)
         for k in range(lanes):
-            self.send(k, self.pipe_s[k], lambda t, k=k: self.reply(w, k, t), now)  # type: ignore[misc]
+            self.send(k, self.pipe_s[k], lambda t, left, k=k: self.reply(w, k, left, t), now)  # type: ignore[misc]
 
-    def reply(self, w: int, k: int, now: float) -> None:
+    def reply(self, w: int, k: int, left: int, now: float) -> None:
         lanes = len(self.pipe_s)
-        self.seen[w * lanes + k].append(self.version[k])
-        done = self.receive(lanes + w, self.pipe_s[k], now + 2 * self.latency)
+        if left == round(1 / self.share) - 1:
+            self.seen[w * lanes + k].append(self.version[k])
+        done = self.receive(lanes + w, self.pipe_s[k] * self.share, now + 2 * self.latency)
+        if left:
+            return
         self.arrived[w] = max(self.arrived[w], done)
         self.missing[w] -= 1
         if not self.missing[w]:
@@ -290,9 +324,10 @@ class Reference:
             self.places[k] -= 1
             w, lanes = self.queue[k].popleft(), len(self.pipe_s)
 
-            def begun(t: float) -> None:
-                done = self.receive(k, self.pipe_s[k], t + self.latency)
-                self.at(done, lambda t: self.delivered(w, k, t))
+            def begun(t: float, left: int) -> None:
+                done = self.receive(k, self.pipe_s[k] * self.share, t + self.latency)
+                if not left:
+                    self.at(done, lambda t: self.delivered(w, k, t))
 
             self.send(lanes + w, self.pipe_s[k], begun, now)
 
