@@ -90,7 +90,7 @@ class _WorkerTable:
         else:
             self._pull_far(ids, out)
         self.counts.pulled += len(ids)
-        self.load.pull(places)
+        self.load.pull(self._places)
         return out
 
     def _pull_far(self, ids: np.ndarray, out: np.ndarray) -> None:
