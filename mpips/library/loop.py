@@ -161,7 +161,7 @@ class Loop:
         batches = iterate(samples, begin, end, CHUNK, job.dtype)
         sums = metric_sums(batches, functools.partial(metrics, params))
         if together:
-            found_by = gather_polled(self._start.workers, sums, self._start.wait)
+            found_by = gather_polled(self._start.workers, sums, self._start.ranks.wait_request)
             sums = add_up(dict(enumerate(found_by)), "worker", "the same metrics on every worker")
         return {name: value / samples.n for name, value in sums.items()}
 

@@ -12,7 +12,7 @@ from mpips.cluster.agreement import everywhere, on_root
 from mpips.cluster.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.link import Link, agreed
-from mpips.cluster.start import Comm, Request, whole_world
+from mpips.cluster.start import Comm, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine
@@ -257,10 +257,6 @@ class Start:
     def share(self, value: T) -> T:
         """Return what the ranks that train have on evaluators too. Collective: over all ranks."""
         return value if self._link is None else self._link.share(value)
-
-    def wait(self, request: Request) -> None:
-        """Wait for an operation of the workers."""
-        self.ranks.wait_request(request)
 
     def hide(self) -> None:
         """Show no more where this rank is."""
