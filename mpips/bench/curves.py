@@ -35,7 +35,8 @@ def draw(panels: Sequence[tuple[str, str, Curves]], path: Path) -> None:
         panels: At least one; an x axis that ends with ``MB`` is logarithmic.
         path: Of the picture; its ending says of which kind.
     """
-    with drawing(path, len(panels), (INCHES[0] * len(panels), INCHES[1])) as found:
+    inches = INCHES[0] * len(panels), INCHES[1]
+    with drawing(path, len(panels), inches, alike=False) as found:
         for axes, panel in zip(found, panels, strict=True):
             _panel(axes, *panel)
         found[0].set_ylabel("held-out accuracy, %")

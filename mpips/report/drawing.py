@@ -47,13 +47,16 @@ def check(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, columns: int, inches: tuple[float, float]) -> Iterator[list["Axes"]]:
+def drawing(
+    path: Path, columns: int, inches: tuple[float, float], alike: bool = True
+) -> Iterator[list["Axes"]]:
     """Yield panels that stand beside each other; what is drawn into them is saved in the end.
 
     Args:
         path: Of the picture; its ending says of which kind.
         columns: How many panels.
         inches: Width and height.
+        alike: Whether they have one y axis.
     """
     import matplotlib
 
@@ -62,7 +65,7 @@ def drawing(path: Path, columns: int, inches: tuple[float, float]) -> Iterator[l
 
     with matplotlib.rc_context(STYLE):
         figure, axes = pyplot.subplots(
-            1, columns, figsize=inches, sharey=True, squeeze=False, layout="constrained"
+            1, columns, figsize=inches, sharey=alike, squeeze=False, layout="constrained"
         )
         try:
             yield list(axes[0])
