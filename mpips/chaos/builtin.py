@@ -27,6 +27,7 @@ MODES = {
     "sync-topk": "--mode sync --codec topk --topk-ratio 0.1 --node-size 2",
     "async-tables": "--mode async --servers 2",
     "ssp-tables": "--mode ssp --staleness-bound 2 --servers 2 --checkpoint-rows changed",
+    "async-spare-tables": "--mode async --servers 1 --spares 1",
     "sync-tables": "--mode sync --checkpoint-rows changed",
 }
 INVARIANT = ("easgd", "backup")  # the other modes are counted exactly

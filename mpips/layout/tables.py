@@ -168,17 +168,20 @@ class Ownership:
         table: The table.
         servers: Number of servers.
         seed: Of what rows hold at first.
+        spares: How many of the servers, the last ones, own none.
     """
 
     name: str
     table: Table
     servers: int
     seed: int = 0
+    spares: int = 0
 
     @cached_property
     def begins(self) -> np.ndarray:
         """The first place of each server, and the end, shape (servers + 1,), int64."""
-        return np.arange(self.servers + 1) * self.table.rows // self.servers
+        owners = self.servers - self.spares
+        return np.minimum(np.arange(self.servers + 1), owners) * self.table.rows // owners
 
     def count(self, server: int) -> int:
         """Return how many rows a server owns."""

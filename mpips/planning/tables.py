@@ -35,6 +35,7 @@ class JobTable:
         seed: Of what rows hold at first.
         push_rows: Rows that a worker has room for in a push.
         rate: Its learning rate as a function of the update's number.
+        spares: How many of the servers, the last ones, own none of its rows.
     """
 
     name: str
@@ -43,6 +44,7 @@ class JobTable:
     seed: int
     push_rows: int
     rate: Callable[[int], float]
+    spares: int = 0
 
     @property
     def dim(self) -> int:
@@ -62,7 +64,7 @@ class JobTable:
 
     def owned_by(self, servers: int) -> Ownership:
         """Return which of so many servers owns which row."""
-        return Ownership(self.name, self.table, servers, self.seed)
+        return Ownership(self.name, self.table, servers, self.seed, self.spares)
 
 
 def tables_of(job: "Job") -> tuple[JobTable, ...]:
@@ -78,7 +80,8 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
         room = min(table.rows, table.push_rows or most)
-        found.append(JobTable(name, table, rule, config.seed, room, job.rate(rule.rate)))
+        how = config.seed, room, job.rate(rule.rate), job.cluster.roles.spares
+        found.append(JobTable(name, table, rule, *how))
     return tuple(found)
 
 
@@ -121,7 +124,7 @@ def _check_world(job: "Job") -> None:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
     options = {
-        "spares": c.spares > 0, "read": c.read != "relaxed",
+        "read": c.read != "relaxed",
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
     }  # fmt: skip
     for name, given in options.items():
@@ -132,7 +135,8 @@ def _check_world(job: "Job") -> None:
 
 def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
     """Refuse tables that the servers of this host have no memory for."""
-    owners, kind = len(job.cluster.roles.owners), _owners_are(job)
+    roles, kind = job.cluster.roles, _owners_are(job)
+    owners = len(roles.owners) - roles.spares
     for table in tables:
         if table.table.lazy and -(-table.table.rows // owners) > MOST_PLACES:
             got = f"lazy table {table.name!r} of {table.table.rows:,} rows on {owners} {kind}"
@@ -146,7 +150,8 @@ def _check_memory(job: "Job", tables: Sequence[JobTable]) -> None:
 def _check_room(job: "Job", tables: Sequence[JobTable]) -> None:
     """Raise UserError unless this host has room for its servers' rows of whole tables."""
     ranks, free = job.cluster, room_bytes(job.cluster)
-    here, owners = ranks.hosts[ranks.rank], ranks.roles.owners
+    here, roles = ranks.hosts[ranks.rank], ranks.roles
+    owners = roles.owners[: len(roles.owners) - roles.spares]
     share = sum(ranks.hosts[rank] == here for rank in owners)
     sizes = [table.nbytes(job.dtype.itemsize) for table in tables]
     needed = sum(sizes) * share // len(owners)

@@ -200,7 +200,10 @@ class TableShard(TableRows):
             raise ValueError("places that do not increase")
         numbers = np.array(self.rule.numbers(rate))
         slot, memory = self._slots(local), (self._lines, self._stripes)
-        for part in undo.pieces(slot, *memory) if undo else (slice(None),):
+        if undo is None:
+            self.rule.loop(slot, local, grads, *memory, self._key, numbers)
+            return
+        for part in undo.pieces(slot, *memory):
             args = slot[part], local[part], grads[part]
             self.rule.loop(*args, *memory, self._key, numbers)
 

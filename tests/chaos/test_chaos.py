@@ -21,10 +21,10 @@ FAULTS = (
 # By the seed of the first, which is followed by the next ones'. Open MPI's, which goes on without
 # a worker that died, has mode async with one that is killed as it trains.
 SHARES = {
-    932: ("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "ssp-tables"),
+    932: ("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
     203: (
         *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
-        *("async-servers", "ssp-spare", "async-tables", "sync-tables"),
+        *("async-servers", "ssp-spare", "async-spare-tables", "ssp-tables"),
     ),
 }
 PROGRAM = """

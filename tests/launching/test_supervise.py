@@ -95,10 +95,16 @@ sys.exit(result.code)
 """
 
 
-# The same, where a spare is there, which needs no restart.
-SPARE = PROGRAM.replace(
-    "checkpoint_every=", "servers=1, spares=1, dtype='float64', checkpoint_every="
-).replace("sys.argv[2]", "'auto'")
+# The same, where a spare is there, which needs no restart, and rows count too.
+SPARE = (
+    PROGRAM.replace("checkpoint_every=", "servers=1, spares=1, tables=TABLES, checkpoint_every=")
+    .replace("sys.argv[2]", "'auto', dtype='float64'")
+    .replace("230, 3\n", "230, 3\nTABLES = {'a': mpips.Table(N, 2, mpips.Zeros())}\n")
+    .replace(
+        "worker.push(", "worker.push_rows('a', batch.ids, -np.ones((len(batch), 2))); worker.push("
+    )
+    .replace("print(", "assert (result.rows('a', range(N)) == EPOCHS).all()\nprint(")
+)
 
 
 @pytest.fixture(scope="module")

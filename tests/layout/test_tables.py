@@ -32,6 +32,17 @@ def test_places_are_a_permutation_that_is_undone(rows):
     assert (ownership.rows_of(0, found) == np.arange(rows)).all()
 
 
+def test_spares_own_no_rows():
+    ids, two = np.array([5, 3, 5, 999]), Ownership("item", Table(1000, 4), 2)
+    spared = Ownership("item", Table(1000, 4), 4, spares=2)
+    assert [spared.count(server) for server in range(4)] == [500, 500, 0, 0]
+    for got, expected in zip(spared.locate(ids), two.locate(ids), strict=True):
+        assert (got == expected).all()
+    grouped, expected = spared.group(ids), two.group(ids)
+    assert (grouped.local == expected.local).all()
+    assert grouped.bounds.tolist() == [*expected.bounds.tolist(), 3, 3]
+
+
 def test_large_tables_are_undone_too():
     for rows in (2**31 + 11, 50_000_000, 2**40):
         ids = np.random.default_rng(rows).integers(0, rows, 1000)
