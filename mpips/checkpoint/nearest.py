@@ -32,6 +32,8 @@ def find_nearest(
     Raises:
         UserError: If there is no such table or word, or no such row was changed.
     """
+    if count < 1:
+        raise UserError(f"{count} nearest rows", "at least 1", "give another --count")
     name = _table(checkpoint, table)
     words = words_of(checkpoint.path)
     rows = checkpoint.read_column(name, ROWS)

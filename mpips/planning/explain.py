@@ -27,6 +27,7 @@ from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
 from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows
 from mpips.problems import load_problem
+from mpips.problems.rows import uses_rows
 
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
@@ -247,17 +248,21 @@ def explain_world(
     """
     count = training(len(hosts), config.evaluators)
     hosts, node_of = hosts[:count], node_of[:count]
-    layout = load_problem(config.problem, open_dataset(config).info, config).layout
+    problem = load_problem(config.problem, open_dataset(config).info, config)
+    layout = problem.layout
+    rows = "rows of tables are not counted: a batch says which it needs\n" * uses_rows(problem)
+    if not layout.size:
+        return f"mode {config.mode}, no parameters\n{rows}"
     compute_s = question.step_ms / 1e3
     rate, codecs = question.bytes_per_s, codec_ratios(layout.size, config.dtype)
     factors = Factors.of(layout, config.dtype, config.powersgd_rank)
     codecs["powersgd"] = factors.sent / layout.size
     topology = Topology(hosts, node_of, layout.size, rate, compute_s, codecs)
     if not choice.is_open(config):
-        return explanation_text(explain(config, topology), question.link)
+        return explanation_text(explain(config, topology), question.link) + rows
     settled = assumed(config, topology)
     text = f"{choice.chosen(settled.codec, settled.pull_codec)}, if packing took no time\n"
-    return text + explanation_text(explain(settled, topology), question.link)
+    return text + explanation_text(explain(settled, topology), question.link) + rows
 
 
 def assumed(config: Config, topology: Topology) -> Config:

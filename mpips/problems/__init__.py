@@ -68,7 +68,8 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
     """
     if data.sparse and name in PROBLEMS and not uses_rows(PROBLEMS[name]):
         got = f"problem {name!r} with the sparse samples of dataset {data.name!r}"
-        raise UserError(got, "dense ones", "leave out ::sparse, or use --problem logistic_sparse")
+        kind, other = ("words", "skipgram") if data.vocabulary else ("sparse", "logistic_sparse")
+        raise UserError(got, "dense ones", f"leave out ::{kind}, or use --problem {other}")
     if name in PROBLEMS:
         return PROBLEMS[name](data, config)
     path, colon, class_name = name.rpartition(":")

@@ -17,6 +17,7 @@ from mpips.checkpoint.nearest import find_nearest
 from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
 from mpips.errors import UserError
+from mpips.planning.explain import Question, explain_alone
 from mpips.problems import load_problem
 from mpips.problems.gradient_check import check_gradient
 from mpips.problems.skipgram import MIDDLE, NEIGHBOUR, TRAINED, alias_table
@@ -81,6 +82,13 @@ def test_the_gradient(tmp_path: Path) -> None:
     text, error = check_gradient(config)
     assert error is None
     assert "the gradient is right" in text
+
+
+def test_a_model_without_parameters_is_explained(tmp_path: Path) -> None:
+    write_topics(tmp_path / "topics.txt")
+    config = Config(problem="skipgram", dataset=f"{tmp_path}/topics.txt", optimizer="adagrad")
+    text = explain_alone(config, Question(ranks=4, nodes=2))
+    assert text.startswith("mode async, no parameters\nrows of tables are not counted")
 
 
 def test_pairs_and_their_loss(ready: tuple[Any, Batch]) -> None:
@@ -183,6 +191,8 @@ def check_command(out: Path) -> None:
     found = final(out)
     with pytest.raises(UserError, match=r"unknown word 't3w9', expected one of 50 words; did you"):
         list(find_nearest(found, ["t3w9"], "", 3))
+    with pytest.raises(UserError, match="0 nearest rows, expected at least 1"):
+        list(find_nearest(found, ["the"], "", 0))
     with pytest.raises(UserError, match="unknown table 'inn'"):
         list(find_nearest(found, ["the"], "inn", 3))
     (out / "words.txt").unlink()
