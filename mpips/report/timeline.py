@@ -206,8 +206,10 @@ def critical_path(ranks: Sequence[Traced]) -> dict[tuple[int, int], float]:
 
     It is followed from the end: through what a rank did, and where it waited, through what the rank
     did that had just ended the wait: a server that applied, a worker that computed. So the seconds
-    add up to the job's. A wait that nobody is seen to end stays a wait.
+    add up to the job's. A wait that nobody is seen to end stays a wait. Ranks that evaluate, which
+    know of no workers, are not on it: nobody's step waits for them.
     """
+    ranks = [each for each in ranks if each.about["workers"]] or ranks
     found = [slices(each) for each in ranks]
     lasts = [each.ends[-1] if len(each.ends) else -np.inf for each in found]
     rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int], float](float)
