@@ -57,7 +57,8 @@ PARTS = [
 
 
 def test_no_job_is_left_out() -> None:
-    assert {path.name for path in (ROOT / "jobs").glob("*.toml")} == set(EXPECTED)
+    elsewhere = {"words.toml"}  # of a text that is written first: test_skipgram.py
+    assert {path.name for path in (ROOT / "jobs").glob("*.toml")} == set(EXPECTED) | elsewhere
 
 
 def part_of(part: int) -> list[str]:

@@ -41,13 +41,17 @@ def serial(options: Sequence[str], workers: int) -> np.ndarray:
     block = data.train.block(c.batch_size)
     order = Order(data.train.n, 1 if block else c.batch_size, block, c.seed)
     handout = HandOut(data.train.n, c.step_size * workers, workers=1, epochs=c.epochs)
+    x, labels = data.train.load(0, data.train.n, np.dtype("f8"))
+    inputs = np.zeros((data.train.n, data.info.x_shape[0]))
+    inputs[x.samples, x.indices] = x.values
     w, total = np.zeros((2, 1 + data.info.x_shape[0]))  # the bias comes first
     while (batch := handout.next(0)) is not None:
         ids = order.sample_ids(*batch)
-        x, y = data.train.convert(*data.train.read(ids), np.dtype("f8"))
-        z = np.bincount(x.samples, x.values * w[1:][x.indices], len(ids)) + w[0]
-        delta = (1 / (1 + np.exp(-z)) - y) / len(ids)
-        sums = np.bincount(x.indices, delta[x.samples] * x.values, len(w) - 1)
+        samples, features = np.nonzero(inputs[ids])
+        values = inputs[ids][samples, features]
+        z = np.bincount(samples, values * w[1:][features], len(ids)) + w[0]
+        delta = (1 / (1 + np.exp(-z)) - labels[ids]) / len(ids)
+        sums = np.bincount(features, delta[samples] * values, len(w) - 1)
         g = np.concatenate([[delta.sum()], sums])
         norm = np.linalg.norm(g)
         if c.clip:
