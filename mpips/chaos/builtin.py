@@ -18,7 +18,7 @@ MODES = {
     "ssp-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1",
     "sync": "--mode sync",
     "local_sgd": "--mode local_sgd --local-steps 2",
-    "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000",
+    "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
     "backup": "--mode sync --servers 1 --backup-workers 1",
     "async-topk": "--mode async --codec topk --topk-ratio 0.1 --node-size 1",
     "async-onebit": "--mode async --codec onebit --node-size 1",
