@@ -9,13 +9,12 @@ whose rows were asked for before those of the step before were taken.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from mpips.bench.link import FAST
+from mpips.bench.link import FAST, among
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.peers.script import zipf
 from mpips.bench.rows import DIM, IDS
@@ -171,29 +170,13 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     apart = cluster.nodes > 1
     server = cluster.node_of.index(0)
     workers = [r for r, node in enumerate(cluster.node_of) if node == 1] if apart else [1]
-    made = _among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options))
+    made = among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options)) or []
     for count in (1, 2) if apart else ():
         ranks = [server, *workers[:count]]
         for codec in ("none", "fp16") if len(ranks) > count else ():
             wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
-            made += _among(cluster, ranks, wire)
+            made += among(cluster, ranks, wire) or []
     return made
-
-
-def _among(
-    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], list[Row]]
-) -> list[Row]:
-    """Do `work` on some ranks, each a node of its own, while the others sleep. Collective: yes."""
-    comm, rows = cluster_subset(cluster, ranks), list[Row]()
-    if cluster.rank in ranks:
-        some = Cluster(comm, 1)
-        rows = work(some)
-        some.free()
-    free_comm(comm)
-    done = begin_barrier(cluster.comm)
-    while not done.Test():
-        time.sleep(0.02)
-    return rows
 
 
 def _drawn(rows: int) -> str:

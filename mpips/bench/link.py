@@ -7,7 +7,7 @@ nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,19 +51,23 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def pair_of(cluster: Cluster, work: Callable[[Cluster], T]) -> T | None:
-    """Do `work` on a rank of the first node and one of the second, while the others sleep.
+    """Do `work` on a rank of the first node and one of the second; see `among`."""
+    return among(cluster, (cluster.node_of.index(0), cluster.node_of.index(1)), work)
+
+
+def among(cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], T]) -> T | None:
+    """Do `work` on some ranks, each a node of its own, while the others sleep.
 
     Returns:
-        What it returns on those two, and None on the others.
+        What it returns on those, and None on the others.
 
     Collective: yes.
     """
-    pair = cluster.node_of.index(0), cluster.node_of.index(1)
-    found, comm = None, cluster_subset(cluster, pair)
-    if cluster.rank in pair:
-        two = Cluster(comm, node_size=1)
-        found = work(two)
-        two.free()
+    found, comm = None, cluster_subset(cluster, ranks)
+    if cluster.rank in ranks:
+        some = Cluster(comm, node_size=1)
+        found = work(some)
+        some.free()
     free(comm)
     done = begin_barrier(cluster.comm)
     while not done.Test():

@@ -15,6 +15,7 @@ the death to the line of `metrics.jsonl` that says that a shard is served again:
 
 import contextlib
 import os
+import platform
 import signal
 import statistics
 import time
@@ -35,8 +36,8 @@ from mpips.cluster import words
 from mpips.cluster.words import Board, Record
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
-from mpips.errors import UserError
 from mpips.launch.mpirun import Running, survivors_launcher
+from mpips.launch.ranks import open_boards
 from mpips.layout import Layout
 from mpips.problems.base import Arrays
 
@@ -141,14 +142,12 @@ def _has_updated(out: Path, before: list[words.Address]) -> bool:
 
 
 def _ranks(out: Path) -> list[Record]:
-    """Return the words of a job's ranks, by the first of them that lives."""
-    for _, pid, file in noted_ranks(out):
-        with contextlib.suppress(OSError):
-            board = Board.open(pid, file)
-            found = board.read()
-            board.close()
-            return found
-    return []
+    """Return the words of a job's ranks, of those that live."""
+    found = []
+    for board in open_boards(noted_ranks(out), platform.node()):
+        found += board.read()
+        board.close()
+    return found
 
 
 def _wait(ready: Callable[[], bool], job: Job | Running) -> None:
@@ -173,7 +172,7 @@ def _deaths(size: int, folder: Path, launcher: list[str]) -> dict[str, float]:
     train = ["-m", "mpips.train", *job_words, "--out", str(out)]
     with Running(SERVERS + WORKERS, train, folder, launcher=launcher) as job:
         _wait(lambda: _all_push(_ranks(out)), job)
-        board = _open_board(out)
+        (board,) = open_boards(noted_ranks(out), platform.node())
         ranks = sorted(board.read())
         servers = [one for one in ranks if one.is_server]
         workers = [one for one in ranks if not one.is_server]
@@ -204,13 +203,6 @@ def _told(out: Path) -> int:
 def _all_push(ranks: list[Record]) -> bool:
     pushed = [one.clock > OPEN for one in ranks if not one.is_server]
     return len(pushed) == WORKERS and all(pushed)
-
-
-def _open_board(out: Path) -> Board:
-    for _, pid, file in noted_ranks(out):
-        with contextlib.suppress(OSError):
-            return Board.open(pid, file)
-    raise UserError("no words of the ranks", "some, on Linux")
 
 
 def _gone_on(board: Board, living: set[int], before: dict[int, int]) -> bool:

@@ -24,7 +24,7 @@ def ranks_table(out: Path) -> str:
         raise UserError(f"{out}", "the folder of a run", "give the one that --out says")
     where, host = noted_ranks(out), platform.node()
     now = time.perf_counter()
-    boards = _boards(where, host)
+    boards = open_boards(where, host)
     found = [one for board in boards for one in board.read()]
     if any(trouble(one) != GONE for one in found):
         whole = sum(board.job[words.COUNT] for board in boards) == len(where)
@@ -34,7 +34,7 @@ def ranks_table(out: Path) -> str:
     raise _absent(out, where, host)
 
 
-def _boards(where: Sequence[Address], host: str) -> list[Board]:
+def open_boards(where: Sequence[Address], host: str) -> list[Board]:
     """Return the words of this host's ranks, by the first of these who lives; of evaluators too."""
     boards, seen = list[Board](), set[int]()
     for other, pid, file in where:
