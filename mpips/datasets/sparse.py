@@ -7,7 +7,7 @@ lines begin, about every megabyte of text; then any sample is found. What a line
 
 import bisect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from mpips.datasets.base import Source, not_finite
 from mpips.datasets.csr import Csr, join
 from mpips.datasets.libsvm import is_compressed, malformed
-from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
+from mpips.datasets.table import ArrayInfo, Table, check_file, cuts, damaged, reading
 from mpips.errors import UserError
 from mpips.kernels import libsvm as kernel
 
@@ -93,7 +93,7 @@ class SparseTable(Table):
         """Return the inputs of rows ``[begin, end)``, a `Csr`, and keep their targets at hand."""
         parts = []
         labels = []
-        for number, first, last in self._cuts(begin, end):
+        for number, first, last in cuts(self._rows, begin, end):
             part = self._parse(number)
             labels.append(part.labels[first:last])
             parts.append(part.x if len(part.x) == last - first else part.x[first:last])
@@ -105,8 +105,10 @@ class SparseTable(Table):
         """Return the targets of rows ``[begin, end)``."""
         if self._last[:2] == (begin, end):
             return self._last[2].astype(self.y.dtype)
-        cuts = self._cuts(begin, end)
-        found = [self._parse(number, False).labels[first:last] for number, first, last in cuts]
+        found = [
+            self._parse(number, False).labels[first:last]
+            for number, first, last in cuts(self._rows, begin, end)
+        ]
         return np.concatenate(found).astype(self.y.dtype)
 
     def gather(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -128,16 +130,6 @@ class SparseTable(Table):
 
     def _width(self) -> int:
         return max(1, self._highest + 1 - self._counts_from)
-
-    def _cuts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of some rows, with the first row there and the one behind the last."""
-        number = int(np.searchsorted(self._rows, begin, "right")) - 1
-        while begin < end:
-            start, stop = self._rows[number : number + 2].tolist()
-            if stop > begin:  # a piece may have comments alone
-                yield number, begin - start, min(end, stop) - start
-                begin = stop
-            number += 1
 
     def _parse(self, number: int, features: bool = True) -> Parsed:
         """Return the samples of a piece, or their labels alone."""

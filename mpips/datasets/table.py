@@ -157,6 +157,24 @@ class MemoryTable(Table):
         return self._x.take(rows, axis=0), self._y.take(rows, axis=0)
 
 
+def cuts(edges: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the pieces of rows ``[begin, end)``, with the first row there and one behind the last.
+
+    Args:
+        edges: The first row of each piece, and the end, shape (pieces + 1,), int64. A piece may
+            have no rows.
+        begin: The first row.
+        end: One behind the last.
+    """
+    number = int(np.searchsorted(edges, begin, "right")) - 1
+    while begin < end:
+        start, stop = edges[number : number + 2].tolist()
+        if stop > begin:
+            yield number, begin - start, min(end, stop) - start
+            begin = stop
+        number += 1
+
+
 def check_arrays(path: str, x: ArrayInfo, y: ArrayInfo) -> None:
     """Raise UserError unless `x` and `y` are non-empty arrays of numbers of one length."""
     for array in (x, y):

@@ -24,7 +24,7 @@ import numpy as np
 from mpips.datasets.base import Source
 from mpips.datasets.csr import Csr, join
 from mpips.datasets.libsvm import is_compressed
-from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
+from mpips.datasets.table import ArrayInfo, Table, check_file, cuts, damaged, reading
 from mpips.datasets.vocabulary import Counting, Vocabulary, merged, pack, unpack, words_of
 from mpips.errors import UserError
 
@@ -106,9 +106,8 @@ class TextTable(Table):
 
     def read_x(self, begin: int, end: int) -> Any:
         """Return the words ``[begin, end)`` with their neighbours, a `Csr`."""
-        cuts = self._cuts(begin, end)
-        found = [self._around(*self._piece(number), *span) for number, *span in cuts]
-        return join(found)
+        parts = cuts(self._rows, begin, end)
+        return join([self._around(*self._piece(number), *span) for number, *span in parts])
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return zeros: text has no targets."""
@@ -117,16 +116,6 @@ class TextTable(Table):
     def gather(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return scattered words with their neighbours, and zeros."""
         return join([self.read_x(row, row + 1) for row in rows.tolist()]), self.read_y(0, len(rows))
-
-    def _cuts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of some words, with the first word there and the one behind the last."""
-        number = int(np.searchsorted(self._rows, begin, "right")) - 1
-        while begin < end:
-            start, stop = self._rows[number : number + 2].tolist()
-            if stop > begin:
-                yield number, begin - start, min(end, stop) - start
-                begin = stop
-            number += 1
 
     def _parse(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the number and the line of each word of a piece, -1 for those without a number."""
@@ -214,7 +203,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     at = 0
     while text := file.read(PIECE):
         if len(text) == PIECE:
-            cut = max(text.rfind(b"\n"), -1)
+            cut = text.rfind(b"\n")
             cut = text.rfind(b" ") if cut < 0 else cut
             text = text[: cut + 1] if cut >= 0 else text
         yield at, text
