@@ -33,7 +33,6 @@ from mpips.cluster.process import GONE, trouble
 from mpips.cluster.window import Window
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
-from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
@@ -41,7 +40,7 @@ from mpips.ps.assemble import ServerHalf
 from mpips.ps.journal import process_of, process_space
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
-from mpips.ps.table_server import TableServer, changes_of
+from mpips.ps.table_server import TableServer, row_saver
 from mpips.transport.channel import Receiver
 
 GONE_S = 10.0  # in which a process that is killed is gone
@@ -119,9 +118,7 @@ def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
     saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
     if not isinstance(server, TableServer):
         return Saver(*saved)
-    chained = job.config.checkpoint_rows == "changed"
-    changes = changes_of(server.tables, server.params.dtype) if chained else None
-    return TableSaver(server.changed_rows, *saved, changes=changes)
+    return row_saver(job, server.tables, *saved)
 
 
 def fence(window: Window, rank: int) -> None:

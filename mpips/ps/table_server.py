@@ -7,6 +7,7 @@ same, and takes every push.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from mpips.checkpoint import Checkpoint, TableRows
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
-from mpips.cut.table_saver import Changes
+from mpips.cut.table_saver import Changes, TableSaver
+from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
@@ -91,15 +93,24 @@ class ServedTable:
         self.shard.put(places[mine], lines)
 
 
-def changes_of(tables: Sequence[ServedTable], dtype: np.dtype) -> Changes:
-    """Have changed rows marked from now on; returns what a saver asks for those."""
+def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSaver:
+    """Return what saves a shard with rows; by option those changed since the last checkpoint.
+
+    Args:
+        job: The run.
+        tables: The rows; from now on those that change are marked, if that option is given.
+        saved: What `Saver` is given.
+    """
+
+    def take(since: bool = False) -> dict[str, TableRows]:
+        return {each.table.name: each.changed_rows(job.dtype, since) for each in tables}
+
+    if job.config.checkpoint_rows != "changed":
+        return TableSaver(take, *saved)
     for each in tables:
         each.shard.begin_marking()
-
-    def take() -> dict[str, TableRows]:
-        return {each.table.name: each.changed_rows(dtype, since=True) for each in tables}
-
-    return Changes(take, lambda: [(each.shard.marked, each.shard.touched) for each in tables])
+    counts = lambda: [(each.shard.marked, each.shard.touched) for each in tables]  # noqa: E731
+    return TableSaver(take, *saved, changes=Changes(partial(take, since=True), counts))
 
 
 class TableServer(Server):
@@ -159,10 +170,6 @@ class TableServer(Server):
         for served in self.tables:
             for piece in saved.read_table(served.table.name) if saved is not None else ():
                 served.fill(piece)
-
-    def changed_rows(self) -> dict[str, TableRows]:
-        """Return copies of the rows of each table that have been changed."""
-        return {each.table.name: each.changed_rows(self.params.dtype) for each in self.tables}
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""

@@ -14,7 +14,7 @@ from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
 from mpips.optim import Range
 from mpips.planning.job import Job
-from mpips.ps.table_server import changes_of
+from mpips.ps.table_server import row_saver
 from mpips.rounds import state
 from mpips.rounds.base import Round
 
@@ -190,12 +190,7 @@ def _savers(job: Job, rounds: Round) -> list[Snapshots]:
         slots = dict(zip(job.slots, rounds.slots, strict=True))
         saved = job.cluster, job.shard, rounds.params, slots, stall
         rows = rounds.tables.owned if rounds.tables is not None else None
-        if rows is None:
-            found.append(Saver(*saved))
-        else:
-            chained = job.config.checkpoint_rows == "changed"
-            changes = changes_of(rows.tables, job.dtype) if chained else None
-            found.append(TableSaver(rows.changed_rows, *saved, changes=changes))
+        found.append(Saver(*saved) if rows is None else row_saver(job, rows.tables, *saved))
     if (own := state.saver_of(job, rounds.own_state(), stall)) is not None:
         found.append(own)
     return found

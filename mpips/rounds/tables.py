@@ -24,7 +24,6 @@ from time import perf_counter
 
 import numpy as np
 
-from mpips.checkpoint import TableRows
 from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROW_SUMS
 from mpips.cluster.waiting import Background
@@ -170,7 +169,7 @@ class OwnedTables:
     ) -> None:
         cluster, dtype, owners = job.cluster, job.dtype, job.cluster.roles.owners
         me, count = owners.index(cluster.rank), len(owners)
-        self._cluster, self._transfers, self._dtype = cluster, transfers, dtype
+        self._cluster, self._transfers = cluster, transfers
         self.tables = []
         for table in tables:
             fields = table_fields(table, count, me, dtype.name)
@@ -205,10 +204,6 @@ class OwnedTables:
             for piece in job.checkpoint.read_table(served.table.name) if job.checkpoint else ():
                 served.fill(piece)
         self._replies.version = job.base_step
-
-    def changed_rows(self) -> dict[str, TableRows]:
-        """Return copies of the rows of each table that have been changed."""
-        return {each.table.name: each.changed_rows(self._dtype) for each in self.tables}
 
     def serve(self) -> None:
         """Answer far workers, unless another thread of this rank does just now. Blocks: no."""

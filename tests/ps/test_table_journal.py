@@ -8,11 +8,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import fate
 import numpy as np
 import pytest
+from fate import Death
 
 from mpips.cluster.window import Plan
-from mpips.kernels import atomics, row_undo, rows
+from mpips.kernels import row_undo, rows
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.layout.roles import Roles
@@ -100,7 +102,7 @@ def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
 def state(server: Any) -> list[np.ndarray]:
     """Return all that a server owns, in the order of rows."""
     found = [server.params.copy(), *(slot.copy() for slot in server.slots)]
-    for saved in server.changed_rows().values():
+    for saved in (served.changed_rows(np.dtype("f8")) for served in server.tables):
         order = np.argsort(saved.rows)
         assert len(set(saved.rows.tolist())) == len(saved.rows), "a row that has two lines"
         found += [array[order] for array in saved.arrays.values()]
@@ -135,24 +137,8 @@ def rest_of(server: Any, all_pushes: list[Push]) -> list[Push]:
     return all_pushes[done:]
 
 
-class Death(BaseException):
-    """Of the server."""
-
-
-class Fate:
-    """Counts what a server does to shared memory, and kills it at one of these moments."""
-
-    def __init__(self, moment: int) -> None:
-        self.left = moment
-
-    def passes(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Death
-
-    def publish(self, words: np.ndarray, index: int, value: int) -> None:
-        self.passes()
-        atomics.publish(words, index, value)
+class Fate(fate.Fate):
+    """Of a server with tables."""
 
     def keep(self, slot: Any, lines: Any, stripes: Any, kept: Any, touched: Any) -> None:
         """Die before it, or in the middle of it."""
