@@ -93,11 +93,20 @@ def npz_writer(arrays: Iterable[tuple[str, np.ndarray]]) -> Callable[[Path], Non
 
 
 def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    module = load_safetensors()
+    return safetensors_writer(lambda: _params(checkpoint))
+
+
+def safetensors_writer(read: Callable[[], dict[str, np.ndarray]]) -> Callable[[Path], None]:
+    """Return what writes the arrays that `read` returns to a ``.safetensors``.
+
+    Raises:
+        UserError: If that package is not there.
+    """
+    module = _load_safetensors()
 
     def write(path: Path) -> None:
         try:
-            module.numpy.save_file(_params(checkpoint), path)
+            module.numpy.save_file(read(), path)
         except module.SafetensorError as error:  # such as a full disk
             raise OSError(str(error)) from None
 
@@ -119,7 +128,7 @@ def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
     return write
 
 
-def load_safetensors() -> ModuleType:
+def _load_safetensors() -> ModuleType:
     """Import that package.
 
     Raises:
@@ -251,7 +260,7 @@ def _opened(path: Path) -> Iterator[Opened]:
     Raises:
         UserError: Whatever goes wrong in the block, as with a file that is cut off.
     """
-    module = load_safetensors() if path.suffix == SAFETENSORS else None
+    module = _load_safetensors() if path.suffix == SAFETENSORS else None
     try:
         if module is None:
             with zipfile.ZipFile(path) as archive:

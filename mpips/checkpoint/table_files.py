@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mpips import extras
-from mpips.checkpoint.exchange import NPZ, SAFETENSORS, load_safetensors
+from mpips.checkpoint.exchange import NPZ, SAFETENSORS, safetensors_writer
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.nearest import words_of
 from mpips.checkpoint.reader import Checkpoint
@@ -68,16 +68,8 @@ def _npz(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
 
 
 def _safetensors(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
-    module = load_safetensors()
-
-    def write(path: Path) -> None:
-        arrays = {column: checkpoint.read_column(name, column) for column in (ROWS, PARAMS)}
-        try:
-            module.numpy.save_file(arrays, path)
-        except module.SafetensorError as error:  # such as a full disk
-            raise OSError(str(error)) from None
-
-    return write
+    read = checkpoint.read_column
+    return safetensors_writer(lambda: {column: read(name, column) for column in (ROWS, PARAMS)})
 
 
 def _parquet(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
