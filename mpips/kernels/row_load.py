@@ -17,7 +17,7 @@ KEYS, COUNTS, ERRORS = range(3)  # of the counters
 
 
 @kernel(quick=True)
-def note_places(places: Vector, begins: Vector, sampled: Vector, following: Vector) -> int:
+def note_places(places: Vector, begins: Vector, sampled: Vector, following: Vector) -> None:
     """Count one place in `STEP` for the server that owns it.
 
     Args:
@@ -25,26 +25,21 @@ def note_places(places: Vector, begins: Vector, sampled: Vector, following: Vect
         begins: The first place of each server, and the end, shape (servers + 1,), int64.
         sampled: Counts, shape (servers,), int64.
         following: How many ids are left out before the next one, shape (1,), int64.
-
-    Returns:
-        How many were counted.
     """
-    at, count = following[0], 0
+    at = following[0]
     while at < places.size:
         server = 0
         while places[at] >= begins[server + 1]:
             server += 1
         sampled[server] += 1
-        count += 1
         at += STEP
     following[0] = at - places.size
-    return count
 
 
 @kernel(quick=True)
 def note_pushed(
     ids: Vector, bounds: Vector, pushed: Vector, counters: Matrix, following: Vector
-) -> int:
+) -> None:
     """Count rows by their server, and one id in `STEP` among those that occur most.
 
     An id that has no counter takes that of the id that was counted least.
@@ -56,14 +51,11 @@ def note_pushed(
         counters: The id of each, how often it was counted, and by how much that may be too many,
             shape (3, k), int64, at first 0.
         following: As for `note_places`.
-
-    Returns:
-        How many ids were counted.
     """
     for server in range(pushed.size):
         pushed[server] += bounds[server + 1] - bounds[server]
     keys, counts, errors = counters[KEYS], counters[COUNTS], counters[ERRORS]
-    at, count = following[0], 0
+    at = following[0]
     while at < ids.size:
         place, found = 0, False
         for k in range(keys.size):
@@ -75,7 +67,5 @@ def note_pushed(
         if not found:
             keys[place], errors[place] = ids[at], counts[place]
         counts[place] += 1
-        count += 1
         at += STEP
     following[0] = at - ids.size
-    return count

@@ -96,8 +96,8 @@ class WorkerHalf(Half):
         self.rows: RowsAtWork | None = None
         if design.tables:
             ahead = design.bound is None  # else what is read has to be as new as the step
-            args_of = design.tables, design.replies.codec, ahead
-            self.rows = RowsAtWork(cluster, window, *args_of)
+            codec = design.replies.codec
+            self.rows = RowsAtWork(cluster, window, design.tables, codec, ahead)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))

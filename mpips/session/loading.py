@@ -41,15 +41,12 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         with compiling(watch.compiling):
             if tables is None:
                 _load(config)
+            else:
+                _load_rows(config, ranks)
             for table in tables or ():
                 warm(table.table, table.rule, config.dtype)
-                row_load.warm()
                 if ranks.failures.on:
                     table_journal.warm(table.table, table.rule, config.dtype)
-                if config.in_rounds:
-                    round_tables.warm(config.dtype)
-                if ranks.nodes > 1:
-                    far_rows.warm(config.dtype)
     except _Stopped:
         watch.look()
     all_here = begin_barrier(ranks.comm)
@@ -66,6 +63,14 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         )
         error.code = signals.EXIT_SAVED
         raise error
+
+
+def _load_rows(config: Config, ranks: Cluster) -> None:
+    row_load.warm()
+    if config.in_rounds:
+        round_tables.warm(config.dtype)
+    if ranks.nodes > 1:
+        far_rows.warm(config.dtype)
 
 
 def _load(config: Config) -> None:
