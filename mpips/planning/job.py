@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -81,6 +82,7 @@ class Job:
         frozen: Arrays that its program has frozen in the step in work, by their ranges.
         evaluations: On the chief, what evaluators find, where there are any.
         rows: On a worker, while it trains: reads and pushes rows of tables, where there are any.
+        held: What this rank undoes before the memory of the run is freed.
         versions: On a worker, updates that the parameters in use hold, by shard; in rounds of all.
     """
 
@@ -103,6 +105,7 @@ class Job:
     frozen: Ranges = ()
     evaluations: "Evaluations | None" = None
     rows: "RowsAtWork | None" = None
+    held: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         c = self.config
@@ -191,10 +194,8 @@ class Job:
             warmup_steps=steps * c.warmup_steps, step_every=steps * c.step_every,
             step_factor=c.step_factor,
         )  # fmt: skip
-        ahead = steps * (self.base_position - self.base_step)
-        if c.schedule != "cosine" or not ahead:
-            return found
-        return lambda step: found(step + ahead)
+        ahead = steps * (self.base_position - self.base_step) if c.schedule == "cosine" else 0
+        return (lambda step: found(step + ahead)) if ahead else found
 
     def _position(self, saved: Mapping[str, int] | None) -> int:
         """Return how many updates of this world the run that is resumed was long.
@@ -301,9 +302,8 @@ class Job:
             UserError: If a file cannot be read.
         """
         if self.initial is None:
-            np.copyto(
-                params, initial_vector(self.problem, self.config.seed, self.dtype)[shard.range]
-            )
+            whole = initial_vector(self.problem, self.config.seed, self.dtype)
+            np.copyto(params, whole[shard.range])
         else:
             self.initial.read_params(shard.begin, shard.end, out=params)
         self.rule.init(params, slots)

@@ -109,6 +109,7 @@ def _train(
         ended.params = _share_params(job, outcome)
         ended.summary = job.cluster.share(summary, job.cluster.roles.chief)
     ended.code = _from_chief(job.cluster, code)  # polled: to free a window waits in MPI for all
+    job.held.close()
     if not job.cluster.failures.lost:  # else to free a window would wait for the dead
         outcome.release()
     return ended

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch import linear
+from mpips.torch.copies import Copies, when_accumulated
 from mpips.torch.embedding import RowsModule
 
 NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
@@ -132,7 +132,7 @@ def tensors_of(arrays: Arrays) -> list[torch.Tensor]:
 class Bound:
     """A model whose parameters are moved from one memory to another, without a copy.
 
-    Those that are apart (`is_apart`) are copied, and their gradients as well.
+    Those that are apart (`is_apart`) are copied, and their gradients as well (`Copies`).
 
     Running means (`statistics_of`) are copied, where the memory has any: the forward pass changes
     them, and what it takes off them, times `share`, stands where their gradient would.
@@ -141,16 +141,22 @@ class Bound:
         model: The module.
         share: Of the change of its running means that counts.
         trained: Names of its trained parameters; by default those that require a gradient now.
+        early: Whether gradients of those that are apart are copied within the backward pass.
 
     Attributes:
         share: As given.
+        copies: Of those that are apart.
         parameters: The trained ones, by name.
         frozen: Names of those that no gradient was wanted of, when it was last complete.
         unmoved: Whether they are still in the memory that the module was made with.
     """
 
     def __init__(
-        self, model: torch.nn.Module, share: float = 1.0, trained: Iterable[str] | None = None
+        self,
+        model: torch.nn.Module,
+        share: float = 1.0,
+        trained: Iterable[str] | None = None,
+        early: bool = False,
     ) -> None:
         self.model, self.share = model, share
         self._running = _running(model)
@@ -159,15 +165,15 @@ class Bound:
         named = list(model.named_parameters())
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
-        self._apart = [is_apart(p) for p in self._parameters]
+        apart = {k: p for k, p in enumerate(self._parameters) if is_apart(p)}
+        self.copies = Copies(apart, early)
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
-        self._written = [False] * len(self._parameters)
-        views = [k for k, apart in enumerate(self._apart) if not apart]
-        self._hooks = [_hook(self._parameters[k], self._make_hook(k)) for k in views]
+        views = [k for k in range(len(self._parameters)) if k not in apart]
+        self._hooks = [when_accumulated(self._parameters[k], self._make_hook(k)) for k in views]
         for k in views:
             linear.register(self._parameters[k], functools.partial(self._write, k))
 
@@ -178,38 +184,39 @@ class Bound:
         _copy_into(self._running, params)
         known = params is self._params
         tensors = self._tensors(params)
-        for parameter, tensor, apart in zip(self._parameters, tensors, self._apart, strict=False):
-            if apart:
-                parameter.data.copy_(tensor)
-            elif not known:
-                parameter.data = tensor
+        if not known:
+            for k, parameter in enumerate(self._parameters):
+                if k not in self.copies:
+                    parameter.data = tensors[k]
+        self.copies.load(params, tensors)
         self._params, self.unmoved = params, False
 
     def collect_into(self, out: Arrays) -> None:
         """Have the gradients of the next backward passes go into these arrays."""
         self._grads, self._out = self._tensors(out), out
-        self._written = [False] * len(self._parameters)
+        self.copies.collect_into(out, self._grads)
 
     def complete(self) -> None:
         """Make the gradients whole: of a parameter that no loss depended on it is zero.
 
-        Those of parameters apart are copied here, since they are added up there.
+        Those of parameters apart have been added up there, and are copied.
 
         Raises:
             UserError: If a parameter has one that was frozen when the model was made.
+
+        Blocks: until they are copied.
         """
         for name, parameter in self._others.items():
             if parameter.grad is not None:
                 raise _never_trained(name)
+        self.copies.finish()
         frozen = []
-        for (name, parameter), out, written in zip(
-            self.parameters.items(), self._grads, self._written, strict=False
-        ):
-            if not written and parameter.grad is not None:
-                out.copy_(parameter.grad)
-            elif not written:
-                out.zero_()
+        for k, (name, parameter) in enumerate(self.parameters.items()):
+            if parameter.grad is None:
+                self._grads[k].zero_()
                 frozen += [] if parameter.requires_grad else [name]
+            elif parameter.grad is not self._grads[k] and k not in self.copies:
+                self._grads[k].copy_(parameter.grad)
             parameter.grad = None
         self.frozen = tuple(frozen)
         for name, buffer in self._running.items():
@@ -219,6 +226,7 @@ class Bound:
 
     def forget(self) -> None:
         """Forget all memory, and leave the gradients as they come."""
+        self.copies.forget()
         self._known.clear()
         self._params, self._grads, self._out = {}, [], {}
         for hook in self._hooks:
@@ -227,8 +235,8 @@ class Bound:
             linear.unregister(parameter)
 
     def _check_places(self) -> None:
-        for (name, parameter), apart in zip(self.parameters.items(), self._apart, strict=True):
-            if is_apart(parameter) != apart:
+        for k, (name, parameter) in enumerate(self.parameters.items()):
+            if is_apart(parameter) != (k in self.copies):
                 got = f"parameter {name!r} of {parameter.dtype} on {parameter.device}"
                 expected = "a model that is as it was made"
                 raise UserError(got, expected, "move it by worker.to(device)")
@@ -252,26 +260,17 @@ class Bound:
         if self._grads[k].data_ptr() % linear.ALIGNED_BYTES:
             return False
         torch.mm(left, right, out=self._grads[k])
-        parameter.grad, self._written[k] = self._grads[k], True
+        parameter.grad = self._grads[k]
         return True
 
     def _make_hook(self, k: int) -> Callable[[torch.Tensor], None]:
         def take(parameter: torch.Tensor) -> None:
             """Copy the first gradient of a step; those after it are added in place."""
-            if self._grads and not self._written[k]:
+            if self._grads and parameter.grad is not self._grads[k]:
                 self._grads[k].copy_(parameter.grad)
-                parameter.grad, self._written[k] = self._grads[k], True
+                parameter.grad = self._grads[k]
 
         return take
-
-
-def _hook(parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call `take` when a gradient was accumulated; the parameter may be frozen for now."""
-    wanted = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(take)
-    parameter.requires_grad_(wanted)
-    return handle
 
 
 def _never_trained(name: str) -> UserError:

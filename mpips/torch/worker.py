@@ -141,14 +141,17 @@ class Worker(Loop):
         for batch in self._batches(make, batch_size, epochs):
             yield batch.x
 
-    def to(self, device: "torch.device | str") -> torch.device:
+    def to(self, device: "torch.device | str", early: bool = False) -> torch.device:
         """Move the model to a device, before the loop; returns which one.
 
         Its parameters are copied there from the replica before each step, and their gradients back
-        behind the backward pass. Batches are moved by the loop: ``x.to(device)``.
+        in the optimizer's `step`. Batches are moved by the loop: ``x.to(device)``.
 
         Args:
             device: Such as ``cuda:1``; of ``cuda`` the workers of a node take one each, in turn.
+            early: Copy each gradient within the backward pass, when it is there. What the loop
+                changes in place before `step`, as clipping does, is copied once more; but a change
+                through ``grad.data``, which PyTorch does not count, is not seen.
 
         Raises:
             UserError: If this process has none, or the loop has begun.
@@ -158,7 +161,7 @@ class Worker(Loop):
         found = device_of(device, self._start.ranks)
         self._bound.forget()
         self.model.to(found)
-        self._bound = Bound(self.model, self._bound.share, self._bound.parameters)
+        self._bound = Bound(self.model, self._bound.share, self._bound.parameters, early)
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:
@@ -229,6 +232,7 @@ class Worker(Loop):
         if begins:
             self.steps = batches_before(self._start.job)
             self._ranges = self._start.job.layout.slices()
+            self._start.job.held.callback(self._bound.copies.unpin)
             self.optimizer.begin(self.steps)
         self._losses.clear()
         self._source.forget()

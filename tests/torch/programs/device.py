@@ -1,4 +1,7 @@
-"""A net on a device ends as one whose parameters are views; on the CPU with copies as there."""
+"""A net on a device ends as one whose parameters are views; on the CPU with copies as there.
+
+Those of the CPU are made by a device that is not there, which is as late as it may be.
+"""
 
 import sys
 from pathlib import Path
@@ -9,7 +12,11 @@ from torch.nn import functional as F
 
 import mpips
 import mpips.torch as mt
+from mpips.torch import copies as copying
 from mpips.torch import model as binding
+
+sys.path.append(str(Path(__file__).parents[1]))
+from late_device import LateDevice
 
 
 def main(out: Path, device: str) -> None:
@@ -20,8 +27,8 @@ def main(out: Path, device: str) -> None:
         place = next(model.parameters()).device
         return nets.metrics(model, [tensor.to(place) for tensor in batch])
 
-    def train(worker: mt.Worker, device: str = "") -> None:
-        place = worker.to(device) if device else torch.device("cpu")
+    def train(worker: mt.Worker, device: str = "", early: bool = False) -> None:
+        place = worker.to(device, early) if device else torch.device("cpu")
         parameter = next(p for p in worker.model.parameters() if p.requires_grad)
         assert parameter.device == place
         held, moved = parameter.data_ptr(), False
@@ -36,19 +43,33 @@ def main(out: Path, device: str) -> None:
     def on_device(worker: mt.Worker) -> None:
         train(worker, device)
 
+    def on_device_early(worker: mt.Worker) -> None:
+        train(worker, device, early=True)
+
+    found = dict[str, mt.Result]()
     for mode in ("sync", "async"):
         how = {"mode": mode, "quiet": True, "evaluate": metrics, "held_out": test_set}
-        rule, apart = mpips.SGD(0.05), binding.is_apart
-        views = mt.run(train, nets.Odd, rule, out=out / f"{mode}-views", **how)
-        if device == "cpu":  # no other device is needed to see that copies do as well
-            binding.is_apart = lambda tensor: True
-        copies = mt.run(on_device, nets.Odd, rule, out=out / f"{mode}-copies", **how)
-        binding.is_apart = apart
-        assert copies.summary["accuracy"] > 0.4, copies.summary
-        assert {tensor.device.type for tensor in copies.state_dict.values()} == {"cpu"}
-        if mode == "sync":
-            close = 1e-5 if device == "cpu" else 1e-2
-            torch.testing.assert_close(copies.state_dict, views.state_dict, rtol=close, atol=close)
+        how["prefetch"] = mode == "async"  # two replicas
+        for loop in (train, on_device, on_device_early):
+            LateDevice.made.clear()
+            apart, device_for = binding.is_apart, copying.device_for
+            if device == "cpu" and loop is not train:
+                binding.is_apart, copying.device_for = lambda tensor: True, LateDevice
+            folder = out / f"{mode}-{loop.__name__}"
+            copies = found[loop.__name__] = mt.run(
+                loop, nets.Odd, mpips.SGD(0.05), out=folder, **how
+            )
+            binding.is_apart, copying.device_for = apart, device_for
+            for late in LateDevice.made:
+                assert (late.pinned, late.late) == ({}, [])
+            worked = any(late.copies > 100 and late.pins > 1 for late in LateDevice.made)
+            assert worked == bool(LateDevice.made), "it has copied to two pinned vectors"
+            assert copies.summary["accuracy"] > 0.4, copies.summary
+            assert {tensor.device.type for tensor in copies.state_dict.values()} == {"cpu"}
+            if mode == "sync":
+                close = 1e-5 if device == "cpu" else 1e-2
+                views = found["train"].state_dict
+                torch.testing.assert_close(copies.state_dict, views, rtol=close, atol=close)
         print(f"{mode} on {device} is done", flush=True)
 
 

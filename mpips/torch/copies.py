@@ -1,0 +1,157 @@
+"""Parameters that are copies of a replica, and gradients that are copied to where they go.
+
+Those of a model on a device, and those in 16 bits. All copies of a step are begun in one order:
+parameters behind the pull, gradients behind the backward pass, or within it. Before the step is
+pushed they are all waited for: so the replica is read, and the gradient written, when others use
+that memory again.
+"""
+
+import mmap
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from mpips.problems.base import Arrays
+from mpips.torch.device import Device, device_for
+
+PAGE = mmap.PAGESIZE
+Hook = Callable[[torch.Tensor], None]
+
+
+class Copies:
+    """Copies of parameters, and of their gradients.
+
+    Args:
+        parameters: By a number of each; on one device. There may be none.
+        early: Whether gradients are copied within the backward pass, as each is there. What a loop
+            then changes in place is copied once more, unless PyTorch cannot know of it (``.data``).
+    """
+
+    def __init__(self, parameters: Mapping[int, torch.nn.Parameter], early: bool = False) -> None:
+        self._parameters = dict(parameters)
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._device: Device = device_for(next(iter(devices), torch.device("cpu")))
+        self._pins: Pins | None = Pins(self._device)
+        self._outs: dict[int, torch.Tensor] = {}  # where gradients go
+        self._begun: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often changed
+        self._hooks: list[RemovableHandle] = []
+        for k, parameter in self._parameters.items() if early else ():
+            self._hooks.append(when_accumulated(parameter, partial(self._begin, k)))
+
+    def __contains__(self, k: object) -> bool:
+        return k in self._parameters
+
+    def load(self, arrays: Arrays, tensors: list[torch.Tensor]) -> None:
+        """Copy parameters; what the model computes from now on is of them.
+
+        Args:
+            arrays: All parameters, by name: what is pinned.
+            tensors: The same, by number.
+
+        Blocks: no.
+        """
+        if not self._parameters:
+            return
+        self._pin(arrays)
+        for k, parameter in self._parameters.items():
+            self._device.copy(parameter.data, tensors[k])
+        self._device.join()
+
+    def collect_into(self, arrays: Arrays, tensors: list[torch.Tensor]) -> None:
+        """Have the gradients of the next backward passes go there; see `load`."""
+        if self._parameters:
+            self._pin(arrays)
+        self._outs = {k: tensors[k] for k in self._parameters}
+        self._begun.clear()
+
+    def finish(self) -> None:
+        """Have all gradients where they go. Blocks: until all copies are done."""
+        if not self._parameters:
+            return
+        for k, parameter in self._parameters.items():
+            grad = parameter.grad
+            begun, changes = self._begun.get(k, (None, 0))
+            if grad is not None and (begun is not grad or changes != grad._version):
+                self._begin(k)
+        self._device.settle()
+        self._begun.clear()
+
+    def unpin(self) -> None:
+        """Wait for all copies, and pin no memory any more: it is about to be freed."""
+        if self._pins is not None:
+            self._device.settle()
+            self._pins.free()
+            self._pins = None
+
+    def forget(self) -> None:
+        """Leave the gradients as they come, and unpin."""
+        self.unpin()
+        self._outs = {}
+        for hook in self._hooks:
+            hook.remove()
+
+    def _pin(self, arrays: Arrays) -> None:
+        if self._pins is not None:
+            self._pins.hold(arrays)
+
+    def _begin(self, k: int, *_: torch.Tensor) -> None:
+        """Begin to copy a gradient, unless there is nowhere for it to go."""
+        grad = self._parameters[k].grad
+        if k in self._outs and grad is not None:
+            self._device.copy(self._outs[k], grad)
+            self._begun[k] = grad, grad._version
+
+
+class Pins:
+    """Memory that is pinned: the vectors that hold parameters and gradients, each once.
+
+    Vectors that share a page are pinned as one: neither can a page be pinned twice, nor may a copy
+    go beyond what was pinned at once.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[int, Arrays] = {}  # by their id
+        self._ranges: list[tuple[int, int]] = []  # of whole pages, by address
+
+    def hold(self, arrays: Arrays) -> None:
+        """Pin the vector that these arrays are views of, unless it is pinned.
+
+        Raises:
+            UserError: If it cannot be.
+        """
+        if id(arrays) in self._known:
+            return
+        self._known[id(arrays)] = arrays
+        begins = [array.ctypes.data for array in arrays.values()]
+        ends = [array.ctypes.data + array.nbytes for array in arrays.values()]
+        begin, end = min(begins) // PAGE * PAGE, -(-max(ends) // PAGE) * PAGE
+        met = [one for one in self._ranges if one[0] < end and begin < one[1]]
+        if any(b <= begin and end <= e for b, e in met):
+            return
+        if met:
+            self._device.settle()
+        for one in met:
+            self._device.unpin(one[0])
+            self._ranges.remove(one)
+        begin, end = min([begin, *(b for b, _ in met)]), max([end, *(e for _, e in met)])
+        self._device.pin(begin, end - begin)
+        self._ranges.append((begin, end))
+
+    def free(self) -> None:
+        """Unpin all of it; no copy is under way."""
+        for begin, _ in self._ranges:
+            self._device.unpin(begin)
+        self._ranges.clear()
+        self._known.clear()
+
+
+def when_accumulated(parameter: torch.nn.Parameter, call: Hook) -> RemovableHandle:
+    """Call `call` when a gradient was accumulated; the parameter may be frozen for now."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(call)
+    parameter.requires_grad_(wanted)
+    return handle

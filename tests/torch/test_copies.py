@@ -1,0 +1,200 @@
+"""Copies to and from a device: their order, and what is pinned; on one that is late, or real."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from late_device import LateDevice
+
+torch = pytest.importorskip("torch")
+
+from mpips.torch import copies, device, model  # noqa: E402
+from mpips.torch.copies import PAGE, Pins  # noqa: E402
+from mpips.torch.model import Bound, arrays_of, make_model  # noqa: E402
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All parameters are on a late device."""
+    LateDevice.made.clear()
+    monkeypatch.setattr(copies, "device_for", LateDevice)
+    monkeypatch.setattr(model, "is_apart", lambda tensor: True)
+    yield
+    assert all(not one.pinned and not one.late for one in LateDevice.made)
+
+
+class Net(torch.nn.Module):  # type: ignore[name-defined, misc]
+    """Two layers, one of which is used twice, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.unused = (torch.nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        return self.twice(torch.tanh(self.twice(self.first(x)))).square().sum()
+
+
+def clip(net: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+
+
+def plain(net: Any, x: Any) -> None:
+    net(x).backward()
+
+
+def added_up(net: Any, x: Any) -> None:
+    net(x).backward()
+    net(2 * x).backward()
+
+
+def clipped(net: Any, x: Any) -> None:
+    net(x).backward()
+    clip(net)
+
+
+def begun_anew(net: Any, x: Any) -> None:
+    net(x).backward()
+    net.zero_grad()
+    net(2 * x).backward()
+
+
+def dropped(net: Any, x: Any) -> None:
+    net(x).backward()
+    net.zero_grad()
+
+
+def replaced(net: Any, x: Any) -> None:
+    net(x).backward()
+    net.first.bias.grad = torch.ones(3)
+
+
+LOOPS = [plain, added_up, clipped, begun_anew, dropped, replaced]
+
+
+def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
+    """Return vectors of NaN side by side, as views by name."""
+    arrays = arrays_of(net)
+    size = sum(array.size for array in arrays.values())
+    found = []
+    for flat in np.full((count, size), np.nan, "f4"):
+        parts = np.split(flat, np.cumsum([array.size for array in arrays.values()])[:-1])
+        both = zip(arrays.items(), parts, strict=True)
+        found.append({name: part.reshape(a.shape) for (name, a), part in both})
+    return found
+
+
+def follow(bound: Bound, loop: Any, early: bool) -> None:
+    """Make steps by two buffers, from a replica that changes as soon as it may."""
+    other = make_model(Net, 1)
+    (params, *outs), first = memory(bound.model, 3), arrays_of(make_model(Net, 2))
+    for step in range(4):
+        for name, parameter in other.named_parameters():
+            params[name][...] = first[name] + step
+            parameter.data.copy_(torch.from_numpy(params[name]))
+        other.zero_grad()
+        x, out = torch.full((2, 3), 0.1 * step + 0.1), outs[step % 2]
+        bound.move_to(params)
+        bound.collect_into(out)
+        loop(bound.model, x)
+        loop(other, x)
+        for made in LateDevice.made:
+            assert bool(made.late) == early
+        bound.complete()
+        for name, parameter in other.named_parameters():
+            grad = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
+            np.testing.assert_allclose(out[name], grad.numpy(), rtol=1e-6, err_msg=name)
+            params[name][...] = np.nan
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_are_those_of_torch_on_a_late_device(loop: Any, early: bool, late: None) -> None:
+    bound = Bound(make_model(Net, 0), early=early)
+    follow(bound, loop, early)
+    (made,) = LateDevice.made
+    assert len(made.pinned) == 1, "vectors that share a page"
+    assert (made.changed > 0) == (early and loop in (added_up, clipped))
+    bound.copies.unpin()
+    pins = made.pins
+    bound.move_to(arrays_of(make_model(Net, 3))) if not made.pinned else None
+    assert made.pins == pins
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_that_are_views_are_those_of_torch(loop: Any) -> None:
+    LateDevice.made.clear()
+    follow(Bound(make_model(Net, 0)), loop, False)
+
+
+def test_a_change_that_pytorch_does_not_count_is_not_seen_early(late: None) -> None:
+    """As `Worker.to` says."""
+    bound = Bound(make_model(Net, 0), early=True)
+    params, out = memory(bound.model, 2)
+    for name, array in arrays_of(make_model(Net, 2)).items():
+        params[name][...] = array
+    bound.move_to(params)
+    bound.collect_into(out)
+    plain(bound.model, torch.ones(2, 3))
+    LateDevice.made[0].settle()  # as a device that was quick
+    before = out["first.bias"].copy()
+    bound.model.first.bias.grad.data.mul_(0)
+    bound.complete()
+    np.testing.assert_array_equal(out["first.bias"], before)
+    bound.forget()
+
+
+def at(begin: int, size: int, room: np.ndarray = np.zeros(16 * PAGE, "u1")) -> dict[str, Any]:  # noqa: B008
+    """Return two views of bytes, so far behind the first page that is whole."""
+    begin += -room.ctypes.data % PAGE
+    return {"a": room[begin : begin + size // 2], "b": room[begin + size // 2 : begin + size]}
+
+
+def test_what_shares_a_page_is_pinned_as_one() -> None:
+    late = LateDevice()
+    pins = Pins(late)
+    base = at(0, 2)["a"].ctypes.data
+    near, far, held = at(10, PAGE), at(8 * PAGE, PAGE), at(8 * PAGE + 9, 20)
+    for arrays in (near, far, near, held):
+        pins.hold(arrays)
+    assert late.pinned == {base: 2 * PAGE, base + 8 * PAGE: PAGE}
+    assert late.pins == 2
+    pins.hold(at(PAGE + 10, PAGE))  # begins where the first ends
+    assert late.pinned == {base: 3 * PAGE, base + 8 * PAGE: PAGE}
+    pins.hold(at(2 * PAGE + 20, 6 * PAGE))
+    assert late.pinned == {base: 9 * PAGE}
+    pins.free()
+    assert not late.pinned
+
+
+def test_the_host_copies_at_once() -> None:
+    here, target = device.device_for(torch.device("cpu")), torch.zeros(2)
+    here.pin(0, PAGE)
+    here.copy(target, torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
+    assert target.tolist() == [1, 1]
+    here.join()
+    here.settle()
+    here.unpin(0)
+
+
+@CUDA
+def test_a_device_copies_from_pinned_memory_on_a_stream_of_its_own() -> None:
+    there = device.device_for(torch.device("cuda", 0))
+    host = torch.from_numpy(at(0, 4 * PAGE)["b"].view("f4"))
+    begin = host.data_ptr() // PAGE * PAGE
+    there.pin(begin, 4 * PAGE)
+    assert host.is_pinned()
+    target = torch.empty(host.shape, dtype=torch.bfloat16, device="cuda:0")
+    for value in (2.0, 3.0):
+        host.fill_(value)
+        there.copy(target, host)
+        there.join()
+        made = target * 2
+        host_copy = torch.empty_like(host)
+        there.copy(host_copy, made)
+        there.settle()
+        assert host_copy.eq(2 * value).all()
+    there.unpin(begin)
+    assert not host.is_pinned()
