@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nets
 import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
 from torch.nn import functional as F
@@ -49,6 +50,7 @@ def main(out: Path, *modes: str) -> None:
     train_set, test_set = nets.digits()
     reference = on_one(lambda: alone(train_set, test_set))
     found: dict[str, float] = {}
+    evaluated = list[int]()
 
     def train(worker: mt.Worker) -> None:
         model, opt = worker.model, worker.optimizer
@@ -57,6 +59,14 @@ def main(out: Path, *modes: str) -> None:
             opt.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
+            if worker.steps == 3:  # with the parameters of the batch in work, which stay
+                middle = worker.evaluate(nets.metrics, test_set)
+                model.eval()
+                with torch.no_grad():
+                    mine = nets.metrics(model, test_set.tensors)
+                model.train()
+                assert middle == pytest.approx(mine, rel=1e-4)
+                evaluated.append(worker.id)
             opt.step()
         places = {data.data_ptr() for data in before}
         assert all(p.data_ptr() not in places for p in model.parameters()), "they were views"
@@ -65,6 +75,7 @@ def main(out: Path, *modes: str) -> None:
     threads = threading.active_count()
     for mode in modes:
         found.clear()
+        evaluated.clear()
         result = mt.run(
             train, model=nets.Net, optimizer=mpips.AdamW(RATE), mode=mode, out=out / mode,
             quiet=True, evaluate=nets.metrics, held_out=test_set, eval_every=4, schedule="cosine",
@@ -77,6 +88,7 @@ def main(out: Path, *modes: str) -> None:
         with torch.no_grad():
             mine = nets.metrics(own, test_set.tensors)
         assert abs(mine["accuracy"] - accuracy) < 1e-6, "the state dict is the model evaluated"
+        assert bool(evaluated) == bool(found), "on each worker"
         if found:
             assert abs(found["loss"] - mine["loss"]) < 1e-5
         ends = time.monotonic() + 20  # a thread that has written ends when nobody holds it
