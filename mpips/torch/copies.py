@@ -88,6 +88,7 @@ class Copies:
     def forget(self) -> None:
         """Leave the gradients as they come, and unpin."""
         self.unpin()
+        self._device.settle()  # what a run ends with
         self._outs = {}
         for hook in self._hooks:
             hook.remove()
