@@ -209,8 +209,8 @@ def test_the_next_block_is_read_ahead(
         for place in asked:
             loader.submit(place // 4, place % 4 * BLOCK + 5, place % 4 * BLOCK + 10)
             loader.take()
-        wanted = [order.block_at(place) for place in [*asked, *ahead]]
-        assert reads.wait_for(len(wanted)) == list(dict.fromkeys(wanted))
+        wanted = list(dict.fromkeys(order.block_at(place) for place in [*asked, *ahead]))
+        assert reads.wait_for(len(wanted)) == wanted
 
 
 def test_the_thread_stays_no_more_than_depth_ahead(file_data: Dataset) -> None:
