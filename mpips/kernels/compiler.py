@@ -95,7 +95,11 @@ def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
 
 @_intrinsic
 def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Have the cache line that is `skip` bytes behind the beginning of a row on its way."""
+    """Have the cache line that is `skip` bytes behind the beginning of a row on its way.
+
+    It comes as far as the second-level cache: of the first level's lines on their way there are
+    so few that rows would wait for one another.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.args[0]
@@ -105,7 +109,7 @@ def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
         line = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [args[2]])
         signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], signature)
-        builder.call(function, [line, I32(0), I32(3), I32(1)])
+        builder.call(function, [line, I32(0), I32(2), I32(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), emit

@@ -1,4 +1,4 @@
-"""Rows of a table: duplicates found and their gradients summed, rows read while others are written.
+"""Rows of a table, read while others are written; `row_groups` has ids and their gradients.
 
 A table's memory is a matrix of a line a row, its parameters and then its optimizer's slots, and a
 vector of **stripe words**, one for 32 lines: whether each has been touched in the low half, a
@@ -6,12 +6,6 @@ version in the high one, odd while a line is written. Whoever reads a line looks
 and after it, so that a torn row is seen and read again. A line that nobody has touched is not read
 at all: `mpips.kernels.row_keys.make_row` says what it holds. Where lines are given to rows as they
 are touched, an index by open addressing, `take_lines`, says which has which.
-
-Rows are read in the order of their ids, duplicates as often as they are there. For gradients
-duplicates are found by sorting the rows by their place, in as many passes as the digits of places
-need. A hash table would take 13 ns an id where this takes 21, but leave the rows in no order: so
-they go to other nodes as they are, each less the one before, and the order of summation is that of
-the ids.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +25,7 @@ STRIPE_BITS, BIT_MASK = 5, STRIPE - 1
 WRITING = 1 << 32  # the lowest bit of the version
 READS = 100  # of a torn row, after which it is taken as it is
 TORN = 1 << 32  # what `gather` adds for such a row
-AHEAD, RING = 12, 16  # rows
+AHEAD, RING = 32, 64  # rows
 MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 BITS, COUNT, HEADER_WORDS = 0, 1, 2  # words of the header: the size of the index, and lines
@@ -40,108 +34,6 @@ MOST_PLACES = (1 << 32) - 2  # of an index: what stands in it, and in the keys, 
 
 _U = np.uint64
 _SPREADING = _U(0x9E3779B97F4A7C15)
-
-
-@kernel()
-def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) -> None:
-    """Sort places, and equal ones by where they stand.
-
-    Args:
-        places: Shape (n,), dtype int64.
-        words: Where the result goes, shape (n,), dtype uint64: the place, and in the lowest bits,
-            of which ``n - 1`` needs as many, the index in `places`.
-        spare: Shape and dtype of `words`.
-        counts: Shape (passes, 2**digit), dtype int64: a pass sorts by a digit of that many bits.
-    """
-    n, passes, radix = places.size, counts.shape[0], counts.shape[1]
-    shift, digit = bits_of(n - 1), bits_of(radix - 1)
-    mask = _U(radix - 1)
-    counts[:] = 0
-    source, target = (spare, words) if passes % 2 else (words, spare)
-    for i in range(n):
-        place = _U(places[i])
-        source[i] = (place << _U(shift)) | _U(i)
-        for p in range(passes):
-            counts[p, (place >> _U(p * digit)) & mask] += 1
-    for p in range(passes):
-        total, row = 0, counts[p]
-        for k in range(radix):
-            total, row[k] = total + row[k], total
-        low = _U(shift + p * digit)
-        for i in range(n):
-            word = source[i]
-            k = (word >> low) & mask
-            target[row[k]] = word
-            row[k] += 1
-        source, target = target, source
-
-
-@kernel(quick=True)
-def bits_of(number: int) -> int:
-    """Return how many bits a number needs; none for 0 and below."""
-    bits = 0
-    while number > 0:
-        number >>= 1
-        bits += 1
-    return bits
-
-
-@kernel()
-def group(
-    words: Vector, begins: Vector, local: Vector, bounds: Vector, order: Vector, starts: Vector
-) -> int:
-    """List every row once, those of each server in turn, and where it stands.
-
-    Args:
-        words: What `sort_places` has made, shape (n,).
-        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
-        local: Where the rows go, each less the first place of its server, shape (n,), dtype int64.
-        bounds: Where each server's begin in `local`, and the end, shape and dtype of `begins`.
-        order: Indices of the ids, row by row, shape (n,), dtype int64.
-        starts: Where those of each row begin in `order`, and the end, shape (n + 1,), dtype int64.
-
-    Returns:
-        How many rows there are: that many of `local` and one more of `starts` are written.
-    """
-    n, servers = words.size, begins.size - 1
-    shift = _U(bits_of(n - 1))
-    mask = (_U(1) << shift) - _U(1)
-    count, owner, last = 0, 0, np.int64(-1)
-    bounds[0] = starts[0] = 0
-    for i in range(n):
-        place = np.int64(words[i] >> shift)
-        order[i] = np.int64(words[i] & mask)
-        while place >= begins[owner + 1]:
-            owner += 1
-            bounds[owner] = count
-        count += place != last
-        local[count - 1] = place - begins[owner]
-        starts[count] = i + 1
-        last = place
-    for k in range(owner, servers):
-        bounds[k + 1] = count
-    return count
-
-
-@kernel()
-def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
-    """Sum the gradients of each row, in the order of the ids.
-
-    Args:
-        grads: A gradient an id, shape (n, dim).
-        order: See `group`.
-        starts: See `group`, shape (rows + 1,).
-        out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
-    """
-    for u in range(starts.size - 1):
-        row = out[u]
-        first = grads[order[starts[u]]]
-        for j in range(row.size):
-            row[j] = first[j]
-        for i in range(starts[u] + 1, starts[u + 1]):
-            other = grads[order[i]]
-            for j in range(row.size):
-                row[j] += other[j]
 
 
 # Reading ---------------------------------------------------------------------------------------
@@ -178,7 +70,7 @@ def gather(
     """
     again, n, dim = 0, places.size, out.shape[1]
     size, fetched = width * out.itemsize, min(dim * out.itemsize, MOST_LINES * 64)
-    found = scratch(48).view(np.int64)  # of the next rows: line, stripe word and slot
+    found = scratch(192).view(np.int64)  # of the next rows: line, stripe word and slot
     for i in range(n + AHEAD):
         if i < n:
             owner = owner_of(places[i], begins)
@@ -292,7 +184,7 @@ def take_lines(
 
     Args:
         local: Places of rows in the server, shape (n,), dtype int64.
-        first: The first of them to look at.
+        first: The first of them to look at; entries and keys of those behind it are fetched ahead.
         header: The size of the index and the number of lines: see `BITS` and `COUNT`.
         index: All of it, of which ``[size, 2 size)`` is in use, dtype uint32.
         keys: The row of each line, dtype uint32; as many as there can be.
@@ -305,6 +197,11 @@ def take_lines(
     most = min(FULL * size // FULL_OF, keys.size)
     entries = index[size : 2 * size]
     for i in range(first, local.size):
+        if i + 2 * AHEAD < local.size:
+            prefetch(entries, home_of(local[i + 2 * AHEAD], header[BITS]), 0)
+        if i + AHEAD < local.size:
+            at = home_of(local[i + AHEAD], header[BITS])
+            prefetch(keys, max(np.int64(entries[at]) - 1, 0), 0)
         at = home_of(local[i], header[BITS])
         while entries[at] != 0 and np.int64(keys[np.int64(entries[at]) - 1]) != local[i]:
             at = (at + 1) & (size - 1)

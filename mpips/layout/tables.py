@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from mpips.errors import UserError
-from mpips.kernels import row_keys, rows
+from mpips.kernels import row_groups, row_keys
 
 CAPACITIES = ("auto", "full", "lazy")
 LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
@@ -261,9 +261,9 @@ class Ownership:
         counts = np.empty((passes, 1 << math.ceil(bits / passes)), np.int64)
         words, spare = np.empty((2, n), np.uint64)
         local, order = np.empty((2, n), np.int64)
-        rows.sort_places(places, words, spare, counts)
+        row_groups.sort_places(places, words, spare, counts)
         starts, bounds = np.empty(n + 1, np.int64), np.empty(self.servers + 1, np.int64)
-        count = rows.group(words, self.begins, local, bounds, order, starts)
+        count = row_groups.group(words, self.begins, local, bounds, order, starts)
         return Grouped(places, local[:count], bounds, order, starts[: count + 1])
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -297,5 +297,5 @@ def combine(grouped: Grouped, grads: np.ndarray, out: np.ndarray | None = None) 
     """
     if out is None:
         out = np.empty((len(grouped.local), grads.shape[1]), grads.dtype)
-    rows.add_up(grads, grouped.order, grouped.starts, out)
+    row_groups.add_up(grads, grouped.order, grouped.starts, out)
     return out

@@ -22,7 +22,7 @@ from mpips.layout.tables import Grouped, combine
 from mpips.planning.tables import JobTable
 from mpips.ps.row_load import RowLoad
 from mpips.ps.table_server import table_fields
-from mpips.ps.table_shard import TableRows
+from mpips.ps.table_shard import Memory, NodeRows
 from mpips.transport.far_rows import FarRows
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Sections
@@ -65,20 +65,15 @@ class _WorkerTable:
         self.far = FarRows(cluster, number, table, self._dtype, codec)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
-        self._rows = []
-        for server, rank in enumerate(ranks):
-            if not cluster.near(rank):
-                continue
+        near = {server: rank for server, rank in enumerate(ranks) if cluster.near(rank)}
+        self.all_near, memories = len(near) == len(ranks), dict[int, Memory]()
+        for server, rank in near.items():
             fields = table_fields(table, len(ranks), server, self._dtype.name)
-            memory = {each.name: window.view(rank, each.name) for each in fields}
-            self._rows.append(TableRows(self.ownership, server, memory))
+            memories[server] = {each.name: window.view(rank, each.name) for each in fields}
+        self._near = NodeRows(self.ownership, memories)
 
     def clear(self, seq: int) -> None:
         self._sections.starts[seq % BUFFERS] = 0
-
-    @property
-    def all_near(self) -> bool:
-        return len(self._rows) == self.ownership.servers
 
     def ask(self, ids: np.ndarray) -> None:
         self.far.begin_ahead(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
@@ -106,10 +101,9 @@ class _WorkerTable:
 
     def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of this node."""
-        for rows in self._rows:
-            again, torn = rows.gather(places, out)
-            self.counts.again += again
-            self.counts.torn += torn
+        again, torn = self._near.gather(places, out)
+        self.counts.again += again
+        self.counts.torn += torn
 
     def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
         k, s = seq % BUFFERS, self._sections

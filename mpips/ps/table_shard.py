@@ -1,7 +1,7 @@
 """One server's rows of one table, in memory that others may read while it writes.
 
 The memory is given: `row_fields` says what it has to be, so that it can lie in a window. Workers of
-the node read it by `TableRows`, which writes nothing; its server applies gradients by
+the node read it by `NodeRows`, which writes nothing; its server applies gradients by
 `TableShard`. Pages of rows that nobody has touched are not written, so that memory which the kernel
 gives when it is first written costs what is touched.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.cluster.window import Field
 from mpips.errors import UserError
-from mpips.kernels import row_undo, rows
+from mpips.kernels import row_groups, row_undo, rows
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
 
@@ -77,25 +77,28 @@ class Reads(NamedTuple):
     torn: int
 
 
-class TableRows:
-    """A server's rows of a table, to be read. Collective: no.
+class NodeRows:
+    """Rows of a table at some of its servers, to be read: all in one pass. Collective: no.
 
     Args:
         ownership: Of the table.
-        server: Which server.
-        memory: Its fields; more may be in it.
+        memories: The fields of each of these servers, by its number; more may be in them.
     """
 
-    def __init__(self, ownership: Ownership, server: int, memory: Memory) -> None:
-        self.ownership, self.server = ownership, server
-        found = [memory[name] for part in PARTS if (name := _name(ownership, part)) in memory]
-        self._memory = found
+    def __init__(self, ownership: Ownership, memories: Mapping[int, Memory]) -> None:
+        self.ownership = ownership
+        names = [_name(ownership, part) for part in PARTS]
+        self._memories = {
+            server: [memory[name] for name in names if name in memory]
+            for server, memory in memories.items()
+        }
         self._where = np.zeros((ownership.servers, len(PARTS)), np.int64)
-        self._where[server, : len(found)] = [array.ctypes.data for array in found]
-        self._key = ownership.key(server)
+        for server, found in self._memories.items():
+            self._where[server, : len(found)] = [array.ctypes.data for array in found]
+        self._key = ownership.key()
 
     def gather(self, places: np.ndarray, out: np.ndarray) -> Reads:
-        """Read this server's rows of a step into the places of their ids.
+        """Read these servers' rows of a step into the places of their ids.
 
         Args:
             places: What `Ownership.places` made of the ids, rows of all servers.
@@ -107,7 +110,29 @@ class TableRows:
 
         Blocks: no; a row that is written meanwhile is read again.
         """
-        return self._read(places, out)
+        if out.shape != (len(places), self.ownership.table.dim):
+            raise ValueError(f"rows of shape {out.shape} for {len(places)} places")
+        if not self._memories:
+            return Reads(0, 0)
+        begins, width = self.ownership.begins, next(iter(self._memories.values()))[0].shape[1]
+        found = rows.gather(places, begins, self._where, self._key, width, _NONE, out)
+        torn, again = divmod(found, rows.TORN)
+        return Reads(again, torn)
+
+
+class TableRows(NodeRows):
+    """A server's rows of a table, to be read. Collective: no.
+
+    Args:
+        ownership: Of the table.
+        server: Which server.
+        memory: Its fields; more may be in it.
+    """
+
+    def __init__(self, ownership: Ownership, server: int, memory: Memory) -> None:
+        super().__init__(ownership, {server: memory})
+        self.server, self._memory = server, self._memories[server]
+        self._key = ownership.key(server)
 
     def pull(self, local: np.ndarray, out: np.ndarray) -> Reads:
         """Read rows by their places in this server.
@@ -120,15 +145,7 @@ class TableRows:
             ValueError: If a place is outside the server, or `out` has another shape.
         """
         self._check(local)
-        return self._read(local + self.ownership.begins[self.server], out)
-
-    def _read(self, places: np.ndarray, out: np.ndarray) -> Reads:
-        if out.shape != (len(places), self.ownership.table.dim):
-            raise ValueError(f"rows of shape {out.shape} for {len(places)} places")
-        begins, width = self.ownership.begins, self._memory[0].shape[1]
-        found = rows.gather(places, begins, self._where, self._key, width, _NONE, out)
-        torn, again = divmod(found, rows.TORN)
-        return Reads(again, torn)
+        return self.gather(local + self.ownership.begins[self.server], out)
 
     def _check(self, local: np.ndarray) -> None:
         if len(local) and not 0 <= local.min() <= local.max() < self.ownership.count(self.server):
@@ -195,8 +212,8 @@ class TableShard(TableRows):
             ValueError: If a place is outside the server, or they do not increase.
             UserError: If a lazy table has no line left; then nothing is changed.
         """
-        self._check(local)
-        if not (local[1:] > local[:-1]).all():
+        if row_groups.first_wrong(local, self.ownership.count(self.server)) >= 0:
+            self._check(local)
             raise ValueError("places that do not increase")
         numbers = np.array(self.rule.numbers(rate))
         slot, memory = self._slots(local), (self._lines, self._stripes)

@@ -12,7 +12,15 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
-from mpips.ps.table_shard import Reads, TableRows, TableShard, give_back, row_fields, warm
+from mpips.ps.table_shard import (
+    NodeRows,
+    Reads,
+    TableRows,
+    TableShard,
+    give_back,
+    row_fields,
+    warm,
+)
 
 
 def memory_of(ownership, server, rule, dtype="f4", most=None):
@@ -151,6 +159,21 @@ def test_rows_of_servers_that_are_not_seen_are_left():
     owners, _ = servers.ownership.locate(ids)
     assert (np.isnan(out).all(1) == (owners != 1)).all()
     assert (out[owners == 1] == servers.read(ids[owners == 1])).all()
+    NodeRows(servers.ownership, {}).gather(servers.ownership.places(ids), out)  # sees none
+    assert (np.isnan(out).all(1) == (owners != 1)).all()
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_rows_of_several_servers_are_read_in_one_pass(capacity):
+    servers, ids = Servers(Table(500, 3, capacity=capacity), 4), np.arange(500).repeat(2)
+    servers.push(np.arange(0, 500, 2), np.ones((250, 3), "f4"))
+    some = NodeRows(servers.ownership, {k: servers.memories[k] for k in (0, 3)})
+    out = np.full((1000, 3), np.nan, "f4")
+    assert some.gather(servers.ownership.places(ids), out) == Reads(0, 0)
+    owners, _ = servers.ownership.locate(ids)
+    mine = (owners == 0) | (owners == 3)
+    assert out[mine].tobytes() == servers.read(ids[mine]).tobytes()
+    assert np.isnan(out[~mine]).all()
 
 
 @pytest.mark.parametrize("capacity", ["full", "lazy"])

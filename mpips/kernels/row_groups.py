@@ -1,0 +1,133 @@
+"""Ids of a step grouped by row, and their gradients summed.
+
+Rows are read in the order of their ids, duplicates as often as they are there. For gradients
+duplicates are found by sorting the rows by their place, in as many passes as the digits of places
+need; no pass has a branch that depends on the ids. A hash table would leave the rows in no order:
+so they go to other nodes as they are, each less the one before, and the order of summation is that
+of the ids. To deal places out by their highest bits, and then put neighbours in order, takes a
+third less where the processor has seen the same list before, and a third more where it has not.
+"""
+
+import numpy as np
+
+from mpips.kernels.compiled import Vector, kernel
+
+Matrix = np.ndarray
+
+_U = np.uint64
+
+
+@kernel()
+def sort_places(places: Vector, words: Vector, spare: Vector, counts: Matrix) -> None:
+    """Sort places, and equal ones by where they stand.
+
+    Args:
+        places: Shape (n,), dtype int64.
+        words: Where the result goes, shape (n,), dtype uint64: the place, and in the lowest bits,
+            of which ``n - 1`` needs as many, the index in `places`.
+        spare: Shape and dtype of `words`.
+        counts: Shape (passes, 2**digit), dtype int64: a pass sorts by a digit of that many bits.
+    """
+    n, passes, radix = places.size, counts.shape[0], counts.shape[1]
+    shift, digit = bits_of(n - 1), bits_of(radix - 1)
+    mask = _U(radix - 1)
+    counts[:] = 0
+    source, target = (spare, words) if passes % 2 else (words, spare)
+    for i in range(n):
+        place = _U(places[i])
+        source[i] = (place << _U(shift)) | _U(i)
+        for p in range(passes):
+            counts[p, (place >> _U(p * digit)) & mask] += 1
+    for p in range(passes):
+        total, row = 0, counts[p]
+        for k in range(radix):
+            total, row[k] = total + row[k], total
+        low = _U(shift + p * digit)
+        for i in range(n):
+            word = source[i]
+            k = (word >> low) & mask
+            target[row[k]] = word
+            row[k] += 1
+        source, target = target, source
+
+
+@kernel(quick=True)
+def bits_of(number: int) -> int:
+    """Return how many bits a number needs; none for 0 and below."""
+    bits = 0
+    while number > 0:
+        number >>= 1
+        bits += 1
+    return bits
+
+
+@kernel()
+def group(
+    words: Vector, begins: Vector, local: Vector, bounds: Vector, order: Vector, starts: Vector
+) -> int:
+    """List every row once, those of each server in turn, and where it stands.
+
+    Args:
+        words: What `sort_places` has made, shape (n,).
+        begins: The first place of each server, and the end, shape (servers + 1,), dtype int64.
+        local: Where the rows go, each less the first place of its server, shape (n,), dtype int64.
+        bounds: Where each server's begin in `local`, and the end, shape and dtype of `begins`.
+        order: Indices of the ids, row by row, shape (n,), dtype int64.
+        starts: Where those of each row begin in `order`, and the end, shape (n + 1,), dtype int64.
+
+    Returns:
+        How many rows there are: that many of `local` and one more of `starts` are written.
+    """
+    n, servers = words.size, begins.size - 1
+    shift = _U(bits_of(n - 1))
+    mask = (_U(1) << shift) - _U(1)
+    count, owner, last = 0, 0, np.int64(-1)
+    bounds[0] = starts[0] = 0
+    for i in range(n):
+        place = np.int64(words[i] >> shift)
+        order[i] = np.int64(words[i] & mask)
+        while place >= begins[owner + 1]:
+            owner += 1
+            bounds[owner] = count
+        count += place != last
+        local[count - 1] = place - begins[owner]
+        starts[count] = i + 1
+        last = place
+    for k in range(owner, servers):
+        bounds[k + 1] = count
+    return count
+
+
+@kernel()
+def add_up(grads: Matrix, order: Vector, starts: Vector, out: Matrix) -> None:
+    """Sum the gradients of each row, in the order of the ids.
+
+    Args:
+        grads: A gradient an id, shape (n, dim).
+        order: See `group`.
+        starts: See `group`, shape (rows + 1,).
+        out: Where the sums go, shape (rows, dim), of the dtype of `grads`.
+    """
+    for u in range(starts.size - 1):
+        row = out[u]
+        first = grads[order[starts[u]]]
+        for j in range(row.size):
+            row[j] = first[j]
+        for i in range(starts[u] + 1, starts[u + 1]):
+            other = grads[order[i]]
+            for j in range(row.size):
+                row[j] += other[j]
+
+
+@kernel(quick=True)
+def first_wrong(local: Vector, count: int) -> int:
+    """Return the index of the first place that is not in ``[0, count)``, or not above that before.
+
+    Or -1, if there is none.
+    """
+    last = np.int64(-1)
+    for i in range(local.size):
+        if local[i] <= last or local[i] >= count:
+            return i
+        last = local[i]
+    return -1
