@@ -208,11 +208,23 @@ class Loader:
         self._refuse_if_closed()
         if not self._pending:
             raise RuntimeError("take() without a submit()")
-        made = self._make(*self._asked.popleft()) if self._thread is None else self._wait()
+        self.peek()  # has samples in memory gathered
+        made = self._wait()
         self._pending -= 1
         if isinstance(made, BaseException):
             raise made
         return made
+
+    def peek(self) -> Batch | None:
+        """Return the batch that the next `take` returns, or None where that is not here yet.
+
+        Blocks: no; samples in memory are gathered now, and not again.
+        """
+        if self._thread is None and self._pending and not self._made:
+            self._made.append(self._make(*self._asked.popleft()))
+        with self._changed:
+            made = self._made[0] if self._made else None
+        return made if isinstance(made, Batch) else None
 
     def close(self) -> None:
         """End the thread, after the read that it may be in; batches not taken are lost."""

@@ -5,7 +5,7 @@ Who computes a gradient is not known here: a problem does (`follow`), or a loop 
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpips.problems.evaluation import (
     checked_loss,
     try_evaluation,
 )
-from mpips.problems.rows import Rows, gradient
+from mpips.problems.rows import Rows, gradient, wanted_rows
 
 if TYPE_CHECKING:
     from mpips.datasets import Batch
@@ -169,6 +169,25 @@ def submit(job: "Job", loader: "Loader", step: Range) -> None:
 
 
 def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
-    """Yield the batches of a step that was submitted; waits for each when it is asked for."""
+    """Yield the batches of a step that was submitted; waits for each when it is asked for.
+
+    Far rows that the one after it needs are asked for then, or where that is not here yet as soon
+    as this one is computed.
+    """
     for _ in pieces(step, job.config.batch_size):
-        yield loader.take()
+        batch = loader.take()
+        asked = _ask_ahead(job, loader, (batch,))
+        yield batch
+        if not asked:
+            _ask_ahead(job, loader)
+
+
+def _ask_ahead(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
+    """Ask for the far rows of the next batch, behind those before; returns whether it is here."""
+    if job.rows is None or not job.rows.reads_ahead:
+        return True
+    following = loader.peek()
+    if following is None:
+        return False
+    job.rows.ask_in_turn(wanted_rows(job.problem, each) for each in (*before, following))
+    return True

@@ -1,5 +1,6 @@
 """Logistic regression of two classes on samples of few of very many features."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,6 +79,10 @@ class LogisticSparse(TableProblem):
             z = self._scores(x, terms, x.sums(terms)) + params["b"]
             right = ((z > 0) == batch.y) & np.isfinite(z)
             return {"loss": cross_entropy(z, batch.y)[0], "accuracy": float(right.mean())}
+
+    def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
+        """Return the features of a batch."""
+        return {ROWS: batch.x.indices}
 
     def _scores(self, x: "Csr", terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Return z but for the bias.

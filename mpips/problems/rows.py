@@ -77,6 +77,17 @@ class TableProblem(Problem):
             batch: Held-out samples.
         """
 
+    def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
+        """Return the ids that `loss_and_grad_rows` pulls for a batch, as it does, by table.
+
+        They are asked for while the batch before is computed, where rows are on other nodes. Of a
+        table that is not named nothing is asked for, as of all in a problem without this method.
+
+        Args:
+            batch: The samples of a later step; not written.
+        """
+        return {}
+
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
         """Not called: see `loss_and_grad_rows`."""
         raise NotImplementedError("it needs rows of its tables")
@@ -89,6 +100,12 @@ class TableProblem(Problem):
 def uses_rows(problem: Any) -> bool:
     """Whether a problem, or its class, has the methods of one with tables."""
     return callable(getattr(problem, "loss_and_grad_rows", None))
+
+
+def wanted_rows(problem: Any, batch: "Batch") -> Mapping[str, np.ndarray]:
+    """Return what a problem says that it pulls for a batch; see `TableProblem.wanted_rows`."""
+    find = getattr(problem, "wanted_rows", None)
+    return find(batch) if callable(find) else {}
 
 
 def gradient(

@@ -1,5 +1,7 @@
 """Skip-gram with negative sampling: rows of words, of which related ones become alike."""
 
+from collections import deque
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from mpips.problems.rows import RowReads, Rows, TableProblem
 if TYPE_CHECKING:
     from mpips.config import Config
     from mpips.datasets.base import Batch, DataInfo
+
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]  # see `SkipGram._pairs`
 
 MIDDLE, NEIGHBOUR = "in", "out"  # tables
 FREQUENT = 1e-3  # share of the text above which words are left out, the more the more frequent
@@ -55,6 +59,7 @@ class SkipGram(TableProblem):
             got = f"problem {self.name!r} with dataset {data.name!r}, whose samples are no words"
             raise UserError(got, "a text file", "name one: --dataset corpus.txt")
         self._vocabulary = data.vocabulary
+        self._last: deque[tuple[Batch, Pairs]] = deque(maxlen=2)
         words, dim = len(self._vocabulary), config.dim
         self.layout = Layout.of({})
         # A push has a step's neighbours and what is drawn for each, or all words.
@@ -71,7 +76,7 @@ class SkipGram(TableProblem):
 
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
         """Return the mean loss over the words of a batch, and push the gradient of its rows."""
-        middle, words, ids = self._pairs(batch, TRAINED)
+        middle, words, ids = self._drawn(batch)
         own = self._own(batch)
         v, u = rows.pull(MIDDLE, own), rows.pull(NEIGHBOUR, ids)
         of_v, of_u = np.zeros_like(v), np.zeros_like(u)
@@ -93,6 +98,19 @@ class SkipGram(TableProblem):
             loss = skipgram.gradients(middle, words, v, u, 0.0, none, none)
         return {"loss": loss / len(batch)}
 
+    def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
+        """Return the words of a batch, and those that are drawn for it."""
+        _, _, ids = self._drawn(batch)
+        return {MIDDLE: self._own(batch), NEIGHBOUR: ids}
+
+    def _drawn(self, batch: "Batch") -> Pairs:
+        """Return the pairs of a batch that is trained on: those of the last two are kept."""
+        for kept, pairs in self._last:
+            if kept is batch:
+                return pairs
+        self._last.append((batch, self._pairs(batch, TRAINED)))
+        return self._last[-1][1]
+
     def _own(self, batch: "Batch") -> np.ndarray:
         """Return the number of each sample's word, shape (n,), int64; 0 where it has none."""
         own = np.zeros(len(batch), np.int64)
@@ -100,7 +118,7 @@ class SkipGram(TableProblem):
         own[batch.x.samples[here]] = batch.x.indices[here]
         return own
 
-    def _pairs(self, batch: "Batch", stream: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _pairs(self, batch: "Batch", stream: int) -> Pairs:
         """Draw the pairs of a batch.
 
         Returns:

@@ -5,7 +5,7 @@ other nodes' servers come by message (`mpips.transport.far_rows`). What is pushe
 buffer of the step's push (`mpips.transport.rows`), and out with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,12 +37,14 @@ class Counts:
         pushed: Ids whose gradients it has pushed.
         again: Reads of a row that was written meanwhile, which was read again.
         torn: Rows that were taken torn after many of these.
+        ahead: Of the ids in `pulled` those whose far rows had been asked for before.
     """
 
     pulled: int = 0
     pushed: int = 0
     again: int = 0
     torn: int = 0
+    ahead: int = 0
 
 
 class _WorkerTable:
@@ -95,6 +97,7 @@ class _WorkerTable:
         else:
             self._ids, self._grouped = ids.copy(), coming.grouped
             self._places = coming.grouped.places
+            self.counts.ahead += len(ids)
         self._gather(self._places, out)
         self.far.wait(coming)
         coming.spread(out)
@@ -191,6 +194,7 @@ class RowsAtWork:
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
+        reads_ahead: Whether it is of any use to ask for rows: some are far, and may be a step old.
         asks: Whether anything has been asked for before it was pulled.
         alone: Keeps out of MPI what else does anything there, while rows are read.
     """
@@ -205,12 +209,13 @@ class RowsAtWork:
         codec: Codec | None = None,
         ahead: bool = False,
     ) -> None:
-        self._reads_ahead, self.asks = ahead, False
         self._tables = {
             table.name: _WorkerTable(cluster, window, number, table, codec)
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
+        near = all(table.all_near for table in self._tables.values())
+        self.reads_ahead, self.asks = ahead and not near, False
 
     def begin(self, seq: int) -> None:
         """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
@@ -233,10 +238,22 @@ class RowsAtWork:
     def ask(self, name: str, ids: Any) -> None:
         """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
         table, found = self._find(name, ids)
-        if self._reads_ahead and not table.all_near:
+        if self.reads_ahead and not table.all_near:
             self.asks = True
             with self.alone():
                 table.ask(found.reshape(-1))
+
+    def ask_in_turn(self, lists: Iterable[Mapping[str, Any]]) -> None:
+        """Ask for what steps will pull, one behind the other, unless that has been asked for.
+
+        Args:
+            lists: Of each step ids by table.
+        """
+        for wanted in lists:
+            for name, ids in wanted.items():
+                table, found = self._find(name, ids)
+                if not table.far.has_asked(found.reshape(-1)):
+                    self.ask(name, ids)
 
     def advance(self) -> None:
         """Get on with what was asked for. Blocks: no."""

@@ -23,7 +23,7 @@ from mpips.ps.row_load import hot_rows, rows_by_server
 from mpips.session import metrics
 
 PULLED, PUSHED = "rows_pulled", "rows_pushed"
-ROWS_DONE = ("pulled", "pushed", "again", "torn")  # with a table, by all workers
+ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
 SHOWN = 8  # servers
 Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.

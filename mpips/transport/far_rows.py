@@ -215,6 +215,10 @@ class FarRows:
         """Ask for the far rows of a later call, whose ids are given. Blocks: no."""
         self._ahead.append((ids, self.begin(grouped)))
 
+    def has_asked(self, ids: np.ndarray) -> bool:
+        """Whether the rows of these ids were asked for ahead, and not taken yet."""
+        return any(np.array_equal(asked, ids) for asked, _ in self._ahead)
+
     def taken(self, ids: np.ndarray) -> Coming | None:
         """Return what was asked for ahead with these ids; what was before that, nobody wants.
 

@@ -120,6 +120,37 @@ def test_memory_needs_no_thread() -> None:
     batches[0].x[:] = 7  # a gathered batch is the caller's own
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_next_batch_may_be_looked_at(in_memory: bool, file_data: Dataset) -> None:
+    source = opened("digits").train if in_memory else file_data.train
+    assert source.in_memory == in_memory
+    with loader_of(source) as loader:
+        assert loader.peek() is None
+        for begin in (0, 5):
+            loader.submit(0, begin, begin + 5)
+        deadline = time.monotonic() + 30
+        while (seen := loader.peek()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert seen is loader.peek()
+        assert loader.pending == 2
+        assert loader.take() is seen
+        assert not np.array_equal(loader.take().ids, seen.ids)
+        assert loader.pending == 0
+        assert loader.peek() is None
+
+
+def test_a_batch_that_cannot_be_read_is_raised_when_it_is_taken(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.h5", np.full((20, 2), np.nan), np.arange(20) % 2)
+    with loader_of(data.train) as loader:
+        loader.submit(0, 0, 5)
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:
+            assert loader.peek() is None
+        with pytest.raises(UserError, match="nan"):
+            loader.take()
+
+
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     x = np.zeros((1000, 100), "f4")
     data = write(tmp_path / "a.h5", x, x[:, 0])

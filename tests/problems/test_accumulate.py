@@ -29,6 +29,53 @@ from mpips.problems import load_problem
 from mpips.problems.accumulate import Accumulator, follow, submit, taken
 
 
+class Asked:
+    """Far rows that are asked for, once each, as `mpips.ps.rows.RowsAtWork` does."""
+
+    reads_ahead = True
+
+    def __init__(self) -> None:
+        self.lists: list[int] = []
+
+    def ask_in_turn(self, lists: Any) -> None:
+        found = [int(wanted["rows"][0]) for wanted in lists if wanted]
+        self.lists += [each for each in found if each not in self.lists]
+
+
+def test_rows_of_the_next_batch_are_asked_for() -> None:
+    """Also behind one that was not there in time, and over the end of a step."""
+    config = Config(batch_size=10)
+    data, rows = open_dataset(config), Asked()
+    problem = SimpleNamespace(wanted_rows=lambda batch: {"rows": batch.ids})
+    job: Any = SimpleNamespace(config=config, problem=problem, rows=rows)
+    order = Order(data.train.n, 10, 0, 0, shuffle=False)
+    with Loader(data.train, order, "float32") as loader:
+        submit(job, loader, (0, 0, 20))
+        submit(job, loader, (0, 20, 30))
+        batches = taken(job, loader, (0, 0, 20))
+        assert next(batches).ids[0] == 0
+        assert rows.lists == [0, 10]
+        assert next(batches).ids[0] == 10
+        assert rows.lists == [0, 10, 20]
+        assert [batch.ids[0] for batch in taken(job, loader, (0, 20, 30))] == [20]
+        assert rows.lists == [0, 10, 20]  # none is submitted behind it
+        for part in ((0, 30, 40), (0, 40, 50)):
+            submit(job, loader, part)
+        assert [batch.ids[0] for batch in taken(job, loader, (0, 30, 40))] == [30]
+        assert rows.lists == [0, 10, 20, 30, 40]
+        for batch in taken(job, loader, (0, 40, 50)):
+            assert batch.ids[0] == 40
+            submit(job, loader, (0, 50, 60))  # comes while it is computed
+        assert rows.lists == [0, 10, 20, 30, 40, 50]
+        rows.reads_ahead = False
+        submit(job, loader, (0, 60, 70))
+        assert [batch.ids[0] for batch in taken(job, loader, (0, 50, 60))] == [50]
+        assert rows.lists[-1] == 50
+        rows.reads_ahead, job.problem = True, None  # which says nothing
+        submit(job, loader, (0, 70, 80))
+        assert [batch.ids[0] for batch in taken(job, loader, (0, 60, 70))] == [60]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("size", "accumulate"), [(8, 4), (7, 3), (1, 5), (32, 1)])
 def test_gradient_is_that_of_one_large_batch(dtype: str, size: int, accumulate: int) -> None:

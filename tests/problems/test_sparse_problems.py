@@ -96,6 +96,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     for name, l1 in (("plain", 0), ("few", 1)):
         rule = f"ftrl: lr=0.2, l1={l1}"
         plan.add(name, 3, [*clicks, "--row-optimizer", rule, "--epochs", "4"])
+    few = ["--epochs", "5", "--node-size", "1"]  # so that rows come from another node
+    plan.add("few", 3, ["--resume", *few])
     pairs = ["--problem", "factorization_machine", *clicks[2:], "--lr", "0.1", "--factors", "4"]
     plan.add("pairs", 3, [*pairs, "--servers", "1", "--epochs", "8"])
     plan.add("pairs", 3, ["--resume", "--servers", "2", "--epochs", "16"])
@@ -125,6 +127,9 @@ def test_in_one_world(tmp_path: Path) -> None:
     if HAS_TORCH:
         assert summary(plan.out("deep"))["accuracy"] > 0.77
     assert summary(plan.out("own"))["eval_loss"] < 0.25
+    features = summary(plan.out("few"))["tables"][ROWS]
+    assert 0.5 * features["pulled"] < features["ahead"] < features["pulled"]
+    assert summary(plan.out("plain"))["tables"][ROWS]["ahead"] == 0
     told = "\n".join(plan.errors())
     for words in (
         "tables in mode 'local_sgd'",
