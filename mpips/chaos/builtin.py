@@ -16,6 +16,8 @@ MODES = {
     "ssp": "--mode ssp --staleness-bound 2",
     "async-servers": "--mode async --servers 2",
     "ssp-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1",
+    "async-nodes": "--mode async --servers 2 --node-size 3",
+    "ssp-nodes": "--mode ssp --staleness-bound 2 --servers 1 --node-size 1",
     "sync": "--mode sync",
     "local_sgd": "--mode local_sgd --local-steps 2",
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from mpips.cluster import segments
-from mpips.cluster.start import MPI, Comm
+from mpips.cluster.start import MPI, Comm, Request
+from mpips.cluster.waiting import all_done
 from mpips.errors import UserError, complain
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
@@ -119,6 +120,17 @@ class Failures:
             if not self.lost:
                 raise
             return None
+
+    def done(self, requests: list[Request]) -> bool:
+        """Whether all operations are complete, or need a rank that has died; makes them get on.
+
+        Args:
+            requests: Of them; where ranks may die, those that are over are taken out.
+        """
+        if not self.on:
+            return all_done(requests)
+        requests[:] = [r for r in requests if self.attempt(r.Test) is False]
+        return not requests
 
     def news(self) -> list[tuple[int, str, Any]]:
         """Return a message of each rank that has died since the last call."""

@@ -16,6 +16,10 @@ Found = MPI.Message  # a message that a probe has found, and that nobody else re
 class Arrays:
     """Messages of arrays on one communicator. Collective: no. Blocks: no.
 
+    Args:
+        comm: The communicator.
+        failures: The ranks that have died: nothing is found of them.
+
     What begins a message is MPI's own function, taken once: it costs no call more.
 
     Attributes:
@@ -31,9 +35,10 @@ class Arrays:
     begin_receive: Callable[[np.ndarray, int, int], Request]
     find: Callable[..., Found | None]
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, failures: Failures | None = None) -> None:
         self.begin_send, self.begin_synchronous_send = comm.Isend, comm.Issend
-        self.begin_receive, self.find = comm.Irecv, comm.Improbe
+        self.begin_receive = comm.Irecv
+        self.find = comm.Improbe if failures is None else failures.guard(comm.Improbe)
         self._status = Status()
 
     def rows(self, tag: int, width: int) -> Iterator[tuple[int, np.ndarray]]:

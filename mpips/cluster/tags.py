@@ -20,7 +20,9 @@ TAG_PLAIN = 10  # a plain send, to compare with
 TAG_WANTED = 11  # which rows of a table a worker wants of a far server
 TAG_ROWS = 12  # these rows
 TAG_ROW_SUMS = 13  # a worker's gradients of an owner's rows, in a round
+TAG_APPLIED = 14  # which pushes a far server has applied, where ranks may die
 TAG_REST = 16  # plus the body's tag: the pieces of a body after the first
+TAG_KEPT = 17000  # plus three times a server's number: headers, bodies, replies of its shard alone
 TAG_NEVER = 32000  # of no message: looked for where MPI is to get on
 
 BODY_TAGS = 1 << 14

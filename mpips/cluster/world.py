@@ -46,8 +46,9 @@ class Cluster:
         self, comm: MPI.Intracomm, node_size: int = 0, everyone: MPI.Intracomm | None = None
     ) -> None:
         self.comm, bodies, control = comm.Dup(), comm.Dup(), comm.Dup()
-        self.arrays, self.bodies = Arrays(self.comm), Arrays(bodies)
         self.failures = Failures([self.comm, bodies, control])
+        self.arrays = Arrays(self.comm, self.failures)
+        self.bodies = Arrays(bodies, self.failures)
         self._mailbox = Mailbox(control, self.failures)
         self.rank, self.world = comm.rank, comm.size
         real = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)

@@ -20,6 +20,7 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.cut.agreement import Maximum, Posted, Reduced
 from mpips.ps import far_choice
+from mpips.ps.bequest import Trustee
 from mpips.ps.client import GrantedReads, NearReads, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
@@ -30,9 +31,11 @@ from mpips.ps.rows import RowsAtWork
 from mpips.ps.shard import Server
 from mpips.ps.table_journal import AdoptedTables, JournaledTables
 from mpips.ps.table_server import TableServer
-from mpips.transport.channel import Receiver, Sender
+from mpips.transport.channel import KeptSender, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.inbox import Arrival
+from mpips.transport.kept import REPLIES, KeptOutbox, tag_of
+from mpips.transport.kept_reads import KeptReads
 from mpips.transport.neighbours import Neighbour, SharedReads
 
 
@@ -80,10 +83,13 @@ class WorkerHalf(Half):
 
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
-        worker = cluster.roles.workers.index(cluster.rank)
+        self._worker = worker = cluster.roles.workers.index(cluster.rank)
+        self._cluster, self._kept = cluster, design.kept
+        self._trustee = Trustee(cluster, window, design)
         self.feed = Feed(cluster, window, worker, design.ahead)
         args = design.aggregate, design.pushes, design.stale.origins, design.tables
-        self.sender = Sender(cluster, window, worker, design.shards, *args)
+        kind = KeptSender if design.kept else Sender
+        self.sender = kind(cluster, window, worker, design.shards, *args)
         reads = _Reads(cluster, window, design, worker)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
@@ -127,8 +133,25 @@ class WorkerHalf(Half):
         if self.rows is not None:
             self.rows.abandon()
 
+    def handle(self, source: int, kind: str, payload: Any) -> bool:
+        """Act on a message about a rank of any node that has died; returns whether it was one."""
+        if kind == "serves":
+            server, ledger = payload
+            outbox = self.sender.outbox
+            if isinstance(outbox, KeptOutbox):
+                outbox.served_by(server, source, ledger[self._worker])
+            for puller in (self._plain, self.puller):
+                puller.served_by(server, source)
+            return True
+        return self._trustee.handle(source, kind, payload)
+
+    def leave(self) -> None:
+        """Say that nothing will be read any more, where servers wait for that. Blocks: no."""
+        for rank in self._cluster.roles.servers if self._kept else ():
+            self._cluster.send(rank, "whole")
+
     def pull_final(self, out: np.ndarray) -> np.ndarray:
-        """Read every shard into `out` once the servers apply nothing more and serve no reads.
+        """Read every shard into `out` once the servers apply nothing more.
 
         Returns:
             Version of each shard, shape (servers,), dtype int64.
@@ -140,15 +163,17 @@ class ServerHalf(Half):
     """A server's half.
 
     Attributes:
+        design: Of the store.
         server: Applies pushes to the shard.
         receiver: Where they come from.
         servers: The communicator of all servers.
         maximum: What the servers agree by on a cut.
+        trustee: Sends what workers of this node leave that have died.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
         super().__init__(window)
-        self._cluster, self._design, self.servers = cluster, design, servers
+        self._cluster, self.design, self.servers = cluster, design, servers
         number = cluster.roles.servers.index(cluster.rank)
         self.server: Server
         if design.backup is not None:
@@ -164,27 +189,31 @@ class ServerHalf(Half):
             self.server = Server(*self._parts(number))
         self.receiver = self._receiver(number, self.server)
         self.maximum: Maximum = self.posted(number) if design.adopts else Reduced(servers)
+        self.trustee = Trustee(cluster, window, design)
 
     def _parts(self, number: int) -> tuple[Any, ...]:
         """Return what a server of that number is made of."""
-        design = self._design
+        design = self.design
         place = self._cluster, self.window, number, design.shards[number]
         return (*place, design.rule, design.rate, design.replies, design.stale)
 
     def _tables(self) -> tuple[Any, ...]:
         """Return what a server with tables is made of beside that; nothing without any."""
-        design = self._design
+        design = self.design
         return (design.tables, design.replies.codec) if design.tables else ()
 
     def _receiver(self, number: int, server: Server) -> Receiver:
-        design = self._design
+        design = self.design
         how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
         place = self._cluster, self.window, number, design.shards[number]
-        return Receiver(*place, design.dtype, server.applied, Arrival(*how, design.tables))
+        if design.kept:
+            server.replies.tag = tag_of(number, REPLIES)
+        arrival = Arrival(*how, design.tables, design.kept)
+        return Receiver(*place, design.dtype, server.applied, arrival)
 
     def adopt(self, number: int) -> tuple[Adopted, Receiver]:
         """Return what serves the shard of a server that has died, where it lies."""
-        kind = AdoptedTables if self._design.tables else Adopted
+        kind = AdoptedTables if self.design.tables else Adopted
         server: Adopted = kind(*self._tables(), *self._parts(number))
         return server, self._receiver(number, server)
 
@@ -205,7 +234,7 @@ class ServerHalf(Half):
         Collective: yes.
         """
         self._cluster.barrier()
-        return far_choice.agree(self._cluster, self._design, None, wait)
+        return far_choice.agree(self._cluster, self.design, None, wait)
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers, unless one of them has died."""
@@ -227,7 +256,7 @@ def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
 
     Collective: yes.
     """
-    window = Window(cluster, design.plans(cluster), design.shared)
+    window = Window(cluster, design.plans(cluster), design.shared, not design.kept)
     servers = cluster_subset(cluster, cluster.roles.servers)
     if cluster.rank in cluster.roles.servers:
         return ServerHalf(cluster, window, design, servers)
@@ -277,9 +306,12 @@ class _Reads:
         args = self._cluster, self._far, len(self._design.shards)
         if not self._far:
             return None
+        codec = self._design.replies.codec
+        if self._design.kept:
+            needs = controller.needs if controller is not None else tuple
+            return KeptReads(*args, consistent, codec, needs)
         if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
-        codec = self._design.replies.codec
         if controller is None:
             return ReplyReads(*args, consistent, codec)
         return ReplyReads(*args, consistent, codec, controller.needs)

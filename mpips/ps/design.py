@@ -52,6 +52,8 @@ class Design:
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
         adopts: Whether servers go on with the shards of others that die (`mpips.ps.survival`).
+        kept: Whether ranks of several nodes may die (`mpips.transport.kept`): far shards are read
+            by reply, by each worker for itself.
     """
 
     shards: Sequence[Shard]
@@ -73,6 +75,7 @@ class Design:
     shared: bool = True
     tables: Sequence[JobTable] = ()
     adopts: bool = False
+    kept: bool = False
 
     @classmethod
     def of(cls, job: Job, update: Update | None = None) -> "Design":
@@ -125,7 +128,7 @@ class Design:
         far = any(node_of[r] != node_of[rank] for r in owners)
         shared = (
             far and len(near) > 1 and self.share and not self.consistent and not self.reads_wait
-        )
+        ) and not self.kept
         return near if shared else []
 
     def plans(self, cluster: Cluster) -> list[Plan]:

@@ -46,7 +46,7 @@ class Granter:
 
     Args:
         ahead: Batches granted beside the one that a worker works on.
-        takes_back: Whether workers may die; all are near then.
+        takes_back: Whether workers may die.
         record: Where hand-outs are noted first, if another may have to go on.
     """
 
@@ -70,15 +70,20 @@ class Granter:
         self._behind = np.full(len(workers), -ahead)  # grants given, less those ahead
         self._open = no_limit(len(workers))  # or `CLOSED`: nothing more is given
         self._takes_back = takes_back
-        self._waiting: set[int] = (
-            set()
-        )  # workers that are closed until it is clear that all is done
+        # Workers that wait until it is clear that all is done; far ones as often as they ask.
+        self._waiting: set[int] = set()
+        self._asking: list[int] = []
+        self._gone: set[int] = set()
 
     def serve(self) -> None:
         """Top up the rings of near workers. Blocks: no."""
         if self._waiting and (self._handout.pending or not self._handout.may_come_back):
             self._open[list(self._waiting)] = no_limit(1)
             self._waiting.clear()
+        if self._asking and (self._handout.pending or not self._handout.may_come_back):
+            asking, self._asking = self._asking, []
+            for worker in asking:
+                self._give_far(worker)
         while True:
             found = find_ahead(self._taken, self._near, self._behind, self._open, 0)
             if found < 0:
@@ -115,6 +120,7 @@ class Granter:
             See `HandOut.take_back`.
         """
         self._waiting.discard(worker)
+        self._gone.add(worker)
         self._open[worker] = CLOSED
         if self._record is not None:
             self._record.took_back(worker, pushes)
@@ -139,8 +145,16 @@ class Granter:
 
     def answer(self, rank: int) -> None:
         """Answer a far worker's request for a batch."""
-        worker = self._cluster.roles.workers.index(rank)
-        self._cluster.send(rank, "grant", self._next(worker))
+        self._give_far(self._cluster.roles.workers.index(rank))
+
+    def _give_far(self, worker: int) -> None:
+        if worker in self._gone:
+            return  # it has asked before it died
+        grant = self._next(worker)
+        if self._takes_back and grant[:3] == EXHAUSTED and self._handout.may_come_back:
+            self._asking.append(worker)
+        else:
+            self._cluster.send(self._cluster.roles.workers[worker], "grant", grant)
 
 
 class Feed:

@@ -16,9 +16,9 @@ from mpips.cut.saver import Saver
 from mpips.planning.job import Job
 from mpips.ps.adoption import Adoption, adopt
 from mpips.ps.assemble import ServerHalf
+from mpips.ps.bequest import Afar
 from mpips.ps.coordinator import Chief
 from mpips.ps.served import Served
-from mpips.ps.shard import Server
 from mpips.ps.survival import follow_heir, spared
 
 
@@ -51,6 +51,7 @@ class AsyncServer:
         cut = Cut(half.maximum, store.applied, store.idle, beyond)
         self._own = Served(job.cluster.rank, store, half.receiver, cut, saver)
         self._all = [self._own]
+        self._afar = Afar(self._cluster, half.design, self._all, self._bury)
         self.adoptions: list[Adoption] = []
         self._final: dict[int, int] = {}
         self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
@@ -74,7 +75,7 @@ class AsyncServer:
         """
         self._cluster.failures.spare(spared(self._job))
         words.enter(words.SERVING, time.perf_counter())
-        self.serve_until(lambda: self.reason is not None)
+        self.serve_until(lambda: self.reason is not None and self._afar.all_whole())
         self.close()
         assert self.reason is not None
         return self.reason
@@ -124,7 +125,8 @@ class AsyncServer:
                 served.store.frozen.note(self._cluster.roles.workers.index(source), *payload)
             self._cluster.send(source, "noted")
         elif kind == "hurry":
-            self.store.clocks.hurry(source)
+            for served in self._all:
+                served.store.clocks.hurry(source)
         elif kind in ("cut", "write", "saved", "settle", "end"):
             self._follow(source, kind, payload)
         elif kind == "lost":
@@ -132,6 +134,8 @@ class AsyncServer:
         elif kind == "void":
             for served in self._all:
                 served.store.void(payload)
+        elif any(one.handle(source, kind, payload) for one in (self._half.trustee, self._afar)):
+            return
         elif self.chief is None:
             assert self._succeed is not None, f"{kind} sent to a server that is not the chief"
             self._early.append((source, kind, payload))  # its news of a death came first
@@ -181,25 +185,28 @@ class AsyncServer:
             if self.chief and served.store is self.chief.server:
                 self.chief.cut_reached(step)
         served.advance_saver()
-        if not served.reported_done and self._done(served.store):
+        if not served.reported_done and served.store.is_done(self._final):
             served.reported_done = True
             self._cluster.send(self._cluster.roles.chief, "done", served.rank)
 
     def _lose(self, rank: int) -> None:
-        """Go on without a rank that has died.
-
-        A worker counts as one that has finished, with all that it has announced.
-        """
-        if rank in self._cluster.roles.workers:
-            pushes = self._own.receiver.announced(self._cluster.roles.workers.index(rank))
-            self._handle(rank, "fin", pushes)
-            if self.chief:
-                self.chief.lose(rank, pushes)
+        """Go on without a rank that has died."""
+        workers = self._cluster.roles.workers
+        self._afar.lose(rank)
+        if rank in workers:
+            if self._cluster.near(rank):
+                self._bury(rank, self._own.receiver.announced(workers.index(rank)))
         elif rank == self._cluster.roles.chief:
             self._lose_chief()
         elif self.chief and rank not in [adoption.rank for adoption in self.adoptions]:
             args = self._job, self._half, self._own, rank, self.chief.cuts, self.chief.still_open
             self._take(adopt(*args))
+
+    def _bury(self, rank: int, pushes: int) -> None:
+        """Count a worker that has died as one that has finished, with all that it has announced."""
+        self._handle(rank, "fin", pushes)
+        if self.chief and rank not in self.chief.lost:
+            self.chief.lose(rank, pushes)
 
     def _lose_chief(self) -> None:
         """Have another server be the chief, and tell it again what the dead one may not have heard.
@@ -228,8 +235,3 @@ class AsyncServer:
         self.adoptions.append(adoption)
         self._all.append(adoption.served)
         self.chief.lose_server(adoption)
-
-    def _done(self, store: Server) -> bool:
-        """Whether every push was applied that any worker sent."""
-        workers, final = self._cluster.roles.workers, self._final
-        return len(final) == len(workers) and store.has_applied([final[r] for r in workers])

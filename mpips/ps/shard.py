@@ -6,7 +6,7 @@ is read: see `mpips.ps.client`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,9 +187,9 @@ class Server:
         self.stale = stale
         self._grants = Grants(cluster, window, server_id)
         packing = packing or Packing()
-        self._replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
+        self.replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
-        self.clocks = Clocks(self.header, self.applied, ranks, self._replies.ask)
+        self.clocks = Clocks(self.header, self.applied, ranks, self.replies.ask)
         self.frozen, self.leaving = Frozen(), Leaving(rule)
         self._blocks = self._cut()
         largest = max((block.params.size for block in self._blocks), default=0)
@@ -286,6 +286,15 @@ class Server:
         """Whether so many pushes of each worker are applied; an empty shard gets none."""
         return self.idle or all(observe(self.applied, w) == count for w, count in enumerate(pushes))
 
+    def is_done(self, final: Mapping[int, int]) -> bool:
+        """Whether all is applied that any worker has pushed.
+
+        Args:
+            final: Pushes of each worker that has finished, by rank.
+        """
+        ranks = self._cluster.roles.workers
+        return len(final) == len(ranks) and self.has_applied([final[rank] for rank in ranks])
+
     def settle(self, step: int) -> int:
         """Get ready for a checkpoint; returns its step, which is `step` where pushes are counted.
 
@@ -331,7 +340,7 @@ class Server:
         for block in self._blocks if some is None else some:
             if far and block.range.start:
                 self._cluster.progress()
-                self._replies.serve(between=False)
+                self.replies.serve(between=False)
             yield block
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
@@ -350,5 +359,5 @@ class Server:
         if self.clocks.held:
             self.clocks.let()
         self._grants.serve()
-        self._replies.serve()
+        self.replies.serve()
         return False

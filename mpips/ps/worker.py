@@ -133,6 +133,8 @@ class AsyncWorker:
         elif kind == "lost" and source == self._cluster.roles.chief:
             self._lose_chief()
             self._freezing.handle(source, kind)
+        elif self._half.handle(source, kind, payload):
+            return  # of somebody who goes on for another
         elif self._freezing.handle(source, kind):
             return  # of the dead nothing else is to be waited for here
         elif self._keeper is None or not self._keeper.handle(kind, payload):

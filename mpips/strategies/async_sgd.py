@@ -33,7 +33,7 @@ from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
 from mpips.ps.succession import succeed
-from mpips.ps.survival import adopts, announcement, spared
+from mpips.ps.survival import adopts, announcement, keeps, spared
 from mpips.ps.table_server import TableServer
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
@@ -59,7 +59,7 @@ def run(
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    design = dataclasses.replace(Design.of(job, update), adopts=adopts(job))
+    design = dataclasses.replace(Design.of(job, update), adopts=adopts(job), kept=keeps(job))
     half = assemble(job.cluster, design)
     if isinstance(half, WorkerHalf):
         return (yield from _work(job, half, make_steps(job, half)))
@@ -168,4 +168,5 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
     }
     if reason != "diverged":
         half.pull_final(steps.replica)
+    half.leave()
     return Outcome(reason, params=steps.replica, stats=stats, release=half.free)

@@ -21,6 +21,7 @@ from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
 from mpips.planning.tables import JobTable
 from mpips.transport.inbox import Arrival, Inbox
+from mpips.transport.kept import KeptInbox, KeptOutbox
 from mpips.transport.outbox import (
     BUFFERS,
     PUSHED,
@@ -166,6 +167,23 @@ class Sender:
         return self.outbox is None or self.outbox.resting()
 
 
+class KeptSender(Sender):
+    """A worker's half where ranks may die; see `Sender` and `mpips.transport.kept`."""
+
+    def _make_outbox(
+        self,
+        cluster: Cluster,
+        window: Window,
+        far: Sequence[tuple[int, int, Shard]],
+        aggregate: bool,
+        packing: Packing,
+        tables: Sequence[JobTable],
+    ) -> Outbox:
+        assert not aggregate, "then a death ends the job"
+        assert not tables, "likewise"
+        return KeptOutbox(cluster, far, self._me, packing)
+
+
 class _Slot(NamedTuple):
     """What a server reads of one of a near worker's buffers; views that are made once.
 
@@ -208,6 +226,24 @@ def _sections(tables: Sequence[Sections], seq: int, server: int) -> tuple[Sectio
     return tuple(table.of(seq, server) for table in tables)
 
 
+def _inbox(
+    cluster: Cluster, server_id: int, size: int, dtype: str, applied: np.ndarray, arrival: Arrival
+) -> Inbox | KeptInbox:
+    """Return what takes far pushes."""
+    if arrival.kept:
+        return KeptInbox(cluster, server_id, size, dtype, applied, arrival)
+    sources: dict[int, list[int]] = {}
+    carrier = carriers(cluster, arrival.aggregate)
+    for worker, rank in enumerate(cluster.roles.workers):
+        if not cluster.near(rank):
+            sources.setdefault(carrier[rank], []).append(worker)
+    unpacker = None
+    if arrival.tables:
+        servers = len(cluster.roles.servers)
+        unpacker = RowsUnpacker(arrival.tables, servers, server_id, dtype, arrival.codec)
+    return Inbox(cluster, sources, size, dtype, applied, arrival, unpacker)
+
+
 class Receiver:
     """A server's half of the channel. Collective: no.
 
@@ -243,17 +279,8 @@ class Receiver:
         self._workers = np.array(self._near, np.int64)
         self._no_limit = no_limit(applied.size)
         self._next = 0
-        sources: dict[int, list[int]] = {}
-        carrier = carriers(cluster, arrival.aggregate)
-        for worker, rank in workers:
-            if not cluster.near(rank):
-                sources.setdefault(carrier[rank], []).append(worker)
-        self._has_far = bool(sources)
-        unpacker = None
-        if arrival.tables:
-            servers = len(cluster.roles.servers)
-            unpacker = RowsUnpacker(arrival.tables, servers, server_id, dtype, arrival.codec)
-        self._far = Inbox(cluster, sources, shard.size, dtype, applied, arrival, unpacker)
+        self._has_far = len(near) < len(workers)
+        self._far = _inbox(cluster, server_id, shard.size, dtype, applied, arrival)
         self._far_first = False
 
     @property
@@ -285,6 +312,16 @@ class Receiver:
     def announced(self, worker: int) -> int:
         """Return how many pushes a near worker has announced; all of them, if it has died."""
         return observe(self._sources[self._near.index(worker)].words, PUSHED)
+
+    def lose(self, worker: int, rank: int) -> int:
+        """Drop what has come in part of a far worker that has died.
+
+        Returns:
+            How many of its pushes are applied, or here.
+        """
+        assert isinstance(self._far, KeptInbox), "else its death ends the job"
+        self._far.lose(rank)
+        return self._far.received(worker)
 
     def find(self, worker: int, seq: int) -> Push:
         """Return a near worker's push that is announced, and that some server has not applied."""

@@ -197,15 +197,14 @@ class _Reply:
 
     def __init__(
         self,
-        cluster: Cluster,
-        ranks: Sequence[int],
+        to: tuple[Cluster, Sequence[int], int],
         header: np.ndarray,
         chunked: Chunked,
         params: np.ndarray,
         message_id: MessageId,
         live: bool,
     ) -> None:
-        self._cluster, self._ranks, self._header = cluster, ranks, header
+        (self._cluster, self._ranks, self._tag), self._header = to, header
         self._chunked, self._message_id, self._live = chunked, message_id, live
         self._chunks = chunked.cut(params)
         self._next = 0  # the first chunk that has not been sent
@@ -221,7 +220,9 @@ class _Reply:
 
     def _send(self, part: np.ndarray) -> None:
         begin = self._cluster.arrays.begin_send
-        requests = [begin(part, rank, TAG_REPLY) for rank in self._ranks]
+        attempt = self._cluster.failures.attempt
+        sent = [attempt(begin, part, rank, self._tag) for rank in self._ranks]
+        requests = [request for request in sent if request is not None]  # else it has died
         self._sending.append((requests, part))  # alive until sent
 
     def done(self, versions: np.ndarray | None = None) -> bool:
@@ -243,7 +244,7 @@ class _Reply:
 
     def _room(self) -> int:
         """Return how many chunks may be handed to MPI now."""
-        while self._sending and all_done(self._sending[0][0]):
+        while self._sending and self._cluster.failures.done(self._sending[0][0]):
             self._sending.popleft()
         return WINDOW - len(self._sending)
 
@@ -257,7 +258,12 @@ class Replies:
         shard: Where that lies.
         server: Number of the server.
         packing: How replies are packed.
+
+    Attributes:
+        tag: Of the messages.
     """
+
+    tag = TAG_REPLY
 
     def __init__(
         self,
@@ -290,7 +296,8 @@ class Replies:
         # Workers are numbered from 0, so that no push has the draws of a reply.
         message_id = MessageId(p.seed, -1 - self._server, p.before + self._count)
         args = self._header, self._chunked, params, message_id
-        return _Reply(self._cluster, ranks, *args, live=params is self._params)
+        to = self._cluster, ranks, self.tag
+        return _Reply(to, *args, live=params is self._params)
 
     def serve(self, between: bool = True) -> None:
         """Get on with the answers; one copy at a time, to all who wait. Blocks: no.

@@ -119,6 +119,7 @@ class Arrival:
         codec: What large far bodies are packed by, or None.
         origins: Whether the replicas that they were computed from come as well.
         tables: Those whose rows come as well.
+        kept: Whether their senders keep them, as ranks may die (`mpips.transport.kept`).
     """
 
     places: int
@@ -126,6 +127,7 @@ class Arrival:
     codec: Codec | None = None
     origins: bool = False
     tables: Sequence[JobTable] = ()
+    kept: bool = False
 
 
 class _Announced:

@@ -258,7 +258,9 @@ def outlived(
     ("mode", "options"),
     [
         ("async", "--read consistent"),
+        ("async", "--node-size 2 --hidden 20000"),  # the last one alone on its node
         pytest.param("ssp", "", marks=pytest.mark.long),
+        pytest.param("ssp", "--node-size 2", marks=pytest.mark.long),
         pytest.param("async", "--servers 2 --eval-every 1", marks=pytest.mark.long),
     ],
 )

@@ -1,0 +1,162 @@
+"""What is to be done for a rank of another node that has died; workers' and servers' halves.
+
+A worker that has died leaves its pushes in the memory of its node: a word says how many it has
+announced, and those that some shard is without lie whole in its buffers (`mpips.transport.kept`).
+The first server of its node that lives, or else the first worker, is its **trustee**. Each server
+of another node, when it sees the death,
+
+1. drops what has come of it in part, and asks the trustee, with the number of the last push that
+   each of its shards has got: ``lacking``;
+2. is sent what the shards are without, and told how many pushes there are: ``left``. Then the
+   worker counts as one that has finished, as on one node (`mpips.ps.survival`).
+
+The trustee notes nothing: if it dies before 2, the next one is asked, and what has come by then is
+not asked for again; what comes twice is dropped by the ledger. If nobody of the node is left, and
+one server owns all parameters, what it has got is all there is: it says so to the others, and the
+batches of the rest go to other workers. With several, one of them may have applied a push that no
+other can get: the job ends, and starts again.
+
+A server that has died leaves its shard to the first server of its node that lives. When that one
+has taken it over (`mpips.ps.adoption`), it tells the shard's ledger to all workers of other nodes:
+``serves``. They send it what it is without, and ask it for what they were reading. And it asks the
+trustees of workers that had died before for what the shard is without.
+
+At the end workers read the parameters by message, and servers serve until each has said ``whole``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
+from mpips.kernels.atomics import observe
+from mpips.ps.design import Design
+from mpips.ps.served import Served
+from mpips.transport.kept import Sending
+from mpips.transport.outbox import PUSHED, Announced
+
+
+def trustee_of(cluster: Cluster, rank: int) -> int | None:
+    """Return who acts for a rank that has died; None if nobody of its node lives."""
+    near = [r for r in cluster.roles.servers + cluster.roles.workers if near_each(cluster, r, rank)]
+    return next((r for r in near if r not in cluster.failures.lost), None)
+
+
+def near_each(cluster: Cluster, one: int, other: int) -> bool:
+    """Whether two ranks are on the same node."""
+    return cluster.node_of[one] == cluster.node_of[other]
+
+
+class Trustee:
+    """Sends what workers of this node have announced that have died. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        window: Of the store.
+        design: Of the store.
+    """
+
+    def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
+        self._cluster, self._window, self._design = cluster, window, design
+        self._sending: list[Sending] = []
+
+    def handle(self, source: int, kind: str, payload: Any) -> bool:
+        """Act on a message of a server; returns whether it was one for this."""
+        if kind != "lacking":
+            return False
+        rank, lacking = payload
+        worker, design = self._cluster.roles.workers.index(rank), self._design
+        source_of = Announced.of(self._window, worker, rank)
+        pushes = observe(source_of.words, PUSHED)
+        self._sending = [sending for sending in self._sending if not sending.all_done()]
+        for server, got in lacking:
+            args = self._cluster, server, design.shards[server], source_of, design.pushes
+            sending = Sending(*args)
+            sending.rank = source
+            for seq in range(got + 1, pushes + 1):
+                sending.send(seq)
+            self._sending.append(sending)
+        self._cluster.send(source, "left", (rank, pushes))
+        return True
+
+
+class Afar:
+    """What a server does for ranks of other nodes where some may die. Collective: no.
+
+    Args:
+        cluster: The job's ranks.
+        design: Of the store.
+        bury: Called with the rank of a far worker that has died, and all its pushes.
+
+    Attributes:
+        shards: Those that this server serves.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        design: Design,
+        shards: Sequence[Served],
+        bury: Callable[[int, int], None],
+    ) -> None:
+        self._cluster, self._kept, self.shards, self._bury = cluster, design.kept, shards, bury
+        servers = zip(cluster.roles.servers, design.shards, strict=True)
+        self._owners = [rank for rank, shard in servers if shard.size]
+        self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
+        self._whole: set[int] = set()
+
+    def handle(self, source: int, kind: str, payload: Any) -> bool:
+        """Act on a message; returns whether it was one for this."""
+        if kind == "read of":
+            number, *request = payload
+            rank = self._cluster.roles.servers[number]
+            store = next(served.store for served in self.shards if served.rank == rank)
+            store.want_read(source, tuple(request))
+        elif kind == "whole":
+            self._whole.add(source)
+        elif kind == "left":
+            rank, pushes = payload
+            self._asked.pop(rank, None)
+            self._bury(rank, pushes)
+        else:
+            return False
+        return True
+
+    def all_whole(self) -> bool:
+        """Whether no worker is to read any more."""
+        living = set(self._cluster.roles.workers) - self._cluster.failures.lost
+        return not self._kept or living <= self._whole
+
+    def lose(self, rank: int) -> None:
+        """Go on without a rank of any node that has died, as far as others are to act for it.
+
+        Raises:
+            Lost: If nobody can.
+        """
+        workers = self._cluster.roles.workers
+        if rank in workers and not self._cluster.near(rank):
+            self.ask(rank, self.shards)
+        for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
+            self.ask(worker, self.shards)
+
+    def ask(self, rank: int, shards: Sequence[Served]) -> None:
+        """Ask for what some shards are without of a far worker that has died.
+
+        Raises:
+            Lost: If nobody has it.
+        """
+        cluster = self._cluster
+        worker, lacking = cluster.roles.workers.index(rank), list[tuple[int, int]]()
+        for served in shards:
+            if not served.store.idle:
+                number = cluster.roles.servers.index(served.rank)
+                lacking.append((number, served.receiver.lose(worker, rank)))
+        trustee = trustee_of(cluster, rank)
+        if trustee is not None:
+            self._asked[rank] = trustee
+            cluster.send(trustee, "lacking", (rank, lacking))
+        elif len(self._owners) > 1:
+            raise cluster.failures.needed()
+        elif lacking:
+            for server in cluster.roles.servers:
+                cluster.send(server, "left", (rank, lacking[0][1]))

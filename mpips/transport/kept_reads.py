@@ -1,0 +1,96 @@
+"""Reads of far shards by message where their owners may die: the worker's half.
+
+A shard whose owner dies is asked for again, of who takes it over, when nothing of the dead one can
+come any more; the other shards of the read are as they are. Each shard's messages have tags of
+their own: one rank may serve several.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpips.cluster.start import Request
+from mpips.cluster.world import Cluster
+from mpips.codecs import Codec
+from mpips.transport.far import CHUNK_BYTES, Owner, ReplyReads
+from mpips.transport.kept import REPLIES, tag_of
+from mpips.transport.wire import Chunked
+
+
+@dataclass
+class _Asked:
+    """A shard that was asked for.
+
+    Attributes:
+        rank: Whom.
+        requests: What has to complete.
+        packed: Of each chunk what unpacks it, its message, and where it goes.
+        here: Whether it is here.
+    """
+
+    rank: int
+    requests: list[Request]
+    packed: list[tuple[Chunked, np.ndarray, np.ndarray]]
+    here: bool = False
+
+
+class KeptReads(ReplyReads):
+    """Reads by message; see `ReplyReads` and this module."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        owners: Sequence[Owner],
+        servers: int,
+        consistent: bool,
+        codec: Codec | None = None,
+        needs: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        super().__init__(cluster, owners, servers, consistent, codec, needs)
+        self._serving = {server: rank for server, rank, _ in owners}
+        self._asked: dict[int, _Asked] = {}
+
+    def served_by(self, server: int, rank: int) -> None:
+        """Note who serves a shard now, whose owner has died."""
+        if server in self._serving:
+            self._serving[server] = rank
+
+    def fetch(self) -> None:
+        """See `FarReads.fetch`."""
+        self._asked = {server: self._ask(server) for server in self._serving}
+
+    def _ask(self, server: int) -> _Asked:
+        shard = next(owner[2] for owner in self._owners if owner[0] == server)
+        out, rank = self._out, self._serving[server]
+        chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
+        chunks = chunked.cut(out[shard.range])
+        messages = chunked.messages(chunks)
+        begin, tag = self._cluster.arrays.begin_receive, tag_of(server, REPLIES)
+        attempt = self._cluster.failures.attempt
+        parts = (self._first[server], *messages, self._last[server])
+        comes = [attempt(begin, part, rank, tag) for part in parts]
+        self._received += sum(message.nbytes for message in messages)
+        self._cluster.send(rank, "read of", (server, self._consistent, *self._needs()))
+        packed = []
+        if messages is not chunks:
+            packed = [(chunked, a, b) for a, b in zip(messages, chunks, strict=True)]
+        return _Asked(rank, [request for request in comes if request is not None], packed)
+
+    def advance(self) -> bool:
+        """See `FarReads.advance`."""
+        for server, asked in self._asked.items():
+            if asked.here or not self._cluster.failures.done(asked.requests):
+                continue
+            if asked.rank not in self._cluster.failures.lost:
+                asked.here = True
+                for chunked, message, chunk in asked.packed:
+                    chunked.unpack(message, chunk)
+            elif self._serving[server] != asked.rank:
+                self._asked[server] = self._ask(server)
+        return all(asked.here for asked in self._asked.values())
+
+    def hurry(self) -> None:
+        """See `ReplyReads.hurry`."""
+        for rank in set(self._serving.values()):
+            self._cluster.send(rank, "hurry")

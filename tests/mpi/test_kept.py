@@ -1,0 +1,150 @@
+"""Pushes that are kept until they are applied: sent again, by others, and to others."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from verdict import check
+
+from mpips.cluster.world import Cluster
+from mpips.codecs import Codec, make_codec
+from mpips.kernels.atomics import observe
+from mpips.layout import cut
+from mpips.layout.roles import assign
+from mpips.optim import make_rule
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
+from mpips.ps.design import Design
+from mpips.transport.kept import BODIES, HEADERS, REPLIES, KeptOutbox, tag_of
+from mpips.transport.wire import Packing
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
+
+N, PUSHES = 70_003, 12
+
+
+def test_each_shard_has_tags_of_its_own() -> None:
+    kinds = (HEADERS, BODIES, REPLIES)
+    tags = {tag_of(server, kind) for server in range(1000) for kind in kinds}
+    assert len(tags) == 3000
+
+
+def design_of(servers: int, codec: Codec | None) -> Design:
+    rule, packing = make_rule("sgd"), Packing(codec, seed=3)
+    return Design(
+        cut(N, servers, 8), "float64", rule, lambda version: -1.0, kept=True, far_read="reply",
+        pushes=packing, replies=Packing(codec, seed=3), consistent=True,
+    )  # fmt: skip
+
+
+def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
+    """Push, and send all again that is open now and then; what is applied counts once."""
+    workers, out = cluster.roles.workers, np.zeros(N)
+    outbox = half.sender.outbox
+    for seq in range(1, PUSHES + 1):
+        cluster.wait(lambda seq=seq: half.sender.writable(seq))  # type: ignore[misc]
+        half.sender.buffer(seq)[:] = cluster.rank
+        half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+        if seq % 3 == 0:
+            half.puller.pull(out)
+        if seq % 4 == 0 and isinstance(outbox, KeptOutbox):
+            for server, rank in enumerate(cluster.roles.servers):
+                outbox.served_by(server, rank, max(0, seq - 2))
+    cluster.wait(half.sender.sent)
+    for rank in cluster.roles.servers:
+        cluster.send(rank, "fin", PUSHES)
+    expected = float(PUSHES * sum(workers))
+    cluster.wait(lambda: half.pull_final(out).min() == PUSHES * len(workers))
+    half.leave()
+    return [] if (out == expected).all() else [(out, expected)]
+
+
+def serve(cluster: Cluster, half: ServerHalf, most: list[int]) -> None:
+    """Apply and answer until no worker reads any more; notes how many bodies were here."""
+    whole: set[int] = set()
+    mine = cluster.roles.servers.index(cluster.rank)
+    while len(whole) < len(cluster.roles.workers):
+        push = half.receiver.take()
+        most[0] = max(most[0], half.receiver.bodies)
+        if push is not None:
+            half.server.apply(push)
+        half.server.serve_reads()
+        for source, kind, payload in cluster.poll():
+            if kind == "read of":
+                server, *request = payload
+                assert server == mine
+                half.server.want_read(source, tuple(request))
+            elif kind == "whole":
+                whole.add(source)
+            else:
+                assert kind == "fin", kind
+        cluster.progress()
+
+
+@pytest.mark.parametrize("codec", [None, "fp16"])
+def test_what_comes_twice_is_applied_once(codec: str | None) -> None:
+    """Each rank is a node. Parameters are small whole numbers, which float16 holds."""
+    cluster = Cluster(MPI.COMM_WORLD, node_size=1)
+    servers = min(2, cluster.world - 1)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)
+    half = assemble(cluster, design_of(servers, make_codec(codec) if codec else None))
+    wrong: list[object] = []
+    if isinstance(half, ServerHalf):
+        half.server.start_from(0)
+        half.open(cluster.wait_request)
+        most = [0]
+        serve(cluster, half, most)
+        if most[0] > 2:
+            wrong.append(f"{most[0]} bodies at a time")
+        for worker in range(len(cluster.roles.workers)):
+            count = observe(half.server.applied, worker)
+            wrong += [] if count == PUSHES else [(worker, count)]
+        half.close()
+    else:
+        wrong = work(cluster, half)
+    half.free()
+    cluster.free()
+    check(MPI.COMM_WORLD, not wrong, wrong)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_trustee_sends_what_another_has_announced() -> None:
+    """Another one of its node does, for a worker whose pushes nobody has sent."""
+    cluster = Cluster(MPI.COMM_WORLD, node_size=2)
+    placed = range(2, cluster.world)
+    cluster.roles = assign("async", cluster.hosts, cluster.node_of, server_ranks=placed)
+    half = assemble(cluster, design_of(len(placed), None))
+    wrong: list[object] = []
+    if isinstance(half, ServerHalf):
+        half.server.start_from(0)
+        half.open(cluster.wait_request)
+    if cluster.rank == 0:
+        half.sender.outbox = None
+        for seq in (1, 2):
+            half.sender.buffer(seq)[:] = seq
+            half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
+    cluster.barrier()
+    told: list[tuple[int, str, object]] = []
+    if isinstance(half, ServerHalf):
+        cluster.send(1, "lacking", (0, [(cluster.rank - 2, 0)]))
+        cluster.wait(lambda: has_got(cluster, half, told))
+        if told != [(1, "left", (0, 2))] or not (half.server.params == 3.0).all():
+            wrong.append((told, half.server.params))
+        half.close()
+    elif cluster.rank == 1:
+
+        def asked() -> bool:
+            told.extend(m for m in cluster.poll() if half.handle(*m))
+            return len(told) == len(placed)
+
+        cluster.wait(asked)
+    cluster.barrier()
+    half.free()
+    cluster.free()
+    check(MPI.COMM_WORLD, not wrong, wrong)
+
+
+def has_got(cluster: Cluster, half: ServerHalf, told: list[tuple[int, str, object]]) -> bool:
+    push = half.receiver.take()
+    if push is not None:
+        half.server.apply(push)
+    told += cluster.poll()
+    return bool(told) and half.server.version == 2
