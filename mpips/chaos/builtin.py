@@ -16,7 +16,7 @@ MODES = {
     "ssp": "--mode ssp --staleness-bound 2",
     "async-servers": "--mode async --servers 2",
     "ssp-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1",
-    "async-nodes": "--mode async --servers 2 --node-size 3",
+    "async-nodes": "--mode async --servers 2 --server-ranks 2,3 --node-size 2",
     "ssp-nodes": "--mode ssp --staleness-bound 2 --servers 1 --node-size 1",
     "sync": "--mode sync",
     "local_sgd": "--mode local_sgd --local-steps 2",
