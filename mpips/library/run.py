@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -155,6 +155,10 @@ class Program:
     tables: Mapping[str, Table] = field(default_factory=dict)
 
 
+# Called with a program, what it gives and its name, in place of a run; it does not return.
+instead: Callable[[Program, Given, str], NoReturn] | None = None
+
+
 def run_program(
     program: Program,
     params: Mapping[str, Any],
@@ -167,12 +171,15 @@ def run_program(
     if failures.any_seen():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
-    world = whole_world() if comm is None else comm
     held_out, callbacks = _held_out_of(program), Callbacks(program.callbacks)
+    initial = Parameters(params, program.statistics, program.make_state, program.tables)
+    given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
+    name = _name(program.train)
+    if instead is not None:
+        instead(program, given, name)
+    world = whole_world() if comm is None else comm
     with signals.noted():
-        initial = Parameters(params, program.statistics, program.make_state, program.tables)
-        given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
-        start = Start(world, _name(program.train), checked(options, optimizer), given)
+        start = Start(world, name, checked(options, optimizer), given)
         program.begin(start)
         try:
             ended, late = _train(program, start)

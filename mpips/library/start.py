@@ -64,9 +64,6 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
             if name in NOT_OPTIONS:
                 expected += ", but for those of models and data: a program has its own"
             raise UserError(f"option {name!r}", expected, nearest(name, legal))
-        if name == "record" and value:
-            remedy = "a replay has a problem compute the gradients, not a program's loop"
-            raise UserError("record in a program", "a job of python -m mpips.train", remedy)
         if isinstance(value, Path):
             value = str(value)
         if name == "groups" and isinstance(value, (list, tuple)):

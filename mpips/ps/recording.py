@@ -174,6 +174,7 @@ def _about(job: Job, part: int, server: int) -> dict[str, Any]:
         "spares": job.cluster.roles.spares, "block": job.block, "step": job.base_step,
         "resumed": job.checkpoint.path.name if job.checkpoint is not None else None,
         "started": str(started) if started is not None else None, "numpy": np.__version__,
+        "samples": [job.info.n_train, job.info.n_test],
     }  # fmt: skip
 
 

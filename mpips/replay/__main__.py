@@ -6,9 +6,14 @@ of several jobs each is replayed from what it began with. The exit code is 1 if 
 it is named. Run it where the job ran: on a processor of that type, in the folder that its paths
 begin in. With --until it stops at an update, and says which push that was; -o keeps the parameters
 and slots as they were then, in a file that --init-from and numpy.load read.
+
+A run of a program of mpips.run is replayed with the program, whose file and words come last, as in
+python -m mpips.replay runs/mine digits.py --lr 0.1. The program is started as one process; where it
+comes to its run that is made again, each worker in a process of its own, and that is the end.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,16 +30,29 @@ def make_parser() -> argparse.ArgumentParser:
         "this update, up to it")  # fmt: skip
     parser.add_argument("-o", "--out", type=Path, metavar="FILE.npz", help="keep parameters and "
         "slots at the end, or after --until")  # fmt: skip
+    parser.add_argument("program", nargs="*", metavar="PROGRAM ...", help="the "
+        "program of the run and its words, where it has one")  # fmt: skip
     return parser
 
 
 def show(argv: Sequence[str]) -> None:
     """Replay what a command line asks for, and print what is to be told."""
-    args = make_parser().parse_args(argv)
-    from mpips.replay.run import replay
+    at = next((k for k, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    args = make_parser().parse_args(argv[:at])
+    args.program += argv[at:]
+    from mpips.replay.apart import Over
+    from mpips.replay.run import replay, replay_program
 
-    for line in replay(args.run, args.until, args.out):
-        write_line(line)
+    try:
+        if args.program:
+            replay_program(args.run, args.program, args.until, args.out)
+            return
+        for line in replay(args.run, args.until, args.out):
+            write_line(line)
+    except Over as over:  # the process of a worker
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(over.code)
 
 
 def main(argv: Sequence[str]) -> int:

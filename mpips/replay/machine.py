@@ -7,6 +7,7 @@ that has happened, so one of them can always go on, and whoever goes on first, t
 same. A worker holds no more vectors than it did then, but for pushes that wait for slow servers.
 """
 
+import contextlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,9 +15,11 @@ import numpy as np
 from mpips.checkpoint import Checkpoint
 from mpips.datasets.ledger import Range
 from mpips.errors import UserError
+from mpips.optim import Ranges
 from mpips.ps.shard import Server
-from mpips.ps.worker import make_loader
+from mpips.replay.apart import Apart
 from mpips.replay.compare import compare_line, compare_loss, compare_own, compare_shard
+from mpips.replay.computing import Here
 from mpips.replay.order import Order
 from mpips.replay.parts import Made, Maker, Setting, make_server
 
@@ -27,19 +30,22 @@ class Worker:
     """What a worker reads, computes, and has not got rid of yet.
 
     Args:
-        maker: Computes its pushes.
+        maker: Makes its pushes.
+        source: Computes its gradients.
         number: Of the worker.
         order: Of the job's pushes.
 
     Attributes:
         made: By their numbers, the pushes that some server has not applied.
         computed: How many it has computed.
+        frozen: What the last one leaves alone.
     """
 
-    def __init__(self, maker: Maker, number: int, order: Order) -> None:
-        self.maker, self._number, self._order = maker, number, order
+    def __init__(self, maker: Maker, source: Here | Apart, number: int, order: Order) -> None:
+        self.maker, self.source, self._number, self._order = maker, source, number, order
         self.made: dict[int, Made] = {}
         self.computed = 0
+        self.frozen: Ranges = ()
         self._replica, self._missing = maker.vector(), set(order.at)
 
     def read(self, servers: Mapping[int, Server]) -> list[int]:
@@ -61,7 +67,9 @@ class Worker:
     def compute(self, batch: Range) -> Made:
         """Compute the next push."""
         self.computed += 1
-        made = self.maker.make(self.computed, batch, self._replica)
+        grad = self.maker.vector()
+        computed = self.source.compute(batch, self._replica, grad)
+        made = self.maker.make(self.computed, batch, self._replica, grad, computed)
         self.made[self.computed] = made
         self._replica, self._missing = self.maker.vector(), set(self._order.at)
         return made
@@ -88,15 +96,29 @@ class Replay:
         ranks = part.about["world"]["servers"]
         stores = [make_server(setting.job(rank)) for rank in ranks]
         self.servers = {k: store for k, store in enumerate(stores) if store.shard.size}
-        self.job = setting.job(part.about["workers"][0])
-        self._loader = make_loader(self.job)
-        makers = [Maker(setting.job(rank), self._loader) for rank in part.about["workers"]]
-        self._order = Order(part.records, list(self.servers), len(makers), part.base)
-        self._workers = [Worker(maker, w, self._order) for w, maker in enumerate(makers)]
-        self._applied = {k: [0] * len(makers) for k in self.servers}
+        ranks = part.about["workers"]
+        self.job = setting.job(ranks[0])
+        self._order = Order(part.records, list(self.servers), len(ranks), part.base)
+        self._workers = list[Worker]()
+        self._over = contextlib.ExitStack()
+        self._begin(setting)
+        self._applied = {k: [0] * len(ranks) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
         self._before = self.job.handout().before
         self.compared: dict[int, int] = {}
+
+    def _begin(self, setting: Setting) -> None:
+        """Make the workers, each with a model of its own."""
+        loader = setting.loader(self.job)
+        with contextlib.ExitStack() as over:
+            if loader is not None:
+                over.enter_context(loader)
+            for number, rank in enumerate(self._part.about["workers"]):
+                job = setting.job(rank)
+                source = Here(job, loader) if loader is not None else setting.apart(job)
+                over.callback(source.end)
+                self._workers.append(Worker(Maker(job), source, number, self._order))
+            self._over = over.pop_all()
 
     def run(self, until: int | None = None) -> Kept:
         """Go on to the end, or until every server has been at version `until`.
@@ -112,7 +134,7 @@ class Replay:
         Blocks: as long as the job has computed, of all workers.
         """
         found: Kept = {}
-        with self._loader:
+        with self._over:
             for k in self.servers:
                 self._reached(k, until, found)
             while len(found) < len(self.servers):
@@ -152,8 +174,16 @@ class Replay:
         made = worker.compute((epoch, begin, begin + int(record["samples"])))
         push = f"push {worker.computed} of worker {number}"
         compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
+        self._leave_alone(number, worker, made)
         self._compare_own(number, worker)
         return True
+
+    def _leave_alone(self, number: int, worker: Worker, made: Made) -> None:
+        """Tell the servers what a worker's pushes leave alone from this one on."""
+        if made.computed.frozen != worker.frozen:
+            worker.frozen = made.computed.frozen
+            for store in self.servers.values():
+                store.frozen.note(number, worker.computed, worker.frozen)
 
     def _compare_own(self, number: int, worker: Worker) -> None:
         """Compare what a worker keeps with the checkpoints that end with its last push."""

@@ -6,19 +6,18 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.cut import worker_state
-from mpips.datasets import Dataset, describe, make_dataset, open_parts
+from mpips.datasets import DataInfo, Dataset, describe, make_dataset, open_parts
 from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
-from mpips.kernels.vectors import scale, sum_squares
 from mpips.layout import Shard, aligned_zeros
-from mpips.optim import clip_factor
 from mpips.planning.job import Job
-from mpips.problems import load_problem
-from mpips.problems.accumulate import Accumulator, follow, submit, taken
+from mpips.problems import Problem, load_problem
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
-from mpips.replay.draws import Draws
+from mpips.ps.worker import make_loader
+from mpips.replay.apart import Apart, Asked
+from mpips.replay.computing import Computed
 from mpips.replay.record import Part
 from mpips.replay.stand_ins import Memory, Ranks
 from mpips.session.folder import Run
@@ -33,17 +32,29 @@ class Setting:
     Args:
         part: The job.
 
+    Attributes:
+        part: As given.
+        config: Its configuration, as a replay takes it.
+        info: What the data is.
+        dataset: The open data.
+
     Raises:
         UserError: If the data is not there, or is none.
     """
 
+    info: DataInfo
+    dataset: Dataset | None
+
     def __init__(self, part: Part) -> None:
         self.part = part
         self.config = replace(part.config, data_cache="", inject_delay="")
+        self._open()
+
+    def _open(self) -> None:
         parts = open_parts(self.config)
         try:
-            info = describe(self.config, parts, strict=False)
-            self.dataset: Dataset = make_dataset(self.config, parts, info)
+            self.info = describe(self.config, parts, strict=False)
+            self.dataset = make_dataset(self.config, parts, self.info)
         except BaseException:
             parts.close()
             raise
@@ -52,7 +63,28 @@ class Setting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.dataset.close()
+        if self.dataset is not None:
+            self.dataset.close()
+
+    def problem(self) -> Problem:
+        """Return a model of the job's."""
+        return load_problem(self.config.problem, self.info, self.config)
+
+    def loader(self, job: Job) -> Loader | None:
+        """Return the reader of batches, which all workers share; None where each has its own."""
+        return make_loader(job)
+
+    def apart(self, job: Job) -> Apart:
+        """Return what computes a worker's gradients where each has a reader of its own.
+
+        Raises:
+            Over: In the process that does.
+        """
+        return Apart(job, lambda asked: self.work(job, asked))
+
+    def work(self, job: Job, asked: Asked) -> None:
+        """Do what a worker's rank did, in a process of its own."""
+        raise AssertionError("this one computes all gradients")
 
     def job(self, rank: int) -> Job:
         """Return the job as one of its ranks had it, with a model of its own.
@@ -60,15 +92,16 @@ class Setting:
         Raises:
             UserError: If the model or what the job began with is not there, or is another one.
         """
-        part, config, info = self.part, self.config, self.dataset.info
+        part, config = self.part, self.config
         ranks = Ranks(part, rank)
-        problem = load_problem(config.problem, info, config)
+        problem = self.problem()
         ranks.limit_threads(ranks.threads)  # of libraries too that came with a file of the user's
         start, block = part.resumed or part.started, int(part.about["block"])
         found = Run(config, part.folder, start, part.resumed is not None, [])
         initial = initial_of(found, problem.layout)
         saved = initial if found.resumed and isinstance(initial, Checkpoint) else None
-        return Job(config, ranks, info, self.dataset, problem, found.out, block, saved, initial)
+        how = found.out, block, saved, initial
+        return Job(config, ranks, self.info, self.dataset, problem, *how)
 
 
 def make_server(job: Job) -> Server:
@@ -96,6 +129,7 @@ class Made:
         grad: The gradient, likewise.
         arriving: What arrives of it, where that is something else, by server.
         left: How many servers have not applied it.
+        computed: What else is known of it.
     """
 
     batch: Range
@@ -104,23 +138,22 @@ class Made:
     grad: np.ndarray
     arriving: dict[int, np.ndarray]
     left: int
+    computed: Computed
 
 
 class Maker:
-    """A worker, as far as it computes: what it reads is handed to it.
+    """Makes a worker's pushes of its gradients.
 
     Args:
         job: Of the worker's rank.
-        loader: Of the job's data; all workers may have the same one.
 
     Attributes:
         packers: Of its pushes to other nodes, by server.
     """
 
-    def __init__(self, job: Job, loader: Loader) -> None:
+    def __init__(self, job: Job) -> None:
         assert job.worker_id is not None, "a server computes no gradient"
-        self._job, self._loader, self._worker = job, loader, job.worker_id
-        self._accumulator, self._draws = Accumulator(job), Draws()
+        self._job, self._worker = job, job.worker_id
         ranks, design = job.cluster, Design.of(job)
         owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
         far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
@@ -142,24 +175,18 @@ class Maker:
             return self._free.pop()
         return aligned_zeros(self._job.layout.size, self._job.dtype)
 
-    def make(self, number: int, batch: Range, replica: np.ndarray) -> Made:
-        """Compute a gradient, and pack what goes to other nodes.
+    def make(
+        self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray, computed: Computed
+    ) -> Made:
+        """Pack what goes to other nodes.
 
         Args:
             number: Of the push, 1 for the worker's first.
             batch: The samples.
-            replica: What it is computed from.
+            replica: What it was computed from.
+            grad: The gradient.
+            computed: What else is known of it.
         """
-        job, grad = self._job, self.vector()
-        submit(job, self._loader, batch)
-        params = job.layout.views(replica, writable=False)
-        batches, samples = taken(job, self._loader, batch), batch[2] - batch[1]
-        args = params, batches, samples, job.layout.views(grad), grad
-        with self._draws.own():
-            loss = follow(job.problem, self._accumulator.gradient(*args))
-        if job.config.clip:
-            trained = grad[: job.trained]
-            scale(trained, clip_factor(sum_squares(trained), job.config.clip))
         arriving = {}
         for k, packer in self.packers.items():
             part = grad[packer.shard.range]
@@ -167,7 +194,7 @@ class Maker:
                 packer.pack(part, number, 0)
                 arriving[k] = np.empty_like(part)
                 packer.unpack(0, arriving[k])
-        return Made(batch, loss, replica, grad, arriving, len(self._shards))
+        return Made(batch, computed.loss, replica, grad, arriving, len(self._shards), computed)
 
     def push(self, made: Made, number: int, server: int, version: int) -> Push:
         """Return a push as a server takes it that was read at `version`."""
@@ -176,7 +203,7 @@ class Maker:
         origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
         who = self._worker, number, made.batch, samples, made.loss
-        return Push(*who, version, grad, origin)
+        return Push(*who, version, grad, origin, factor=made.computed.factor)
 
     def applied(self, made: Made) -> bool:
         """Note that one more server has applied a push; returns whether all have."""

@@ -12,6 +12,7 @@ from mpips.checkpoint.reader import open_checkpoint
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.errors import UserError
+from mpips.library.start import DATASET
 from mpips.ps import recording
 
 ABOUT = {"part", "shard", "config", "world", "workers", "spares", "block", "step", "resumed",
@@ -49,6 +50,11 @@ class Part:
     def updates(self) -> int:
         """Updates of server 0 that are recorded."""
         return len(self.records[0])
+
+    @property
+    def of_program(self) -> bool:
+        """Whether it was a program's, and not one of a model that the configuration names."""
+        return self.config.dataset == DATASET
 
     @cached_property
     def config(self) -> Config:

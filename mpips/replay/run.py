@@ -1,6 +1,7 @@
 """The replay of a run: its jobs one after another, and what is told of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,23 @@ from mpips.cluster.process import cpu_name
 from mpips.errors import UserError
 from mpips.replay.machine import Replay, batch_text
 from mpips.replay.parts import Setting
+from mpips.replay.program import run_program
 from mpips.replay.record import Part, checkpoints_of, read_parts
 
 
-def replay(run: Path, until: int | None = None, out: Path | None = None) -> Iterator[str]:
+def replay(
+    run: Path,
+    until: int | None = None,
+    out: Path | None = None,
+    make: Callable[[Part], Setting] = Setting,
+) -> Iterator[str]:
     """Replay a run, or one of its jobs up to an update; yields what is to be told.
 
     Args:
         run: Its folder.
         until: The update, or None for all.
         out: Where parameters and slots at the end go, if anywhere.
+        make: Makes what all ranks of a job had.
 
     Raises:
         UserError: If there is no record, something that it needs is missing, or, with exit code 1,
@@ -30,11 +38,14 @@ def replay(run: Path, until: int | None = None, out: Path | None = None) -> Iter
     if out is not None and out.suffix != NPZ:
         raise UserError(f"{out}", f"a name that ends in {NPZ}")
     parts = read_parts(run)
+    if make is Setting and any(part.of_program for part in parts):
+        remedy = f"give its file and words behind the run: python -m mpips.replay {run} PROGRAM ..."
+        raise UserError(f"{run} of a program", "the program as well", remedy)
     saved, complaints = checkpoints_of(run, parts)
     yield from complaints
     for part in parts if until is None else [_part_with(parts, until)]:
         yield from warnings(part)
-        with Setting(part) as setting:
+        with make(part) as setting:
             made = Replay(setting, saved[part.number])
             found = made.run(until)
             if until is not None:
@@ -44,6 +55,25 @@ def replay(run: Path, until: int | None = None, out: Path | None = None) -> Iter
             if out is not None and part in (parts[-1], *[part] * (until is not None)):
                 save(out, made, found)
                 yield f"parameters and slots are in {out}"
+
+
+def replay_program(
+    run: Path, words: Sequence[str], until: int | None = None, out: Path | None = None
+) -> None:
+    """Start the program of a run, and replay the run in place of another; prints what is told.
+
+    Args:
+        run: The run's folder.
+        words: The program's file, and its words.
+        until: See `replay`.
+        out: Likewise.
+
+    Raises:
+        UserError: See `replay`; if there is no such program.
+        Over: In processes of workers.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of a pool of threads copies have nothing
+    run_program(words, lambda make: replay(run, until, out, make))
 
 
 def _part_with(parts: Sequence[Part], until: int) -> Part:

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import environment, train
+from launch import environment, run, train
 from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest
 
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.layout import Layout
-from mpips.library.start import checked
 from mpips.ps import recording
 from mpips.replay.compare import element
 from mpips.replay.draws import Draws
 from mpips.replay.order import Order
 from mpips.transport.push import Push
 
+PROGRAMS = Path(__file__).parent / "programs"
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
 SEED, EPOCHS = 21, 14
 FEW, MANY = 3, 20
@@ -84,9 +84,9 @@ def test_random_runs_are_replayed(first: int, count: int, tmp_path: Path) -> Non
         assert_replayed(plan.out(name), len(jobs))
 
 
-def assert_replayed(out: Path, jobs: int) -> str:
+def assert_replayed(out: Path, jobs: int, *program: str) -> str:
     """Replay a run; each of its jobs has to be made again, up to the last checkpoint."""
-    text = replayed(out)
+    text = replayed(out, *program)
     steps = re.findall(r"^job (\d+): .* equal bits in .*?([\d,]+)(?:;.*)?$", text, re.MULTILINE)
     assert [int(number) for number, _ in steps] == list(range(1, jobs + 1)), text
     assert int(steps[-1][1].replace(",", "")) == newest(out).step, text
@@ -233,9 +233,23 @@ def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None
         resolve({"record": True, "read": "consistent", **options})
 
 
-def test_programs_are_not_recorded() -> None:
-    with pytest.raises(UserError, match="record in a program, expected a job of python -m"):
-        checked({"record": True}, None)
+@pytest.mark.launch
+def test_programs_are_replayed(tmp_path: Path) -> None:
+    """Of NumPy, stopped and gone on with, and of PyTorch; what differs is named."""
+    pytest.importorskip("torch")
+    run(4, [str(PROGRAMS / "all.py"), str(tmp_path)], tmp_path).check()
+    for dtype, codec in (("float64", "none"), ("float32", "int8")):
+        out = tmp_path / f"linear-{dtype}"
+        words = [str(PROGRAMS / "linear.py"), str(out), "2", dtype, codec]
+        text = assert_replayed(out, 2, *words)
+        assert text.count("2 workers, 2 servers: equal bits") == 2
+    named = r"first difference: the loss of push 1 of worker \d \(samples 0 to 9 of epoch 0\)"
+    assert re.search(named, replayed(out, *words, "0.5", code=1))
+    assert "expected the program as well" in replayed(out, code=2)
+    assert_replayed(tmp_path / "net", 1, str(PROGRAMS / "net.py"), str(tmp_path / "net"), "2")
+    other = replayed(tmp_path / "net", *words, code=2)
+    assert "a run of program.py:Train, expected that of net.py:train" in other
+    assert "came to no mpips.run" in replayed(out, str(PROGRAMS / "none.py"), code=2)
 
 
 def test_a_run_without_a_record(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""A replay of a program of `mpips.run`: the program is started again, and its run is made again."""
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from mpips.errors import UserError, write_line
+from mpips.library import run as library
+from mpips.library.data import Samples, dataset, info_of
+from mpips.library.run import Program
+from mpips.library.start import DATASET, Given, Start
+from mpips.planning.job import Job
+from mpips.problems import Problem
+from mpips.problems.accumulate import Tasks
+from mpips.replay.apart import Asked, Over
+from mpips.replay.parts import Setting
+from mpips.replay.record import Part
+from mpips.session.training import Ended
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call of `mpips.run` by a program that has been started again.
+
+    Attributes:
+        program: What it gives the run.
+        given: Likewise.
+        name: What the run is called after.
+    """
+
+    program: Program
+    given: Given
+    name: str
+
+
+class ProgramSetting(Setting):
+    """What all ranks of a recorded program had; see `Setting`.
+
+    Args:
+        part: The job.
+        called: The program's run.
+
+    Raises:
+        UserError: If the job was of another program.
+    """
+
+    def __init__(self, part: Part, called: Called) -> None:
+        self._called = called
+        super().__init__(part)
+
+    def _open(self) -> None:
+        called, about = self._called, self.part.about
+        if called.name != self.config.problem:
+            remedy = f"start the program that has recorded {self.part.folder.parent.parent}"
+            raise UserError(f"a run of {called.name}", f"that of {self.config.problem}", remedy)
+        self.info, self.dataset = info_of(DATASET, *about["samples"]), None
+
+    def problem(self) -> Problem:
+        """See `Setting.problem`."""
+        return self._called.given.problem(DATASET, self.info, self.config)
+
+    def loader(self, job: Job) -> None:
+        """See `Setting.loader`: the samples come with the loop."""
+
+    def work(self, job: Job, asked: Asked) -> None:
+        """Do what a worker's rank did, in a process of its own."""
+        start, program = Again(self._called, job, asked), self._called.program
+        program.begin(start)
+        worker = program.make_worker(start)
+        program.train(worker)
+        worker.leave()
+
+
+class Again(Start):
+    """A program's run on a worker, as a replay has it: there are no other ranks.
+
+    Args:
+        called: The program's run.
+        job: Of the worker's rank.
+        asked: Says what is to be computed.
+    """
+
+    def __init__(self, called: Called, job: Job, asked: Asked) -> None:
+        self.given, self.name, self._asked = called.given, called.name, asked
+        self.job, self.config, self.out = job, job.config, job.out
+        self.ranks, self.trains, self._link = job.cluster, True, None
+        job.sets_rate = called.given.sets_rate
+
+    def tasks(
+        self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
+    ) -> Tasks[Ended]:
+        """Yield what is to be computed; batches and epochs are as in the run.
+
+        Raises:
+            UserError: If there are other samples than in the run.
+        """
+        assert make is not None, "this is a worker"
+        job, info = self.job, self.job.info
+        found = dataset(DATASET, make(), self.given.held_out())
+        if (found.info.n_train, found.info.n_test) != (info.n_train, info.n_test):
+            got = f"{found.info.n_train} samples, and {found.info.n_test} held out"
+            raise UserError(got, f"{info.n_train} and {info.n_test}, as in the run")
+        job.dataset = found
+        yield from self._asked.tasks(job)
+        raise AssertionError("batches come until the replay is over")
+
+
+def run_program(
+    words: Sequence[str], replay: Callable[[Callable[[Part], Setting]], Iterator[str]]
+) -> None:
+    """Start a program, and replay where it comes to its run.
+
+    Args:
+        words: Its file, and what its command line has behind that.
+        replay: Yields what is to be told, of jobs that are set up by what it is given.
+
+    Raises:
+        UserError: If there is no such file, or the program comes to no run.
+        Over: In a copy for a worker.
+    """
+    file = Path(words[0])
+    if not file.is_file():
+        raise UserError(f"program {file}", "the file of the program, with its words behind it")
+
+    def replayed(program: Program, given: Given, name: str) -> NoReturn:
+        if "jax" in sys.modules:
+            remedy = "JAX has threads, which a copy of its process is without"
+            raise UserError("a replay of a program of JAX", "one of NumPy or PyTorch", remedy)
+        called = Called(program, given, name)
+        for line in replay(lambda part: ProgramSetting(part, called)):
+            write_line(line)
+        raise Over(0, copied=False)
+
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, library.instead = [str(file), *words[1:]], replayed
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except Over as over:
+        if over.copied:
+            raise
+        return
+    finally:
+        sys.argv, sys.path[:], library.instead = argv, path, None
+    raise UserError(f"{file} that came to no mpips.run", "the program of the run")
