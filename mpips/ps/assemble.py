@@ -34,7 +34,7 @@ from mpips.ps.table_server import TableServer
 from mpips.transport.channel import KeptSender, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.inbox import Arrival
-from mpips.transport.kept import REPLIES, KeptOutbox, tag_of
+from mpips.transport.kept import REPLIES, tag_of
 from mpips.transport.kept_reads import KeptReads
 from mpips.transport.neighbours import Neighbour, SharedReads
 
@@ -135,14 +135,6 @@ class WorkerHalf(Half):
 
     def handle(self, source: int, kind: str, payload: Any) -> bool:
         """Act on a message about a rank of any node that has died; returns whether it was one."""
-        if kind == "serves":
-            server, ledger = payload
-            outbox = self.sender.outbox
-            if isinstance(outbox, KeptOutbox):
-                outbox.served_by(server, source, ledger[self._worker])
-            for puller in (self._plain, self.puller):
-                puller.served_by(server, source)
-            return True
         return self._trustee.handle(source, kind, payload)
 
     def leave(self) -> None:

@@ -16,12 +16,8 @@ one server owns all parameters, what it has got is all there is: it says so to t
 batches of the rest go to other workers. With several, one of them may have applied a push that no
 other can get: the job ends, and starts again.
 
-A server that has died leaves its shard to the first server of its node that lives. When that one
-has taken it over (`mpips.ps.adoption`), it tells the shard's ledger to all workers of other nodes:
-``serves``. They send it what it is without, and ask it for what they were reading. And it asks the
-trustees of workers that had died before for what the shard is without.
-
-At the end workers read the parameters by message, and servers serve until each has said ``whole``.
+Where a server dies, the job ends, and starts again. At the end of a run workers read the parameters
+by message, and servers serve until each has said ``whole``.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,9 +66,8 @@ class Trustee:
         pushes = observe(source_of.words, PUSHED)
         self._sending = [sending for sending in self._sending if not sending.all_done()]
         for server, got in lacking:
-            args = self._cluster, server, design.shards[server], source_of, design.pushes
-            sending = Sending(*args)
-            sending.rank = source
+            args = design.shards[server], source_of, design.pushes
+            sending = Sending(self._cluster, server, source, *args)
             for seq in range(got + 1, pushes + 1):
                 sending.send(seq)
             self._sending.append(sending)

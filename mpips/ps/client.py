@@ -20,7 +20,6 @@ from mpips.kernels.atomics import observe, publish
 from mpips.layout import Shard
 from mpips.ps.consistency import Controller
 from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner, ReplyReads
-from mpips.transport.kept_reads import KeptReads
 from mpips.transport.neighbours import SharedReads
 
 
@@ -152,11 +151,6 @@ class Puller:
     def bytes_received(self) -> int:
         """Bytes of far shards that this rank has read itself, as they were sent."""
         return self._far.bytes_received if self._far else 0
-
-    def served_by(self, server: int, rank: int) -> None:
-        """Read a far shard from another rank, which has taken it over. Blocks: no."""
-        if isinstance(self._far, KeptReads):
-            self._far.served_by(server, rank)
 
     def pull(self, out: np.ndarray) -> np.ndarray:
         """Read every shard into `out`: `begin`, `fetch` and `finish` in one.

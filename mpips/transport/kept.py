@@ -4,14 +4,11 @@ As in `mpips.transport.outbox` a header announces a push, and the body waits at 
 server has room. But a worker's buffer is free only when every far server has said that the push is
 in its ledger: a send that is complete says nothing of bytes that were on their way when a process
 died. So whatever of a push some far shard is without lies in the memory of its worker's node, with
-the word that announces it, and any rank there can send it again (`Sending`):
+the word that announces it, and any rank there can send it again (`Sending`).
 
-- a worker dies: a server drops what has come of it in part, and has a rank of its node send all
-  that it announced and the shard's ledger is without (`mpips.ps.bequest`);
-- a server dies: who takes its shard over tells the ledger to the workers of other nodes, and each
-  sends it all that this is without. Until then they keep it, and announce two pushes at most.
-
-A push may so come twice. The ledger says which, and the second is dropped.
+When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
+that it announced and the shard's ledger is without (`mpips.ps.bequest`). A push may so come twice.
+The ledger says which, and the second is dropped.
 """
 
 from collections import deque
@@ -48,20 +45,21 @@ class Sending:
     Args:
         cluster: The job's ranks.
         server: Number of the server.
+        rank: Of it.
         shard: Its shard.
         of: The worker, of this node, dead or alive.
         packing: How bodies are packed, without a state.
 
     Attributes:
-        rank: Who serves the shard; None while that is not known.
+        bytes_sent: Of headers and bodies.
     """
 
     def __init__(
-        self, cluster: Cluster, server: int, shard: Shard, of: Announced, packing: Packing
-    ) -> None:
-        self._cluster, self._server, self._of = cluster, server, of
-        self.shard = shard
-        self.rank: int | None = None
+        self, cluster: Cluster, server: int, rank: int, shard: Shard, of: Announced,
+        packing: Packing,
+    ) -> None:  # fmt: skip
+        self._cluster, self._server, self._rank, self._of = cluster, server, rank, of
+        self._shard = shard
         self.packer = Packer(packing, shard, of.grads.dtype, of.worker, BUFFERS)
         self._requests: list[list[Request]] = [[] for _ in range(BUFFERS)]
         self._headers: list[np.ndarray] = [np.zeros(0, "i8")] * BUFFERS
@@ -69,14 +67,12 @@ class Sending:
 
     def send(self, seq: int) -> None:
         """Send push `seq`, which is announced. Blocks: no; its buffer is to stay as it is."""
-        if self.rank is None:
-            return
         slot, arrays = seq % BUFFERS, self._cluster.arrays
         self._headers[slot] = header = self._of.header(seq, self._server)
-        body = self.packer.pack(self._of.grads[slot, self.shard.range], seq, slot)
+        body = self.packer.pack(self._of.grads[slot, self._shard.range], seq, slot)
         attempt, tag = self._cluster.failures.attempt, tag_of(self._server, BODIES)
-        sent = [attempt(arrays.begin_send, header, self.rank, tag_of(self._server, HEADERS))]
-        sent += [attempt(arrays.begin_send, piece, self.rank, tag) for piece in body]
+        sent = [attempt(arrays.begin_send, header, self._rank, tag_of(self._server, HEADERS))]
+        sent += [attempt(arrays.begin_send, piece, self._rank, tag) for piece in body]
         self._requests[slot] += [request for request in sent if request is not None]
         self.bytes_sent += header.nbytes + sum(piece.nbytes for piece in body)
 
@@ -107,33 +103,16 @@ class KeptOutbox(Outbox):
         me: Announced,
         packing: Packing,
     ) -> None:
-        self._cluster, self._me = cluster, me
+        self._cluster = cluster
         self._shards: dict[int, Sending] = {}
         for server, rank, shard in far:
-            self._shards[server] = Sending(cluster, server, shard, me, packing)
-            self._shards[server].rank = rank
+            self._shards[server] = Sending(cluster, server, rank, shard, me, packing)
         self._told = dict.fromkeys(self._shards, 0)
-        self._last = 0
 
     @property
     def bytes_sent(self) -> int:
         """See `Outbox.bytes_sent`."""
         return sum(sending.bytes_sent for sending in self._shards.values())
-
-    def served_by(self, server: int, rank: int, count: int) -> None:
-        """Send to who has taken a shard over what that is without. Blocks: no.
-
-        Args:
-            server: Number of the server that began with the shard.
-            rank: Who serves it now.
-            count: Pushes of this worker in its ledger.
-        """
-        if server in self._shards:
-            sending = self._shards[server]
-            self._told[server] = max(self._told[server], count)
-            sending.rank = rank
-            for seq in range(count + 1, self._last + 1):
-                sending.send(seq)
 
     def writable(self, seq: int) -> bool:
         """See `Outbox.writable`."""
@@ -145,10 +124,7 @@ class KeptOutbox(Outbox):
 
     def send(self, seq: int) -> None:
         """See `Outbox.send`."""
-        self._last = seq
         for sending in self._shards.values():
-            if sending.rank in self._cluster.failures.lost:
-                sending.rank = None
             sending.send(seq)
 
     def hold(self, cut: int) -> bool:

@@ -1,8 +1,7 @@
-"""Reads of far shards by message where their owners may die: the worker's half.
+"""Reads of far shards by message where ranks may die: the worker's half.
 
-A shard whose owner dies is asked for again, of who takes it over, when nothing of the dead one can
-come any more; the other shards of the read are as they are. Each shard's messages have tags of
-their own: one rank may serve several.
+Each shard's messages have tags of their own, and each is asked for by itself. A read of a shard
+whose owner has died never ends: the job does.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from mpips.cluster.start import Request
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
+from mpips.layout import Shard
 from mpips.transport.far import CHUNK_BYTES, Owner, ReplyReads
 from mpips.transport.kept import REPLIES, tag_of
 from mpips.transport.wire import Chunked
@@ -48,21 +48,14 @@ class KeptReads(ReplyReads):
         needs: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         super().__init__(cluster, owners, servers, consistent, codec, needs)
-        self._serving = {server: rank for server, rank, _ in owners}
         self._asked: dict[int, _Asked] = {}
-
-    def served_by(self, server: int, rank: int) -> None:
-        """Note who serves a shard now, whose owner has died."""
-        if server in self._serving:
-            self._serving[server] = rank
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
-        self._asked = {server: self._ask(server) for server in self._serving}
+        self._asked = {owner[0]: self._ask(*owner) for owner in self._owners}
 
-    def _ask(self, server: int) -> _Asked:
-        shard = next(owner[2] for owner in self._owners if owner[0] == server)
-        out, rank = self._out, self._serving[server]
+    def _ask(self, server: int, rank: int, shard: Shard) -> _Asked:
+        out = self._out
         chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
         chunks = chunked.cut(out[shard.range])
         messages = chunked.messages(chunks)
@@ -79,18 +72,16 @@ class KeptReads(ReplyReads):
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
-        for server, asked in self._asked.items():
+        for asked in self._asked.values():
             if asked.here or not self._cluster.failures.done(asked.requests):
                 continue
             if asked.rank not in self._cluster.failures.lost:
                 asked.here = True
                 for chunked, message, chunk in asked.packed:
                     chunked.unpack(message, chunk)
-            elif self._serving[server] != asked.rank:
-                self._asked[server] = self._ask(server)
         return all(asked.here for asked in self._asked.values())
 
     def hurry(self) -> None:
         """See `ReplyReads.hurry`."""
-        for rank in set(self._serving.values()):
+        for _, rank, _ in self._owners:
             self._cluster.send(rank, "hurry")
