@@ -25,6 +25,7 @@ SHARES = {
     203: (
         *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
         *("async-servers", "ssp-spare", "async-spare-tables", "ssp-tables"),
+        *("async-nodes", "ssp-nodes"),
     ),
 }
 PROGRAM = """

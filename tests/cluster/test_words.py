@@ -180,8 +180,8 @@ def test_who_is_given_up(board: Board) -> None:
         assert 0 not in given_up(Overdue(where, 0.3, stopped=False), lambda: None)
         assert given_up(Overdue(where, 0.0), lambda: None) == {}
         overdue.close()
-        own = Overdue([(platform.node(), os.getpid(), board.file)], 0.3)
-        assert given_up(own, lambda: sum(range(100000))) == {}, "it is at work"
+        own = Overdue([(platform.node(), os.getpid(), board.file)], 1.0)
+        assert given_up(own, lambda: sum(range(100000)), 2.5) == {}, "it is at work"
         own.close()
     finally:
         sleeps.kill()
