@@ -20,7 +20,7 @@ Where a server dies, the job ends, and starts again. At the end of a run workers
 by message, and servers serve until each has said ``whole``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpips.cluster.window import Window
@@ -81,20 +81,13 @@ class Afar:
     Args:
         cluster: The job's ranks.
         design: Of the store.
-        bury: Called with the rank of a far worker that has died, and all its pushes.
 
     Attributes:
         shards: Those that this server serves.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        design: Design,
-        shards: Sequence[Served],
-        bury: Callable[[int, int], None],
-    ) -> None:
-        self._cluster, self._kept, self.shards, self._bury = cluster, design.kept, shards, bury
+    def __init__(self, cluster: Cluster, design: Design, shards: Sequence[Served]) -> None:
+        self._cluster, self._kept, self.shards = cluster, design.kept, shards
         servers = zip(cluster.roles.servers, design.shards, strict=True)
         self._owners = [rank for rank, shard in servers if shard.size]
         self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
@@ -109,13 +102,13 @@ class Afar:
             store.want_read(source, tuple(request))
         elif kind == "whole":
             self._whole.add(source)
-        elif kind == "left":
-            rank, pushes = payload
-            self._asked.pop(rank, None)
-            self._bury(rank, pushes)
         else:
             return False
         return True
+
+    def answered(self, rank: int) -> None:
+        """Note that it is known how many pushes there are of a worker that has died."""
+        self._asked.pop(rank, None)
 
     def all_whole(self) -> bool:
         """Whether no worker is to read any more."""

@@ -51,7 +51,7 @@ class AsyncServer:
         cut = Cut(half.maximum, store.applied, store.idle, beyond)
         self._own = Served(job.cluster.rank, store, half.receiver, cut, saver)
         self._all = [self._own]
-        self._afar = Afar(self._cluster, half.design, self._all, self._bury)
+        self._afar = Afar(self._cluster, half.design, self._all)
         self.adoptions: list[Adoption] = []
         self._final: dict[int, int] = {}
         self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
@@ -134,6 +134,9 @@ class AsyncServer:
         elif kind == "void":
             for served in self._all:
                 served.store.void(payload)
+        elif kind == "left":
+            self._afar.answered(payload[0])
+            self._bury(*payload)
         elif any(one.handle(source, kind, payload) for one in (self._half.trustee, self._afar)):
             return
         elif self.chief is None:
