@@ -24,13 +24,17 @@ def means(params: dict[str, np.ndarray], batch: Batch) -> dict[str, float]:
 
 
 def train(worker: mpips.Worker) -> None:
-    """Count; worker 1 dies behind its fifth push, with batches in hand."""
+    """Count; worker 1 dies behind its fifth push, with batches in hand, when all have begun."""
+    begun = [Path(f"begun-{number}") for number in range(worker.workers)]
+    begun[worker.id].touch()
     for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=EPOCHS), 1):
         worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=N)
         worker.push_rows("rows", batch.ids % ROWS, -np.ones((len(batch), 2)))
         time.sleep(0.005)
         worker.push(0.0)
         if worker.id == 1 and pushed == 5:
+            while not all(path.exists() for path in begun):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     worker.log(left=worker.id)
     assert worker.evaluate(means, N) == {"loss": EPOCHS}
