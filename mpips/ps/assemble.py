@@ -83,7 +83,7 @@ class WorkerHalf(Half):
 
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
-        self._worker = worker = cluster.roles.workers.index(cluster.rank)
+        worker = cluster.roles.workers.index(cluster.rank)
         self._cluster, self._kept = cluster, design.kept
         self._trustee = Trustee(cluster, window, design)
         self.feed = Feed(cluster, window, worker, design.ahead)

@@ -81,13 +81,11 @@ class Afar:
     Args:
         cluster: The job's ranks.
         design: Of the store.
-
-    Attributes:
         shards: Those that this server serves.
     """
 
     def __init__(self, cluster: Cluster, design: Design, shards: Sequence[Served]) -> None:
-        self._cluster, self._kept, self.shards = cluster, design.kept, shards
+        self._cluster, self._kept, self._shards = cluster, design.kept, shards
         servers = zip(cluster.roles.servers, design.shards, strict=True)
         self._owners = [rank for rank, shard in servers if shard.size]
         self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
@@ -98,7 +96,7 @@ class Afar:
         if kind == "read of":
             number, *request = payload
             rank = self._cluster.roles.servers[number]
-            store = next(served.store for served in self.shards if served.rank == rank)
+            store = next(served.store for served in self._shards if served.rank == rank)
             store.want_read(source, tuple(request))
         elif kind == "whole":
             self._whole.add(source)
@@ -123,19 +121,19 @@ class Afar:
         """
         workers = self._cluster.roles.workers
         if rank in workers and not self._cluster.near(rank):
-            self.ask(rank, self.shards)
+            self._ask(rank)
         for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
-            self.ask(worker, self.shards)
+            self._ask(worker)
 
-    def ask(self, rank: int, shards: Sequence[Served]) -> None:
-        """Ask for what some shards are without of a far worker that has died.
+    def _ask(self, rank: int) -> None:
+        """Ask for what the shards are without of a far worker that has died.
 
         Raises:
             Lost: If nobody has it.
         """
         cluster = self._cluster
         worker, lacking = cluster.roles.workers.index(rank), list[tuple[int, int]]()
-        for served in shards:
+        for served in self._shards:
             if not served.store.idle:
                 number = cluster.roles.servers.index(served.rank)
                 lacking.append((number, served.receiver.lose(worker, rank)))

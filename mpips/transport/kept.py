@@ -60,7 +60,7 @@ class Sending:
     ) -> None:  # fmt: skip
         self._cluster, self._server, self._rank, self._of = cluster, server, rank, of
         self._shard = shard
-        self.packer = Packer(packing, shard, of.grads.dtype, of.worker, BUFFERS)
+        self._packer = Packer(packing, shard, of.grads.dtype, of.worker, BUFFERS)
         self._requests: list[list[Request]] = [[] for _ in range(BUFFERS)]
         self._headers: list[np.ndarray] = [np.zeros(0, "i8")] * BUFFERS
         self.bytes_sent = 0
@@ -69,7 +69,7 @@ class Sending:
         """Send push `seq`, which is announced. Blocks: no; its buffer is to stay as it is."""
         slot, arrays = seq % BUFFERS, self._cluster.arrays
         self._headers[slot] = header = self._of.header(seq, self._server)
-        body = self.packer.pack(self._of.grads[slot, self._shard.range], seq, slot)
+        body = self._packer.pack(self._of.grads[slot, self._shard.range], seq, slot)
         attempt, tag = self._cluster.failures.attempt, tag_of(self._server, BODIES)
         sent = [attempt(arrays.begin_send, header, self._rank, tag_of(self._server, HEADERS))]
         sent += [attempt(arrays.begin_send, piece, self._rank, tag) for piece in body]
