@@ -1,5 +1,6 @@
 """Copies to and from a device: their order, and what is pinned; on one that is late, or real."""
 
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,11 +76,14 @@ LOOPS = [plain, added_up, clipped, begun_anew, dropped, replaced]
 
 
 def memory(net: Any, count: int) -> list[dict[str, np.ndarray]]:
-    """Return vectors of NaN side by side, as views by name."""
+    """Return vectors of NaN side by side, on one page, as views by name."""
     arrays = arrays_of(net)
     size = sum(array.size for array in arrays.values())
+    assert 4 * count * size <= PAGE
     found = []
-    for flat in np.full((count, size), np.nan, "f4"):
+    page = np.frombuffer(mmap.mmap(-1, PAGE), "f4")
+    page[:] = np.nan
+    for flat in page[: count * size].reshape(count, size):
         parts = np.split(flat, np.cumsum([array.size for array in arrays.values()])[:-1])
         both = zip(arrays.items(), parts, strict=True)
         found.append({name: part.reshape(a.shape) for (name, a), part in both})
