@@ -124,7 +124,6 @@ def _check_world(job: "Job") -> None:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
     options = {
-        "read": c.read != "relaxed",
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
     }  # fmt: skip
     for name, given in options.items():

@@ -21,7 +21,7 @@ from mpips.cluster.world import Cluster
 from mpips.cut.agreement import Maximum, Posted, Reduced
 from mpips.ps import far_choice
 from mpips.ps.bequest import Trustee
-from mpips.ps.client import GrantedReads, NearReads, Puller
+from mpips.ps.client import GrantedReads, Held, NearReads, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.feed import Feed
@@ -101,9 +101,10 @@ class WorkerHalf(Half):
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
         self.rows: RowsAtWork | None = None
         if design.tables:
-            ahead = design.bound is None  # else what is read has to be as new as the step
-            codec = design.replies.codec
-            self.rows = RowsAtWork(cluster, window, design.tables, codec, ahead)
+            # Else what is read has to be as new as the step, or is what a record speaks of.
+            ahead = design.bound is None and not design.consistent
+            how = design.replies.codec, ahead, reads.held
+            self.rows = RowsAtWork(cluster, window, design.tables, *how)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:
             self.replicas = list(window.view(me, "replicas"))
@@ -192,7 +193,8 @@ class ServerHalf(Half):
     def _tables(self) -> tuple[Any, ...]:
         """Return what a server with tables is made of beside that; nothing without any."""
         design = self.design
-        return (design.tables, design.replies.codec) if design.tables else ()
+        args = design.tables, design.replies.codec, design.consistent
+        return args if design.tables else ()
 
     def _receiver(self, number: int, server: Server) -> Receiver:
         design = self.design
@@ -256,7 +258,11 @@ def assemble(cluster: Cluster, design: Design) -> WorkerHalf | ServerHalf:
 
 
 class _Reads:
-    """Makes what a worker reads the shards by."""
+    """Makes what a worker reads the shards by.
+
+    Attributes:
+        held: Has servers of this node hold, where reads are consistent.
+    """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, worker: int) -> None:
         self._cluster, self._window, self._design = cluster, window, design
@@ -267,6 +273,9 @@ class _Reads:
         ]
         self._near = [owner for owner in owners if cluster.near(owner[1])]
         self._far = [owner for owner in owners if not cluster.near(owner[1])]
+        self.held: Held | None = None
+        if design.consistent:
+            self.held = Held(cluster, window, self._near, worker)
 
     def puller(self, way: str) -> Puller:
         """Return one that waits for nobody, and reads far shards by "get" or "reply"."""
@@ -284,8 +293,8 @@ class _Reads:
         """Return the one of the design, which may join the reads of neighbours of those ranks."""
         cluster, window, design = self._cluster, self._window, self._design
         near = NearReads(window, self._near)
-        if design.consistent:
-            near = GrantedReads(cluster, window, self._near, self._worker)
+        if self.held is not None:
+            near = GrantedReads(window, self._near, self.held)
         far = self._far_reads(way, design.consistent, controller)
         if far is not None and neighbours:
             args = cluster, self._far, len(design.shards)

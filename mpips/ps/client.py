@@ -9,7 +9,7 @@ server holds between two updates until it has read. The shards of other nodes co
 `mpips.transport.far`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from mpips.layout import Shard
 from mpips.ps.consistency import Controller
 from mpips.transport.far import BEGUN, CLOCK, COMMITTED, FarReads, Owner, ReplyReads
 from mpips.transport.neighbours import SharedReads
+
+SHARD, ROWS = range(2)  # what a worker wants to read; a want is a number of reads, and that
+KINDS = 2
 
 
 def reader_fields(servers: int) -> tuple[Field, ...]:
@@ -68,41 +71,67 @@ class NearReads:
         return torn
 
 
-class GrantedReads(NearReads):
-    """Copies of the shards of this node, each made while its server holds between two updates.
+class Held:
+    """Servers of this node that hold between two updates, for a worker to read. Collective: no.
 
     Args:
         cluster: The job's ranks.
-        window: Where the shards are.
+        window: Where they are.
         owners: See `NearReads`.
         worker_id: Number of this worker.
     """
 
-    holds_up = True
-
     def __init__(
         self, cluster: Cluster, window: Window, owners: Sequence[Owner], worker_id: int
     ) -> None:
-        super().__init__(window, owners)
         self._cluster, self._worker, self._count = cluster, worker_id, 0
         self._wants = window.view(cluster.rank, "wants")
         self._reads = window.view(cluster.rank, "reads")
-        self._each = [
-            (owner[0], window.view(owner[1], "granted_reads"), NearReads(window, [owner]))
-            for owner in owners
-        ]
+        self._granted = {k: window.view(rank, "granted_reads") for k, rank, _ in owners}
+
+    def each(self, servers: Iterable[int], kind: int = SHARD) -> Iterator[int]:
+        """Yield the servers, each of which holds until the next one is asked for.
+
+        Args:
+            servers: Numbers of servers of this node.
+            kind: What is read, `SHARD` or `ROWS`.
+
+        Blocks: until they hold, one after another.
+        """
+        for server in servers:
+            self._count += 1
+            want, granted = self._count * KINDS + kind, self._granted[server]
+            publish(self._wants, server, want)
+            self._cluster.wait(
+                lambda g=granted, want=want: observe(g, self._worker) == want,  # type: ignore[misc]
+                words.SHARD,
+            )
+            try:
+                yield server
+            finally:
+                publish(self._reads, server, want)
+
+
+class GrantedReads(NearReads):
+    """Copies of the shards of this node, each made while its server holds between two updates.
+
+    Args:
+        window: Where the shards are.
+        owners: See `NearReads`.
+        held: Has the servers hold.
+    """
+
+    holds_up = True
+
+    def __init__(self, window: Window, owners: Sequence[Owner], held: Held) -> None:
+        super().__init__(window, owners)
+        self._held = held
+        self._each = {owner[0]: NearReads(window, [owner]) for owner in owners}
 
     def read(self, out: np.ndarray, versions: np.ndarray, clocks: np.ndarray | None = None) -> int:
         """See `NearReads.read`. Blocks: until the servers hold, one after another."""
-        torn, worker = 0, self._worker
-        self._count += 1
-        count = self._count
-        for server, granted, shard in self._each:
-            publish(self._wants, server, count)
-            self._cluster.wait(lambda g=granted: observe(g, worker) == count, words.SHARD)  # type: ignore[misc]
-            torn += shard.read(out, versions, clocks)
-            publish(self._reads, server, count)
-        return torn
+        servers = self._held.each(self.servers)
+        return sum(self._each[server].read(out, versions, clocks) for server in servers)
 
 
 class Puller:

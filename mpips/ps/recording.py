@@ -6,6 +6,9 @@ applied. A record says whose push it was, and how old: the version that its work
 one before the update less the staleness. That of server 0 says as well which samples it was made
 of, and its loss. So the whole order of a run is known, and what each gradient was computed from.
 
+Where there are tables it notes as well who has read rows of them between which updates, in the same
+pieces: a word a read, with the worker's number, and a word `APPLIED` an update.
+
 By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
 replay sees at which push it goes another way. A piece is of `PIECE` records: as many are lost at
 most when a job is killed, and none of those in a checkpoint.
@@ -15,6 +18,7 @@ import json
 import os
 import shutil
 import struct
+from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -29,13 +33,15 @@ from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError, complain
 from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
 from mpips.transport.push import Push
 
-FORMAT = 1
+FORMAT = 2
 PIECE = 64  # records
 LINE_BYTES = 64
-HEAD = struct.Struct("<II")
+APPLIED = 0xFFFF  # among the words of reads
+HEAD = struct.Struct("<III")  # records, words of reads, the sum of both
 SHORT = struct.Struct("<HII")  # worker, staleness, sum of a line of the shard
 WHOLE = struct.Struct("<HIIIQId")  # ... epoch, begin, samples, loss
 SHORT_DTYPE: Final = np.dtype([("worker", "<u2"), ("stale", "<u4"), ("line", "<u4")])
@@ -47,7 +53,7 @@ SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from 
 
 def lines_of(params: np.ndarray) -> tuple[memoryview, int]:
     """Return a shard as bytes, and how many lines they are."""
-    return params.data.cast("B"), -(-params.nbytes // LINE_BYTES)
+    return params.view("u1").data, -(-params.nbytes // LINE_BYTES)
 
 
 def line_of(version: int, lines: int) -> int:
@@ -81,6 +87,11 @@ class Recorder:
         self._whole, self._size = whole, (WHOLE if whole else SHORT).size
         self._records = bytearray(PIECE * self._size)
         self._count = 0
+        self._reads, self._notes_reads = array("H"), bool(about.get("tables"))
+
+    def note_read(self, worker: int) -> None:
+        """Note that a worker reads rows of tables at this version."""
+        self._reads.append(worker)
 
     def note(self, push: Push, staleness: int, version: int) -> None:
         """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
@@ -93,6 +104,8 @@ class Recorder:
         else:
             SHORT.pack_into(self._records, at, push.worker, staleness, line)
         self._count += 1
+        if self._notes_reads:
+            self._reads.append(APPLIED)
         if self._count == PIECE:
             self.flush()
 
@@ -100,8 +113,10 @@ class Recorder:
         """Write what is not written yet."""
         if self._count:
             records = bytes(self._records[: self._count * self._size])
-            self._file.append(HEAD.pack(self._count, crc32(records)) + records)
+            body = records + np.array(self._reads, "<u2").tobytes()
+            self._file.append(HEAD.pack(self._count, len(self._reads), crc32(body)) + body)
             self._count = 0
+            self._reads = array("H")
 
     def close(self) -> None:
         """Write what is left, and let the shard go."""
@@ -120,7 +135,7 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
     number = np.array([_begin_part(job) if job.cluster.is_chief else 0])
     broadcast_polled(half.servers, number, 0, job.cluster.wait_request)
     part = int(number[0])
-    if not part or not job.shard.size:
+    if not part or half.server.idle:
         return None
     server = job.cluster.roles.servers.index(job.cluster.rank)
     path = part_folder(job.out, part) / f"server-{server:05d}"
@@ -175,6 +190,7 @@ def _about(job: Job, part: int, server: int) -> dict[str, Any]:
         "resumed": job.checkpoint.path.name if job.checkpoint is not None else None,
         "started": str(started) if started is not None else None, "numpy": np.__version__,
         "samples": [job.info.n_train, job.info.n_test],
+        "tables": [table.name for table in tables_of(job)],
     }  # fmt: skip
 
 
@@ -186,11 +202,13 @@ class Recorded:
         about: What is known of the job, and of the server.
         records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
         whole: Whether the file ends with a piece, and not within one.
+        reads: Of rows: the number of a worker, or `APPLIED` for an update, shape (n,), uint16.
     """
 
     about: dict[str, Any]
     records: np.ndarray
     whole: bool
+    reads: np.ndarray
 
 
 def read(path: Path) -> Recorded:
@@ -209,12 +227,14 @@ def read(path: Path) -> Recorded:
         got = f"{path}: format {found}"
         raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
     dtype = WHOLE_DTYPE if server == 0 else SHORT_DTYPE
-    pieces, at = [np.zeros(0, dtype)], 0
+    pieces, reads, at = [np.zeros(0, dtype)], [np.zeros(0, "<u2")], 0
     while at + HEAD.size <= len(data):
-        count, total = HEAD.unpack_from(data, at)
-        end = at + HEAD.size + count * dtype.itemsize
-        if end > len(data) or crc32(data[at + HEAD.size : end]) != total:
+        count, words, total = HEAD.unpack_from(data, at)
+        begin, middle = at + HEAD.size, at + HEAD.size + count * dtype.itemsize
+        end = middle + 2 * words
+        if end > len(data) or crc32(data[begin:end]) != total:
             break
-        pieces.append(np.frombuffer(data, dtype, count, at + HEAD.size))
+        pieces.append(np.frombuffer(data, dtype, count, begin))
+        reads.append(np.frombuffer(data, "<u2", words, middle))
         at = end
-    return Recorded(about, np.concatenate(pieces), at == len(data))
+    return Recorded(about, np.concatenate(pieces), at == len(data), np.concatenate(reads))

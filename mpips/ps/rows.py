@@ -1,15 +1,17 @@
 """What a worker does with rows of tables within a step: it reads some, and pushes gradients.
 
 Rows are read from the memory of the servers that own them, each as it is when it is read; those of
-other nodes' servers come by message (`mpips.transport.far_rows`). What is pushed goes into the
+other nodes' servers come by message (`mpips.transport.far_rows`). Where reads are consistent those
+of a step are read while their server holds between two updates, all that a pull wants of it at
+once; what is evaluated in between is read as in other runs. What is pushed goes into the
 buffer of the step's push (`mpips.transport.rows`), and out with it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,10 +22,11 @@ from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import all_finite, scale, sum_squares
 from mpips.layout.tables import Grouped, combine
 from mpips.planning.tables import JobTable
+from mpips.ps.client import ROWS
 from mpips.ps.row_load import RowLoad
 from mpips.ps.table_server import table_fields
 from mpips.ps.table_shard import Memory, NodeRows
-from mpips.transport.far_rows import FarRows
+from mpips.transport.far_rows import ASIDE, FarRows
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Sections
 
@@ -47,6 +50,26 @@ class Counts:
     ahead: int = 0
 
 
+class Holds(Protocol):
+    """Has servers hold between two updates; see `mpips.ps.client.Held`."""
+
+    def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
+        """Yield servers in some order, each of which holds until the next one is asked for."""
+
+
+@dataclass
+class Holding:
+    """What has servers hold while rows are read.
+
+    Attributes:
+        held: It.
+        in_step: Whether what is read is for a step, so that they are to.
+    """
+
+    held: Holds
+    in_step: bool = False
+
+
 class _WorkerTable:
     """A table as one worker has it."""
 
@@ -57,14 +80,17 @@ class _WorkerTable:
         number: int,
         table: JobTable,
         codec: Codec | None,
+        holding: Holding | None,
     ) -> None:
+        self._holding = holding
         ranks = cluster.roles.owners
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
         self.load = RowLoad(self.ownership)
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
-        self.far = FarRows(cluster, number, table, self._dtype, codec)
+        whole = holding is not None
+        self.far = FarRows(cluster, number, table, self._dtype, codec, whole)
         self._ids = self._places = np.empty(0, np.int64)
         self._grouped: Grouped | None = None
         near = {server: rank for server, rank in enumerate(ranks) if cluster.near(rank)}
@@ -73,6 +99,10 @@ class _WorkerTable:
             fields = table_fields(table, len(ranks), server, self._dtype.name)
             memories[server] = {each.name: window.view(rank, each.name) for each in fields}
         self._near = NodeRows(self.ownership, memories)
+        self._each: dict[int, NodeRows] = {}
+        if holding is not None:
+            alone = {server: {server: memory} for server, memory in memories.items()}
+            self._each = {k: NodeRows(self.ownership, one) for k, one in alone.items()}
 
     def clear(self, seq: int) -> None:
         self._sections.starts[seq % BUFFERS] = 0
@@ -104,9 +134,20 @@ class _WorkerTable:
 
     def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
         """Read the rows of this node."""
-        again, torn = self._near.gather(places, out)
-        self.counts.again += again
-        self.counts.torn += torn
+        for rows in self._readers(places):
+            again, torn = rows.gather(places, out)
+            self.counts.again += again
+            self.counts.torn += torn
+
+    def _readers(self, places: np.ndarray) -> Iterator[NodeRows]:
+        """Yield what reads the rows of this node: of all its servers, or of one that holds."""
+        if self._holding is None or not self._holding.in_step:
+            yield self._near
+            return
+        owners = np.unique(np.searchsorted(self.ownership.begins, places, "right") - 1)
+        asked = [server for server in owners.tolist() if server in self._each]
+        for server in self._holding.held.each(asked, ROWS):
+            yield self._each[server]
 
     def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
         k, s = seq % BUFFERS, self._sections
@@ -191,6 +232,7 @@ class RowsAtWork:
         tables: Of the job.
         codec: Of pulls from other nodes.
         ahead: Whether rows may be read a step before they are used.
+        held: Has servers of this node hold while rows of a step are read, where they do.
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
@@ -208,20 +250,32 @@ class RowsAtWork:
         tables: Sequence[JobTable],
         codec: Codec | None = None,
         ahead: bool = False,
+        held: Holds | None = None,
     ) -> None:
+        self._holding = Holding(held) if held is not None else None
         self._tables = {
-            table.name: _WorkerTable(cluster, window, number, table, codec)
+            table.name: _WorkerTable(cluster, window, number, table, codec, self._holding)
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
         near = all(table.all_near for table in self._tables.values())
         self.reads_ahead, self.asks = ahead and not near, False
+        self.end()
 
     def begin(self, seq: int) -> None:
         """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
         self._seq = seq
         for table in self._tables.values():
             table.clear(seq)
+        if self._holding is not None:
+            self._holding.in_step = True
+            self.want(0)
+
+    def end(self) -> None:
+        """End the step: its push is made, or it has none."""
+        if self._holding is not None:
+            self._holding.in_step = False
+            self.want(ASIDE)
 
     def want(self, version: int) -> None:
         """Read rows from now on that hold so many rounds; in modes without rounds it is 0."""
@@ -230,14 +284,14 @@ class RowsAtWork:
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Read rows of a table; see `mpips.Worker.pull_rows`."""
-        table, found = self._find(name, ids)
+        table, found = _find(self._tables, name, ids)
         with self.alone():
             rows = table.pull(found.reshape(-1))
         return rows.reshape(*found.shape, table.table.dim)
 
     def ask(self, name: str, ids: Any) -> None:
         """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
-        table, found = self._find(name, ids)
+        table, found = _find(self._tables, name, ids)
         if self.reads_ahead and not table.all_near:
             self.asks = True
             with self.alone():
@@ -251,7 +305,7 @@ class RowsAtWork:
         """
         for wanted in lists:
             for name, ids in wanted.items():
-                table, found = self._find(name, ids)
+                table, found = _find(self._tables, name, ids)
                 if not table.far.has_asked(found.reshape(-1)):
                     self.ask(name, ids)
 
@@ -267,7 +321,7 @@ class RowsAtWork:
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
         """Add gradients to the push of the step; see `mpips.Worker.push_rows`."""
-        table, found = self._find(name, ids)
+        table, found = _find(self._tables, name, ids)
         checked = table.check_gradients(found, grads)
         if self.weight != 1:
             checked = checked * checked.dtype.type(self.weight)
@@ -282,14 +336,6 @@ class RowsAtWork:
         """Scale what is pushed with the step."""
         for table in self._tables.values():
             scale(table.sums(self._seq), factor)
-
-    def _find(self, name: str, ids: Any) -> tuple[_WorkerTable, np.ndarray]:
-        if name not in self._tables:
-            raise unknown("table", name, self._tables)
-        found = np.asarray(ids)
-        if not found.size:  # of an empty list it is a float
-            found = found.astype(np.int64)
-        return self._tables[name], found
 
     @property
     def bytes_sent(self) -> int:
@@ -307,3 +353,14 @@ class RowsAtWork:
             name: {**vars(table.counts), "load": table.load.stats()}
             for name, table in self._tables.items()
         }
+
+
+def _find(
+    tables: Mapping[str, _WorkerTable], name: str, ids: Any
+) -> tuple[_WorkerTable, np.ndarray]:
+    if name not in tables:
+        raise unknown("table", name, tables)
+    found = np.asarray(ids)
+    if not found.size:  # of an empty list it is a float
+        found = found.astype(np.int64)
+    return tables[name], found

@@ -102,7 +102,11 @@ class Grants:
     """Consistent reads by workers of this node, the server's half. Collective: no.
 
     A worker publishes the number of the read that it wants; the server grants it between two
-    updates, and holds until the worker has published the same number again.
+    updates, and holds until the worker has published the same number again. A number that is odd
+    wants rows of tables (`mpips.ps.client.Held`).
+
+    Attributes:
+        noted: Called with the number of a worker that reads rows.
     """
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int) -> None:
@@ -110,6 +114,7 @@ class Grants:
         self._granted = window.view(cluster.roles.servers[server_id], "granted_reads")
         near = [(w, r) for w, r in enumerate(cluster.roles.workers) if cluster.near(r)]
         self._ranks = cluster.roles.workers
+        self.noted: Callable[[int], object] = lambda worker: None
         self._readers = [(w, window.view(r, "wants"), window.view(r, "reads")) for w, r in near]
         self._asked = (
             addresses_of((wants for _, wants, _ in self._readers), server_id),
@@ -134,6 +139,8 @@ class Grants:
         while found >= 0 and len(held) < len(self._readers):
             worker, wants, reads = self._readers[found]
             want = observe(wants, self._server)
+            if want & 1:
+                self.noted(worker)
             publish(self._granted, worker, want)
             held.append((self._ranks[worker], reads, want))
             found = find_ahead(*self._asked, (found + 1) % len(self._readers))

@@ -256,6 +256,8 @@ class GradientSteps(Steps):
                 self._ready = True
             self._begin(seq)
             times.pull_s += time.perf_counter() - start
+        if self._rows is not None:
+            self._rows.end()
         start = time.perf_counter()
         words.enter(words.PUSHING, start)
         self._sender.push(batch, samples, loss, versions, number, self.job.rate_factor)

@@ -98,12 +98,13 @@ class JournaledTables(TableServer, Journaled):
         self,
         tables: Sequence[JobTable],
         codec: Codec | None,
+        consistent: bool,
         cluster: Cluster,
         window: Window,
         server_id: int,
         *args: Any,
     ) -> None:
-        super().__init__(tables, codec, cluster, window, server_id, *args)
+        super().__init__(tables, codec, consistent, cluster, window, server_id, *args)
         rank = cluster.roles.servers[server_id]
         undo, touched = window.view(rank, "row_undo"), window.view(rank, "touched")
         self._row_undo = RowUndo((undo, touched, self._journal))

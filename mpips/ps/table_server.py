@@ -81,6 +81,10 @@ class ServedTable:
             at += width
         return lines[:, :dim], slots
 
+    def owned(self, rows: np.ndarray) -> int:
+        """Return how many of some rows are this server's."""
+        return int(np.count_nonzero(self._ownership.locate(rows)[0] == self._server))
+
     def fill(self, saved: TableRows) -> None:
         """Take those of some rows that are this server's, before anybody reads them."""
         owners, places = self._ownership.locate(saved.rows)
@@ -119,6 +123,7 @@ class TableServer(Server):
     Args:
         tables: Of the job.
         codec: Of pulls from other nodes.
+        consistent: Whether rows of a step are read between two updates.
         args: See `Server`.
 
     Attributes:
@@ -129,6 +134,7 @@ class TableServer(Server):
         self,
         tables: Sequence[JobTable],
         codec: Codec | None,
+        consistent: bool,
         cluster: Cluster,
         window: Window,
         server_id: int,
@@ -144,7 +150,17 @@ class TableServer(Server):
         self._far: RowReplies | None = None
         if cluster.nodes > 1:
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-            self._far = RowReplies(cluster, served, self.params.dtype, codec)
+            noted = self._note_far if consistent else None
+            self._far = RowReplies(cluster, served, self.params.dtype, codec, noted)
+        self._grants.noted = self._note_read
+
+    def _note_read(self, worker: int) -> None:
+        """Note that a worker reads rows at this version."""
+        if self.recorder is not None:
+            self.recorder.note_read(worker)
+
+    def _note_far(self, rank: int) -> None:
+        self._note_read(self._cluster.roles.workers.index(rank))
 
     @property
     def idle(self) -> bool:
@@ -190,7 +206,7 @@ class TableServer(Server):
         """Enter MPI within an update, and send a little of what far workers wait for."""
         if self._far is not None:
             self._cluster.progress()
-            self._far.serve(most=1)
+            self._far.serve(most=1, between=False)
 
     def _update(self, push: Push, version: int, oldest: int) -> None:
         super()._update(push, version, oldest)

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,9 +21,14 @@ import numpy as np
 from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
 from mpips.problems.accumulate import Tasks
+from mpips.ps.rows import RowsAtWork
 from mpips.ps.worker import make_loader
 from mpips.replay.computing import Computed, Computer
+from mpips.replay.record import Part
+from mpips.replay.stand_ins import Memory, OneNode
+from mpips.transport.rows import Section, Sections
 
 
 class Over(BaseException):
@@ -43,17 +48,22 @@ class Area:
     """Memory that a replay and the copy for a worker share.
 
     Args:
-        size: Number of parameters.
-        dtype: Of them.
+        job: Of the worker's rank.
+        part: Its record.
+        memory: Of servers and workers, where there are tables.
 
     Attributes:
+        part: As given.
+        memory: As given.
         replica: What a gradient is computed from, shape (size,).
         grad: The gradient, likewise.
     """
 
-    def __init__(self, size: int, dtype: np.dtype) -> None:
-        memory = mmap.mmap(-1, max(1, 2 * size * dtype.itemsize))
-        vectors = np.frombuffer(memory, dtype, 2 * size)
+    def __init__(self, job: Job, part: Part, memory: Memory) -> None:
+        self.part, self.memory = part, memory
+        size, dtype = job.layout.size, job.dtype
+        pages = mmap.mmap(-1, max(1, 2 * size * dtype.itemsize))
+        vectors = np.frombuffer(pages, dtype, 2 * size)
         self.replica, self.grad = vectors[:size], vectors[size:]
 
 
@@ -75,20 +85,30 @@ class Asked:
             Over: If none will come.
         """
         area = self._area
+        if tables := tables_of(job):
+            ranks = OneNode(area.part, job.cluster.rank)
+            job.rows = RowsAtWork(ranks, area.memory, tables, held=self)
         with make_loader(job) as loader:
             computer = Computer(job, loader)
             while True:
-                batch = self._next()
-                loss = yield from computer.gradient(batch, area.replica, area.grad)
+                number, batch = self._heard()
+                loss = yield from computer.gradient(number, batch, area.replica, area.grad)
                 self.tell("computed", Computed(loss, job.rate_factor, job.frozen))
                 yield None
 
-    def _next(self) -> Range:
+    def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
+        """Yield servers as they come to the versions at which their rows were read."""
+        if wanted := list(servers):
+            self.tell("reads", wanted)
+        for _ in wanted:
+            yield self._heard()
+            self.tell("read")
+
+    def _heard(self) -> Any:
         try:
-            batch: Range = self._pipe.recv()
+            return self._pipe.recv()
         except EOFError:
             raise Over(0, copied=True) from None
-        return batch
 
     def tell(self, kind: str, what: Any = None) -> None:
         """Tell the replay something."""
@@ -101,6 +121,7 @@ class Apart:
 
     Args:
         job: Of the worker's rank.
+        area: What it shares with this process.
         work: What the copy does; it returns where the worker's loop is over.
 
     Raises:
@@ -109,9 +130,14 @@ class Apart:
 
     _living: "list[Apart]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
 
-    def __init__(self, job: Job, work: Callable[[Asked], object]) -> None:
+    def __init__(self, job: Job, area: Area, work: Callable[[Asked], object]) -> None:
         assert job.worker_id is not None, "a server computes no gradient"
-        self._worker, self._area = job.worker_id, Area(job.layout.size, job.dtype)
+        self._worker, self._area = job.worker_id, area
+        tables, self._servers = tables_of(job), len(job.cluster.roles.servers)
+        rank = job.cluster.rank
+        self._sections = [Sections(area.memory, rank, table.name) for table in tables]
+        self._wants: list[int] = []  # servers whose rows are to be read
+        self._number, self._grad = 0, area.grad
         self._pipe, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -134,22 +160,54 @@ class Apart:
             raise Over(1, copied=True) from None
         raise Over(0, copied=True)
 
-    def compute(self, batch: Range, replica: np.ndarray, grad: np.ndarray) -> Computed:
-        """Have a gradient computed; see `Computer.gradient`.
+    def begin(self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray) -> None:
+        """Begin to have a gradient computed; see `Computer.gradient`."""
+        np.copyto(self._area.replica, replica)
+        self._number, self._grad = number, grad
+        self._say((number, batch))
+
+    def advance(self, read: Callable[[int], bool]) -> Computed | None:
+        """Get on with it; None where it has to read rows of a server of another version.
+
+        Args:
+            read: Whether the worker reads a server's rows at the version that it has, now.
 
         Raises:
             UserError: If the program goes another way than in the run, with exit code 1.
         """
-        np.copyto(self._area.replica, replica)
+        while True:
+            for server in [k for k in self._wants if read(k)]:
+                self._say(server)
+                self._hear("read")
+                self._wants.remove(server)
+            if self._wants:
+                return None
+            kind, what = self._hear("reads", "computed")
+            if kind == "computed":
+                np.copyto(self._grad, self._area.grad)
+                found: Computed = what
+                return found._replace(rows=self._rows())
+            self._wants = what
+
+    def _rows(self) -> tuple[tuple[Section, ...], ...]:
+        """Return copies of what the push has of tables."""
+        found = (
+            tuple(sections.of(self._number, k) for sections in self._sections)
+            for k in range(self._servers)
+        )
+        return tuple(tuple(Section(*map(np.copy, one)) for one in each) for each in found)
+
+    def _say(self, what: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # what it has said last tells why
+            self._pipe.send(what)
+
+    def _hear(self, *expected: str) -> tuple[str, Any]:
         kind, what = "ended", None
-        with contextlib.suppress(BrokenPipeError, EOFError, ConnectionResetError):
-            self._pipe.send(batch)
+        with contextlib.suppress(EOFError, ConnectionResetError):
             kind, what = self._pipe.recv()
-        if kind != "computed":
+        if kind not in expected:
             raise self._differing(kind, what)
-        np.copyto(grad, self._area.grad)
-        assert isinstance(what, Computed), "so it says"
-        return what
+        return kind, what
 
     def _differing(self, kind: str, what: str | None) -> UserError:
         told = {"left": "has left its loop", "ended": "has ended its process"}

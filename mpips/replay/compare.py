@@ -10,6 +10,7 @@ from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.ps.recording import LINE_BYTES, line_of, line_sum, lines_of
 from mpips.ps.shard import Server
+from mpips.ps.table_server import TableServer
 from mpips.transport.wire import Packer
 
 REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"
@@ -63,6 +64,45 @@ def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
     for name, slot in zip(job.slots, store.slots, strict=True):
         whose = f"{saved.path}: of server {k}'s slot {name}"
         _compare(job.layout, begin, whose, slot, saved.read_slot(name, begin, end))
+
+
+def compare_rows(k: int, store: TableServer, saved: Checkpoint) -> None:
+    """Compare a server's rows of tables, and their slots, with a checkpoint, bit by bit.
+
+    Raises:
+        UserError: If some were changed that are not there, or an element differs.
+    """
+    for served in store.tables:
+        name, found = served.table.name, served.changed_rows(store.params.dtype)
+        order = np.argsort(found.rows)
+        mine, whose = found.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
+        seen = owned = 0
+        for piece in saved.read_table(name):
+            at = np.minimum(np.searchsorted(mine, piece.rows), max(0, mine.size - 1))
+            here = np.flatnonzero(mine[at] == piece.rows) if mine.size else at[:0]
+            owned += served.owned(piece.rows)
+            if not here.size:
+                continue
+            seen += here.size
+            places = order[at[here]]
+            pairs = {"values": (found.params, piece.params)}
+            pairs |= {f"slot {s}": (found.slots[s], piece.slots[s]) for s in found.slots}
+            for what, (ours, theirs) in pairs.items():
+                _compare_rows(f"{whose}, {what},", piece.rows[here], ours[places], theirs[here])
+        if seen != mine.size or owned != mine.size:
+            raise differing(f"{whose}: the number that was changed", mine.size, owned)
+
+
+def _compare_rows(whose: str, ids: np.ndarray, replay: np.ndarray, run: np.ndarray) -> None:
+    replay, run = np.ascontiguousarray(replay), np.ascontiguousarray(run)
+    bits = f"u{replay.itemsize}"
+    differ = replay.view(bits).reshape(len(ids), -1) != run.view(bits).reshape(len(ids), -1)
+    if differ.any():
+        row, column = np.argwhere(differ)[0].tolist()
+        what = f"{whose} {int(differ.any(axis=1).sum()):,} of {len(ids):,} differ; the first, "
+        first = f"{what}row {ids[row]} at {column},"
+        values = (float(array.reshape(len(ids), -1)[row, column]) for array in (replay, run))
+        raise differing(first, *map(repr, values))
 
 
 def compare_own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:

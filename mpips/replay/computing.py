@@ -1,6 +1,7 @@
 """How a worker's gradients are computed again: in this process, one after the other."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from mpips.optim import Ranges, clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks, follow, submit, taken
 from mpips.replay.draws import Draws
+from mpips.transport.rows import Section
 
 
 class Computed(NamedTuple):
@@ -20,11 +22,13 @@ class Computed(NamedTuple):
         loss: Mean loss over its samples.
         factor: Of the learning rate, as a program has set it.
         frozen: Arrays that a program has frozen, by their ranges.
+        rows: What is pushed of tables, by server and table.
     """
 
     loss: float
     factor: float = 1.0
     frozen: Ranges = ()
+    rows: tuple[tuple[Section, ...], ...] = ()
 
 
 class Computer:
@@ -38,15 +42,20 @@ class Computer:
     def __init__(self, job: Job, loader: Loader) -> None:
         self._job, self._loader, self._accumulator = job, loader, Accumulator(job)
 
-    def gradient(self, batch: Range, replica: np.ndarray, grad: np.ndarray) -> Tasks[float]:
+    def gradient(
+        self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray
+    ) -> Tasks[float]:
         """Have the gradient of a step computed; returns the mean loss.
 
         Args:
+            number: Of the push, 1 for the worker's first.
             batch: The samples.
             replica: What it is computed from, shape (n_params,).
             grad: Where it goes, likewise.
         """
-        job = self._job
+        job, rows = self._job, self._job.rows
+        if rows is not None:
+            rows.begin(number)
         submit(job, self._loader, batch)
         params = job.layout.views(replica, writable=False)
         batches, samples = taken(job, self._loader, batch), batch[2] - batch[1]
@@ -54,7 +63,11 @@ class Computer:
         loss = yield from self._accumulator.gradient(*args)
         if job.config.clip:
             trained = grad[: job.trained]
-            scale(trained, clip_factor(sum_squares(trained), job.config.clip))
+            squares = sum_squares(trained) + (rows.sum_squares() if rows is not None else 0.0)
+            factor = clip_factor(squares, job.config.clip)
+            scale(trained, factor)
+            if rows is not None:
+                rows.scale(factor)
         return loss
 
 
@@ -68,11 +81,16 @@ class Here:
 
     def __init__(self, job: Job, loader: Loader) -> None:
         self._problem, self._computer, self._draws = job.problem, Computer(job, loader), Draws()
+        self._args: tuple[Any, ...] = ()
 
-    def compute(self, batch: Range, replica: np.ndarray, grad: np.ndarray) -> Computed:
-        """Compute a gradient; see `Computer.gradient`."""
+    def begin(self, *args: Any) -> None:
+        """Begin to compute a gradient; see `Computer.gradient`."""
+        self._args = args
+
+    def advance(self, read: Callable[[int], bool]) -> Computed | None:
+        """Compute it."""
         with self._draws.own():
-            return Computed(follow(self._problem, self._computer.gradient(batch, replica, grad)))
+            return Computed(follow(self._problem, self._computer.gradient(*self._args)))
 
     def end(self) -> None:
         """Nothing is to be ended."""

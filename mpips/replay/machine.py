@@ -8,7 +8,7 @@ same. A worker holds no more vectors than it did then, but for pushes that wait 
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -17,11 +17,20 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
+from mpips.ps.table_server import TableServer
 from mpips.replay.apart import Apart
-from mpips.replay.compare import compare_line, compare_loss, compare_own, compare_shard
+from mpips.replay.compare import (
+    compare_line,
+    compare_loss,
+    compare_own,
+    compare_rows,
+    compare_shard,
+    differing,
+)
 from mpips.replay.computing import Here
-from mpips.replay.order import Order
-from mpips.replay.parts import Made, Maker, Setting, make_server
+from mpips.replay.order import Order, RowOrder
+from mpips.replay.parts import Made, Maker, Setting, make_memory, make_server
+from mpips.replay.stand_ins import Memory
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
 
@@ -47,10 +56,12 @@ class Worker:
         self.computed = 0
         self.frozen: Ranges = ()
         self._replica, self._missing = maker.vector(), set(order.at)
+        self._batch: Range | None = None
+        self._grad = self._replica
 
     def read(self, servers: Mapping[int, Server]) -> list[int]:
         """Copy the shards that are at the versions which the next push needs; returns which."""
-        if self.computed >= self._order.complete[self._number]:
+        if self.done or self.computing:
             return []
         reads, n = self._order.reads, self.computed
         found = [k for k in self._missing if reads[k][self._number][n] == servers[k].version]
@@ -60,17 +71,34 @@ class Worker:
         return found
 
     @property
-    def whole(self) -> bool:
-        """Whether all shards are read that the next push needs."""
-        return not self._missing
+    def done(self) -> bool:
+        """Whether all pushes are computed that every server has recorded."""
+        return self.computed >= self._order.complete[self._number]
 
-    def compute(self, batch: Range) -> Made:
-        """Compute the next push."""
+    @property
+    def may_begin(self) -> bool:
+        """Whether all shards are read that the next push needs."""
+        return not (self._missing or self.done or self.computing)
+
+    @property
+    def computing(self) -> bool:
+        """Whether a push is being computed."""
+        return self._batch is not None
+
+    def begin(self, batch: Range) -> None:
+        """Begin to compute the next push."""
+        self._batch, self._grad = batch, self.maker.vector()
+        self.source.begin(self.computed + 1, batch, self._replica, self._grad)
+
+    def advance(self, read: Callable[[int], bool]) -> Made | None:
+        """Get on with it; returns the push, or None where `Apart.advance` does."""
+        computed, batch, grad = self.source.advance(read), self._batch, self._grad
+        if computed is None:
+            return None
+        assert batch is not None, "it has begun"
         self.computed += 1
-        grad = self.maker.vector()
-        computed = self.source.compute(batch, self._replica, grad)
         made = self.maker.make(self.computed, batch, self._replica, grad, computed)
-        self.made[self.computed] = made
+        self.made[self.computed], self._batch = made, None
         self._replica, self._missing = self.maker.vector(), set(self._order.at)
         return made
 
@@ -93,21 +121,27 @@ class Replay:
     def __init__(self, setting: Setting, saved: Mapping[int, Checkpoint]) -> None:
         part = setting.part
         self._part, self._records, self._saved = part, part.records, saved
-        ranks = part.about["world"]["servers"]
-        stores = [make_server(setting.job(rank)) for rank in ranks]
-        self.servers = {k: store for k, store in enumerate(stores) if store.shard.size}
         ranks = part.about["workers"]
         self.job = setting.job(ranks[0])
+        memory = make_memory(self.job)
+        servers = part.about["world"]["servers"]
+        stores = [make_server(setting.job(rank), memory) for rank in servers]
+        self.servers = {k: store for k, store in enumerate(stores) if not store.idle}
         self._order = Order(part.records, list(self.servers), len(ranks), part.base)
+        self._rows = RowOrder(part.reads, len(ranks), part.base)
         self._workers = list[Worker]()
         self._over = contextlib.ExitStack()
-        self._begin(setting)
+        self._begin(setting, memory)
         self._applied = {k: [0] * len(ranks) for k in self.servers}
         self._read = dict.fromkeys(self.servers, 0)  # workers' reads of the version that it has
         self._before = self.job.handout().before
         self.compared: dict[int, int] = {}
+        self._has_read_rows = False
+        for number, worker in enumerate(self._workers):
+            if worker.done:
+                self._rows.drop(number)
 
-    def _begin(self, setting: Setting) -> None:
+    def _begin(self, setting: Setting, memory: Memory) -> None:
         """Make the workers, each with a model of its own."""
         loader = setting.loader(self.job)
         with contextlib.ExitStack() as over:
@@ -115,7 +149,7 @@ class Replay:
                 over.enter_context(loader)
             for number, rank in enumerate(self._part.about["workers"]):
                 job = setting.job(rank)
-                source = Here(job, loader) if loader is not None else setting.apart(job)
+                source = Here(job, loader) if loader is not None else setting.apart(job, memory)
                 over.callback(source.end)
                 self._workers.append(Worker(Maker(job), source, number, self._order))
             self._over = over.pop_all()
@@ -162,21 +196,48 @@ class Replay:
             raise UserError(got, "the order of a run", "the record is damaged")
 
     def _advance_worker(self, number: int) -> bool:
-        worker = self._workers[number]
+        worker, self._has_read_rows = self._workers[number], False
         read = worker.read(self.servers)
         for k in read:
             self._read[k] += 1
-        if not read or not worker.whole:
-            return bool(read)
-        first = next(iter(self.servers))
-        record = self._records[first][self._order.at[first][number][worker.computed]]
-        epoch, begin = int(record["epoch"]), int(record["begin"])
-        made = worker.compute((epoch, begin, begin + int(record["samples"])))
+        if worker.may_begin:
+            record = self._record(number, worker.computed)
+            epoch, begin = int(record["epoch"]), int(record["begin"])
+            worker.begin((epoch, begin, begin + int(record["samples"])))
+        made = self._computed(number, worker) if worker.computing else None
+        if made is None:
+            return bool(read) or self._has_read_rows
+        record = self._record(number, worker.computed - 1)
         push = f"push {worker.computed} of worker {number}"
         compare_loss(f"{push} ({batch_text(made.batch)})", made.loss, float(record["loss"]))
         self._leave_alone(number, worker, made)
         self._compare_own(number, worker)
         return True
+
+    def _record(self, number: int, at: int) -> np.void:
+        """Return the record of a worker's push, from 0, which says what it was made of."""
+        first = next(iter(self.servers))
+        found: np.void = self._records[first][self._order.at[first][number][at]]
+        return found
+
+    def _computed(self, number: int, worker: Worker) -> Made | None:
+        """Get on with a worker's next push; returns it when it is there."""
+
+        def read(k: int) -> bool:
+            version, now = self._rows.next(k, number), self.servers[k].version
+            if version is None or version < now:
+                push = f"push {worker.computed + 1} of worker {number}"
+                run = "at no version of it" if version is None else f"at version {version}"
+                raise differing(f"{push} reads rows of server {k}, which", f"at {now}", run)
+            if version == now:
+                self._rows.take(k, number)
+                self._has_read_rows = True
+            return version == now
+
+        made = worker.advance(read)
+        if worker.done:
+            self._rows.drop(number)
+        return made
 
     def _leave_alone(self, number: int, worker: Worker, made: Made) -> None:
         """Tell the servers what a worker's pushes leave alone from this one on."""
@@ -205,6 +266,8 @@ class Replay:
         store, at = self.servers[k], self.servers[k].version - self._part.base
         if at == len(self._records[k]) or self._read[k] < self._order.readers[k][at]:
             return False
+        if self._rows.waits_at(k, store.version):
+            return False
         record = self._records[k][at]
         number, stale = int(record["worker"]), int(record["stale"])
         worker, seq = self._workers[number], self._applied[k][number] + 1
@@ -225,6 +288,8 @@ class Replay:
         saved = self._saved.get(store.version)
         if saved is not None:
             compare_shard(self.job, k, store, saved)
+            if isinstance(store, TableServer):
+                compare_rows(k, store, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
         if store.version == until:
             found[k] = [array.copy() for array in (store.params, *store.slots)]

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpips.ps.recording import APPLIED
+
 
 class Order:
     """The pushes of a recorded job that every server with a shard has recorded.
@@ -36,6 +38,40 @@ class Order:
             each = zip(self.reads[k], self.complete, strict=True)
             read = np.concatenate([versions[:n] for versions, n in each]) - base
             self.readers[k] = np.bincount(read, minlength=len(records[k]) + 1)
+
+
+class RowOrder:
+    """Who read rows of which server at which version, and has not done so again yet.
+
+    Args:
+        reads: Of each server; see `Recorded.reads`.
+        workers: Number of workers.
+        base: The version that all servers began at.
+    """
+
+    def __init__(self, reads: Sequence[np.ndarray], workers: int, base: int) -> None:
+        self._versions: list[list[list[int]]] = []  # by server and worker
+        for words in reads:
+            versions = base + np.cumsum(words == APPLIED)
+            self._versions.append([versions[words == w].tolist()[::-1] for w in range(workers)])
+
+    def next(self, server: int, worker: int) -> int | None:
+        """Return the version at which a worker's next read of a server's rows is; None if never."""
+        versions = self._versions[server][worker]
+        return versions[-1] if versions else None
+
+    def take(self, server: int, worker: int) -> None:
+        """Note that a worker has read."""
+        self._versions[server][worker].pop()
+
+    def drop(self, worker: int) -> None:
+        """Leave out what a worker has read behind its last push."""
+        for by_worker in self._versions:
+            by_worker[worker].clear()
+
+    def waits_at(self, server: int, version: int) -> bool:
+        """Whether somebody is still to read a server's rows at a version."""
+        return any(v and v[-1] <= version for v in self._versions[server])
 
 
 def _by_worker(numbers: np.ndarray, workers: int) -> list[np.ndarray]:

@@ -11,18 +11,23 @@ from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.layout import Shard, aligned_zeros
 from mpips.planning.job import Job
+from mpips.planning.tables import tables_of
 from mpips.problems import Problem, load_problem
+from mpips.problems.accumulate import follow
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
+from mpips.ps.table_server import TableServer, table_fields
 from mpips.ps.worker import make_loader
-from mpips.replay.apart import Apart, Asked
+from mpips.replay.apart import Apart, Area, Asked
 from mpips.replay.computing import Computed
 from mpips.replay.record import Part
 from mpips.replay.stand_ins import Memory, Ranks
 from mpips.session.folder import Run
 from mpips.session.setup import initial_of
+from mpips.transport.packed_rows import arrived, rows_codec
 from mpips.transport.push import Push
+from mpips.transport.rows import Section, rows_fields
 from mpips.transport.wire import Packer
 
 
@@ -71,20 +76,23 @@ class Setting:
         return load_problem(self.config.problem, self.info, self.config)
 
     def loader(self, job: Job) -> Loader | None:
-        """Return the reader of batches, which all workers share; None where each has its own."""
-        return make_loader(job)
+        """Return the reader of batches, which all workers share; None where each has its own.
 
-    def apart(self, job: Job) -> Apart:
+        They do where this process computes all gradients, which it can where no rows are read.
+        """
+        return None if tables_of(job) else make_loader(job)
+
+    def apart(self, job: Job, memory: Memory) -> Apart:
         """Return what computes a worker's gradients where each has a reader of its own.
 
         Raises:
             Over: In the process that does.
         """
-        return Apart(job, lambda asked: self.work(job, asked))
+        return Apart(job, Area(job, self.part, memory), lambda asked: self.work(job, asked))
 
     def work(self, job: Job, asked: Asked) -> None:
         """Do what a worker's rank did, in a process of its own."""
-        raise AssertionError("this one computes all gradients")
+        follow(job.problem, asked.tasks(job))
 
     def job(self, rank: int) -> Job:
         """Return the job as one of its ranks had it, with a model of its own.
@@ -104,15 +112,30 @@ class Setting:
         return Job(config, ranks, self.info, self.dataset, problem, *how)
 
 
-def make_server(job: Job) -> Server:
+def make_memory(job: Job) -> Memory:
+    """Return the memory of all servers and workers, as far as a replay needs it."""
+    design, roles = Design.of(job), job.cluster.roles
+    servers, workers, dtype = len(roles.servers), len(roles.workers), design.dtype
+    fields = {}
+    for number, rank in enumerate(roles.servers):
+        own = server_fields(job.shards[number].size, design.slots, dtype, workers)
+        for table in design.tables:
+            own += table_fields(table, servers, number, dtype)
+        fields[rank] = own
+    of_worker = reader_fields(servers) + rows_fields(design.tables, servers, dtype)
+    return Memory(fields | dict.fromkeys(roles.workers, of_worker))
+
+
+def make_server(job: Job, memory: Memory) -> Server:
     """Return a server as it began: the one of the job's rank, filled."""
     design, roles = Design.of(job), job.cluster.roles
-    number, workers = roles.servers.index(job.cluster.rank), len(roles.workers)
-    own = server_fields(job.shard.size, design.slots, design.dtype, workers)
-    fields = {job.cluster.rank: own}
-    fields |= dict.fromkeys(roles.workers, reader_fields(len(roles.servers)))
+    number = roles.servers.index(job.cluster.rank)
     how = design.rule, design.rate, design.replies, design.stale
-    server = Server(job.cluster, Memory(fields), number, job.shard, *how)
+    place = job.cluster, memory, number, job.shard
+    if design.tables:
+        tables = TableServer(design.tables, None, True, *place, *how)
+        tables.restore(job.checkpoint)
+    server = tables if design.tables else Server(*place, *how)
     job.fill(server.params, server.slots, job.shard)
     server.start_from(job.base_step)
     return server
@@ -157,7 +180,11 @@ class Maker:
         ranks, design = job.cluster, Design.of(job)
         owners = list(enumerate(zip(ranks.roles.servers, job.shards, strict=True)))
         far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
-        self._shards: dict[int, Shard] = {k: shard for k, (_, shard) in owners if shard.size}
+        taking = [k for k, shard in enumerate(job.shards) if shard.size or design.tables]
+        self._shards: dict[int, Shard] = {k: job.shards[k] for k in taking}
+        servers = enumerate(ranks.roles.servers)
+        codec = rows_codec(design.pushes.codec)
+        self._row_codecs = {k: None if ranks.near(rank) else codec for k, rank in servers}
         self.packers = {
             k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in far
         }
@@ -203,7 +230,10 @@ class Maker:
         origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
         who = self._worker, number, made.batch, samples, made.loss
-        return Push(*who, version, grad, origin, factor=made.computed.factor)
+        sections = made.computed.rows[server] if made.computed.rows else ()
+        codec = self._row_codecs[server]
+        rows = tuple(Section(places, arrived(sums, codec)) for places, sums in sections)
+        return Push(*who, version, grad, origin, factor=made.computed.factor, rows=rows)
 
     def applied(self, made: Made) -> bool:
         """Note that one more server has applied a push; returns whether all have."""

@@ -16,7 +16,7 @@ from mpips.library.start import DATASET
 from mpips.ps import recording
 
 ABOUT = {"part", "shard", "config", "world", "workers", "spares", "block", "step", "resumed",
-         "started", "numpy"}  # fmt: skip
+         "started", "numpy", "samples", "tables"}  # fmt: skip
 WORLD = {"servers", "ranks", "node_of", "threads", "cpu"}
 
 
@@ -29,12 +29,14 @@ class Part:
         about: What is known of it.
         records: Of each server, in the order in which it applied pushes; empty for empty shards.
         whole: Whether no file ends within a piece.
+        reads: Who read rows of each server, and when; see `Recorded.reads`.
     """
 
     folder: Path
     about: dict[str, Any]
     records: tuple[np.ndarray, ...]
     whole: bool
+    reads: tuple[np.ndarray, ...]
 
     @property
     def number(self) -> int:
@@ -100,7 +102,8 @@ def _read_part(folder: Path) -> Part | None:
     dtypes = (recording.SHORT_DTYPE if k else recording.WHOLE_DTYPE for k in range(servers))
     none = [np.zeros(0, dtype) for dtype in dtypes]
     records = [found[k].records if k in found else none[k] for k in range(servers)]
-    return Part(folder, about, tuple(records), all(r.whole for r in found.values()))
+    reads = [found[k].reads if k in found else np.zeros(0, "<u2") for k in range(servers)]
+    return Part(folder, about, tuple(records), all(r.whole for r in found.values()), tuple(reads))
 
 
 Saved = dict[int, dict[int, Checkpoint]]

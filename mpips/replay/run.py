@@ -11,6 +11,7 @@ from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS, npz_writer
 from mpips.checkpoint.files import write_durably
 from mpips.cluster.process import cpu_name
 from mpips.errors import UserError
+from mpips.planning.tables import tables_of
 from mpips.replay.machine import Replay, batch_text
 from mpips.replay.parts import Setting
 from mpips.replay.program import run_program
@@ -54,7 +55,8 @@ def replay(
                 yield summary(part, made, saved[part.number])
             if out is not None and part in (parts[-1], *[part] * (until is not None)):
                 save(out, made, found)
-                yield f"parameters and slots are in {out}"
+                without = ", without the rows of tables" if tables_of(made.job) else ""
+                yield f"parameters and slots are in {out}{without}"
 
 
 def replay_program(

@@ -1,14 +1,18 @@
 """What stands in for the ranks and the memory of a job where one process does the work of all."""
 
+import mmap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from mpips.cluster.messages import Arrays
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
-from mpips.layout import aligned_zeros
 from mpips.layout.roles import Roles
 from mpips.replay.record import Part
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
 class Ranks(Cluster):
@@ -26,6 +30,7 @@ class Ranks(Cluster):
         self.hosts = [f"node{node}" for node in self.node_of]
         self.roles = Roles(tuple(world["servers"]), tuple(about["workers"]), int(about["spares"]))
         self.threads, self.cores_a_rank = int(world["threads"]), 1.0
+        self.arrays = _NoMessages()
 
     def progress(self) -> None:
         """Nothing is to get on."""
@@ -34,14 +39,33 @@ class Ranks(Cluster):
         """Nobody is told anything."""
 
 
+class OneNode(Ranks):
+    """Ranks that can all read each other's memory, as those of a replay do."""
+
+    def near(self, rank: int) -> bool:
+        """See `Cluster.near`."""
+        return True
+
+
+class _NoMessages(Arrays):
+    """Messages of arrays, where nobody sends any."""
+
+    def __init__(self) -> None:
+        """There is no communicator."""
+
+    def begin_receives(self, tag: int) -> Iterator[Any]:
+        """Yield none."""
+        return iter(())
+
+
 class Memory(Window):
-    """The fields of all ranks that this process needs.
+    """The fields of ranks, shared with processes that are copies of this one.
 
     Args:
         fields: By rank.
     """
 
-    def __init__(self, fields: dict[int, tuple[Field, ...]]) -> None:
+    def __init__(self, fields: Mapping[int, tuple[Field, ...]]) -> None:
         self._arrays = {
             (rank, field.name): _zeros(field) for rank, each in fields.items() for field in each
         }
@@ -52,5 +76,9 @@ class Memory(Window):
 
 
 def _zeros(field: Field) -> np.ndarray:
-    count = int(np.prod(field.shape, dtype=np.int64))
-    return aligned_zeros(count, np.dtype(field.dtype)).reshape(field.shape)
+    """Return an array in memory that costs what is written of it."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, max(1, field.nbytes), flags=flags)
+    return np.frombuffer(
+        memory, field.dtype, field.nbytes // np.dtype(field.dtype).itemsize
+    ).reshape(field.shape)

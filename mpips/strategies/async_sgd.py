@@ -154,6 +154,8 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
     puller, sender, rows = half.puller, half.sender, half.rows
     job.rows = rows
     reason = yield from AsyncWorker(job, half, steps).work()
+    if rows is not None:
+        rows.end()  # servers hold for nobody any more
     stats = {
         **dataclasses.asdict(steps.times),
         "pushes_sent": sender.seq,

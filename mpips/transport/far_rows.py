@@ -12,6 +12,10 @@ busy while it computes, and does not stand still for a round trip a call. Lists 
 order in which they were sent, so that rows come in the order in which they are received.
 
 Rows go by the codec of pulls where that writes each number on its own.
+
+Where reads are consistent all rows of a call are read between two of the server's updates: it reads
+them when it takes the request, which it does between two, and keeps them until they are sent. A
+call is one request then, whatever its length.
 """
 
 from collections import deque
@@ -34,6 +38,7 @@ from mpips.transport.far import CHUNK_BYTES, WINDOW
 from mpips.transport.packed_rows import SentList, rows_codec
 
 HEAD = 3  # words of a request: number of the table, how many rows, and the version wanted
+ASIDE = -1  # in place of a version: the rows are for no step
 
 
 class _Chunks(NamedTuple):
@@ -165,17 +170,20 @@ class FarRows:
         table: The table.
         dtype: Of rows.
         codec: Of pulls from other nodes.
+        whole: Whether a call is to be one request; else one has `push_rows` rows at most.
     """
 
     def __init__(
-        self, cluster: Cluster, number: int, table: JobTable, dtype: np.dtype, codec: Codec | None
-    ) -> None:
+        self, cluster: Cluster, number: int, table: JobTable, dtype: np.dtype,
+        codec: Codec | None, whole: bool = False,
+    ) -> None:  # fmt: skip
         ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
         self._dim, self._dtype = table.dim, dtype
         self._ahead: deque[tuple[np.ndarray, Coming]] = deque()
+        most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
         self._far = [
-            _FarServer(cluster, number, k, rank, table.push_rows, owned.count(k), rows_codec(codec))
+            _FarServer(cluster, number, k, rank, most(k), owned.count(k), rows_codec(codec))
             for k, rank in enumerate(ranks)
             if not cluster.near(rank)
         ]
@@ -263,26 +271,39 @@ class _Answer:
 
     def __init__(
         self, rank: int, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
-        places: np.ndarray, count: int, codec: Codec | None,
+        places: np.ndarray, count: int, codec: Codec | None, at_once: bool,
     ) -> None:  # fmt: skip
         self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
         self._chunks = _Chunks.of(codec, count, served.dim, dtype)
         self._places, self._cursor, self._left = places, np.zeros(2, np.int64), count
         self._sending: deque[tuple[Request, np.ndarray]] = deque()
+        self._rows: np.ndarray | None = None
+        if at_once:
+            self._rows = self._read(count)
+
+    def _read(self, count: int) -> np.ndarray:
+        """Return the next rows."""
+        local = np.empty(count, np.int64)
+        read = read_places(self._places, self._cursor, local)
+        assert read == len(local), f"a list of {read} places fewer than it says"
+        rows = np.empty((read, self._served.dim), self._dtype)
+        self._served.read(local, rows)
+        return rows
 
     def chunks(self) -> Iterator[None]:
         """Send what may be sent now, a chunk each time. Blocks: no."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
         while self._left and len(self._sending) < WINDOW:
-            local = np.empty(min(self._left, self._chunks.step), np.int64)
-            read = read_places(self._places, self._cursor, local)
-            assert read == len(local), f"a list of {read} places fewer than it says"
-            chunk = np.empty((read, self._served.dim), self._dtype)
-            self._served.read(local, chunk)
+            count = min(self._left, self._chunks.step)
+            if self._rows is None:
+                chunk = self._read(count)
+            else:
+                at = len(self._rows) - self._left
+                chunk = self._rows[at : at + count]
             message = self._chunks.pack(chunk)
             self._sending.append((self._send(message), message))
-            self._left -= read
+            self._left -= count
             yield
 
     @property
@@ -304,40 +325,38 @@ class RowReplies:
         tables: Its rows, in the order of the job's tables.
         dtype: Of rows.
         codec: Of pulls from other nodes.
+        noted: Called with the rank of who reads rows for a step, where reads are consistent.
 
     Attributes:
         version: Updates that its rows hold, where workers count them; who wants more waits.
     """
 
     def __init__(
-        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None
-    ) -> None:
-        self.version = 0
+        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None,
+        noted: Callable[[int], object] | None = None,
+    ) -> None:  # fmt: skip
+        self.version, self._noted = 0, noted
         self._cluster, self._tables = cluster, tables
         self._dtype, self._codec = dtype, rows_codec(codec)
         self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
         self._answers: list[_Answer] = []
 
-    def serve(self, most: int = WINDOW) -> bool:
+    def serve(self, most: int = WINDOW, between: bool = True) -> bool:
         """Take requests, and get on with answers. Blocks: no.
 
         Args:
             most: Chunks that are sent at most of each answer; a worker's one after the other.
+            between: Whether this is between two updates; else, where reads are consistent, no
+                request is taken.
 
         Returns:
             Whether there was anything to do.
         """
         self._coming += self._cluster.arrays.begin_receives(TAG_WANTED)
-        coming, self._coming, behind = self._coming, [], set()
-        for rank, request, message in coming:
-            if rank in behind or not request.Test() or self._is_early(message):
-                behind.add(rank)
-                self._coming.append((rank, request, message))
-            else:
-                self._answers.append(self._answer(rank, message))
-        busy = bool(self._answers)
-        behind.clear()
+        if between or self._noted is None:
+            self._take_requests()
+        busy, behind = bool(self._answers), set[int]()
         for answer in self._answers:
             for _ in islice(answer.chunks(), most if answer.rank not in behind else 0):
                 continue
@@ -346,19 +365,32 @@ class RowReplies:
         self._answers = [answer for answer in self._answers if not answer.done]
         return busy
 
+    def _take_requests(self) -> None:
+        """Begin to answer requests that are here, those of a rank in their order."""
+        coming, self._coming, behind = self._coming, [], set[int]()
+        for rank, request, message in coming:
+            if rank in behind or not request.Test() or self._is_early(message):
+                behind.add(rank)
+                self._coming.append((rank, request, message))
+            else:
+                self._answers.append(self._answer(rank, message))
+
     def _is_early(self, message: np.ndarray) -> bool:
         """Whether a request wants updates that are still to come."""
         return bool(message[: 8 * HEAD].view("i8")[HEAD - 1] > self.version)
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
-        table, count, _ = head
+        table, count, version = head
+        if self._noted is not None and version != ASIDE:
+            self._noted(rank)
         if places.size:
             self._lists[rank, table] = places
         served, begin = self._tables[table], self._cluster.arrays.begin_send
         send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
         places = self._lists[rank, table]
-        return _Answer(rank, send, served, self._dtype, places, count, self._codec)
+        at_once = self._noted is not None
+        return _Answer(rank, send, served, self._dtype, places, count, self._codec, at_once)
 
 
 def warm(dtype: str) -> None:

@@ -143,6 +143,22 @@ class RowsPacker:
         return self._messages[slot][:nbytes]
 
 
+def arrived(sums: np.ndarray, codec: Codec | None) -> np.ndarray:
+    """Return what arrives of the sums of one table's rows in a push.
+
+    Args:
+        sums: Shape (k, dim).
+        codec: What `rows_codec` returns; None also for a server of the worker's node.
+    """
+    found = codec_for(codec, sums.size, sums.dtype)
+    if found is None:
+        return sums
+    message, out = buffer_for(found.wire_bytes(sums.size, sums.dtype)), np.empty_like(sums)
+    found.encode(sums.reshape(-1), message, (), MessageId())
+    found.decode(message, out.reshape(-1))
+    return out
+
+
 def _nbytes(n: int, dtype: np.dtype, codec: Codec | None) -> int:
     """Return what so many numbers take in a message."""
     found = codec_for(codec, n, dtype)

@@ -130,8 +130,8 @@ def assert_differences_are_named(out: Path) -> None:
         assert re.search(named, replayed(out, code=1)), column
     path.write_bytes(whole[:-9])
     assert "that were lost" in replayed(out)
-    path.write_bytes(whole.replace(b'"format": 1', b'"format": 9', 1))
-    assert "format 9, expected 1" in replayed(out, code=2)
+    path.write_bytes(whole.replace(b'"format": 2', b'"format": 9', 1))
+    assert "format 9, expected 2" in replayed(out, code=2)
     path.write_bytes(b"none\n")
     assert "expected the record of a server" in replayed(out, code=2)
 
@@ -139,13 +139,13 @@ def assert_differences_are_named(out: Path) -> None:
 def changed(data: bytes, column: str, bits: int) -> bytes:
     """Return a record of server 0 with one value of its 30th push changed, and the right sum."""
     first, _, pieces = data.partition(b"\n")
-    count, _ = recording.HEAD.unpack_from(pieces)
+    count, _, _ = recording.HEAD.unpack_from(pieces)
     end = recording.HEAD.size + count * recording.WHOLE.size
     records = np.frombuffer(pieces[recording.HEAD.size : end], recording.WHOLE_DTYPE).copy()
     view = records[column].view(f"u{records[column].itemsize}")
     view[29] ^= bits
     body = records.tobytes()
-    return first + b"\n" + recording.HEAD.pack(count, zlib.crc32(body)) + body + pieces[end:]
+    return first + b"\n" + recording.HEAD.pack(count, 0, zlib.crc32(body)) + body + pieces[end:]
 
 
 def test_a_record_is_read_as_far_as_it_is_whole(
@@ -234,6 +234,52 @@ def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None
 
 
 @pytest.mark.launch
+@pytest.mark.long
+def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
+    """Two jobs each, on other ranks and nodes; a read of rows at another time is named."""
+    plan, chance = Plan(tmp_path), np.random.default_rng(5)
+    samples, text = tmp_path / "sparse.svm", tmp_path / "words.txt"
+    lines = ([*np.sort(chance.choice(500, 12, replace=False) + 1)] for _ in range(400))
+    samples.write_text("".join(f"{ids[0] % 2} {':1 '.join(map(str, ids))}:1\n" for ids in lines))
+    words = (chance.integers(0, 60, 12) for _ in range(80))
+    text.write_text("".join(" ".join(f"w{k}" for k in line) + "\n" for line in words))
+    sparse, common = ["--dataset", str(samples)], ["--batch-size", "16", *RECORDED]
+    runs = {
+        "wide deep": [["--problem", "wide_deep", *sparse, "--clip", "0.5", "--accumulate", "2"]]
+        * 2,
+        "skipgram": [
+            ["--problem", "skipgram", "--dataset", str(text), "--node-size", "2", *more]
+            for more in (["--mode", "ssp"], ["--codec", "fp16"])
+        ],
+        "factors": [
+            ["--problem", "factorization_machine", *sparse, "--dtype", dtype, "--node-size", "1"]
+            for dtype in ("float32", "float32")
+        ],
+    }
+    for name, jobs in runs.items():
+        for k, options in enumerate(jobs):
+            more = ["--epochs", str(1 + k), "--servers", str(1 + k), *["--resume"] * k]
+            plan.add(name, 3 + k, [*options, *common, *more])
+    plan.run(200)
+    for name in runs:
+        assert "2 servers: equal bits" in assert_replayed(plan.out(name), 2)
+    path = recording.part_folder(plan.out("wide deep"), 1) / "server-00000"
+    data = path.read_bytes()
+    head, _, pieces = data.partition(b"\n")
+    count, reads, _ = recording.HEAD.unpack_from(pieces)
+    end = recording.HEAD.size + count * recording.WHOLE.size
+    found = np.frombuffer(pieces, "<u2", reads, end).copy()
+    at = next(k for k in range(20, reads) if found[k] == recording.APPLIED != found[k - 1])
+    found[[at - 1, at]] = found[[at, at - 1]]
+    body = pieces[recording.HEAD.size : end] + found.tobytes()
+    rest = pieces[end + 2 * reads :]
+    piece = recording.HEAD.pack(count, reads, zlib.crc32(body)) + body
+    path.write_bytes(head + b"\n" + piece + rest)
+    named = r"first difference: |reads rows of server 0|nobody can go on"
+    assert re.search(named, replayed(plan.out("wide deep"), code=1))
+
+
+@pytest.mark.launch
 def test_programs_are_replayed(tmp_path: Path) -> None:
     """Of NumPy, stopped and gone on with, and of PyTorch; what differs is named."""
     pytest.importorskip("torch")
@@ -247,6 +293,9 @@ def test_programs_are_replayed(tmp_path: Path) -> None:
     assert re.search(named, replayed(out, *words, "0.5", code=1))
     assert "expected the program as well" in replayed(out, code=2)
     assert_replayed(tmp_path / "net", 1, str(PROGRAMS / "net.py"), str(tmp_path / "net"), "2")
+    rows = str(tmp_path / "rows")
+    text = assert_replayed(Path(rows), 1, str(PROGRAMS / "rows.py"), rows)
+    assert "2 workers, 2 servers: equal bits" in text
     other = replayed(tmp_path / "net", *words, code=2)
     assert "a run of program.py:Train, expected that of net.py:train" in other
     assert "came to no mpips.run" in replayed(out, str(PROGRAMS / "none.py"), code=2)
