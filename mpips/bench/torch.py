@@ -1,9 +1,10 @@
 """Steps of PyTorch models through ``mpips.torch``, beside the models' own forward and backward.
 
-Two ranks of one thread each, mode sync, batches of 64. A step lasts from when a batch is taken to
-when the next one is: it holds the loader, forward, backward, the copies of gradients, and the round
-with its waiting. Beside it stand forward and backward of a second module of the same kind, which
-belongs to no run, on the same batches: in the same processes, some steps and some passes in turn.
+Two ranks of one thread each, mode sync, an MLP by size of the batch and a convolutional net. A step
+lasts from when a batch is taken to when the next one is: it holds the loader, forward, backward,
+the copies of gradients, and the round with its waiting. Beside it stand forward and backward of a
+second module of the same kind, which belongs to no run, on the same batches: in the same processes,
+some steps and some passes in turn.
 
 With peers, also rates beside theirs, and the memory of four ranks.
 """
@@ -21,17 +22,16 @@ from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.errors import UserError
 
 PROGRAM = ("-m", "mpips.bench.torch_program")
-NETS = {
-    "mlp": ("MLP {}, batch 64, a step, sync, 2 ranks", 0.9),
-    "conv": ("convolutional net, batch 64, a step, sync, 2 ranks", 0.95),
-}
+NAMES = {"mlp": "MLP {}", "conv": "convolutional net"}
+NETS = {"mlp 64": 0.9, "mlp 128": 0.9, "mlp 256": 0.9, "conv 64": 0.95}  # with their batch
+QUICK_NETS = ("mlp 64", "conv 64")
 TURNS, QUICK_TURNS = 4, 1  # of each repeat
 HIDDEN, QUICK_HIDDEN = 1024, 256
 EPOCHS, QUICK_EPOCHS = 4, 2
 
 
 def run(options: Options) -> list[Row]:
-    """Compare steps of two nets with their own passes.
+    """Compare steps of nets with their own passes.
 
     Raises:
         UserError: If there is no PyTorch.
@@ -40,10 +40,11 @@ def run(options: Options) -> list[Row]:
     if not MEASURES["torch"].installed:
         raise UserError("no PyTorch", "torch >= 2.4", "pip install 'mpips[torch]'")
     turns = QUICK_TURNS if options.quick else TURNS * options.repeats
-    given = {"hidden": hidden(options), "nets": [*NETS], "turns": turns}
+    nets = QUICK_NETS if options.quick else [*NETS]
+    given = {"hidden": hidden(options), "nets": nets, "turns": turns}
     with temporary_folder() as folder:
         found = _start(2, "shares", folder, **given)
-    return [_share(net, [of_rank[net] for of_rank in found], options) for net in NETS]
+    return [_share(net, [of_rank[net] for of_rank in found], options) for net in nets]
 
 
 def _share(net: str, found: list[list[tuple[float, float]]], options: Options) -> Row:
@@ -51,9 +52,10 @@ def _share(net: str, found: list[list[tuple[float, float]]], options: Options) -
     turns = [turn for of_rank in found for turn in of_rank]
     step, own = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
     ratio = statistics.median(own / step for step, own in turns)
-    case, reach = NETS[net]
+    kind, batch = net.split()
+    case = f"{NAMES[kind].format(shape(options))}, batch {batch}, a step, sync, 2 ranks"
     beside = "its forward and backward alone"
-    return Row("torch", case.format(shape(options)), step, "ms", beside, own, ratio, reach)
+    return Row("torch", case, step, "ms", beside, own, ratio, NETS[net])
 
 
 def hidden(options: Options) -> int:

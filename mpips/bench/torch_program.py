@@ -71,25 +71,32 @@ def train(mode: str, hidden: int, epochs: int) -> None:
 
 
 def shares(hidden: int, nets: list[str], turns: int) -> None:
-    """Take the times of steps, and of forward and backward alone."""
+    """Take the times of steps, and of forward and backward alone, of kinds of nets by batch."""
     found: dict[str, Times] = {net: [] for net in nets}
     kinds = {
         "mlp": (lambda: make_mlp(hidden), samples(SAMPLES, 784)),
         "conv": (make_conv, samples(SAMPLES // 8, 1, 28, 28)),
     }
     for net in nets:
-        make, data = kinds[net]
-        loop = functools.partial(take_turns, data=data, alone=make(), found=found, net=net)
+        kind, batch = net.split()
+        make, data = kinds[kind]
+        given = {"data": data, "batch_size": int(batch), "alone": make()}
+        loop = functools.partial(take_turns, **given, found=found, net=net)
         how: dict[str, Any] = {"mode": "sync", "steps": (turns + 1) * (TURN + 2), "out": net}
         mt.run(loop, make, mpips.SGD(0.01), **QUIET, **how)
 
 
 def take_turns(
-    worker: mt.Worker, data: TensorDataset, alone: nn.Module, found: dict[str, Times], net: str
+    worker: mt.Worker,
+    data: TensorDataset,
+    batch_size: int,
+    alone: nn.Module,
+    found: dict[str, Times],
+    net: str,
 ) -> None:
     """Add the median seconds of a step and of a pass alone of each turn but the first."""
     taken = list[float]()
-    for x, y in worker.loader(data, BATCH):
+    for x, y in worker.loader(data, batch_size):
         taken.append(time.perf_counter())
         worker.optimizer.zero_grad()
         functional.cross_entropy(worker.model(x), y).backward()
