@@ -1,15 +1,19 @@
-"""Records the runs of the other programs here, in one world."""
+"""Records runs of the other programs here, in one world: ``all.py OUT NAME ...``."""
 
+import importlib
 import sys
 
-import linear
-import net
-import rows
+
+def main(out: str, names: list[str]) -> int:
+    """Run them, those of `linear` twice; returns the exit code."""
+    codes = []
+    for name in names:
+        program, _, kind = name.partition("-")
+        words = {"float64": ("float64", "none"), "float32": ("float32", "int8"), "": ()}[kind]
+        for _ in range(2 if kind else 1):
+            codes.append(importlib.import_module(program).main(f"{out}/{name}", 2, *words))
+    return max(codes)
+
 
 if __name__ == "__main__":
-    out = sys.argv[1]
-    for dtype, codec in (("float64", "none"), ("float32", "int8")):
-        for _ in ("stopped", "ended"):
-            assert linear.main(f"{out}/linear-{dtype}", 2, dtype, codec) == 0
-    assert rows.main(f"{out}/rows") == 0
-    sys.exit(net.main(f"{out}/net", 2))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -33,15 +33,15 @@ def train(worker: mpips.Worker) -> None:
         worker.push(float(np.square(error).mean() / 2))
 
 
-def main(out: str) -> int:
+def main(out: str, servers: int) -> int:
     """Run; returns the exit code."""
     result = mpips.run(
-        train, {"b": np.zeros(())}, mpips.SGD(0.1), tables=TABLES, out=out, mode="async", servers=2,
-        node_size=3, read="consistent", record=True, quiet=True, checkpoint_every="30steps",
-        keep=100,
+        train, {"b": np.zeros(())}, mpips.SGD(0.1), tables=TABLES, out=out, mode="async",
+        servers=servers, node_size=3, read="consistent", record=True, quiet=True, keep=100,
+        checkpoint_every="30steps",
     )  # fmt: skip
     return int(result.code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))
