@@ -44,7 +44,6 @@ REFUSED = {
     "tables in local steps": "tables in mode 'local_sgd', expected mode async or ssp or sync",
     "changed rows of no table": "checkpoint_rows 'changed' without tables",
     "tables aggregated": "node_aggregation with tables, on 3 nodes",
-    "tables read consistently": "read=consistent with tables",
     "a table too large": "table 'item' of 68,719,476,736 rows takes .* expected at most .* nodes",
     "a lazy table too large": "lazy table 'item' of 68,719,476,736 rows on 2 servers.*17 servers",
     "tables and init_from": "init_from with tables",

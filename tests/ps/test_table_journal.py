@@ -78,8 +78,8 @@ def make(kind: type[TableServer], some: list[JobTable], memory: Memory) -> Any:
     cluster: Any = SimpleNamespace(
         rank=1, roles=ROLES, nodes=1, near=lambda rank: True, failures=lost, wait=reached
     )
-    args = make_rule("adam"), lambda step: 0.1 / step
-    return kind(some, None, cluster, memory, SERVER, Shard(0, N), *args)  # type: ignore[arg-type]
+    how: Any = some, None, False, cluster, memory, SERVER, Shard(0, N), make_rule("adam")
+    return kind(*how, lambda step: 0.1 / step)
 
 
 def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:

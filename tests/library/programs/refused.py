@@ -64,7 +64,6 @@ CASES: dict[str, Callable[[Path], Any]] = {
         train, INIT, checkpoint_rows="changed", out=out
     ),
     "tables aggregated": lambda out: tabled(out, node_size=1, node_aggregation=True),
-    "tables read consistently": lambda out: tabled(out, read="consistent"),
     "a table too large": lambda out: tabled(
         out, tables={"item": mpips.Table(1 << 36, 64, capacity="full")}
     ),
