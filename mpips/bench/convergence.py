@@ -115,14 +115,14 @@ def run(options: Options) -> list[Row]:
 def _panels(
     problem: str, found: Mapping[str, Sequence[RunResult]]
 ) -> list[tuple[str, str, curves.Curves]]:
-    """Return what is drawn of a problem: modes over time, codecs over bytes between nodes."""
+    """Return what is drawn of a problem: modes over time, codecs over MB between nodes."""
     modes = {name: [run.curve[[0, 2]] for run in runs] for name, runs in found.items()
              if SERIAL in (name, CASES[name].beside)}  # fmt: skip
     codecs = {
         name: [np.stack([run.bytes_sent / 1e6 * run.curve[1], run.curve[2]]) for run in runs]
         for name, runs in found.items() if name not in modes
     }  # fmt: skip
-    return [(f"{problem}: modes", "seconds", modes), (f"{problem}: codecs", "MB", codecs)]
+    return [(f"{problem}: modes", "seconds", modes), (f"{problem}: codecs", "MB sent", codecs)]
 
 
 def _train(problem: str, case: Case, options: Options) -> list[RunResult]:

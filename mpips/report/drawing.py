@@ -48,15 +48,16 @@ def check(path: Path) -> None:
 
 @contextlib.contextmanager
 def drawing(
-    path: Path, columns: int, inches: tuple[float, float], alike: bool = True
+    path: Path, columns: int, inches: tuple[float, float], alike: bool = True, rows: int = 1
 ) -> Iterator[list["Axes"]]:
     """Yield panels that stand beside each other; what is drawn into them is saved in the end.
 
     Args:
         path: Of the picture; its ending says of which kind.
-        columns: How many panels.
+        columns: How many panels, or how many a row.
         inches: Width and height.
         alike: Whether they have one y axis.
+        rows: Of panels.
     """
     import matplotlib
 
@@ -65,10 +66,10 @@ def drawing(
 
     with matplotlib.rc_context(STYLE):
         figure, axes = pyplot.subplots(
-            1, columns, figsize=inches, sharey=alike, squeeze=False, layout="constrained"
+            rows, columns, figsize=inches, sharey=alike, squeeze=False, layout="constrained"
         )
         try:
-            yield list(axes[0])
+            yield list(axes.flat)
             figure.savefig(path, dpi=150, metadata=METADATA.get(path.suffix))
         finally:
             pyplot.close(figure)
