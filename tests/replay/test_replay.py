@@ -28,7 +28,7 @@ SEED, EPOCHS = 21, 14
 FEW, MANY = 1, 20
 
 
-def replayed(out: Path, *options: str, code: int = 0) -> str:
+def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
     """Replay a run; models of tests that send themselves SIGUSR1 are not heard."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     command = [sys.executable, "-m", "mpips.replay", str(out), *options]
@@ -39,7 +39,7 @@ def replayed(out: Path, *options: str, code: int = 0) -> str:
     finally:
         signal.signal(signal.SIGUSR1, before)
     text = done.stdout + done.stderr
-    assert done.returncode == code, text
+    assert done.returncode in (code if isinstance(code, tuple) else (code,)), text
     return text
 
 
@@ -276,7 +276,8 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     piece = recording.HEAD.pack(count, reads, zlib.crc32(body)) + body
     path.write_bytes(head + b"\n" + piece + rest)
     named = r"first difference: |reads rows of server 0|nobody can go on"
-    assert re.search(named, replayed(plan.out("wide deep"), code=1))
+    # A worker that cannot have read what it pushed (2) depends on where the two are.
+    assert re.search(named, replayed(plan.out("wide deep"), code=(1, 2)))
 
 
 @pytest.mark.launch

@@ -115,6 +115,7 @@ def main(folder: Path, which: str) -> None:
             assert "first.weight" not in result.params
             for key in ("first.weight", "unused.weight", "unused.bias"):
                 assert torch.equal(state[key], expected[key]), key
+    world.Barrier()  # gloo's thread aborts a rank whose peer has ended before it (1 run of 5)
     distributed.destroy_process_group()
     print(f"rank {world.rank}: equal", flush=True)
 
