@@ -5,13 +5,15 @@ Those in 16 bits, and those on another device, are copies of what is there.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpips.config.groups import Group
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch import linear
@@ -27,12 +29,15 @@ DTYPES = {
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+def make_model(
+    make: Callable[[], torch.nn.Module], seed: int, groups: Sequence[Group] = ()
+) -> torch.nn.Module:
     """Return a fresh module, alike on every rank.
 
     Args:
         make: A class or function that returns it.
         seed: Of everything random in it.
+        groups: Of the run, whose loop may train what these give a rate.
 
     Raises:
         UserError: If it is none, or has parameters that cannot be trained here.
@@ -44,7 +49,7 @@ def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
     model = make()
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"a model of type {type(model).__name__}", "a torch.nn.Module")
-    trained = trained_parameters(model)
+    trained = trained_parameters(model, groups)
     if not trained and not any(isinstance(module, RowsModule) for module in model.modules()):
         raise UserError("a model without a parameter that requires a gradient", "at least one")
     for name, parameter in trained.items():
@@ -55,12 +60,27 @@ def make_model(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Modul
         if parameter.dtype not in DTYPES:
             got = f"parameter {name!r} of {parameter.dtype}"
             raise UserError(got, f"one of {', '.join(map(str, DTYPES))}")
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not parameter.requires_grad and getattr(owner, "sparse", False):
+            got = f"a rate for {name!r}, of a sparse embedding that comes frozen"
+            remedy = "leave it trained in model=, or leave out sparse=True"
+            raise UserError(got, "no table to be trained later", remedy)
     return model
 
 
-def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that are trained, tied ones once: those that require a gradient."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def trained_parameters(
+    model: torch.nn.Module, groups: Sequence[Group] = ()
+) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that are trained, tied ones once.
+
+    They are those that require a gradient, and those that a group gives a rate: it is for later.
+    """
+    patterns = [group.pattern for group in groups if group.lr]
+
+    def may_be(name: str, parameter: torch.nn.Parameter) -> bool:
+        return parameter.requires_grad or any(fnmatchcase(name, one) for one in patterns)
+
+    return {name: p for name, p in model.named_parameters() if may_be(name, p)}
 
 
 def arrays_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -91,8 +111,8 @@ class Initial(Mapping[str, np.ndarray]):
     When the parameters move into a replica, the memory that they had at first is given back.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters, self._running = trained_parameters(model), statistics_of(model)
+    def __init__(self, model: torch.nn.Module, groups: Sequence[Group] = ()) -> None:
+        self._parameters, self._running = trained_parameters(model, groups), statistics_of(model)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._running[name] if name in self._running else _array(self._parameters[name])
@@ -202,7 +222,8 @@ class Bound:
         Those of parameters apart have been added up there, and are copied.
 
         Raises:
-            UserError: If a parameter has one that was frozen when the model was made.
+            UserError: If a parameter has one that was frozen when the model was made, and has no
+                group with a rate.
 
         Blocks: until they are copied.
         """
@@ -275,8 +296,9 @@ class Bound:
 
 def _never_trained(name: str) -> UserError:
     got = f"a gradient of {name!r}, which was frozen when the model was made"
-    remedy = "leave it trained in model=, and freeze it in train() until it is to be trained"
-    return UserError(got, "the same trained parameters in a whole run", remedy)
+    pattern = f"{name.rpartition('.')[0]}.*" if "." in name else name
+    remedy = f'give it a rate, such as groups=[mpips.Group("{pattern}", lr=1e-4)]'
+    return UserError(got, "one that is trained, or that a group gives a rate", remedy)
 
 
 @contextmanager

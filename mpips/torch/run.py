@@ -10,6 +10,7 @@ import torch
 
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
+from mpips.config.groups import GROUPS, Group, parse_groups, text_of
 from mpips.errors import write_line
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
@@ -64,7 +65,8 @@ def run(
         train: Called with a `Worker` on each worker; see `mpips.run`.
         model: Makes the module, such as its class; called on every rank with the same seed. Those
             of its parameters are trained that require a gradient then; `train` may freeze any of
-            them, and train it again, by ``requires_grad_``. `Embedding` and `EmbeddingBag` of
+            them, and train it again, by ``requires_grad_``; and so it may those that come frozen,
+            where one of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of
             mpips.torch, and torch's with ``sparse=True``, are tables, named as they are in it.
         optimizer: The update rule, such as ``mpips.AdamW(1e-3)``.
         comm: As in `mpips.run`.
@@ -89,8 +91,8 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    module, tables = _make(model, options, optimizer)
-    options.setdefault("dtype", _dtype(module))
+    module, tables, groups = _make(model, options, optimizer)
+    options.setdefault("dtype", _dtype(module, groups))
     losses: list[torch.Tensor] = []
     buffers: dict[str, np.ndarray] = {}
 
@@ -113,20 +115,31 @@ def run(
     )  # fmt: skip
     with contextlib.ExitStack() as over, noting_losses(losses), direct_gradients():
         over.callback(tables.source.close)
-        result = library.run_program(program, Initial(module), optimizer, comm, options)
+        result = library.run_program(program, Initial(module, groups), optimizer, comm, options)
     _set_buffers(module, buffers)
     state = state_of(module, result.params) | tables.weights(result.out)
     return Result(**vars(result), state_dict=state)
 
 
+def _groups(given: Any) -> Sequence[Group]:
+    """Return the groups that a run is given; of what is none, nothing: it is refused later.
+
+    Raises:
+        UserError: If one of a list is something else.
+    """
+    text = text_of(given) if isinstance(given, (list, tuple)) else str(given)
+    return parse_groups(text) if GROUPS.fullmatch(text) else ()
+
+
 def _make(
     model: Callable[[], torch.nn.Module], options: Mapping[str, Any], optimizer: Any
-) -> tuple[torch.nn.Module, ModelTables]:
-    """Return a run's module, and the tables that are in it."""
+) -> tuple[torch.nn.Module, ModelTables, Sequence[Group]]:
+    """Return a run's module, the tables that are in it, and the groups of its parameters."""
+    groups = _groups(options.get("groups", ()))
     with noting_weights():
-        module = make_model(model, options.get("seed", OPTIONS["seed"].default))
+        module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
     rule = optimizer.options() if isinstance(optimizer, Optimizer) else {}
-    return module, ModelTables(module, {**options, **rule})
+    return module, ModelTables(module, {**options, **rule}), groups
 
 
 def _begin(start: Start, tables: ModelTables) -> None:
@@ -137,9 +150,9 @@ def _begin(start: Start, tables: ModelTables) -> None:
         write_line(note)
 
 
-def _dtype(module: torch.nn.Module) -> str:
+def _dtype(module: torch.nn.Module, groups: Sequence[Group]) -> str:
     """Return the dtype of a job that is given none: float32 where all parameters are of it."""
-    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module).values()}
+    dtypes = {DTYPES[p.dtype] for p in trained_parameters(module, groups).values()}
     return "float32" if dtypes <= {"float32"} else "float64"
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from mpips.checkpoint import Checkpoint, newest_whole
 from mpips.cluster.world import Cluster
+from mpips.config.groups import parse_groups
 from mpips.errors import UserError
 from mpips.library.data import Samples
 from mpips.library.loop import Loop
@@ -18,7 +19,7 @@ from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.ps.saved_rows import find_rows
 from mpips.torch.embedding import Source
-from mpips.torch.model import Bound, evaluating
+from mpips.torch.model import Bound, evaluating, trained_parameters
 from mpips.torch.optimizer import Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
 
@@ -91,7 +92,8 @@ class Worker(Loop):
         self.model = model
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         alone = start.config.mode in ("async", "ssp")
-        self._bound = Bound(model, 1 / self.workers if alone else 1.0)
+        trained = trained_parameters(model, parse_groups(start.config.groups))
+        self._bound = Bound(model, 1 / self.workers if alone else 1.0, trained)
         self._losses, self._source = losses, source
         source.open(self._pull_rows)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over

@@ -14,6 +14,7 @@ from launch import ROOT, environment, run
 
 torch = pytest.importorskip("torch")
 
+import mpips  # noqa: E402
 import mpips.torch as mt  # noqa: E402
 from mpips.config import Config  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
@@ -28,6 +29,7 @@ from mpips.torch.model import (  # noqa: E402
     make_model,
     noting_losses,
     statistics_of,
+    trained_parameters,
 )
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples, device_of  # noqa: E402
@@ -267,12 +269,45 @@ def test_what_a_run_was_made_without_cannot_be_trained() -> None:
     bound, params = Bound(model), memory(model)
     bound.collect_into(memory(model))
     model.frozen.requires_grad_(True)
-    message = r"a gradient of 'frozen\.weight', which was frozen when the model was made"
+    message = (
+        r"a gradient of 'frozen\.weight', which was frozen when the model was made, expected .*"
+        r'groups=\[mpips\.Group\("frozen\.\*", lr=1e-4\)\]'
+    )
     with pytest.raises(UserError, match=message):
         bound.move_to(params)
     model(torch.ones(3)).backward()
     with pytest.raises(UserError, match=message):
         bound.complete()
+
+
+def test_what_a_group_gives_a_rate_may_come_frozen() -> None:
+    """A weight decay alone brings in nothing."""
+    groups = mpips.Group("frozen.bias", lr=0.1), mpips.Group("frozen.*", weight_decay=0)
+    model = make_model(Two, 0, groups)
+    names = trained_parameters(model, groups)
+    assert list(names) == list(Initial(model, groups)) == ["frozen.bias", *memory(model)]
+    bound, params = Bound(model, trained=names), dict(Initial(model, groups))
+    bound.move_to(params)
+    assert not model.frozen.bias.requires_grad
+    for unfrozen in (False, True):
+        model.frozen.bias.requires_grad_(unfrozen)
+        out = {name: np.full_like(array, np.nan) for name, array in params.items()}
+        bound.collect_into(out)
+        model(torch.ones(3)).backward()
+        bound.complete()
+        assert bound.frozen == ("frozen.bias",) * (not unfrozen)
+        assert out["frozen.bias"].any() == unfrozen
+
+
+def test_a_sparse_embedding_that_comes_frozen_cannot_be_trained_later() -> None:
+    def make() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        return model
+
+    assert list(trained_parameters(make_model(make, 0))) == ["1.weight", "1.bias"]
+    with pytest.raises(UserError, match=r"a rate for '0\.weight', of a sparse embedding"):
+        make_model(make, 0, [mpips.Group("0.*", lr=0.1)])
 
 
 def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:

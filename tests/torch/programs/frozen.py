@@ -3,6 +3,9 @@
 Where a run's updates do not depend on who comes first, it ends as plain torch does that freezes the
 same parameters at the same steps, and so does the state of its optimizer; elsewhere what is frozen
 is the same bit for bit, and the update rule counts for it what it was trained in alone.
+
+The first layer begins frozen: the loop freezes it, or the model comes so, and a group gives it a
+rate.
 """
 
 from pathlib import Path
@@ -41,28 +44,29 @@ class Case(NamedTuple):
     local: int = 1
 
 
+LATER = {"groups": [mpips.Group("0.*", lr=RATE / 2)]}  # the model comes with that frozen
 EQUAL = {
     "sync": Case("adamw", {"mode": "sync"}),
-    "nodes": Case("adamw", {"mode": "sync", "node_size": 1}, 3),
+    "nodes": Case("adamw", {"mode": "sync", "node_size": 1, **LATER}, 3),
     "far": Case(
-        "adamw", {"mode": "ssp", "servers": 2, "staleness_bound": 0, "node_size": 1}, 2
+        "adamw", {"mode": "ssp", "servers": 2, "staleness_bound": 0, "node_size": 1, **LATER}, 2
     ),
-    "a server": Case("momentum", {"mode": "sync", "servers": 1, "clip": 1e9}),
+    "a server": Case("momentum", {"mode": "sync", "servers": 1, "clip": 1e9, **LATER}),
     "nodes and a server": Case("adamw", {"mode": "sync", "node_size": 2, "servers": 1}, 3),
     "allreduce": Case("adamw", {"mode": "sync", "reduce": "allreduce"}, 2),
     "one worker": Case("momentum", {"mode": "ssp", "servers": 2, "staleness_bound": 0}, 3),
-    "local": Case("sgd", {"mode": "local_sgd", "local_steps": 1}),
+    "local": Case("sgd", {"mode": "local_sgd", "local_steps": 1, **LATER}),
 }  # fmt: skip
 ALONE = {
     "local": Case("adamw", {"mode": "local_sgd", "local_steps": 4}, 3, 4),
     "kept": Case("adamw", {"mode": "local_sgd", "local_steps": 4, "local_slots": "keep"}, 2, 4),
 }
 STILL: dict[str, dict[str, Any]] = {
-    "async": {"mode": "async"},
-    "easgd": {"mode": "easgd", "tau": 2},
+    "async": {"mode": "async", **LATER},
+    "easgd": {"mode": "easgd", "tau": 2, **LATER},
     "carried": {"mode": "async", "node_size": 2, "node_aggregation": True, "server_ranks": (2,)},
     "compensated": {"mode": "async", "delay_compensation": 0.1},
-    "low rank": {"mode": "sync", "node_size": 1, "codec": "powersgd"},
+    "low rank": {"mode": "sync", "node_size": 1, "codec": "powersgd", **LATER},
     "backup": {"mode": "sync", "servers": 1, "backup_workers": 1},
 }
 QUICK = ("nodes", "async")
@@ -73,17 +77,28 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2)).double()
 
 
+def frozen_net() -> nn.Module:
+    """Return the same with its first layer frozen."""
+    found = net()
+    found[0].requires_grad_(False)
+    return found
+
+
 def freeze(model: nn.Module, step: int) -> None:
-    """Have the first layer begin frozen, and the weight of the last one frozen for a while."""
-    model[0].requires_grad_(step >= 7)
+    """Train the first layer too after a while, and freeze the weight of the last one for one."""
+    if step >= 7:
+        model[0].requires_grad_(True)
     model[2].weight.requires_grad_(not 10 <= step < 17)
 
 
 def ours(case: Case, out: Path, comm: MPI.Intracomm) -> tuple[mt.Result, list[Any]]:
     """Return what a run ends with, and the batches of this rank by step."""
     mine: list[Any] = []
+    comes_frozen = "groups" in case.options
 
     def train(worker: mt.Worker) -> None:
+        assert worker.model[0].weight.requires_grad != comes_frozen
+        worker.model[0].requires_grad_(False)
         for x, y in worker.loader(DATA, batch_size=SIZE):
             freeze(worker.model, worker.steps)
             mine.append((x, y))
@@ -92,8 +107,9 @@ def ours(case: Case, out: Path, comm: MPI.Intracomm) -> tuple[mt.Result, list[An
 
     for part in range(1, case.parts + 1):
         result = mt.run(
-            train, model=net, optimizer=RULES[case.rule][0], out=out, resume="auto", quiet=True,
-            steps=STEPS * part // case.parts // case.local, comm=comm, **case.options,
+            train, model=frozen_net if comes_frozen else net, optimizer=RULES[case.rule][0],
+            steps=STEPS * part // case.parts // case.local, out=out, resume="auto", comm=comm,
+            quiet=True, **case.options,
         )  # fmt: skip
     return result, mine
 
@@ -101,8 +117,12 @@ def ours(case: Case, out: Path, comm: MPI.Intracomm) -> tuple[mt.Result, list[An
 def plain(case: Case, batches: list[list[Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer of plain torch after the same batches, of all workers."""
     torch.manual_seed(0)
-    model = net()
-    opt = RULES[case.rule][1](model.parameters())
+    model = frozen_net()
+    groups = [{"params": model.parameters()}]
+    if "groups" in case.options:
+        groups = [{"params": model[2].parameters()}]
+        groups += [{"params": model[0].parameters(), "lr": LATER["groups"][0].lr}]
+    opt = RULES[case.rule][1](groups)
     for step, of_step in enumerate(zip(*batches, strict=True)):
         opt.zero_grad()
         freeze(model, step)
@@ -128,16 +148,22 @@ def equal(name: str, case: Case, out: Path, comm: MPI.Intracomm) -> None:
 def still(name: str, out: Path) -> None:
     """Freeze the first layer in the first half of a run, and nothing in the second."""
 
-    trains = False
+    trains, comes_frozen = False, "groups" in STILL[name]
 
     def train(worker: mt.Worker) -> None:
         model = worker.model
+        assert model[0].weight.requires_grad != comes_frozen
         model[0].requires_grad_(trains)
         for x, y in worker.loader(DATA, batch_size=SIZE):
             F.cross_entropy(model(x), y).backward()
             worker.optimizer.step()
 
-    how = {"model": net, "optimizer": RULES["adamw"][0], "out": out, "resume": "auto"}
+    how = {
+        "model": frozen_net if comes_frozen else net,
+        "optimizer": RULES["adamw"][0],
+        "out": out,
+        "resume": "auto",
+    }
     how |= {"quiet": True, "eval_every": 0, **STILL[name]}
     half = mt.run(train, steps=STEPS // 2, **how)
     torch.manual_seed(0)
@@ -150,7 +176,8 @@ def still(name: str, out: Path) -> None:
     if name == "easgd":
         return  # its state is each worker's own
     state = mt.optimizer_state(out)["state"]
-    steps = [int(state[k]["step"]) for k in range(4)]
+    first = 2 if comes_frozen else 0  # what is of a group is behind the rest
+    steps = [int(state[k]["step"]) for k in (first, first + 1, 2 - first, 3 - first)]
     before, now = (result.summary["global_step"] for result in (half, whole))
     assert steps == [now - before] * 2 + [now] * 2, (name, steps, before, now)
 
