@@ -68,6 +68,7 @@ MEASURES = {
         Measure("rows", (1,), (1,)),
         Measure("far_rows", (2,), (2,), least=2),
         Measure("recording", (2,), (2,), least=2),
+        Measure("tracing", (2,), (2,), least=2),
         Measure("idle", (3,), (3,), least=2),
         Measure("streaming", (4,), (4,), least=2),
         Measure("link", least=2, nodes=2),

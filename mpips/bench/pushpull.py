@@ -6,6 +6,7 @@ copies on the same buffers, and nobody looks at anybody.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -28,6 +29,7 @@ SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)
 WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
 STEPS = (3, 1000)  # at least and at most in one repeat
+WITH_BYTES = 1 << 30  # the same where something is switched on and off
 REACH = 0.8
 
 
@@ -156,3 +158,42 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     beside = "same ranks, no coordination"
     reach = REACH if size == 16 << 20 else None
     return Row("push+pull", case, payload / mine, "GB/s", beside, payload / other, ratio, reach)
+
+
+def with_and_without(
+    exchange: Exchange,
+    size: int,
+    bounds: tuple[int, int],
+    options: Options,
+    switched_on: Callable[[], AbstractContextManager[object]],
+) -> tuple[str, float, float, float]:
+    """Compare exchanges while something is switched on to the same ones without it.
+
+    Args:
+        exchange: What is measured.
+        size: Bytes of its parameters.
+        bounds: Steps of a worker in one repeat, at least and at most.
+        options: How often each side is measured.
+        switched_on: Makes what each rank exchanges within.
+
+    Returns:
+        The case of a row, pushes/s with and without it, and the first over the second.
+
+    Collective: yes.
+    """
+    least, most = bounds
+    steps = max(least, min(most, WITH_BYTES // size))
+
+    def side(within: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
+        def work() -> None:
+            with within():
+                exchange.exchange(steps)
+
+        return work
+
+    sides = {"with": side(switched_on), "without": side(nullcontext)}
+    times = in_turn(exchange.cluster, sides, options.repeats)
+    mine, other, ratio = compare(times["with"], times["without"])
+    workers = len(exchange.cluster.roles.workers)
+    case = f"{bytes_text(size)}, 1 server, {workers} worker{'s' * (workers > 1)}"
+    return case, workers * steps / mine, workers * steps / other, ratio

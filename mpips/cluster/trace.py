@@ -39,9 +39,10 @@ class Trace:
         epoch = time.time() - time.perf_counter()
         self._file = RankFile(path, {**about, "epoch": epoch}, "trace", MOST)
         if self._file.open:
-            words.trace_by(self._note)
+            words.trace_by(self.note)
 
-    def _note(self, what: int, now: float, value: int) -> None:
+    def note(self, what: int, now: float, value: int) -> None:
+        """Keep a change or a mark: what, when by `time.perf_counter`, and its value."""
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
         if len(self._times) == PIECE:

@@ -165,7 +165,7 @@ def test_the_peak_of_a_window() -> None:
 # Which measures there are --------------------------------------------------------------------
 
 
-OF_2 = ("far_rows", "recording", "idle", "streaming")
+OF_2 = ("far_rows", "recording", "tracing", "idle", "streaming")
 WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", *OF_2)
 
 
@@ -296,7 +296,7 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
     measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "idle"}
-    measures |= {"recording", "streaming step"}
+    measures |= {"recording", "tracing", "streaming step"}
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)

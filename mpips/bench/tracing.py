@@ -1,0 +1,46 @@
+"""What ``--trace`` costs: push and pull while each rank keeps what it does, beside without.
+
+The same exchanges in the same world, in turn. A rank keeps each change of what it does: steps that
+take next to no time are the worst case.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from mpips.bench.jobs import temporary_folder
+from mpips.bench.measure import Options, Row
+from mpips.bench.pushpull import Exchange, with_and_without
+from mpips.bench.vector import make_job
+from mpips.cluster import words
+from mpips.cluster.trace import Trace
+from mpips.cluster.world import Cluster
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+QUICK = (64 << 10,)
+STEPS = (3, 2000)  # at least and at most in one repeat
+REACH, FROM = 0.97, 1 << 20  # bytes
+
+
+def run(cluster: Cluster, options: Options) -> list[Row]:
+    """Compare at each size; one server, the other ranks are workers. Collective: yes."""
+    with temporary_folder() as folder:
+        return [_at(cluster, size, options, folder) for size in options.pick(SIZES, QUICK)]
+
+
+def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+    with closing(Trace(folder / f"rank-{cluster.rank}", {"rank": cluster.rank})) as trace:
+
+        @contextmanager
+        def traced() -> Iterator[None]:
+            words.trace_by(trace.note)
+            yield
+            words.trace_by(None)
+
+        case, *found = with_and_without(exchange, size, STEPS, options, traced)
+        words.trace_by(trace.note)
+    exchange.free()
+    rate, other, ratio = found
+    reach = REACH if size >= FROM else None
+    return Row("tracing", case, rate, "pushes/s", "no trace", other, ratio, reach)
