@@ -55,7 +55,9 @@ def test_a_worker_that_is_stopped(tmp_path: Path) -> None:
     assert done.code, done.output
     assert re.search(r"1 +worker 0 .* waits for a clock \(rank 2\) +\S+ ", done.output), done.output
     assert re.search(r"2 +worker 1 .* and is stopped ", done.output), done.output
-    assert re.search(r"3 +evaluator 0 .* (waits for an evaluation|evaluating) ", seen), seen
+    assert re.search(
+        r"3 +evaluator 0 .* (waits for an evaluation|reading a checkpoint|evaluating) ", seen
+    ), seen
     saved = newest(out).step
     assert saved > 0
     assert f"step {saved} is saved" in done.output
