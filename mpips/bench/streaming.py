@@ -148,7 +148,7 @@ def make_job(cluster: Cluster, given: Mapping[str, Any], quick: bool) -> Job:
     data = Dataset(info, Source(table, info, range(n)), None)
     size, seconds = (QUICK_SIZE, QUICK_S) if quick else (SIZE, GRADIENT_S)
     job = Job(config, cluster, info, data, Slow(info, config, size, seconds), Path(), 0)
-    warm(job.rule, config.dtype)
+    warm(job.rule, config.dtype, config.in_rounds)
     return job
 
 

@@ -63,7 +63,7 @@ def make_job(cluster: Cluster, size: int, mode: str, **options: Any) -> Job:
     cluster.roles = assign(mode, cluster.hosts, cluster.node_of, config.servers)
     info = DataInfo("none", 1, 0, (1,), (1,), None, "none")
     job = Job(config, cluster, info, None, Vector(info, config, size), Path(), 0)
-    warm(job.rule, config.dtype)
+    warm(job.rule, config.dtype, config.in_rounds)
     for codec in itertools.chain(*possible(config)):
         codecs.warm(codec, config.dtype)
     few = np.zeros(1, config.dtype)

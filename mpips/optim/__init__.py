@@ -4,7 +4,7 @@ from mpips.optim.clipping import clip_factor
 from mpips.optim.groups import grouped
 from mpips.optim.leaving import Leaving, Range, Ranges, common, leaving_out
 from mpips.optim.loops import warm
-from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, make_rule
+from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule
 from mpips.optim.schedules import schedule
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RuleState",
     "Sgd",
     "Slots",
+    "Sum",
     "clip_factor",
     "common",
     "grouped",

@@ -3,15 +3,16 @@
 import numpy as np
 
 from mpips.kernels import atomics, barrier, vectors
-from mpips.optim.rules import Rule
+from mpips.optim.rules import Rule, Sum
 
 
-def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
+def warm(rule: Rule, dtype: np.typing.DTypeLike, rounds: bool = False) -> None:
     """Compile, or load from the cache on disk, every loop that a run needs.
 
     Args:
         rule: The rule of the run.
         dtype: dtype of the parameters, float32 or float64.
+        rounds: Whether it has rounds.
     """
     words = np.zeros(1, np.int64)
     atomics.publish(words, 0, 1)
@@ -31,3 +32,6 @@ def warm(rule: Rule, dtype: np.typing.DTypeLike) -> None:
     vectors.add_scaled(grad, 1.0, params, 1.0)
     rule.init(params, tuple(slots))
     rule.apply(params, grad, tuple(slots), 1, 0.1)
+    if rounds:
+        total = Sum(addresses, np.ones(1), 0, np.ones(1, dtype))
+        rule.apply_sum(params, total, tuple(slots), 1, 0.1)

@@ -16,7 +16,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from mpips.errors import UserError, unknown
-from mpips.kernels import update_rules
+from mpips.kernels import summed_rules, update_rules
+from mpips.kernels.vectors import sum_rows
 
 Slots = tuple[np.ndarray, ...]
 
@@ -55,6 +56,22 @@ class Part(NamedTuple):
     scale: float
 
 
+class Sum(NamedTuple):
+    """A gradient that is a sum of rows, as `mpips.kernels.vectors.sum_rows` makes it.
+
+    Attributes:
+        rows: Addresses of the rows.
+        weights: Of the rows.
+        begin: Their first element that counts.
+        room: For a block of the sum; what is in it does not matter.
+    """
+
+    rows: np.ndarray
+    weights: np.ndarray
+    begin: int
+    room: np.ndarray
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """One update rule with its hyperparameters.
@@ -63,7 +80,8 @@ class Rule(ABC):
         name: Name on the command line and in checkpoints.
         slots: Names of the rule's state vectors, each of the parameters' shape and dtype.
         kernel: Name of the rule's loop in `mpips.kernels.update_rules`, which takes parameters,
-            gradient, slots, and then `scalars`.
+            gradient, slots, and then `scalars`. `mpips.kernels.summed_rules` may have one of that
+            name.
         weight_decay: Factor of w that is added to the gradient.
         before: Updates that the slots held when the run began: see `RuleState`.
         ranges: Where settings differ, the whole vector cut by them (`mpips.optim.groups`); then
@@ -116,10 +134,35 @@ class Rule(ABC):
         """
         self._loop(params, grad, *slots, *self.scalars(step, lr))
 
+    def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:
+        """Make one update, as `apply` does, by a gradient that is summed in the same pass.
+
+        Args:
+            params: As in `apply`; must not overlap any row.
+            grad: The gradient, whose room is at least one element.
+            slots: As in `apply`.
+            step: Likewise.
+            lr: Likewise.
+        """
+        rows, weights, begin, room = grad
+        if self._summed_loop is not None:
+            scalars = np.array(self.scalars(step, lr))
+            self._summed_loop(params, *slots, rows, weights, begin, room, scalars)
+            return
+        for at in range(0, params.size, room.size):
+            block = slice(at, at + room.size)
+            part = room[: params[block].size]
+            sum_rows(rows, weights, begin + at, part)
+            self.apply(params[block], part, tuple(slot[block] for slot in slots), step, lr)
+
     @cached_property
     def _loop(self) -> Callable[..., None]:
         loop: Callable[..., None] = getattr(update_rules, self.kernel)
         return loop
+
+    @cached_property
+    def _summed_loop(self) -> Callable[..., None] | None:
+        return getattr(summed_rules, self.kernel, None) if self.kernel else None
 
     @abstractmethod
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:

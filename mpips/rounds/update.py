@@ -1,13 +1,12 @@
-"""An owner's update of its shard, block by block."""
+"""An owner's update of its shard; on several nodes MPI is entered between two blocks of it."""
 
 from collections.abc import Iterable, Iterator
 from time import perf_counter
 
 import numpy as np
 
-from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
-from mpips.optim import Part, Rule, Slots
+from mpips.optim import Part, Rule, Slots, Sum
 from mpips.planning.job import Job
 from mpips.rounds.base import Transfers
 
@@ -23,7 +22,7 @@ class ShardUpdate:
         rule: The rule.
         params: The shard's parameters, shape (shard.size,).
         slots: Its slots, each of that shape.
-        grad: As large as the shard, or one block that serves for all.
+        grad: As large as the shard, or room for a block of what is summed.
         transfers: Where the time is counted.
     """
 
@@ -48,9 +47,10 @@ class ShardUpdate:
         params, grad, begin = self._params, self._grad, self._shard.begin
         whole = grad.size == params.size
         self._blocks.clear()
-        for part in _cut(rule.parts(begin, self._shard.end), BLOCK_BYTES // grad.itemsize):
+        most = BLOCK_BYTES // grad.itemsize if self._cluster.nodes > 1 else max(1, params.size)
+        for part in _cut(rule.parts(begin, self._shard.end), most):
             block = slice(part.begin - begin, part.end - begin)
-            of_block = grad[block] if whole else grad[: part.end - part.begin]
+            of_block = grad[block] if whole else grad
             views = tuple(slot[block] for slot in self._slots)
             self._blocks.append((part, params[block], of_block, views))
 
@@ -72,8 +72,9 @@ class ShardUpdate:
         lr, far = self._rate(step) * factor, self._cluster.nodes > 1
         for (begin, _, rule, scale), params, grad, slots in self._blocks:
             if sources:
-                sum_rows(*sources, begin, grad)
-            rule.apply(params, grad, slots, step, lr * scale)
+                rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
+            else:
+                rule.apply(params, grad, slots, step, lr * scale)
             if far:
                 self._cluster.progress()
         self._transfers.busy_s += perf_counter() - start

@@ -75,7 +75,7 @@ def _load_rows(config: Config, ranks: Cluster) -> None:
 
 def _load(config: Config) -> None:
     pushes, pulls = possible(config)
-    warm_rule(make_rule(config.optimizer), config.dtype)
+    warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.codec == "powersgd":

@@ -11,7 +11,8 @@ import pytest
 
 from mpips import optim
 from mpips.errors import UserError
-from mpips.optim import RULES, make_rule, schedule
+from mpips.kernels.vectors import addresses_of, sum_rows
+from mpips.optim import RULES, Change, Sum, make_rule, schedule
 
 DTYPES = [np.float32, np.float64]
 # Of the accumulated change, in the 2-norm, after some fifty steps.
@@ -224,6 +225,29 @@ def test_specials_propagate_as_in_the_equation_and_stay_in_their_place(name, wei
         assert got[rest].tobytes() == want[rest].tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*RULES, "change"])
+def test_a_sum_in_the_same_pass_gives_the_same_bits(name, dtype):
+    rule = make_rule(name, weight_decay=0.01) if name in RULES else Change()
+    n, begin = 3001, 5
+    params, slots = start(rule, n, dtype)
+    other, other_slots = params.copy(), tuple(slot.copy() for slot in slots)
+    weights = np.array([0.5, 0.0, 0.3, 0.2])
+    for step in range(1, 4):
+        rows = gradients(n + begin, len(weights), dtype)
+        rows[1][:] = np.nan  # a row of weight 0 is not read
+        rows[2][17], rows[3][2500] = np.inf, np.nan
+        grad = np.empty(n, dtype)
+        sum_rows(addresses_of(rows), weights, begin, grad)
+        rule.apply(params, grad, slots, step, 0.01)
+        room = np.full((1, 700, n)[step - 1], np.nan, dtype)
+        rule.apply_sum(
+            other, Sum(addresses_of(rows), weights, begin, room), other_slots, step, 0.01
+        )
+        for one, two in zip((params, *slots), (other, *other_slots), strict=True):
+            assert one.tobytes() == two.tobytes()
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_empty_block(name):
     rule = make_rule(name)
@@ -373,11 +397,12 @@ def test_clipped_gradient_has_the_norm_and_the_direction():
 WARM_CHECK = """
 import numpy as np
 from mpips import optim
-from mpips.kernels import atomics, barrier, compensation, update_rules, vectors
+from mpips.kernels import atomics, barrier, compensation, summed_rules, update_rules, vectors
 rule = optim.make_rule("adam")
-optim.warm(rule, "float32")
-modules = atomics, barrier, compensation, update_rules, vectors
-loops = {k: v for m in modules for k, v in vars(m).items() if hasattr(v, "variants")}
+optim.warm(rule, "float32", rounds=True)
+modules = atomics, barrier, compensation, summed_rules, update_rules, vectors
+found = {v for m in modules for v in vars(m).values() if hasattr(v, "variants")}
+loops = {(v.__module__.split(".")[-1], v.name): v for v in found}
 before = {k: len(v.variants) for k, v in loops.items()}
 memory = np.frombuffer(bytearray(4096), np.uint8)
 words, w, g, m, v = memory[:256].view("i8"), *memory[256:2304].view("f4").reshape(4, 128)
@@ -393,8 +418,10 @@ vectors.scale(g[3:70], optim.clip_factor(vectors.sum_squares(w), 1.0))
 vectors.add_scaled(g[3:70], 0.5, w[3:70], np.float64(0.25))
 vectors.copy_finite(w[:5], g[5:10]) and vectors.all_finite(v)
 rule.apply(w[7:], g[7:], (m[7:], v[7:]), 5, optim.schedule("constant", 0.1, total_steps=9)(5))
+total = optim.Sum(np.array([g.ctypes.data]), np.ones(1), 3, np.empty(2, "f4"))
+rule.apply_sum(w[7:], total, (m[7:], v[7:]), 6, 0.1)
 assert before == {k: len(v.variants) for k, v in loops.items()}
-print(sorted(k for k, v in before.items() if v))
+print(sorted(k[1] for k, v in before.items() if v))
 """
 
 
@@ -403,7 +430,7 @@ def test_a_warm_run_compiles_nothing_more():
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     checks = ["add_scaled", "all_finite", "copy_finite", "scale"]
     checks += ["sum_rows", "sum_squares", "publish", "observe", "find_ahead", "meet"]
-    assert done.stdout.strip() == str(sorted(["adam", "meet_and_add", *checks]))
+    assert done.stdout.strip() == str(sorted(["adam", "adam", "meet_and_add", *checks]))
 
 
 def test_names_and_schedules_need_no_compiler():
