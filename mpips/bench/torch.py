@@ -3,8 +3,8 @@
 Two ranks of one thread each, mode sync, an MLP by size of the batch and a convolutional net. A step
 lasts from when a batch is taken to when the next one is: it holds the loader, forward, backward,
 the copies of gradients, and the round with its waiting. Beside it stand forward and backward of a
-second module of the same kind, which belongs to no run, on the same batches: in the same processes,
-some steps and some passes in turn.
+second module of the same kind, which belongs to no run, on the same batches, and steps of plain
+PyTorch with that module, which each process makes for itself: some of each in turn.
 
 With peers, also rates beside theirs, and the memory of four ranks.
 """
@@ -44,18 +44,23 @@ def run(options: Options) -> list[Row]:
     given = {"hidden": hidden(options), "nets": nets, "turns": turns}
     with temporary_folder() as folder:
         found = _start(2, "shares", folder, **given)
-    return [_share(net, [of_rank[net] for of_rank in found], options) for net in nets]
+    return [
+        row for net in nets for row in _shares(net, [of_rank[net] for of_rank in found], options)
+    ]
 
 
-def _share(net: str, found: list[list[tuple[float, float]]], options: Options) -> Row:
-    """Return the row of a net, from the times of its steps and passes in each turn by rank."""
+def _shares(net: str, found: list[list[tuple[float, ...]]], options: Options) -> list[Row]:
+    """Return the rows of a net, from the times in each turn by rank."""
     turns = [turn for of_rank in found for turn in of_rank]
-    step, own = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
-    ratio = statistics.median(own / step for step, own in turns)
+    step, own, plain = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
+    of_own, of_plain = (statistics.median(turn[k] / turn[0] for turn in turns) for k in (1, 2))
     kind, batch = net.split()
     case = f"{NAMES[kind].format(shape(options))}, batch {batch}, a step, sync, 2 ranks"
-    beside = "its forward and backward alone"
-    return Row("torch", case, step, "ms", beside, own, ratio, NETS[net])
+    beside = "its forward and backward alone", "a step of plain PyTorch in 1 process"
+    return [
+        Row("torch", case, step, "ms", beside[0], own, of_own, NETS[net]),
+        Row("torch", case, step, "ms", beside[1], plain, of_plain),
+    ]
 
 
 def hidden(options: Options) -> int:

@@ -28,7 +28,7 @@ TURN = 10  # steps, and passes, of a turn
 QUIET: dict[str, Any] = {"threads": 1, "eval_every": 0, "checkpoint_every": 0, "quiet": True}
 SETTLED = 3  # steps since a run has written its first checkpoint
 METRICS = Path("run", "metrics.jsonl")
-Times = list[tuple[float, float]]
+Times = list[tuple[float, ...]]
 
 
 def make_mlp(hidden: int) -> nn.Module:
@@ -71,7 +71,7 @@ def train(mode: str, hidden: int, epochs: int) -> None:
 
 
 def shares(hidden: int, nets: list[str], turns: int) -> None:
-    """Take the times of steps, and of forward and backward alone, of kinds of nets by batch."""
+    """Take the times of steps, of passes alone, and of plain steps, of kinds of nets by batch."""
     found: dict[str, Times] = {net: [] for net in nets}
     kinds = {
         "mlp": (lambda: make_mlp(hidden), samples(SAMPLES, 784)),
@@ -94,8 +94,8 @@ def take_turns(
     found: dict[str, Times],
     net: str,
 ) -> None:
-    """Add the median seconds of a step and of a pass alone of each turn but the first."""
-    taken = list[float]()
+    """Add the median seconds of a step, a pass and a plain step of each turn but the first."""
+    taken, rule = list[float](), torch.optim.SGD(alone.parameters(), 0.01)
     for x, y in worker.loader(data, batch_size):
         taken.append(time.perf_counter())
         worker.optimizer.zero_grad()
@@ -104,7 +104,8 @@ def take_turns(
         if len(taken) == TURN + 2:  # the first step waits for a rank that was late in its passes
             steps = [after - before for before, after in pairwise(taken[1:])]
             passes = [time_pass(alone, x, y) for _ in range(TURN)]
-            found[net].append((statistics.median(steps), statistics.median(passes)))
+            plain = [time_plain(alone, rule, data, batch_size) for _ in range(TURN)]
+            found[net].append(tuple(map(statistics.median, (steps, passes, plain))))
             taken.clear()
     del found[net][0]  # caches were cold
     write(worker, found)
@@ -115,6 +116,19 @@ def time_pass(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     start = time.perf_counter()
     model.zero_grad()
     functional.cross_entropy(model(x), y).backward()
+    return time.perf_counter() - start
+
+
+def time_plain(
+    model: nn.Module, rule: torch.optim.Optimizer, data: TensorDataset, batch_size: int
+) -> float:
+    """Return the seconds of a step of plain PyTorch, as one process makes it without a run."""
+    start = time.perf_counter()
+    ids = torch.randint(len(data), (batch_size,))
+    x, y = (tensor.index_select(0, ids) for tensor in data.tensors)
+    rule.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    rule.step()
     return time.perf_counter() - start
 
 
