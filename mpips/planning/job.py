@@ -40,6 +40,7 @@ from mpips.optim import (
 from mpips.optim.staleness import Staleness
 from mpips.planning.skipped import skipped_before, skipped_updates
 from mpips.problems import Problem
+from mpips.problems.base import statistics
 
 if TYPE_CHECKING:
     from mpips.cut.evaluations import Evaluations
@@ -130,6 +131,8 @@ class Job:
         skipped = {ranges[name]: n for name, n in skipped_before(self).items()}
         self.rule: Rule = leaving_out(rule, (), skipped) if skipped else rule
         self.leaving = Leaving(self.rule)  # what this rank applies, but on servers
+        if kept and c.mode in ("async", "ssp"):  # a push is one of as many of the same batches
+            self.problem.share = 1 / len(self.cluster.roles.workers)
         # Of the vector, what has a gradient; statistics lie behind it.
         self.trained = min((ranges[name][0] for name in kept), default=self.layout.size)
         self.staleness = Staleness.of(c)
@@ -331,11 +334,6 @@ class Job:
                     self.checkpoint.read_workers_mean(name, 0, slot)
             elif name in self.begins_with.slot_names:
                 self.begins_with.read_slot(name, out=slot)
-
-
-def statistics(problem: Problem) -> tuple[str, ...]:
-    """Return `Problem.statistics`; a user's class need not be a `Problem`."""
-    return getattr(problem, "statistics", ())
 
 
 def read_slots(

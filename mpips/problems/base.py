@@ -26,8 +26,9 @@ class Problem(ABC):
     Attributes:
         layout: Names and shapes of the parameters; set by the subclass's ``__init__``.
         statistics: Names of arrays that are no parameters, the last of `layout`, such as running
-            means: what stands for their gradient is what a batch lessens them by, whatever the
-            update rule and its rate.
+            means: what stands for their gradient is what a batch lessens them by, times `share`,
+            whatever the update rule and its rate.
+        share: The part of such a change that counts; a job with statistics sets it.
         rule_state: What the update rule of a new run begins with; None for nothing.
 
     Args:
@@ -40,6 +41,7 @@ class Problem(ABC):
 
     layout: Layout
     statistics: tuple[str, ...] = ()
+    share: float = 1.0
     rule_state: RuleState | None = None
 
     def __init__(self, data: "DataInfo", config: "Config") -> None:
@@ -74,6 +76,11 @@ class Problem(ABC):
 
         The names are the same for every batch.
         """
+
+
+def statistics(problem: Problem) -> tuple[str, ...]:
+    """Return `Problem.statistics`; a user's class need not be a `Problem`."""
+    return getattr(problem, "statistics", ())
 
 
 class Workspace:

@@ -22,6 +22,7 @@ from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.errors import UserError
 from mpips.problems import Problem, load_problem
+from mpips.problems.base import statistics
 from mpips.problems.evaluation import checked_loss
 from mpips.problems.rows import without_tables
 
@@ -233,7 +234,7 @@ def _check(config: Config, problem: Problem, batch: Batch) -> tuple[str, UserErr
     ]
     error: UserError | None = None
     rough = []
-    for name in problem.layout.names:
+    for name in [name for name in problem.layout.names if name not in statistics(problem)]:
         probes = checker.check(name)
         wrong = [probe for probe in probes if probe.wrong]
         right = [probe for probe in probes if probe.right]

@@ -13,9 +13,10 @@ from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 from mpips.torch.model import (
     Bound,
-    arrays_of,
+    Initial,
     evaluating,
     make_model,
+    statistics_of,
     tensors_of,
     trained_parameters,
 )
@@ -32,7 +33,8 @@ class ModuleProblem(Problem):
 
     That is the cross entropy of ``module(x)`` for classes, and the mean squared error for real
     targets. `x` is a tensor of shape (n, *x_shape), `y` class numbers, shape (n,), or targets,
-    shape (n, *y_shape). The module is kept in the job's dtype; its buffers are this rank's alone.
+    shape (n, *y_shape). The module is kept in the job's dtype. Running means of normalization are
+    statistics of the problem; other buffers are this rank's alone.
 
     Args:
         cls: Its class, made by ``cls()`` or, if it needs an argument, by ``cls(data)``.
@@ -47,7 +49,8 @@ class ModuleProblem(Problem):
         super().__init__(data, config)
         self._make = functools.partial(_make, cls, data, getattr(torch, config.dtype))
         self.model = make_model(self._make, config.seed)
-        self.layout = Layout.of({name: a.shape for name, a in arrays_of(self.model).items()})
+        self.layout = Layout.of({name: a.shape for name, a in Initial(self.model).items()})
+        self.statistics = tuple(statistics_of(self.model))
         self._name, self._own_loss = cls.__name__, callable(getattr(cls, "loss", None))
         if not self._own_loss and hasattr(self.model, "loss"):
             got = f"{self._name}.loss of type {type(self.model.loss).__name__}"
@@ -58,11 +61,12 @@ class ModuleProblem(Problem):
         self._bound = Bound(self.model)
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return the parameters of a fresh module, seeded by `rng`."""
-        return arrays_of(make_model(self._make, int(rng.integers(2**31))))
+        """Return the parameters of a fresh module, seeded by `rng`, and its running means."""
+        return dict(Initial(make_model(self._make, int(rng.integers(2**31)))))
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
         """Return the mean loss over the batch, and write its gradient; see `Problem`."""
+        self._bound.share = self.share
         self._bound.move_to(params)
         self._bound.collect_into(out)
         self.model.train()

@@ -13,7 +13,7 @@ class Conv(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
         self.out = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,6 +31,17 @@ class Affine(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(x.flatten(1))
+
+
+class Normed(Affine):
+    """With running means of its inputs."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.norm = nn.BatchNorm1d(math.prod(data.x_shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x.flatten(1)))
 
 
 class Absolute(Affine):

@@ -1,6 +1,8 @@
 """Modules of PyTorch from the command line: their losses and gradients, and jobs on all data."""
 
 import re
+import runpy
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +21,16 @@ from torch.nn import functional as F  # noqa: E402
 
 import mpips.torch as mt  # noqa: E402
 from mpips.checkpoint import list_checkpoints  # noqa: E402
-from mpips.datasets import Batch, DataInfo  # noqa: E402
+from mpips.checkpoint.exchange import export  # noqa: E402
+from mpips.config import Config  # noqa: E402
+from mpips.config.command_line import load  # noqa: E402
+from mpips.datasets import Batch, DataInfo, open_dataset  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 from mpips.problems import load_problem  # noqa: E402
+from mpips.problems.gradient_check import check_gradient, first_batch  # noqa: E402
 
 MODULES = str(HERE / "problems" / "modules.py")
+CENTRE = 5  # of the inputs that are written
 
 
 def make(name: str, dtype: str = "float32", **fields: Any) -> Any:
@@ -141,6 +148,27 @@ def test_what_cannot_be(name: str) -> None:
         make(name)
 
 
+def test_every_reader(tmp_path: Path) -> None:
+    for kind, name in (write_files(tmp_path) | write_more(tmp_path)).items():
+        words = ["--problem", f"{MODULES}:Normed", "--dataset", name, "--batch-size", "16"]
+        problem, batch = first_batch(load(words))
+        params, out = start(problem)
+        loss = problem.loss_and_grad(params, batch, out)
+        assert all(np.isfinite(array).all() for array in out.values()), kind
+        found = problem.evaluate(params, batch)
+        assert abs(loss - found["loss"]) > 1e-3, (kind, "evaluated by the batch's own means")
+        assert ("accuracy" in found) == (kind != "real")
+
+
+def test_running_means_have_no_gradient_to_check() -> None:
+    words = ["--problem", f"{MODULES}:Normed", "--dataset", "spirals", "--batch-size", "16"]
+    text, error = check_gradient(load(words))
+    assert error is None, text
+    arrays = [line.split()[0] for line in text.splitlines()[2:-1]]
+    assert arrays == ["out.weight", "out.bias", "norm.weight", "norm.bias"]
+    assert text.endswith("the gradient is right\n")
+
+
 def test_a_login_node_starts_no_mpi() -> None:
     """What asks for a job in advance makes the problem too."""
     words = ["--problem", f"{MODULES}:Affine", "--dataset", "spirals"]
@@ -170,10 +198,10 @@ def test_names_come_when_they_are_used() -> None:
 # On ranks ------------------------------------------------------------------------------------
 
 
-def files(folder: Path) -> dict[str, str]:
+def write_files(folder: Path) -> dict[str, str]:
     """Write small data for each reader; returns what ``--dataset`` calls it."""
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(90, 6)).astype("f4"), rng.integers(0, 3, 90)
+    x, y = rng.normal(CENTRE, 1, (90, 6)).astype("f4"), rng.integers(0, 3, 90)
     np.savez(folder / "classes.npz", x=x, y=y)
     np.savez(folder / "real.npz", x=x, y=x @ np.ones((6, 2), "f4"))
     np.save(folder / "x.npy", x)
@@ -190,15 +218,42 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
+def write_more(folder: Path) -> dict[str, str]:
+    """Write what is read in other ways yet, likewise."""
+    parquet, image = map(pytest.importorskip, ("pyarrow.parquet", "PIL.Image"))
+    table = pytest.importorskip("pyarrow").table
+    rng, y = np.random.default_rng(0), np.arange(60) % 3
+    pixels = rng.integers(0, 256, (60, 4, 6), np.uint8)
+    for name, array in (("images-idx3", pixels), ("labels-idx1", y.astype("u1"))):
+        header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+        (folder / f"train-{name}-ubyte").write_bytes(header + array.tobytes())
+    for k in range(60):
+        (folder / "photos" / str(y[k])).mkdir(parents=True, exist_ok=True)
+        image.fromarray(pixels[k]).save(folder / "photos" / str(y[k]) / f"{k}.png")
+    for part in range(3):
+        np.savez(folder / f"part-{part}.npz", x=rng.normal(size=(20, 6)), y=y[:20])
+    a, b = rng.normal(size=(2, 60))
+    parquet.write_table(table({"a": a, "b": b, "label": y}), folder / "table.parquet")
+    lines = [f"{a[k]},{b[k]},{y[k]}" for k in range(60)]
+    (folder / "table.csv").write_text("\n".join(["a,b,label", *lines]))
+    return {
+        "idx": f"{folder}/train-images-idx3-ubyte",
+        "images": f"{folder}/photos/",
+        "many": f"{folder}/part-*.npz",
+        "parquet": f"{folder}/table.parquet::a,b,label",
+        "csv": f"{folder}/table.csv::a,b,label",
+    }
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Plan:
     folder = tmp_path_factory.mktemp("modules")
     plan = Plan(folder)
-    data, modes = files(folder), ("async", "sync", "ssp", "local_sgd", "easgd", "async")
-    for (kind, name), mode in zip(data.items(), modes, strict=True):
-        if "test_every_reader_and_mode" not in names_asked(request):
+    modes = ("async", "sync", "ssp", "local_sgd", "easgd", "async")
+    for (kind, name), mode in zip(write_files(folder).items(), modes, strict=True):
+        if "test_every_mode" not in names_asked(request):
             continue
-        options = ("--problem", f"{MODULES}:Affine", "--dataset", name, "--mode", mode)
+        options = ("--problem", f"{MODULES}:Normed", "--dataset", name, "--mode", mode)
         plan.add(kind, 3, (*options, "--epochs", "2", "--batch-size", "8", "--threads", "1"))
     conv = ("--problem", f"{MODULES}:Threads", "--batch-size", "16", "--threads", "1")
     for mode in ("async", "sync"):
@@ -215,19 +270,31 @@ def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.one_mpi
-def test_every_reader_and_mode(plan: Plan) -> None:
+def test_every_mode(plan: Plan) -> None:
     for kind in ("npz", "real", "npy", "hdf5", "libsvm", "spirals"):
         found = summary(plan.out(kind))
         assert found["epochs"] == 2
         assert np.isfinite(found["eval_loss"])
         assert (found["accuracy"] is None) == (kind == "real")
         begun = newest(list_checkpoints(plan.out(kind))[0]).read_params()
-        assert not np.array_equal(begun, final(plan.out(kind)).read_params())
+        ended = final(plan.out(kind))
+        assert not np.array_equal(begun, ended.read_params())
+        assert ended.state["statistics"] == ["norm.running_mean", "norm.running_var"]
+        mean = ended.layout.views(ended.read_params())["norm.running_mean"]
+        if kind in ("npz", "real", "npy", "hdf5"):
+            assert np.abs(mean - CENTRE).max() < 0.75 * CENTRE, (kind, mean)
+        else:
+            assert mean.any(), kind
+        if kind == "npz":  # two workers' 18 pushes, each of which counts for a half
+            assert mean.mean() / CENTRE == pytest.approx(1 - 0.95**18, abs=0.08)
 
 
 @pytest.mark.launch
 def test_a_module_learns(plan: Plan) -> None:
-    """Asynchronously, and in rounds that are gone on with on other ranks."""
+    """Asynchronously, and in rounds that are gone on with on other ranks.
+
+    The running means of training are those that are evaluated, later as well, and exported.
+    """
     for mode in ("async", "sync"):
         assert summary(plan.out(f"conv {mode}"))["accuracy"] > 0.8
     found = summary(plan.out("conv sync"))
@@ -235,6 +302,13 @@ def test_a_module_learns(plan: Plan) -> None:
     assert final(plan.out("conv sync")).layout.names[0] == "conv.weight"
     (told,) = plan.outputs("evaluated")
     assert f"accuracy {found['accuracy']:.6f}, " in told
+    export(final(plan.out("conv sync")), plan.folder / "conv.pt")
+    model = runpy.run_path(MODULES)["Conv"]()
+    model.load_state_dict(torch.load(plan.folder / "conv.pt"))
+    with open_dataset(Config()) as digits, torch.no_grad():
+        x, y = map(torch.from_numpy, digits.test.load(0, digits.test.n, np.dtype("f4")))
+        accuracy = float((model.eval()(x).argmax(1) == y).double().mean())
+    assert accuracy == pytest.approx(found["accuracy"], abs=1e-6)
     (told,) = plan.outputs("wrong")
     assert len(re.findall("mpips: problem .*OtherInputs raised RuntimeError: mat1", told)) == 3
 
