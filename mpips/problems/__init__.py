@@ -67,9 +67,7 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
             code raised, its exception is the ``__cause__``.
     """
     if data.sparse and name in PROBLEMS and not uses_rows(PROBLEMS[name]):
-        got = f"problem {name!r} with the sparse samples of dataset {data.name!r}"
-        kind, other = ("words", "skipgram") if data.vocabulary else ("sparse", "logistic_sparse")
-        raise UserError(got, "dense ones", f"leave out ::{kind}, or use --problem {other}")
+        raise _needs_dense(name, data)
     if name in PROBLEMS:
         return PROBLEMS[name](data, config)
     path, colon, class_name = name.rpartition(":")
@@ -89,6 +87,8 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
     expected = "a class made by CLASS(data, config)"
     if adapter is None:
         _check_methods(cls, where)
+    elif data.sparse:
+        raise _needs_dense(where, data, ", or a loop of your own with mpips.torch.EmbeddingBag")
     else:
         shape = ", ".join(map(str, ("n", *data.x_shape)))
         expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
@@ -104,6 +104,12 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
         remedy = 'set self.layout = Layout.of({"w": (inputs, outputs)}) in __init__'
         raise UserError(f"problem {where} with {got}", "a non-empty mpips.layout.Layout", remedy)
     return problem
+
+
+def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
+    got = f"problem {problem!r} with the sparse samples of dataset {data.name!r}"
+    kind, other = ("words", "skipgram") if data.vocabulary else ("sparse", "logistic_sparse")
+    return UserError(got, "dense ones", f"leave out ::{kind}, or use --problem {other}{more}")
 
 
 def _run_file(path: Path) -> ModuleType:
