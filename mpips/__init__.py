@@ -1,10 +1,46 @@
 """mpips, a parameter server over MPI: servers hold the parameters, workers compute gradients.
 
-From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model; as a library, `run`
-calls a training function of one's own on every worker, with a `Worker` that gives it batches and
-parameters and takes its gradients. ``python -m mpips.guide`` lists the pages of the guide.
+From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model that is built in, or one
+in a file of yours (``--problem``). In a program, `run` calls a function of yours on every worker:
 
-Importing this package starts nothing; MPI is started when a name of it is used that needs it.
+    import mpips
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(1000, 3))
+    y = x @ [1.0, 2.0, 3.0]
+
+    def gradient(params, batch, out):
+        error = batch.x @ params["w"] - batch.y
+        out["w"][:] = batch.x.T @ error / len(batch)
+        return (error**2).mean() / 2
+
+    def train(worker):
+        for batch in worker.batches((x, y), batch_size=10, epochs=5):
+            worker.step(gradient, batch)
+
+    result = mpips.run(train, params={"w": np.zeros(3)}, optimizer=mpips.Adam(0.05), mode="sync")
+    print(result.params["w"])
+
+``mpirun -n 4 python program.py`` runs it, and ``python program.py`` does on one rank. With
+``mode="async"`` some ranks are servers. `run` takes the command line's options under their names.
+
+What there is:
+
+    run, Worker, Result        a run, what its function is given, and what it leaves
+    Callback                   is told of steps, epochs, evaluations and checkpoints
+    SGD, Adam, AdamW, ...      update rules, with their numbers
+    Group                      rates and weight decay by patterns of names
+    Table, Normal, Zeros, ...  embeddings: rows that lie with the servers; FTRL and RowAdagrad are
+                               update rules of rows alone
+    Store                      push and pull, beside MPI code of your own
+    UserError                  what is wrong with a job, and what to do about it
+    mpips.torch, mpips.jax     the same for models of PyTorch and loss functions of JAX
+
+``help(mpips.run)`` and so on say more, and ``python -m mpips.guide`` lists the pages of the guide:
+``python -m mpips.guide library`` shows the one about programs.
+
+Importing this package starts nothing, nor does looking at it: MPI is started when `run`, `Worker`,
+`Result` or `Store` is used, and ``dir(mpips)`` has these from then on.
 """
 
 from typing import TYPE_CHECKING
@@ -65,6 +101,7 @@ _MODULES = {
     "Zeros": "layout.tables",
     "run": "library.run",
 }
+_START_MPI = {"Result", "Store", "Worker", "run"}
 
 
 def __getattr__(name: str) -> object:
@@ -80,4 +117,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    """Return what can be looked at without starting MPI, as `help` does with all of this."""
+    return [*{*__all__} - _START_MPI | {*globals()}]

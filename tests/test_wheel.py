@@ -61,6 +61,7 @@ def test_nothing_is_left_out(parent: Path) -> None:
     assert files(wheel / SHARE / "slurm") == files(ROOT / "slurm") - {"site.sh"}
     kept = (".py", ".h5", ".md", ".json", ".svg")
     assert files(wheel / "mpips", *kept) == files(ROOT / "mpips", *kept)
+    assert (wheel / "mpips" / "py.typed").is_file()
     assert (wheel / SHARE / "CHANGELOG.md").is_file()  # else pip leaves the folder behind
     kinds = {path.name.removeprefix(f"mpips-{__version__}") for path in wheel.iterdir()}
     assert kinds == {"mpips", ".dist-info", ".data"}

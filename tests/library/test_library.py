@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,32 @@ def test_importing_starts_nothing() -> None:
     args = [sys.executable, "-c", code]
     found = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_help_starts_no_mpi() -> None:
+    code = (
+        "import inspect, pydoc, sys, mpips; inspect.getmembers(mpips); "
+        "print(pydoc.plain(pydoc.render_doc(mpips))); "
+        "print([m for m in ('mpi4py', 'numba', 'torch', 'jax') if m in sys.modules])"
+    )
+    args = [sys.executable, "-c", code]
+    found = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.endswith("\n[]\n")
+    assert "for batch in worker.batches((x, y)" in found.stdout
+    assert "class AdamW(" in found.stdout
+    for name in mpips.__all__:
+        assert re.search(rf"\b{name}\b", found.stdout), name
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+def test_the_program_in_the_documentation(tmp_path: Path) -> None:
+    assert mpips.__doc__ is not None
+    (program,) = re.findall(r"^    import mpips\n.*?\n(?=\S)", mpips.__doc__, re.M | re.S)
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    told = run(2, ["program.py"], tmp_path, 60).check().output
+    (found,) = {*re.findall(r"^\[(.*)\]$", told, re.M)}
+    np.testing.assert_allclose([float(word) for word in found.split()], [1, 2, 3], atol=0.1)
 
 
 def test_an_unknown_name_is_told() -> None:
