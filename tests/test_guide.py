@@ -4,7 +4,7 @@ Blocks by their language: ``bash`` lines run as they stand, in the order of the 
 its own, and so do ``python`` blocks, which are saved under the name in their first line, but for
 programs that call ``mpips.run``: a ``bash`` line after them does. Of ``console`` blocks, README's
 first one runs. ``sh`` lines are read and not run: the variants of a command that runs elsewhere,
-and what needs SLURM. ``toml`` is a job file, ``text`` output.
+and what needs SLURM. ``toml`` is a job file, ``text`` output. A ``diff`` is one of two programs.
 """
 
 import argparse
@@ -36,10 +36,10 @@ from mpips.report.__main__ import make_parser as report_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = ("pytorch", "library", "options", "slow-links")
-LANGUAGES = {"bash", "sh", "console", "python", "toml", "text"}
+LANGUAGES = {"bash", "sh", "console", "python", "toml", "text", "diff"}
 INSTALL = re.compile(r"^(git clone|python -m venv|pip install) .*?( && (?=mpirun)|$)")
 SPAN = re.compile(r"`([^`]+)`")
-STARTS_RANKS = re.compile(r"^torch.distributed|\b(mpips|mj|mt)\.(run|Store)\(", re.M)
+STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
@@ -299,10 +299,15 @@ def test_page(name: str, tmp_path: Path) -> None:
 
 
 def check_beside_ddp(folder: Path) -> None:
-    """Check that both scripts learn, and that one is the other but for a few lines."""
+    """Check that both scripts of the diff learn, and that one is the other but for a few lines."""
     torch = pytest.importorskip("torch")
-    scripts = {code.splitlines()[0][2:]: code for _, code in blocks("pytorch", "python")}
-    ddp, ours = scripts["with_ddp.py"], scripts["with_mpips.py"]
+    ((_, diff),) = blocks("pytorch", "diff")
+    ddp, ours = (
+        "".join(line[1:] or line for line in diff.splitlines(True) if line[0] in f" {sign}\n")
+        for sign in "-+"
+    )
+    assert ours == (folder / "with_mpips.py").read_text()
+    (folder / "with_ddp.py").write_text(ddp)
     new = {line.strip() for line in ours.splitlines()} - {line.strip() for line in ddp.splitlines()}
     assert len({line for line in new if line and not line.startswith("#")}) <= 8
     module = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "with_ddp.py"]
