@@ -9,7 +9,9 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -20,6 +22,55 @@ from mpips.cluster import ending
 N, EPOCHS = 230, 3
 MODES = ("async", "ssp", "sync", "local_sgd", "easgd")
 ROUNDS = 4  # of all modes: twenty runs
+MADE: Counter[str] = Counter()  # communicators and windows
+FREED: Counter[str] = Counter()
+
+
+class Counted(MPI.Intracomm):
+    """A communicator that counts what is made of it, and of that in turn."""
+
+    def Dup(self, info: MPI.Info = MPI.INFO_NULL) -> "Counted":
+        return made(super().Dup(info))
+
+    def Split(self, color: int = 0, key: int = 0) -> "Counted":
+        return made(super().Split(color, key))
+
+    def Split_type(self, kind: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> "Counted":
+        return made(super().Split_type(kind, key, info))
+
+    def Create(self, group: MPI.Group) -> "Counted":
+        return made(super().Create(group))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> "Counted":
+        return made(super().Create_group(group, tag))
+
+    def Free(self) -> None:
+        super().Free()
+        FREED["communicators"] += 1
+
+
+class CountedWindow(MPI.Win):
+    """A window that is counted."""
+
+    @classmethod
+    def Create(cls, *args: Any, **options: Any) -> "CountedWindow":
+        MADE["windows"] += 1
+        return cls(super().Create(*args, **options))
+
+    @classmethod
+    def Allocate_shared(cls, *args: Any, **options: Any) -> "CountedWindow":
+        MADE["windows"] += 1
+        return cls(super().Allocate_shared(*args, **options))
+
+    def Free(self) -> None:
+        super().Free()
+        FREED["windows"] += 1
+
+
+def made(comm: Any) -> Counted:
+    """Return a new communicator as one that is counted."""
+    MADE["communicators"] += comm != MPI.COMM_NULL
+    return Counted(comm)
 
 
 def count(params: dict[str, np.ndarray], batch: object, out: dict[str, np.ndarray]) -> float:
@@ -114,6 +165,7 @@ def learns(mode: str, out: Path) -> None:
     how = {"mode": mode, "epochs": 30, "out": out, "quiet": True, "eval_every": 10}
     how |= {"evaluate": means, "held_out": data, "callbacks": [heard]}
     how |= {"evaluators": 1} if mode == "sync" else {}
+    how |= {"node_size": 2} if mode == "ssp" else {}
     result = mpips.run(train, {"line": np.zeros(2)}, rule, **how)
     np.testing.assert_allclose(result.params["line"], (2, 1), atol=0.05)
     assert result.summary["eval_loss"] < 1e-2
@@ -177,6 +229,7 @@ def stops(mode: str, out: Path) -> None:
 
 def left() -> tuple[tuple[str, ...], int, int]:
     """Return the threads of this process, and how many files are open and mapped from memory."""
+    assert MADE == FREED, (MADE, FREED)
     gc.collect()
     threads = tuple(sorted(thread.name for thread in threading.enumerate()))
     with open("/proc/self/maps") as file:
@@ -186,6 +239,7 @@ def left() -> tuple[tuple[str, ...], int, int]:
 
 def main(folder: Path) -> None:
     """Run all."""
+    MPI.COMM_WORLD, MPI.Win = Counted(MPI.COMM_WORLD), CountedWindow
     found = []
     for k in range(ROUNDS):
         for mode in MODES:
@@ -202,7 +256,9 @@ def main(folder: Path) -> None:
     assert set(threads) == {("MainThread",)}, threads
     assert max(files[5:]) <= max(files[:5]), files
     assert max(memory[5:]) <= max(memory[:5]), memory
-    print(f"rank {MPI.COMM_WORLD.rank} is done: {len(found)} runs", flush=True)
+    assert MADE["communicators"] >= 4 * len(found), MADE
+    assert MADE["windows"] >= len(found), MADE
+    print(f"rank {MPI.COMM_WORLD.rank} is done: {len(found)} runs, {dict(MADE)}", flush=True)
 
 
 if __name__ == "__main__":
