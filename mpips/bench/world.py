@@ -11,8 +11,8 @@ from mpips.bench.measure import Options, Row, aims_for, table
 from mpips.cluster import ending
 from mpips.cluster.agreement import Agreed, everywhere, together
 from mpips.cluster.library import check_world, mpi_name
-from mpips.cluster.process import cpu_name
-from mpips.cluster.start import cores, whole_world
+from mpips.cluster.process import cores, cpu_name
+from mpips.cluster.start import whole_world
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError, complain
 from mpips.session.metrics import write_json

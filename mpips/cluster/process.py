@@ -1,5 +1,6 @@
 """A process of this host, as the kernel tells of it. Loads nothing heavy: every rank has it."""
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -58,3 +59,16 @@ def cpu_name() -> str:
     except OSError:
         return platform.machine()
     return platform.machine()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on; affinity masks count."""
+    return len(os.sched_getaffinity(0))
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this host, as far as the launcher tells; 1 if it does not."""
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 1

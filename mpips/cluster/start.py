@@ -12,22 +12,10 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from mpips.cluster import segments, signals
+from mpips.cluster.process import cores, local_ranks
 from mpips.errors import UserError
 
 BTL = "OMPI_MCA_btl"
-
-
-def cores() -> int:
-    """Return the number of cores that this process may run on; affinity masks count."""
-    return len(os.sched_getaffinity(0))
-
-
-def local_ranks() -> int:
-    """Return the number of ranks on this host, as far as the launcher tells; 1 if it does not."""
-    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 1
 
 
 def _yield_when_oversubscribed() -> None:

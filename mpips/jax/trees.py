@@ -1,130 +1,21 @@
-"""JAX: `run` trains the parameters of a loss function; the rest is for loops of one's own.
+"""Pytrees as named arrays, and functions of pytrees as functions of these."""
 
-    import mpips
-    import mpips.jax as mj
-
-    def loss(params, x, y):
-        return ((x @ params["w"] + params["b"] - y) ** 2).mean()
-
-    params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
-    result = mj.run(loss, params, (x, y), mpips.Adam(1e-3), mode="async", batch_size=64, epochs=5)
-    result.params["w"]
-
-The loss and its gradient are compiled once for each size of batch: a last one that is smaller
-compiles a second time. Leaves of any floating type are trained as float32 (float64 where
-``jax_enable_x64`` is on), and the loss has them in their own type.
-
-On a CPU, XLA reads the parameters where they lie, without a copy, if they begin on 64 bytes: so
-leaves of a multiple of 16 elements are kept first, one behind the other. Parameters change at the
-next step, and XLA computes in threads of its own: `value_and_grad` waits until all is computed. The
-gradient is copied once, to where it is pushed from.
-
-XLA computes in one thread for each core of this rank's share, if this module is imported before
-JAX is used, and the variable ``NPROC`` does not say otherwise.
-"""
-
-import contextlib
-import dataclasses
-import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mpips.cluster.start import cores, local_ranks
-from mpips.config import OPTIONS
 from mpips.datasets import Batch
 from mpips.errors import UserError
-from mpips.library import run as library
-from mpips.library.data import Samples
-from mpips.library.model import Evaluate
-from mpips.library.optimizers import Optimizer
-from mpips.library.worker import Gradient, Worker
 from mpips.problems.base import Arrays
 
-try:
-    import jax
-    import jax.numpy as jnp
-except ImportError as problem:
-    got = f"no JAX ({problem})"
-    raise UserError(got, "jax >= 0.4.30", "pip install 'mpips[jax]'") from problem
-
-__all__ = ["Result", "arrays", "evaluation", "run", "tree", "value_and_grad"]
-
-os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA counts them
-
 PyTree: TypeAlias = Any
+Gradient: TypeAlias = Callable[[Arrays, Batch, Arrays], float]
+Evaluate: TypeAlias = Callable[[Arrays, Batch], dict[str, float]]
 LINE = 64  # bytes: where a vector begins that XLA shares
 WHOLE = LINE // 4  # elements of the smallest type that fill it
-
-
-@dataclasses.dataclass(frozen=True)
-class Result(library.Result):
-    """What a run leaves, on every rank: as `mpips.Result`, but with parameters as a pytree.
-
-    Attributes:
-        params: The parameters at the end, a pytree like the one that was given.
-    """
-
-    params: PyTree
-
-
-def run(
-    loss: Callable[..., Any],
-    params: PyTree,
-    data: Any,
-    optimizer: Optimizer | None = None,
-    *,
-    evaluate: Callable[..., Mapping[str, Any]] | None = None,
-    held_out: Any = None,
-    **options: Any,
-) -> Result:
-    """Train the parameters of a loss function.
-
-    Args:
-        loss: ``loss(params, x, y)`` returns the mean loss over a batch; ``loss(params, x)`` where
-            the data is one array or a mapping of names to arrays, ``loss(params, ids)`` where it
-            is a number of samples. It is traced by JAX.
-        params: Initial parameters: a pytree of floating-point arrays, of the same shapes on every
-            rank.
-        data: The samples: an array, a pair (x, y) of arrays, a mapping of names to arrays, or the
-            number of samples; the same on every worker. Or a function that returns such: it is
-            called on workers alone.
-        optimizer: As in `mpips.run`.
-        evaluate: Called as `loss`, it returns means over a batch of held-out samples by name,
-            ``loss`` among them; by default the loss alone.
-        held_out: Samples that are evaluated, as in `mpips.run`.
-        **options: As in `mpips.run`: ``mode="ssp"``, ``batch_size=64``, ``epochs=5``; and `comm`.
-
-    Returns:
-        The result, on every rank.
-
-    Raises:
-        UserError: As `mpips.run`; if a leaf is none of floating-point numbers.
-
-    Collective: yes, over `comm`. Blocks: until the run is over.
-    """
-    if not callable(loss):
-        raise UserError(f"loss of type {type(loss).__name__}", "a function of params, x and y")
-    gradient, like = value_and_grad(loss, params), _Leaves(params)
-    if evaluate is None and held_out is not None:
-        evaluate = functools.partial(_loss_alone, loss)
-    means = None if evaluate is None else evaluation(evaluate, params)
-
-    @functools.wraps(loss)  # the run is called after it
-    def train(worker: Worker) -> None:
-        samples = data() if callable(data) else data
-        size = options.get("batch_size", OPTIONS["batch_size"].default)
-        with contextlib.suppress(UserError):  # `batches` tells it, on all ranks alike
-            _compile(like.arrays(), Samples(samples), size, gradient, means)
-        for batch in worker.batches(samples):
-            worker.step(gradient, batch)
-
-    found = library.run(
-        train, like.arrays(), optimizer, evaluate=means, held_out=held_out, **options
-    )
-    return Result(like.tree(found.params), found.summary, found.reason, found.code, found.out)
 
 
 def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
@@ -150,7 +41,7 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
     Raises:
         UserError: If a leaf is none of floating-point numbers.
     """
-    like = _Leaves(params)
+    like = Leaves(params)
 
     @jax.jit
     def compute(leaves: list[Any], columns: tuple[Any, ...]) -> tuple[Any, list[Any]]:
@@ -169,22 +60,6 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
     return gradient
 
 
-def _compile(
-    params: Arrays, samples: Samples, size: int, gradient: Gradient, means: Evaluate | None
-) -> None:
-    """Have a gradient compiled for batches of that size and an epoch's last, and what evaluates.
-
-    It takes seconds: a gradient that waited for it would be as many updates old.
-    """
-    whole = min(size, samples.n)
-    for count in {whole, samples.n % size} - {0}:
-        ids = np.arange(count)
-        batch = Batch(*samples.read(ids), ids)
-        gradient(params, batch, {name: array.copy() for name, array in params.items()})
-        if means is not None and count == whole:  # as `batches` tries it
-            means(params, batch)
-
-
 def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Evaluate:
     """Return what evaluates held-out samples for `mpips.run` and `mpips.Worker.evaluate`.
 
@@ -195,7 +70,7 @@ def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Eva
     Returns:
         A function of named arrays and a batch.
     """
-    like = _Leaves(params)
+    like = Leaves(params)
 
     @jax.jit
     def compute(leaves: list[Any], columns: tuple[Any, ...]) -> Any:
@@ -217,7 +92,7 @@ def arrays(params: PyTree) -> dict[str, np.ndarray]:
     Raises:
         UserError: If a leaf is none of floating-point numbers.
     """
-    return _Leaves(params).arrays()
+    return Leaves(params).arrays()
 
 
 def tree(arrays: Arrays, like: PyTree) -> PyTree:
@@ -227,10 +102,10 @@ def tree(arrays: Arrays, like: PyTree) -> PyTree:
         arrays: By name, as `arrays` names them.
         like: A pytree of that structure.
     """
-    return _Leaves(like).tree(arrays)
+    return Leaves(like).tree(arrays)
 
 
-class _Leaves:
+class Leaves:
     """The leaves of a pytree by name, and the way back.
 
     Attributes:
@@ -287,5 +162,6 @@ def _columns(batch: Batch) -> tuple[Any, ...]:
     return (batch.x,) if batch.y is None else (batch.x, batch.y)
 
 
-def _loss_alone(loss: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def loss_alone(loss: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Return what a loss is of a batch, as what evaluates it does."""
     return {"loss": loss(*args)}

@@ -1,0 +1,61 @@
+"""JAX: `run` trains the parameters of a loss function; the rest is for loops of one's own.
+
+    import mpips
+    import mpips.jax as mj
+
+    def loss(params, x, y):
+        return ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+    params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
+    result = mj.run(loss, params, (x, y), mpips.Adam(1e-3), mode="async", batch_size=64, epochs=5)
+    result.params["w"]
+
+The loss and its gradient are compiled once for each size of batch: a last one that is smaller
+compiles a second time. Leaves of any floating type are trained as float32 (float64 where
+``jax_enable_x64`` is on), and the loss has them in their own type.
+
+On a CPU, XLA reads the parameters where they lie, without a copy, if they begin on 64 bytes: so
+leaves of a multiple of 16 elements are kept first, one behind the other. Parameters change at the
+next step, and XLA computes in threads of its own: `value_and_grad` waits until all is computed. The
+gradient is copied once, to where it is pushed from.
+
+XLA computes in one thread for each core of this rank's share, if this module is imported before
+JAX is used, and the variable ``NPROC`` does not say otherwise.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from mpips.cluster.process import cores, local_ranks
+from mpips.errors import UserError
+
+try:
+    import jax  # noqa: F401
+except ImportError as problem:
+    got = f"no JAX ({problem})"
+    raise UserError(got, "jax >= 0.4.30", "pip install 'mpips[jax]'") from problem
+
+if TYPE_CHECKING:
+    from mpips.jax.run import Result, run
+    from mpips.jax.trees import arrays, evaluation, tree, value_and_grad
+
+__all__ = ["Result", "arrays", "evaluation", "run", "tree", "value_and_grad"]
+_MODULES = {"Result": "run", "run": "run"}
+
+os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA counts them
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is used: `mpips.jax.problem` is for places without MPI too."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mpips.jax' has no attribute {name!r}")
+    from importlib import import_module
+
+    modules = {n: import_module(f"mpips.jax.{_MODULES.get(n, 'trees')}") for n in __all__}
+    found = {n: getattr(module, n) for n, module in modules.items()}
+    globals().update(found)  # `run` is the function, where its import has left the module
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
