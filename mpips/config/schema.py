@@ -166,8 +166,8 @@ class Config:
     )
 
     problem: str = setting(
-        "model", "mlp", "model and loss, or your own class", legal=PROBLEMS, metavar="NAME",
-        pattern=USER_PROBLEM, form="path/file.py:Class",
+        "model", "mlp", "model and loss, or your own class or function", legal=PROBLEMS,
+        metavar="NAME", pattern=USER_PROBLEM, form="path/file.py:Class",
     )  # fmt: skip
     hidden: tuple[int, ...] = setting("model", (128, 64), "widths of hidden layers", ">= 1")
     activation: str = setting("model", "relu", "their activation", legal=("relu", "tanh"))

@@ -2,9 +2,11 @@
 
 A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
 `mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
-``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there.
+``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there, and so is a
+function that has ``init`` beside it.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -46,6 +48,7 @@ PROBLEMS: dict[str, type[Problem]] = {
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They
 # go by their names: PyTorch is imported by whoever uses it.
 ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
+OF_FUNCTIONS = ("mpips.jax.problem", "LossProblem")  # of a function, the names beside it and these
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
 _ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables
@@ -57,7 +60,7 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
     Args:
         name: A key of `PROBLEMS`, or ``path/to/file.py:Class``. The file runs as a module, its
             directory is added at the end of `sys.path`, and the class need not subclass
-            `Problem`.
+            `Problem`. Or ``path/to/file.py:function``, a loss for JAX.
         data: What the dataset looks like.
         config: The run's configuration.
 
@@ -81,19 +84,24 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
 
 def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config") -> Problem:
     path = path.resolve()
-    cls = _find_class(_run_file(path), class_name, path)
+    module = _run_file(path)
+    found = _find(module, class_name, path)
     where = f"{path}:{class_name}"
-    adapter = _adapter(cls)
-    expected = "a class made by CLASS(data, config)"
-    if adapter is None:
-        _check_methods(cls, where)
-    elif data.sparse:
-        raise _needs_dense(where, data, ", or a loop of your own with mpips.torch.EmbeddingBag")
-    else:
-        shape = ", ".join(map(str, ("n", *data.x_shape)))
+    shape = ", ".join(map(str, ("n", *data.x_shape)))
+    make: Callable[..., Problem]
+    if not isinstance(found, type):
+        make = functools.partial(_load(*OF_FUNCTIONS), found, vars(module))
+        expected = f"init(rng, data), and a loss(params, x, y) that JAX traces for x of ({shape})"
+    elif adapter := _adapter(found):
+        make = functools.partial(adapter, found)
         expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
+    else:
+        _check_methods(found, where)
+        make, expected = found, "a class made by CLASS(data, config)"
+    if make is not found and data.sparse:
+        raise _needs_dense(where, data, ", or a loop of your own with mpips.torch.EmbeddingBag")
     try:
-        problem: Problem = cls(data, config) if adapter is None else adapter(cls, data, config)
+        problem: Problem = make(data, config)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -137,10 +145,14 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _find_class(module: ModuleType, class_name: str, path: Path) -> type[Any]:
-    """Return the class of that name in a user's module."""
+def _find(module: ModuleType, class_name: str, path: Path) -> Any:
+    """Return the class of that name in a user's module, or the function that ``init`` goes with."""
     found = getattr(module, class_name, None)
-    if not isinstance(found, type):
+    if callable(found) and not isinstance(found, type):
+        if not callable(getattr(module, "init", None)):
+            got = f"function {class_name!r} in {path} without init(rng, data) beside it"
+            raise UserError(got, "a class, or a loss for JAX and a function that makes its params")
+    elif not isinstance(found, type):
         made_there = (v for v in vars(module).values() if isinstance(v, type))
         classes = sorted(v.__name__ for v in made_there if v.__module__ == module.__name__)
         legal = f"one of {', '.join(classes)}" if classes else "a class"
@@ -153,11 +165,15 @@ def _adapter(cls: type[Any]) -> Callable[..., Problem] | None:
     if not _missing(cls):
         return None
     for base in cls.__mro__:
-        module, name = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}", ("", ""))
-        if module:
-            found: Callable[..., Problem] = getattr(importlib.import_module(module), name)
-            return found
+        known = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}")
+        if known:
+            return _load(*known)
     return None
+
+
+def _load(module: str, name: str) -> Callable[..., Problem]:
+    found: Callable[..., Problem] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _check_methods(cls: type[Any], where: str) -> None:

@@ -1,5 +1,6 @@
 """JAX: pytrees as parameters, what is shared without a copy, and runs on real ranks."""
 
+import runpy
 import subprocess
 import sys
 import time
@@ -11,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
+from runs import HERE, Plan, summary
 
 import mpips.jax as mj
-from mpips.datasets import Batch
+from mpips.config import Config
+from mpips.datasets import Batch, DataInfo
 from mpips.errors import UserError
 from mpips.layout import Layout, aligned_zeros
+from mpips.problems import load_problem
 
+LOSSES = str(HERE / "problems" / "losses.py")
 PROGRAM = ROOT / "tests" / "library" / "programs" / "digits_jax.py"
 TREE = {
     "layers": [{"w": np.ones((3, 5), "f4"), "b": np.zeros(5, "f4")}, np.ones((4, 8), "f4")],
@@ -34,6 +39,24 @@ def test_an_mlp_learns_as_the_built_in_one_does(
     monkeypatch.delenv("NPROC")  # set here by mpips.jax, and each rank has its own share
     found = run(3, [str(PROGRAM), str(tmp_path)], tmp_path, 240).check()
     assert found.output.count("is done") == 3, found.output
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_loss_is_a_problem_of_the_command_line(tmp_path: Path) -> None:
+    plan = Plan(tmp_path)
+    words = ("--problem", f"{LOSSES}:loss", "--lr", "0.01")
+    plan.add("async", 3, (*words, "--mode", "async", "--epochs", "8"))
+    plan.add("sync", 3, (*words, "--mode", "sync", "--epochs", "10"))
+    plan.add("sync", 2, ("--resume", "--epochs", "12"))
+    plan.add("each", 3, ("--problem", f"{LOSSES}:each"), code=2)
+    plan.run(240)
+    for mode, epochs in (("async", 8), ("sync", 12)):
+        found = summary(plan.out(mode))
+        assert found["epochs"] == epochs
+        assert found["samples"] == epochs * 1438
+        assert found["accuracy"] > 0.85, mode
+    assert len(plan.errors()) == 3, plan.errors()
 
 
 # Without ranks -------------------------------------------------------------------------------
@@ -172,6 +195,77 @@ def test_evaluation_gives_numbers() -> None:
     metrics = mj.evaluation(lambda params, x: x.sum(), np.zeros(2))
     with pytest.raises(UserError, match="evaluate that returned"):
         metrics({"params": np.ones(2, "f4")}, Batch(np.ones(2, "f4"), None, np.arange(2)))
+
+
+def make(name: str, **fields: Any) -> Any:
+    """Return a loss as a problem of made data: 5 inputs, 4 classes."""
+    base = {"name": "made", "n_train": 66, "n_test": 16, "x_shape": (5,), "y_shape": ()}
+    data = DataInfo(**{**base, "classes": 4, "source": "made.npz", **fields})
+    return load_problem(f"{LOSSES}:{name}", data, Config(batch_size=8))
+
+
+def test_the_loss_and_gradient_of_a_problem_are_those_of_jax() -> None:
+    problem = make("loss")
+    assert problem.layout.names == ("0/b", "0/w", "1/w", "1/b")
+    tree = problem.init(np.random.default_rng(0))
+    params, out = (problem.layout.views(aligned_zeros(164, np.dtype("f4"))) for _ in range(2))
+    for name, array in tree.items():
+        params[name][...] = array
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(8, 5)).astype("f4"), rng.integers(0, 4, 8)
+    from_file = runpy.run_path(LOSSES)
+    like = from_file["init"](rng, problem.data)
+    value, grads = jax.value_and_grad(from_file["loss"])(mj.tree(params, like), x, y)
+    for _ in range(2):  # the first time it is compiled for the last batch as well
+        found = problem.loss_and_grad(params, Batch(x, y, np.arange(8)), out)
+        assert found == pytest.approx(float(value), rel=1e-6)
+        for name, grad in mj.arrays(grads).items():
+            np.testing.assert_allclose(out[name], grad, rtol=1e-5, atol=1e-7)
+    found = problem.evaluate(params, Batch(x, y, np.arange(8)))
+    assert found["loss"] == pytest.approx(float(value), rel=1e-6)
+    assert 0 <= found["accuracy"] <= 1
+
+
+REFUSED = {
+    "each": r"loss that returned .*shape=\(2,\).*, expected a number, the mean loss over the batch",
+    "traced": r"losses.py:traced raised ConcretizationTypeError: .*expected init.*see line 39 of",
+    "two": r"two raised TypeError: .*, expected init.* that JAX traces for x of \(n, 5\)",
+    "lost": r"no class 'lost' in",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_loss(name: str) -> None:
+    with pytest.raises(UserError, match=REFUSED[name]):
+        make(name)
+
+
+def test_a_loss_with_other_data_or_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="loss' with the sparse samples of dataset 'made'"):
+        make("loss", sparse=True)
+    text = (
+        "def init(rng, data):\n    return 0.5\n\ndef loss(params, x, y):\n    return params * 2\n"
+    )
+    (tmp_path / "small.py").write_text(text)
+    data = DataInfo("made", 10, 0, (5,), (), None, "made.npz")
+    problem = load_problem(f"{tmp_path / 'small.py'}:loss", data, Config(batch_size=5))
+    batch = Batch(np.ones((5, 5), "f4"), np.ones(5, "f4"), np.arange(5))
+    assert problem.evaluate(problem.init(np.random.default_rng(0)), batch) == {"loss": 1.0}
+
+
+def test_a_login_node_starts_no_mpi_for_a_loss() -> None:
+    """The gradient is checked in 64 bits."""
+    code = (
+        "import sys; from mpips.train import main; "
+        f"code = main(['--check-gradient', '--problem', '{LOSSES}:loss']); "
+        "assert 'mpi4py' not in sys.modules; sys.exit(code)"
+    )
+    args = [sys.executable, "-c", code]
+    done = subprocess.run(
+        args, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the gradient is right\n")
 
 
 def test_a_missing_jax_names_the_extra() -> None:

@@ -503,7 +503,7 @@ def test_user_file_imports_its_neighbour(user_file: Path) -> None:
     [
         ("Men", ["no class 'Men'", "mine.py", "Mean", "did you mean 'Mean'?"]),
         ("", ["no class ''", "Mean"]),
-        ("function", ["no class 'function'", "Mean"]),
+        ("function", ["function 'function' in ", "mine.py without init(rng, data) beside it"]),
         ("np", ["no class 'np'"]),
         ("Abstract", ["mine.py:Abstract without loss_and_grad, evaluate", "init, loss_and_grad"]),
         ("Lacking", ["mine.py:Lacking without loss_and_grad, evaluate"]),
