@@ -6,11 +6,14 @@ lies in it; `cut` divides it into one contiguous shard an owner, wherever the cu
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mpips.layout.tables import Table
 
 CACHE_LINE_BYTES = 64
 
@@ -35,20 +38,30 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each named array lies in the flat vector.
+    """Where each named array lies in the flat vector, and which tables of rows are beside it.
 
     Attributes:
         names: Array names, in the order in which they lie in the vector.
         shapes: Shape of each, in the same order.
+        tables: Tables by name; nothing of them is in the vector.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    tables: Mapping[str, "Table"] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Iterable[int]]) -> "Layout":
-        """Build a layout from ``{name: shape}``; the order of the mapping is kept."""
-        return cls(tuple(shapes), tuple(tuple(int(k) for k in s) for s in shapes.values()))
+    def of(
+        cls, shapes: Mapping[str, Iterable[int]], tables: Mapping[str, "Table"] | None = None
+    ) -> "Layout":
+        """Build a layout from ``{name: shape}``; the order of the mapping is kept.
+
+        Args:
+            shapes: Of the arrays.
+            tables: Tables of rows beside them, ``{name: mpips.Table(...)}``.
+        """
+        sizes = tuple(tuple(int(k) for k in shape) for shape in shapes.values())
+        return cls(tuple(shapes), sizes, {} if tables is None else tables)
 
     @property
     def size(self) -> int:
@@ -74,7 +87,7 @@ class Layout:
         return {k: vector[b:e].reshape(shapes[k]) for k, (b, e) in self.slices().items()}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return a plain description that `from_json` reads back."""
+        """Return a plain description of the arrays that `from_json` reads back."""
         pairs = zip(self.names, self.shapes, strict=True)
         return [{"name": n, "shape": list(s)} for n, s in pairs]
 

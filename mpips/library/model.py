@@ -51,8 +51,8 @@ class Parameters:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
         self.statistics, self.make_state = tuple(statistics), make_state
-        self.tables = checked_tables(tables or {})
-        self.layout = Layout.of({name: array.shape for name, array in arrays.items()})
+        shapes = {name: array.shape for name, array in arrays.items()}
+        self.layout = Layout.of(shapes, checked_tables(tables or {}))
         # Of a job that is given none.
         doubles = {array.dtype for array in arrays.values()} == {np.dtype(np.float64)}
         self.dtype = "float64" if doubles else "float32"
@@ -82,7 +82,7 @@ class Model(Problem):
     ) -> None:
         super().__init__(data, config)
         self.layout, self._params, self._evaluate = params.layout, params, evaluate
-        self.statistics, self.tables = params.statistics, params.tables
+        self.statistics = params.statistics
         if params.make_state is not None:
             self.rule_state = params.make_state(config, params.layout)
 

@@ -19,7 +19,7 @@ from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
 from mpips.planning.table_rules import bytes_of_tables
 from mpips.problems import load_problem
-from mpips.problems.rows import without_tables
+from mpips.problems.rows import tables_of_problem, without_tables
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
 BASE_BYTES = 320e6
@@ -95,7 +95,7 @@ def measure(config: Config) -> Measured:
     shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
     # As many new rows in each batch as in the first ones: in later ones there are fewer.
     parts = -(-n // (BATCHES * config.batch_size))
-    touched = {name: shapes.get(name, (0,))[0] * parts for name in getattr(given, "tables", {})}
+    touched = {name: shapes.get(name, (0,))[0] * parts for name in tables_of_problem(given)}
     table_bytes = bytes_of_tables(given, config, touched)
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)

@@ -12,6 +12,8 @@ from mpips.config.row_optimizer import parse_row_optimizer
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
+from mpips.problems.base import Problem
+from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
     from mpips.optim.row_rules import Named
@@ -39,7 +41,7 @@ def checked_tables(given: Any) -> dict[str, Table]:
     return dict(given)
 
 
-def bytes_of_tables(problem: object, config: Config, touched: Mapping[str, int]) -> int:
+def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]) -> int:
     """Return what the rows of a problem's tables take, with all that their rules keep.
 
     Args:
@@ -48,10 +50,11 @@ def bytes_of_tables(problem: object, config: Config, touched: Mapping[str, int])
         touched: Rows that a run touches at most, by table; lazy tables have no others.
 
     Raises:
-        UserError: As `checked_tables`, or if the rule of the job is none for rows.
+        UserError: As `checked_tables` and `tables_of_problem`, or if the rule of the job is none
+            for rows.
     """
     total, itemsize = 0, np.dtype(config.dtype).itemsize
-    for name, table in checked_tables(getattr(problem, "tables", {})).items():
+    for name, table in checked_tables(tables_of_problem(problem)).items():
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
         each = rule.width(table.dim) * itemsize

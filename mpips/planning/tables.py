@@ -15,6 +15,7 @@ from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import RowRule
 from mpips.planning.memory import available_bytes
 from mpips.planning.table_rules import checked_tables, rule_of
+from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
     from mpips.planning.job import Job
@@ -71,10 +72,11 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
     """Return the tables of a job, with what the configuration says of them.
 
     Raises:
-        UserError: If the rule of the job, which a table is to have, is none for rows.
+        UserError: If they cannot be tables, if two sets of them are given, or if the rule of the
+            job, which a table is to have, is none for rows.
     """
     config, found = job.config, []
-    given = checked_tables(getattr(job.problem, "tables", {}))
+    given = checked_tables(tables_of_problem(job.problem))
     for name, table in given.items():
         most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
         rule = rule_of(table, config)

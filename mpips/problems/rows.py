@@ -1,16 +1,18 @@
 """Problems with tables: beside parameters, rows that lie with servers; a batch needs a few.
 
-Such a problem has `tables`, and two methods in place of a problem's: ``loss_and_grad_rows`` and
-``evaluate_rows``, which get what reads and pushes rows. A user's class need not subclass
-`TableProblem`.
+Such a problem has tables, in its layout or as `tables`, and two methods in place of a problem's:
+``loss_and_grad_rows`` and ``evaluate_rows``, which get what reads and pushes rows. A user's class
+need not subclass `TableProblem`.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.layout.tables import Table
 from mpips.problems.base import Arrays, Problem
@@ -48,10 +50,10 @@ class TableProblem(Problem):
     """A problem with tables.
 
     Attributes:
-        tables: By name; set by the subclass's ``__init__``.
+        tables: By name; set by the subclass's ``__init__``, unless they are in its `layout`.
     """
 
-    tables: Mapping[str, Table]
+    tables: Mapping[str, Table] = MappingProxyType({})
 
     @abstractmethod
     def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: "Batch", out: Arrays) -> float:
@@ -95,6 +97,19 @@ class TableProblem(Problem):
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
         """Not called: see `evaluate_rows`."""
         raise NotImplementedError("it needs rows of its tables")
+
+
+def tables_of_problem(problem: Any) -> Mapping[str, Table]:
+    """Return the tables of a problem, which its layout has, or itself as `tables`.
+
+    Raises:
+        UserError: If both have some, and they differ.
+    """
+    own, of_layout = getattr(problem, "tables", {}), problem.layout.tables
+    if own and of_layout and own != of_layout:
+        got = f"tables of a problem, {own}, beside {of_layout} in its layout"
+        raise UserError(got, "one of them", "give them by Layout.of(..., tables=...) alone")
+    return own or of_layout
 
 
 def uses_rows(problem: Any) -> bool:
@@ -146,19 +161,20 @@ class _AsArrays(Problem):
         self._problem, self.layout = problem, problem.layout
         flat = np.zeros((2, self.layout.size), dtype)
         first = problem.init(np.random.default_rng(0))
-        seen = _Seen(problem.tables, np.dtype(dtype))
+        self._tables = tables_of_problem(problem)
+        seen = _Seen(self._tables, np.dtype(dtype))
         for batch in batches:
             problem.loss_and_grad_rows(first, seen, batch, self.layout.views(flat[1]))
         self._ids = {name: np.unique(np.concatenate(ids)) for name, ids in seen.ids.items() if ids}
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        shapes |= {k: (ids.size, problem.tables[k].dim) for k, ids in self._ids.items()}
+        shapes |= {k: (ids.size, self._tables[k].dim) for k, ids in self._ids.items()}
         self.layout = Layout.of(shapes)
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return fresh parameters; rows are of the size of their table's, from another stream."""
         found = self._problem.init(rng)
         for name, ids in self._ids.items():
-            table = self._problem.tables[name]
+            table = self._tables[name]
             found[name] = table.init.scale * rng.standard_normal((ids.size, table.dim))
         return found
 

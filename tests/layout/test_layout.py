@@ -1,13 +1,17 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpips.errors import UserError
 from mpips.layout import CACHE_LINE_BYTES, Layout, Shard, cut
+from mpips.layout.tables import Table
+from mpips.problems.rows import tables_of_problem
 
 SHAPES = st.dictionaries(
     st.text("abcw_0123/", min_size=1, max_size=6),
@@ -96,3 +100,27 @@ def test_shard_as_an_index() -> None:
     shard = Shard(3, 7)
     assert np.arange(10)[shard.range].tolist() == [3, 4, 5, 6]
     assert shard.size == 4
+
+
+def test_tables_lie_beside_the_vector() -> None:
+    item = Table(rows=10, dim=3)
+    layout = Layout.of({"w": (2,)}, tables={"item": item})
+    assert (layout.size, layout.tables) == (2, {"item": item})
+    assert layout != Layout.of({"w": (2,)})
+    assert Layout.of({"w": (2,)}).tables == {}
+    assert Layout.from_json(layout.to_json()) == Layout.of({"w": (2,)})
+
+
+def test_a_problem_has_its_tables_in_one_place() -> None:
+    item, layout = {"item": Table(rows=10, dim=3)}, Layout.of({"w": (2,)})
+    tabled = Layout.of({"w": (2,)}, tables=item)
+    for problem in (
+        SimpleNamespace(layout=layout, tables=item),
+        SimpleNamespace(layout=tabled),
+        SimpleNamespace(layout=tabled, tables=dict(item)),
+    ):
+        assert tables_of_problem(problem) == item
+    assert not tables_of_problem(SimpleNamespace(layout=layout))
+    other = SimpleNamespace(layout=tabled, tables={"item": Table(rows=11, dim=3)})
+    with pytest.raises(UserError, match=r"rows=11.* beside .*rows=10.* in its layout"):
+        tables_of_problem(other)

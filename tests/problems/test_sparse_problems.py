@@ -35,8 +35,8 @@ from mpips.layout.tables import Table, Zeros
 class Means:
     '''Learns the mean label of each feature; no subclass of Problem.'''
     def __init__(self, data, config):
-        self.layout = Layout.of({"all": (1,)})
-        self.tables = {"mean": Table(rows=data.x_shape[0], dim=1, init=Zeros())}
+        mean = Table(rows=data.x_shape[0], dim=1, init=Zeros())
+        self.layout = Layout.of({"all": (1,)}, tables={"mean": mean})
     def init(self, rng):
         return {"all": np.zeros(1)}
     def loss_and_grad_rows(self, params, rows, batch, out):
@@ -47,6 +47,11 @@ class Means:
     def evaluate_rows(self, params, rows, batch):
         error = rows.pull("mean", batch.x.indices)[:, 0] - batch.y[batch.x.samples]
         return {"loss": float((error ** 2).mean())}
+
+class Twice(Means):
+    def __init__(self, data, config):
+        super().__init__(data, config)
+        self.tables = {"mean": Table(rows=3, dim=1)}
 """
 
 
@@ -115,12 +120,15 @@ def test_in_one_world(tmp_path: Path) -> None:
         "ssp",
     ]
     plan.add("own", 3, [*own, "--optimizer", "adagrad", "--lr", "0.3", "--epochs", "3"])
+    twice = ["--problem", f"{tmp_path}/own.py:Twice", *own[2:], "--optimizer", "adagrad"]
+    plan.add("twice", 3, twice, 2)
     plan.add("rounds", 3, [*clicks, "--mode", "local_sgd"], 2)
     plan.add("no rule", 3, [*clicks, "--row-optimizer", "rmsprop"], 2)
     plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
     plan.run(240, tmp_path)
-    assert not [name for name in ("rounds", "no rule", "no number") if plan.out(name).exists()]
+    refused = "twice", "rounds", "no rule", "no number"
+    assert not [name for name in refused if plan.out(name).exists()]
     check_optimum(plan, x[:DIGITS], y[:DIGITS])
     check_zeros(plan)
     check_pairs(plan)
