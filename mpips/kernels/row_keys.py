@@ -4,7 +4,8 @@ A keyed **permutation** of the row numbers deals them out: servers own contiguou
 *places*, so a row's place is known without any table, places are dense, and those of the rows that
 are used most are spread over all servers. It cuts a number in two, the upper half below 64, and
 adds to each half a product of the other; each of its steps can be undone. A number behind the last
-row, one in thirty at most, is permuted again until it is none (cycle walking).
+row, one in thirty at most, is permuted again until it is none (cycle walking). By a key whose right
+halves have no bits, every number stays as it is: then servers own blocks of rows.
 
 What is in a row at first is SplitMix64's stream of its own; normal numbers are made of it by Box
 and Muller's formula with polynomials, without a library's logarithm, so that every machine with

@@ -1,8 +1,9 @@
 """Tables: rows of parameters of which a step needs a few, and which server owns which.
 
-A row's **place** is a keyed permutation of its number (`mpips.kernels.row_keys`); every server owns
-a contiguous range of places. So the rows that are used most are spread evenly over servers, each
-server's are numbered from 0 without a gap, and to go from N servers to M is to cut the same places
+A row's **place** is a keyed permutation of its number (`mpips.kernels.row_keys`), or that number
+itself; every server owns a contiguous range of places. So by the permutation the rows that are used
+most are spread evenly over servers, and without it each server owns a block of rows. In a server
+they are numbered from 0 without a gap, and to go from N servers to M is to cut the same places
 elsewhere, as shards of the flat vector are.
 """
 
@@ -18,6 +19,7 @@ from mpips.errors import UserError
 from mpips.kernels import row_groups, row_keys
 
 CAPACITIES = ("auto", "full", "lazy")
+OWNERSHIPS = ("hash", "blocks")
 LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
 MOST_ROWS = 1 << 40
 # Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
@@ -103,6 +105,8 @@ class Table:
         capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched;
             ``auto`` is lazy from 16 M rows on. What rows hold is the same.
         push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
+        ownership: ``hash`` spreads rows over servers by a permutation of their numbers; with
+            ``blocks`` each server owns neighbouring rows. What rows hold is the same.
 
     Raises:
         UserError: If a number is out of range, or of another kind.
@@ -114,6 +118,7 @@ class Table:
     optimizer: object = None
     capacity: str = "auto"
     push_rows: int | None = None
+    ownership: str = "hash"
 
     def __post_init__(self) -> None:
         numbers = [("rows", self.rows, MOST_ROWS), ("dim", self.dim, 1 << 20)]
@@ -129,6 +134,8 @@ class Table:
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
         if self.capacity not in CAPACITIES:
             raise UserError(f"capacity={self.capacity!r} of a table", "auto, full or lazy")
+        if self.ownership not in OWNERSHIPS:
+            raise UserError(f"ownership={self.ownership!r} of a table", "hash or blocks")
 
     @property
     def lazy(self) -> bool:
@@ -196,6 +203,8 @@ class Ownership:
     @cached_property
     def _key(self) -> np.ndarray:
         low = max((self.table.rows - 1).bit_length() - HIGH_BITS, 1)
+        if self.table.ownership == "blocks":
+            low = 0
         digest = hashlib.blake2b(self.name.encode(), digest_size=32).digest()
         words = np.frombuffer(digest, "<u8").astype(np.uint64)
         key = np.zeros(row_keys.KEY_WORDS, np.uint64)

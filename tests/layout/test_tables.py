@@ -57,9 +57,27 @@ def test_tables_of_other_names_lie_elsewhere():
     assert (places(1000) != places(1000, "user")).mean() > 0.9
 
 
+@pytest.mark.parametrize("rows", SIZES)
+def test_blocks_are_rows_in_their_order(rows):
+    ids = np.arange(rows)
+    for servers in (1, 2, 5):
+        blocks = Ownership("item", Table(rows, 4, ownership="blocks"), servers)
+        assert (blocks.places(ids) == ids).all()
+        owners, local = blocks.locate(ids)
+        assert (np.diff(owners) >= 0).all()
+        for server in range(servers):
+            assert abs(blocks.count(server) - rows / servers) < 1
+            mine = ids[owners == server]
+            assert (blocks.rows_of(server, local[owners == server]) == mine).all()
+    assert blocks.rows_of(0, np.array([rows - 1]))[0] == rows - 1
+    with pytest.raises(UserError, match=f"id {rows} at place 1"):
+        blocks.places(np.array([0, rows]))
+
+
+@pytest.mark.parametrize("how", ["hash", "blocks"])
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])
-def test_every_row_has_one_owner_and_places_are_dense(servers):
-    ownership = Ownership("item", Table(1000, 4), servers)
+def test_every_row_has_one_owner_and_places_are_dense(servers, how):
+    ownership = Ownership("item", Table(1000, 4, ownership=how), servers)
     owners, local = ownership.locate(np.arange(1000))
     for server in range(servers):
         mine = np.flatnonzero(owners == server)
@@ -89,10 +107,10 @@ def test_rows_in_a_sequence_are_spread(stride):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 100, 8192])
-@pytest.mark.parametrize("servers", [1, 3])
-def test_groups_hold_each_id_once(n, servers):
+@pytest.mark.parametrize(("servers", "how"), [(1, "hash"), (3, "hash"), (3, "blocks")])
+def test_groups_hold_each_id_once(n, servers, how):
     ids = zipf(10_000, n)
-    ownership = Ownership("item", Table(10_000, 4), servers)
+    ownership = Ownership("item", Table(10_000, 4, ownership=how), servers)
     places, local, bounds, order, starts = ownership.group(ids)
     assert (np.sort(order) == np.arange(n)).all()
     assert len(local) == len(set(ids))
@@ -161,6 +179,7 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"dim": 0}, "dim=0"),
         ({"init": 0.01}, "Normal, Uniform or Zeros"),
         ({"capacity": "half"}, "auto, full or lazy"),
+        ({"ownership": "mine"}, "hash or blocks"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(options, message):

@@ -62,6 +62,8 @@ def test_untouched_rows_are_the_same_for_any_number_of_servers(init, dim, capaci
     ids = np.random.default_rng(0).integers(0, 5000, 3000)
     table = Table(5000, dim, init, capacity=capacity)
     one, *others = (Servers(table, n).read(ids) for n in (1, 2, 3))
+    blocks = Table(5000, dim, init, capacity=capacity, ownership="blocks")
+    others += [Servers(blocks, n).read(ids) for n in (1, 3)]
     for other in others:
         assert one.tobytes() == other.tobytes()
     assert one.tobytes() == Servers(Table(5000, dim, init), 1).read(ids).tobytes()
@@ -92,11 +94,12 @@ def test_reading_writes_nothing(capacity):
 
 
 @pytest.mark.parametrize("capacity", ["full", "lazy"])
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize(("servers", "how"), [(1, "hash"), (2, "blocks"), (3, "hash")])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_pushes_are_the_serial_ones(servers, dtype, capacity):
+def test_pushes_are_the_serial_ones(servers, how, dtype, capacity):
     rng = np.random.default_rng(3)
-    ours = Servers(Table(200, 3, Normal(0.1), capacity=capacity), servers, SGD(0.1), dtype)
+    table = Table(200, 3, Normal(0.1), capacity=capacity, ownership=how)
+    ours = Servers(table, servers, SGD(0.1), dtype)
     serial = ours.read(np.arange(200))
     touched = set()
     for _ in range(5):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import CHAIN, WORLD, ZEROS, done, main, rows_of, run
+from tables import CHAIN, WORLD, ZEROS, done, in_blocks, main, rows_of, run
 
 import mpips
 from mpips.checkpoint import list_checkpoints, newest_whole, open_checkpoint, verify
@@ -96,7 +96,8 @@ def exact(folder: Path) -> None:
     )
     for number, (ranks, stop, options) in enumerate(parts):
         epochs = EPOCHS + (number > 5)
-        result = run(counter(stop, epochs=epochs), ranks, out, resume="auto", **SYNC, **options)
+        named = {**SYNC, "tables": in_blocks(TABLES) if number % 2 else TABLES, **options}
+        result = run(counter(stop, epochs=epochs), ranks, out, resume="auto", **named)
         if WORLD.rank == 0:
             summary = done(result).summary
             assert (summary["bytes_received"] > 0) == (len(summary["nodes"]) > 1)
@@ -123,7 +124,10 @@ def without_samples(folder: Path) -> None:
 
 
 def placed(folder: Path) -> None:
-    """How ranks lie on nodes changes no bit: owners add up in the order of the workers."""
+    """How ranks lie on nodes, or who owns a row, changes no bit of it.
+
+    Owners add up in the order of the workers; a norm's order is another with other owners.
+    """
     found = []
 
     def train(worker: mpips.Worker) -> None:
@@ -133,18 +137,24 @@ def placed(folder: Path) -> None:
             worker.push_rows("slots", ids, rows * np.sqrt(1 + ids)[:, None] - 0.3)
             worker.push(float((rows**2).mean()))
 
-    options = {**SYNC, "params": {}, "tables": {"slots": TABLES["slots"]}, "clip": 0.9}
-    for size in (0, 1, 2):  # a model of tables alone
-        out = folder / f"placed-{size}"
-        run(train, 4, out, node_size=size, dtype="float64", **options)
+    tables = {"slots": TABLES["slots"]}  # a model of tables alone
+    options = {**SYNC, "params": {}, "dtype": "float64"}
+    clipped, whole = {"tables": tables, "clip": 0.9}, {"tables": tables}
+    blocks = {"tables": in_blocks(tables)}
+    for number, (size, more) in enumerate(
+        [(0, clipped), (1, clipped), (2, clipped), (0, whole), (0, blocks), (2, blocks)]
+    ):
+        out = folder / f"placed-{number}"
+        run(train, 4, out, node_size=size, **{**options, **more})
         if WORLD.rank == 0:
             checkpoint, _ = newest_whole(out)
             assert checkpoint is not None
             found.append(rows_of(checkpoint, "slots"))
-    for numbers, columns in found[1:]:
-        np.testing.assert_array_equal(numbers, found[0][0])
+    for k, (numbers, columns) in enumerate(found):
+        first = found[k // 3 * 3]
+        np.testing.assert_array_equal(numbers, first[0])
         for name, column in columns.items():
-            np.testing.assert_array_equal(column, found[0][1][name], strict=True)
+            np.testing.assert_array_equal(column, first[1][name], strict=True)
 
 
 def weighed(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 ``exact``: the counting problem, by rows: each push adds 1 to the row of each of its samples, in
 two tables of different length, beside a third with another rule; each row ends as its samples came.
-Some runs have lazy tables, one of them of 200 M rows: what they hold is the same to the bit.
+Some runs have lazy tables, one of them of 200 M rows, and some tables whose servers own blocks of
+rows: what they hold is the same to the bit.
 ``kills OUT SERVERS``: the same, slow and saved often, for whoever kills it; ``check OUT`` looks at
 what that has left.
 """
@@ -11,6 +12,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,13 @@ TABLES = {
 }
 LAZY = {name: dataclasses.replace(table, capacity="lazy") for name, table in TABLES.items()}
 LAZY["slots"] = dataclasses.replace(LAZY["slots"], rows=200_000_000)
+
+
+def in_blocks(tables: dict[str, mpips.Table]) -> dict[str, mpips.Table]:
+    """Return tables like these of whose rows each server owns a block."""
+    return {k: dataclasses.replace(table, ownership="blocks") for k, table in tables.items()}
+
+
 INIT = {"counts": np.zeros(N)}
 CHAIN: dict[str, Any] = {"checkpoint_rows": "changed"}
 
@@ -135,8 +144,10 @@ def exact(folder: Path) -> None:
         out = folder / mode
         for part, ((ranks, stop, options), size) in enumerate(zip(parts, sizes, strict=True)):
             nodes = {"node_size": size, "prefetch": mode == "async" and size == 2}
-            # From the second part on: rows of a table may become more, and its memory another.
-            named = {"mode": mode, "tables": LAZY if part else TABLES, **nodes, **options}
+            # From the second part on: rows of a table may become more, its memory another, and
+            # then the owners of its rows.
+            tables = (TABLES, LAZY, in_blocks(LAZY), LAZY)[part]
+            named = {"mode": mode, "tables": tables, **nodes, **options}
             result = run(trainer(stop), ranks, out, resume="auto", **named)
             if WORLD.rank == 0:
                 ended = done(result)
@@ -185,8 +196,10 @@ def far(folder: Path) -> None:
     It sees its own pushes in mode ssp, so that only the way that rows travel differs.
     """
     found = []
-    for size, tables in ((0, TABLES), (1, TABLES), (0, LAZY), (1, LAZY)):
-        out = folder / f"far-{size}-{tables is LAZY}"
+    blocks = in_blocks(TABLES), in_blocks(LAZY)
+    cases = *product((0, 1), (TABLES, LAZY)), (0, blocks[0]), (1, blocks[0]), (1, blocks[1])
+    for number, (size, tables) in enumerate(cases):
+        out = folder / f"far-{number}"
         options = {"mode": "ssp", "staleness_bound": 0, "servers": 2, "node_size": size}
         result = run(trainer(epochs=2), 3, out, tables=tables, **options)
         if WORLD.rank == 0:
