@@ -21,18 +21,25 @@ NAME = "hashed columns"  # of an array of ids
 
 
 class Seen:
-    """Which ids this process has read, and which of them stand for more than one value."""
+    """Which ids this process has read, and which of them stand for more than one value.
 
-    def __init__(self) -> None:
+    Args:
+        ids: How many there are; of more than `IDS` it looks at some alone, every other or so.
+    """
+
+    def __init__(self, ids: int = IDS) -> None:
+        self._ids, self._step = ids, -(-ids // IDS)
         self._prints = np.zeros(0, np.uint32)  # of the first value of each id; 0: none yet
         self._shared = np.zeros(0, bool)
 
     def add(self, digests: np.ndarray) -> None:
         """Note some values by their digests, shape (n,), uint64."""
         if not self._prints.size:
-            self._prints, self._shared = np.zeros(IDS, np.uint32), np.zeros(IDS, bool)
-        ids = (digests % IDS).astype(np.int64)
-        prints = (digests // IDS).astype(np.uint32) | 1
+            self._prints, self._shared = np.zeros(self.of, np.uint32), np.zeros(self.of, bool)
+        if self._step > 1:
+            digests = digests[digests % self._ids % self._step == 0]
+        ids = (digests % self._ids).astype(np.int64) // self._step
+        prints = (digests // self._ids).astype(np.uint32) | 1
         new = self._prints[ids] == 0
         self._prints[ids[new]] = prints[new]
         self._shared[ids[self._prints[ids] != prints]] = True
@@ -42,8 +49,13 @@ class Seen:
         self._prints, self._shared = self._prints[:0], self._shared[:0]
 
     @property
+    def of(self) -> int:
+        """How many ids it looks at."""
+        return -(-self._ids // self._step)
+
+    @property
     def bits(self) -> np.ndarray | None:
-        """A bit an id, of those read and of those shared, shape (2, IDS / 8), uint8; None of none.
+        """A bit an id, of those read and of those shared, shape (2, of / 8), uint8; None of none.
 
         Those of several processes are joined by ``|``.
         """

@@ -107,6 +107,8 @@ class Table:
         push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
         ownership: ``hash`` spreads rows over servers by a permutation of their numbers; with
             ``blocks`` each server owns neighbouring rows. What rows hold is the same.
+        hashed: Whether ids are any integers of 64 bits, or words (str), which are hashed to rows;
+            ids that share a row are counted.
 
     Raises:
         UserError: If a number is out of range, or of another kind.
@@ -119,6 +121,7 @@ class Table:
     capacity: str = "auto"
     push_rows: int | None = None
     ownership: str = "hash"
+    hashed: bool = False
 
     def __post_init__(self) -> None:
         numbers = [("rows", self.rows, MOST_ROWS), ("dim", self.dim, 1 << 20)]
@@ -136,6 +139,8 @@ class Table:
             raise UserError(f"capacity={self.capacity!r} of a table", "auto, full or lazy")
         if self.ownership not in OWNERSHIPS:
             raise UserError(f"ownership={self.ownership!r} of a table", "hash or blocks")
+        if not isinstance(self.hashed, bool):
+            raise UserError(f"hashed={self.hashed!r} of a table", "True or False")
 
     @property
     def lazy(self) -> bool:
@@ -230,6 +235,8 @@ class Ownership:
         what = f"ids of table {self.name!r}"
         if ids.dtype.kind not in "iu":
             remedy = "convert them, such as by ids.astype('int64')"
+            if ids.dtype.kind in "UTO":
+                remedy = "give the table hashed=True if they are words"
             raise UserError(f"{what} of dtype {ids.dtype}", "an integer type", remedy)
         if ids.ndim != 1:
             remedy = "ravel them"
@@ -245,9 +252,9 @@ class Ownership:
         Raises:
             UserError: If they are no such vector, or one is no row of the table.
         """
-        ids = self.check(ids)
-        places = np.empty(len(ids), np.int64)
-        bad = row_keys.places_of(ids, self._key, places)
+        numbers = self.check(ids)
+        places = np.empty(len(numbers), np.int64)
+        bad = row_keys.places_of(numbers, self._key, places)
         if bad >= 0:
             got = f"id {ids[bad]} at place {bad} for table {self.name!r}"
             raise UserError(got, f"ids from 0 to {self.table.rows - 1}")

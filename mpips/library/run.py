@@ -54,7 +54,7 @@ class Result:
 
         Args:
             table: Its name.
-            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            ids: As for `Worker.pull_rows`.
 
         Returns:
             The rows, shape (*ids.shape, dim).

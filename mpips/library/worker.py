@@ -103,7 +103,8 @@ class Worker(Loop):
 
         Args:
             table: Its name.
-            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            ids: Numbers of rows, integers of any shape, duplicates allowed; of a table whose ids
+                are hashed any integers, or words (str).
 
         Returns:
             The rows, shape (*ids.shape, dim), the run's dtype; a new array.
@@ -129,7 +130,7 @@ class Worker(Loop):
 
         Args:
             table: Its name.
-            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            ids: As for `pull_rows`.
 
         Raises:
             UserError: As `pull_rows`.
@@ -146,7 +147,7 @@ class Worker(Loop):
 
         Args:
             table: Its name.
-            ids: Numbers of rows, integers of any shape, duplicates allowed.
+            ids: As for `pull_rows`.
             grads: Of the mean loss, by row, shape (*ids.shape, dim).
 
         Raises:

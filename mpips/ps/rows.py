@@ -23,6 +23,7 @@ from mpips.kernels.vectors import all_finite, scale, sum_squares
 from mpips.layout.tables import Grouped, combine
 from mpips.planning.tables import JobTable
 from mpips.ps.client import ROWS
+from mpips.ps.hashed_rows import HashedRows
 from mpips.ps.row_load import RowLoad
 from mpips.ps.table_server import table_fields
 from mpips.ps.table_shard import Memory, NodeRows
@@ -86,6 +87,8 @@ class _WorkerTable:
         ranks = cluster.roles.owners
         self.table, self.counts = table, Counts()
         self.ownership = table.owned_by(len(ranks))
+        rows = table.table.rows
+        self.hashed = HashedRows(table.name, rows) if table.table.hashed else None
         self.load = RowLoad(self.ownership)
         self._sections = Sections(window, cluster.rank, table.name)
         self._dtype = self._sections.sums.dtype
@@ -103,6 +106,11 @@ class _WorkerTable:
         if holding is not None:
             alone = {server: {server: memory} for server, memory in memories.items()}
             self._each = {k: NodeRows(self.ownership, one) for k, one in alone.items()}
+
+    def numbers(self, ids: np.ndarray) -> np.ndarray:
+        """Return the row of each id, shape (n,)."""
+        flat = ids.reshape(-1)
+        return flat if self.hashed is None else self.hashed.find(flat)
 
     def clear(self, seq: int) -> None:
         self._sections.starts[seq % BUFFERS] = 0
@@ -218,7 +226,8 @@ class _WorkerTable:
         flat = np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
         if not all_finite(flat.reshape(-1)):
             at, column = np.argwhere(~np.isfinite(flat))[0].tolist()
-            where = f"the gradient of row {ids.reshape(-1)[at]} of table {name!r}"
+            row = "row" if self.hashed is None else "id"
+            where = f"the gradient of {row} {ids.reshape(-1)[at]} of table {name!r}"
             raise UserError(f"{flat[at, column]} in {where}", "finite numbers")
         return flat
 
@@ -285,17 +294,19 @@ class RowsAtWork:
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Read rows of a table; see `mpips.Worker.pull_rows`."""
         table, found = _find(self._tables, name, ids)
+        numbers = table.numbers(found)
         with self.alone():
-            rows = table.pull(found.reshape(-1))
+            rows = table.pull(numbers)
         return rows.reshape(*found.shape, table.table.dim)
 
     def ask(self, name: str, ids: Any) -> None:
         """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
         table, found = _find(self._tables, name, ids)
+        numbers = table.numbers(found)
         if self.reads_ahead and not table.all_near:
             self.asks = True
             with self.alone():
-                table.ask(found.reshape(-1))
+                table.ask(numbers)
 
     def ask_in_turn(self, lists: Iterable[Mapping[str, Any]]) -> None:
         """Ask for what steps will pull, one behind the other, unless that has been asked for.
@@ -306,7 +317,7 @@ class RowsAtWork:
         for wanted in lists:
             for name, ids in wanted.items():
                 table, found = _find(self._tables, name, ids)
-                if not table.far.has_asked(found.reshape(-1)):
+                if not table.far.has_asked(table.numbers(found)):
                     self.ask(name, ids)
 
     def advance(self) -> None:
@@ -325,7 +336,7 @@ class RowsAtWork:
         checked = table.check_gradients(found, grads)
         if self.weight != 1:
             checked = checked * checked.dtype.type(self.weight)
-        table.push(self._seq, found.reshape(-1), checked)
+        table.push(self._seq, table.numbers(found), checked)
 
     def sum_squares(self) -> float:
         """Return the square of the norm of what is pushed with the step, all tables together."""
@@ -349,10 +360,11 @@ class RowsAtWork:
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what was done with each table."""
-        return {
-            name: {**vars(table.counts), "load": table.load.stats()}
-            for name, table in self._tables.items()
-        }
+        found = {}
+        for name, table in self._tables.items():
+            bits = None if table.hashed is None else table.hashed.seen.bits
+            found[name] = {**vars(table.counts), "load": table.load.stats(), "hashed": bits}
+        return found
 
 
 def _find(

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, TableRows
 from mpips.errors import unknown
+from mpips.layout.hashed_ids import digests_of, rows_of
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
 from mpips.ps.table_shard import TableShard, row_fields
@@ -23,9 +24,9 @@ def _ownership(name: str, description: Mapping[str, Any]) -> Ownership:
         "Normal": Normal, "Uniform": Uniform, "Zeros": lambda scale: Zeros()
     }  # fmt: skip
     init = kinds[description["init"]](float(description["scale"]))
-    return Ownership(
-        name, Table(description["rows"], description["dim"], init), 1, description["seed"]
-    )
+    hashed = description.get("hashed", False)
+    table = Table(description["rows"], description["dim"], init, hashed=hashed)
+    return Ownership(name, table, 1, description["seed"])
 
 
 def _untouched(owned: Ownership, grouped: Grouped, dtype: np.dtype) -> np.ndarray:
@@ -45,7 +46,8 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     Args:
         checkpoint: Where they are.
         name: Of the table.
-        ids: Row numbers, integers of any shape, duplicates allowed.
+        ids: Row numbers, integers of any shape, duplicates allowed; of a table whose ids are hashed
+            any integers, or words.
 
     Returns:
         The rows, shape (*ids.shape, dim), the checkpoint's dtype.
@@ -94,7 +96,10 @@ def _found(
 ) -> np.ndarray:
     """Return rows, of which some are in pieces: see `_in_order`."""
     owned = _ownership(name, checkpoint.tables[name])
-    grouped = owned.group(ids.reshape(-1))
+    flat = ids.reshape(-1)
+    if owned.table.hashed:
+        flat = rows_of(digests_of(name, flat), owned.table.rows)
+    grouped = owned.group(flat)
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)
     for rows, params in pieces:

@@ -14,7 +14,7 @@ from mpips.cluster.library import mpi_name
 from mpips.cluster.world import Cluster
 from mpips.config.delay import delays_text
 from mpips.cut.evaluations import Standing
-from mpips.datasets.hashed import IDS
+from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
@@ -98,13 +98,19 @@ def _tables(
         found[table.name] = {
             "rows": table.table.rows, "dim": table.dim, "changed": sum(changed),
             **{name: sum(each[name] for each in does) for name in ROWS_DONE},
-            "hot": hot_rows([each["load"] for each in does]),
+            "hot": hot_rows([each["load"] for each in does]), "hashed": None,
         }  # fmt: skip
+        if table.table.hashed:
+            counts = _hashed(does) or {"ids": 0, "shared": 0}
+            found[table.name]["hashed"] = {"of": Seen(table.table.rows).of, **counts}
     return found
 
 
 def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
-    """Return how many ids hashed columns have, and how many of them stand for several values."""
+    """Return how many ids hashed columns have, and how many of them stand for several values.
+
+    The same of the rows of a table whose ids are hashed, where that is what workers have of it.
+    """
     known = [bits for worker in workers if (bits := worker.get("hashed")) is not None]
     if not known:
         return None
@@ -143,7 +149,10 @@ def _table_lines(summary: dict[str, Any]) -> list[str]:
             shares = ", ".join(f"{share / max(1, sum(pushed)):.0%}" for share in pushed[:SHOWN])
             line += f"; by server {shares}{', ...' if len(pushed) > SHOWN else ''}"
         hot = [f"{each['row']} ({each['share']:.1%})" for each in table["hot"][:3]]
-        lines.append(line + (f"; most pushed {', '.join(hot)}" if hot else ""))
+        line += f"; most pushed {', '.join(hot)}" if hot else ""
+        if (ids := table["hashed"]) is not None:
+            line += f"; of {ids['of']:,} rows {ids['ids']:,} have ids, {ids['shared']:,} several"
+        lines.append(line)
     return lines
 
 

@@ -61,6 +61,23 @@ def test_values_that_share_an_id_are_counted() -> None:
     assert Seen().bits is None
 
 
+def test_of_very_many_ids_some_are_looked_at() -> None:
+    found = Seen(10 * IDS)
+    assert found.of == IDS
+    digests = np.arange(100, dtype=np.uint64)
+    for part in (digests, digests, digests[:50] + np.uint64(20 * IDS)):
+        found.add(part)
+    assert found.bits is not None
+    used, shared = np.unpackbits(found.bits, axis=1)
+    assert np.flatnonzero(used).tolist() == list(range(10))
+    assert np.flatnonzero(shared).tolist() == list(range(5))
+    few = Seen(3)
+    few.add(digests[:2])
+    few.add(digests[7:8])  # of id 1, as digest 1 is
+    assert few.bits is not None
+    assert np.unpackbits(few.bits, axis=1, count=3).tolist() == [[1, 1, 0], [0, 1, 0]]
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_samples_have_an_id_a_column(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

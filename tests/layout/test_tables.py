@@ -163,7 +163,8 @@ def test_ids_of_other_integer_types_are_the_same():
         ([1.0, 2.0], "dtype float64, expected an integer type"),
         ([True, False], "dtype bool"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
-        (np.array([2**63], "u8"), "id -9223372036854775808|id 9223372036854775808"),
+        (np.array([2, 2**63], "u8"), "id 9223372036854775808 at place 1"),
+        (["a", "b"], "dtype <U1, expected an integer type; give the table hashed=True"),
     ],
 )
 def test_what_is_no_row_is_refused(ids, message):
@@ -180,6 +181,7 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"init": 0.01}, "Normal, Uniform or Zeros"),
         ({"capacity": "half"}, "auto, full or lazy"),
         ({"ownership": "mine"}, "hash or blocks"),
+        ({"hashed": 1}, "hashed=1 of a table, expected True or False"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(options, message):

@@ -28,6 +28,8 @@ from mpips.checkpoint import (
     verify,
 )
 from mpips.cluster import ending
+from mpips.layout.hashed_ids import digests_of
+from mpips.layout.hashed_ids import rows_of as rows_of_ids
 from mpips.ps.saved_rows import find_rows
 
 WORLD = MPI.COMM_WORLD
@@ -42,6 +44,14 @@ TABLES = {
 }
 LAZY = {name: dataclasses.replace(table, capacity="lazy") for name, table in TABLES.items()}
 LAZY["slots"] = dataclasses.replace(LAZY["slots"], rows=200_000_000)
+
+
+WORDS = np.array([f"word {k}" for k in range(N)])
+KEYS = np.arange(N, dtype="u8") * np.uint64(0x9E3779B97F4A7C15)
+HASHED = {
+    "word": mpips.Table(rows=300, dim=1, init=ZEROS, hashed=True),
+    "key": mpips.Table(rows=200_000_000, dim=2, init=ZEROS, hashed=True),
+}
 
 
 def in_blocks(tables: dict[str, mpips.Table]) -> dict[str, mpips.Table]:
@@ -251,6 +261,54 @@ def resized(out: Path, saved: tuple[np.ndarray, dict[str, np.ndarray]]) -> None:
             assert done(result).summary["tables"]["slots"]["rows"] == 1500
 
 
+def hashed(folder: Path) -> None:
+    """Words and integers of 64 bits are ids, of the same rows on other servers, in other modes."""
+    out, epochs = folder / "hashed", 0
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(N, batch_size=7, epochs=epochs):
+            words, keys = WORDS[batch.ids].tolist(), KEYS[batch.ids]
+            worker.ask_rows("word", words)
+            assert worker.pull_rows("word", words).shape == (len(words), 1)
+            worker.pull_rows("word", WORDS.astype(object).reshape(10, -1))
+            assert "of dtype float64, expected integers, or str" in told_by(
+                lambda w: w.pull_rows("word", [1.5]), worker
+            )
+            assert "nan in the gradient of id word 7 of" in told_by(
+                lambda w: w.push_rows("word", ["word 6", "word 7"], [[0], [np.nan]]), worker
+            )
+            worker.grads["counts"][:] = 0
+            worker.push_rows("word", words, -np.ones((len(words), 1)))
+            worker.push_rows("key", keys.astype("i8"), -np.ones((len(keys), 2)))
+            worker.push(0.0)
+
+    of_row = rows_of_ids(digests_of("word", WORDS), HASHED["word"].rows)
+    _, place, words = np.unique(of_row, return_inverse=True, return_counts=True)
+    counted = {"of": HASHED["word"].rows, "ids": len(words), "shared": int((words > 1).sum())}
+    parts = (
+        (3, {"mode": "async", "servers": 1}, HASHED),
+        (4, {"mode": "ssp", "servers": 2, "node_size": 1}, in_blocks(HASHED)),
+        (1, {"mode": "sync", "servers": 0}, HASHED),
+    )
+    for epochs, (ranks, options, tables) in enumerate(parts, 1):  # train reads it
+        result = run(train, ranks, out, resume="auto", **{**options, "tables": tables})
+        if WORLD.rank == 0:
+            found = done(result).summary["tables"]
+            assert found["word"]["hashed"] == counted
+            assert found["key"]["hashed"]["of"] <= 1 << 20
+            rows = done(result).rows("word", WORDS)[:, 0]
+            np.testing.assert_array_equal(rows, epochs * words[place])
+            np.testing.assert_array_equal(done(result).rows("key", KEYS), np.full((N, 2), epochs))
+    for change, told in (
+        ({"rows": 400}, "400 rows on resume, whose ids are hashed, expected 300"),
+        ({"hashed": False}, "hashed=False of table 'word' on resume, expected hashed=True"),
+    ):
+        tables = HASHED | {"word": dataclasses.replace(HASHED["word"], **change)}
+        refused = run(train, 3, out, resume="yes", tables=tables)
+        if WORLD.rank < 3:
+            assert told in str(refused), refused
+
+
 def torn(folder: Path) -> None:
     """Rows that are read while they are updated are counted."""
     table = {"long": mpips.Table(rows=2, dim=1 << 17, optimizer=mpips.SGD(1e-3))}
@@ -431,4 +489,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main((exact, same, far, torn, empty, weighed, bad), slow, check_counts)
+    main((exact, same, far, hashed, torn, empty, weighed, bad), slow, check_counts)
