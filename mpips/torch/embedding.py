@@ -97,7 +97,8 @@ class RowsModule(torch.nn.Module):
 
     Args:
         table: The table.
-        padding_idx: Id whose row reads as zeros and is not trained, from the end if negative.
+        padding_idx: Id whose row reads as zeros and is not trained, from the end if negative, but
+            where ids are hashed.
 
     Attributes:
         num_embeddings: Rows of the table; `embedding_dim` numbers each.
@@ -113,7 +114,7 @@ class RowsModule(torch.nn.Module):
     def __init__(self, table: Table, padding_idx: int | None) -> None:
         super().__init__()
         rows, self.padding_idx = table.rows, padding_idx
-        if padding_idx is not None:
+        if padding_idx is not None and not table.hashed:
             if not -rows <= padding_idx < rows:
                 got = f"padding_idx={padding_idx} of {rows} embeddings"
                 raise UserError(got, f"one from {-rows} to {rows - 1}")
@@ -129,7 +130,7 @@ class RowsModule(torch.nn.Module):
         self._ownership = Ownership(name, self.table, 1)
 
     def find_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Read the rows of ids, each once.
+        """Read the rows of ids, those of an id once.
 
         Returns:
             The rows, shape (k, dim), the place of each id among them, shape of `ids`, and the
@@ -143,10 +144,13 @@ class RowsModule(torch.nn.Module):
             got = "nested input" if isinstance(ids, torch.Tensor) else f"input {type(ids).__name__}"
             raise UserError(f"{got} of an mpips.torch.{kind}", "a tensor of ids")
         flat = ids.detach().cpu().reshape(-1).numpy()
-        grouped = self._ownership.group(flat)
-        numbers = flat[grouped.order[grouped.starts[:-1]]].astype(np.int64, copy=False)
-        places = np.empty(len(flat), np.int64)
-        places[grouped.order] = np.repeat(np.arange(len(numbers)), np.diff(grouped.starts))
+        if self.table.hashed:  # whoever reads rows finds which they are
+            numbers, places = np.unique(self._ownership.check(flat), return_inverse=True)
+        else:
+            grouped = self._ownership.group(flat)
+            numbers = flat[grouped.order[grouped.starts[:-1]]].astype(np.int64, copy=False)
+            places = np.empty(len(flat), np.int64)
+            places[grouped.order] = np.repeat(np.arange(len(numbers)), np.diff(grouped.starts))
         numbers, padding = self._padding_last(numbers, places)
         rows = self._source.read(kind, self._name, numbers)
         if padding is not None:
@@ -187,8 +191,8 @@ class Embedding(RowsModule):
         embedding_dim: Numbers of a row.
         padding_idx: Id whose row reads as zeros and is not trained.
         init: What a row holds before it is touched; by default N(0, 1), as in torch.
-        optimizer: The rule of its rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
-        push_rows: Different rows that a step of a worker may have; None for 16 MiB of them.
+        **options: The others of `mpips.Table`: ``optimizer``, ``capacity``, ``push_rows``,
+            ``ownership``, and ``hashed``, by which ids are any integers of 64 bits.
 
     Raises:
         UserError: If a number is out of range.
@@ -201,11 +205,9 @@ class Embedding(RowsModule):
         *,
         padding_idx: int | None = None,
         init: Init = Normal(1.0),  # noqa: B008  # it cannot change
-        optimizer: object = None,
-        push_rows: int | None = None,
+        **options: Any,
     ) -> None:
-        table = Table(num_embeddings, embedding_dim, init, optimizer, push_rows=push_rows)
-        super().__init__(table, padding_idx)
+        super().__init__(Table(num_embeddings, embedding_dim, init, **options), padding_idx)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids.
@@ -247,11 +249,9 @@ class EmbeddingBag(RowsModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         init: Init = Normal(1.0),  # noqa: B008  # it cannot change
-        optimizer: object = None,
-        push_rows: int | None = None,
+        **options: Any,
     ) -> None:
-        table = Table(num_embeddings, embedding_dim, init, optimizer, push_rows=push_rows)
-        super().__init__(table, padding_idx)
+        super().__init__(Table(num_embeddings, embedding_dim, init, **options), padding_idx)
         if mode not in MODES:
             raise UserError(f"mode={mode!r} of an EmbeddingBag", " or ".join(MODES))
         self.mode, self.include_last_offset = mode, include_last_offset

@@ -144,6 +144,28 @@ def test_rows_are_those_of_torch(padding: Any, ids: Any) -> None:
     )
 
 
+def test_ids_that_are_hashed_may_be_any_integers() -> None:
+    """An id is read once, whichever its row is; whoever reads it finds that."""
+    model = nn.ModuleDict({"it": mt.Embedding(3, DIM, hashed=True, padding_idx=-7)})
+    tables, pulled = ModelTables(model, {}), list[int]()
+
+    def pull(name: str, ids: np.ndarray) -> np.ndarray:
+        pulled.extend(ids.tolist())
+        return np.repeat(ids[:, None] % 1000, DIM, 1).astype("f8")
+
+    def push(name: str, ids: np.ndarray, grads: np.ndarray) -> None:
+        found.update(zip(ids.tolist(), grads.tolist(), strict=True))
+
+    tables.source.open(pull)
+    out = model["it"](torch.tensor([1 << 40, -7, 5, 1 << 40]))
+    assert out[:, 0].tolist() == [776, 0, 5, 776]
+    assert sorted(pulled) == [-7, 5, 1 << 40]
+    out.sum().backward()
+    found = dict[int, list[float]]()
+    tables.source.push_into(push)
+    assert found == {5: [1.0] * DIM, 1 << 40: [2.0] * DIM}
+
+
 def test_gradients_wait_for_the_step() -> None:
     """Of all passes of a step; what no backward pass comes to is not kept, and none is twice."""
     embedding, store = one(lambda: mt.Embedding(ROWS, DIM))
@@ -242,6 +264,8 @@ def test_what_an_embedding_cannot_be() -> None:
         mt.Embedding(ROWS, DIM, padding_idx=ROWS)
     with pytest.raises(UserError, match="rows=0 of a table"):
         mt.EmbeddingBag(0, DIM)
+    with pytest.raises(UserError, match="capacity='half' of a table"):
+        mt.EmbeddingBag(ROWS, DIM, capacity="half")
     with pytest.raises(UserError, match="a model that is an Embedding and nothing else"):
         Store(mt.Embedding(ROWS, DIM))
 
