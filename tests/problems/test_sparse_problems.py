@@ -98,6 +98,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     full = ["--batch-size", "288", "--optimizer", "adam", "--lr", "0.3", "--schedule", "cosine"]
     serial = ["--mode", "ssp", "--staleness-bound", "0"]  # as staleness is not what is tested
     plan.add("best", 2, [*odd, *full, *serial, "--epochs", "300"])
+    whole = ["--batch-size", "2000", "--mode", "sync", "--dtype", "float64", "--lr", "0.5"]
+    plan.add("clicks", 2, [*clicks, *whole, "--test-dataset", CLICKS, "--epochs", "150"])
     for name, l1 in (("plain", 0), ("few", 1)):
         rule = f"ftrl: lr=0.2, l1={l1}"
         plan.add(name, 3, [*clicks, "--row-optimizer", rule, "--epochs", "4"])
@@ -130,6 +132,8 @@ def test_in_one_world(tmp_path: Path) -> None:
     refused = "twice", "rounds", "no rule", "no number"
     assert not [name for name in refused if plan.out(name).exists()]
     check_optimum(plan, x[:DIGITS], y[:DIGITS])
+    if find_spec("sklearn"):
+        check_clicks(plan)
     check_zeros(plan)
     check_pairs(plan)
     if HAS_TORCH:
@@ -152,6 +156,20 @@ def check_optimum(plan: Plan, x: np.ndarray, y: np.ndarray) -> None:
     b = float(final(plan.out("best")).read_params()[0])
     found, least = mean_loss(x, y, weights(plan, "best"), b), optimum(x, y)
     assert least < found < least + 0.002, (found, least)
+
+
+def check_clicks(plan: Plan) -> None:
+    """Rounds of all bundled clicks end where scikit-learn does."""
+    from sklearn.datasets import load_svmlight_file
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+
+    x, y = load_svmlight_file(CLICKS)
+    best = LogisticRegression(C=1e12, tol=1e-10, max_iter=10_000).fit(x, y)
+    least = log_loss(y, best.predict_proba(x))
+    b = float(final(plan.out("clicks")).read_params()[0])
+    assert abs(mean_loss(x.toarray(), y, weights(plan, "clicks"), b) - least) < 1e-8
+    assert abs(summary(plan.out("clicks"))["eval_loss"] - least) < 1e-8
 
 
 def check_zeros(plan: Plan) -> None:
