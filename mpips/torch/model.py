@@ -245,6 +245,11 @@ class Bound:
                 np.subtract(self._params[name], for_numpy(buffer).numpy(), out=self._out[name])
                 self._out[name][...] *= self.share
 
+    def drop(self) -> None:
+        """Drop the gradients: what the next backward pass leaves is its own alone."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def forget(self) -> None:
         """Forget all memory, and leave the gradients as they come."""
         self.copies.forget()

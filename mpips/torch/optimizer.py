@@ -24,15 +24,22 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.
         push: Pushes the gradients, given the factor.
+        drop: Drops them.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], push: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        push: Callable[[float], None],
+        drop: Callable[[], None],
+    ) -> None:
         super().__init__(groups, {})
         self._rates = [float(group["lr"]) for group in groups]
-        self._push = push
+        self._push, self._drop = push, drop
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave the gradients: each step begins without any."""
+        """Drop the gradients that are there, and their losses; a step begins without any."""
+        self._drop()
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """Push the gradients; the parameters are new when the next batch is taken.

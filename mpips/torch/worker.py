@@ -98,7 +98,7 @@ class Worker(Loop):
         source.open(self._pull_rows)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
         groups = param_groups(self._bound.parameters, start.config)
-        self.optimizer = Optimizer(groups, self.push_gradients)
+        self.optimizer = Optimizer(groups, self.push_gradients, self.drop_gradients)
         self.steps = 0
         self._ranges: dict[str, Range] = {}  # of each array in the flat vector
         self._processes: Processes | None = None
@@ -186,6 +186,12 @@ class Worker(Loop):
         self._start.job.frozen = tuple(self._ranges[name] for name in self._bound.frozen)
         self.steps += 1
         self._push(loss)
+
+    def drop_gradients(self) -> None:
+        """Drop what the backward passes since the batch was taken have left."""
+        self._bound.drop()
+        self._losses.clear()
+        self._source.forget()
 
     def evaluate(
         self, metrics: Callable[[torch.nn.Module, Any], dict[str, float]], data: Any

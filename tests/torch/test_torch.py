@@ -112,6 +112,20 @@ def test_a_run_of_a_model_in_16_bits(told: str) -> None:
     assert types.count("torch.bfloat16") == 6
 
 
+@pytest.mark.launch
+@pytest.mark.one_mpi
+def test_loops_as_people_write_them_end_as_in_torch(tmp_path: Path) -> None:
+    """In runs of a process alone, which pytest is: no mpirun."""
+    program = str(PROGRAMS / "from_pytest.py")
+    args = ["-m", "pytest", "-q", "-n0", "--noconftest", "-p", "no:cacheprovider", program]
+    found = subprocess.run(
+        [sys.executable, *args], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout
+    assert re.search(r"^2 passed", found.stdout, re.M)
+
+
 # Without ranks -------------------------------------------------------------------------------
 
 
@@ -149,7 +163,7 @@ def test_what_a_rule_keeps_is_what_torchs_keeps(name: str) -> None:
 
 def optimizer(pushed: list[float], *rates: float) -> Any:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rate} for rate in rates]
-    return mt.Optimizer(groups, pushed.append)
+    return mt.Optimizer(groups, pushed.append, pushed.clear)
 
 
 def test_hooks_and_a_profiler_see_a_step() -> None:

@@ -181,6 +181,8 @@ def trained(case: Case, out: Path) -> tuple[mt.Result, dict[str, Any], list[Any]
                 first.update({n: t.clone() for n, t in model.state_dict().items()})
                 first.update(tables_of(model))
             loss_of(model, batch)  # nobody goes back from it
+            gradient(model, batch)
+            opt.zero_grad()
             batches.append(batch)
             with torch.no_grad():
                 assert not model(*batch[:2]).requires_grad
