@@ -36,7 +36,10 @@ class Loop:
         rank: This process's MPI rank among the run's.
         ended: How the run ended; None before.
         notes: What it has logged and not sent yet.
+        unpushed: What to do where a batch is taken before the one in work was pushed.
     """
+
+    unpushed = "for steps of k batches give the run accumulate=k, and push each of them"
 
     def __init__(self, start: "Start") -> None:
         ranks = start.ranks
@@ -131,7 +134,8 @@ class Loop:
             yield task.batch
             if self._task is not None:
                 got = f"a batch of {len(task.batch)} samples that was taken and not pushed"
-                raise UserError(got, "a push of each batch before the next is taken")
+                expected = "a push of each batch before the next is taken"
+                raise UserError(got, expected, self.unpushed)
 
     def _push(self, loss: Any) -> None:
         """Go on with what was computed of the batch in work."""

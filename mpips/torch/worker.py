@@ -83,7 +83,13 @@ class Worker(Loop):
         optimizer: Pushes gradients, where one of torch would apply them.
         steps: Calls of the optimizer's `step` that count as made by this worker, from the first
             batch on: its own, and in a resumed run its share of those before.
+        unpushed: See `mpips.library.loop.Loop`.
     """
+
+    unpushed = (
+        "call opt.step() for each; for steps of k batches give mpips.torch.run accumulate=k, and "
+        "do not divide the loss by k"
+    )
 
     def __init__(
         self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor], source: Source

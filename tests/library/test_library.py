@@ -53,7 +53,7 @@ REFUSED = {
     "good": "epochs",
 }
 ABUSES = {
-    "unpushed": "taken and not pushed",
+    "unpushed": "taken and not pushed, .*give the run accumulate=k",
     "raises": "ValueError: so it is",
     "leaves": r"own.py:train that left its loop",
     "unwritten": r"left NaN in out\['w'\]",

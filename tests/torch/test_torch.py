@@ -123,7 +123,7 @@ def test_loops_as_people_write_them_end_as_in_torch(tmp_path: Path) -> None:
         timeout=200,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout
-    assert re.search(r"^2 passed", found.stdout, re.M)
+    assert re.search(r"^4 passed", found.stdout, re.M)
 
 
 # Without ranks -------------------------------------------------------------------------------

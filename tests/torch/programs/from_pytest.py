@@ -64,13 +64,13 @@ def runs(step: Step, out: Path, **options: Any) -> tuple[mt.Result, list[float]]
     return mt.run(train, net, mpips.Adam(0.01), callbacks=[Noted()], **given), losses
 
 
-def plain(step: Step) -> nn.Module:
+def plain(step: Step, size: int = SIZE) -> nn.Module:
     """Return the model after the same steps of plain torch."""
     torch.manual_seed(0)
     model = net()
     opt = torch.optim.Adam(model.parameters(), 0.01)
-    for begin in range(0, len(points), SIZE):
-        step(model, opt, *(t[begin : begin + SIZE] for t in DATA.tensors))
+    for begin in range(0, len(points), size):
+        step(model, opt, *(t[begin : begin + size] for t in DATA.tensors))
     return model
 
 
@@ -87,3 +87,25 @@ def test_steps_are_those_of_torch(step: Step, tmp_path: Path) -> None:
     assert_alike(result, plain(step))
     assert len(losses) == STEPS
     assert max(losses) < 3, "of the gradients that were pushed"
+
+
+def test_batches_are_added_up(tmp_path: Path) -> None:
+    """The last step is of two batches, where the others have five."""
+    result, losses = runs(plainly, tmp_path / "run", accumulate=5)
+    assert_alike(result, plain(plainly, 5 * SIZE))
+    assert len(losses) == STEPS
+    assert result.summary["global_step"] == 3
+
+
+def test_a_batch_without_a_step_is_told_what_adds_up(tmp_path: Path) -> None:
+    def train(worker: mt.Worker) -> None:
+        batches = worker.loader(DATA, batch_size=SIZE)
+        x, y = next(batches)
+        F.cross_entropy(worker.model(x), y).backward()
+        told = r"a batch of 8 samples that was taken and not pushed, .* for steps of k batches "
+        with pytest.raises(mpips.UserError, match=told + r"give mpips\.torch\.run accumulate=k"):
+            next(batches)
+        worker.optimizer.step()
+        worker.stop()
+
+    mt.run(train, net, mpips.Adam(0.01), mode="sync", steps=1, quiet=True, out=tmp_path / "run")
