@@ -72,6 +72,17 @@ class Optimizer(torch.optim.Optimizer):
         of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
         return torch.autograd._profiler_enabled() or any((*own, *of_all))
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a `GradScaler` that is enabled asks first, in a step that it may leave out.
+
+        Raises:
+            UserError: Always.
+        """
+        got = "a step by a GradScaler, which leaves out those of gradients that are not finite"
+        remedy = "train in bfloat16, which needs no scaler: torch.autocast(..., torch.bfloat16)"
+        raise UserError(got, "opt.step() for each batch, with the gradient of its loss", remedy)
+
     def begin(self, steps: int) -> None:
         """Have a scheduler step as often as a run has that is resumed, and not be warned of it."""
         self._opt_called = steps > 0

@@ -220,6 +220,19 @@ def test_what_no_push_can_carry_is_refused() -> None:
     assert not pushed
 
 
+def test_a_scaler_is_refused_at_its_first_step() -> None:
+    """One that is not enabled, as where there is no device, hands a step on."""
+    pushed = list[float]()
+    opt = optimizer(pushed, 0.5)
+    torch.amp.GradScaler("cpu", enabled=False).step(opt)
+    assert pushed == [1]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(opt.param_groups[0]["params"][0].sum()).backward()
+    with pytest.raises(UserError, match=r"a step by a GradScaler, .* train in bfloat16"):
+        scaler.step(opt)
+    assert pushed == [1]
+
+
 class Two(torch.nn.Module):  # type: ignore[name-defined, misc]
     """A frozen layer, one that is trained, one that is not used."""
 
