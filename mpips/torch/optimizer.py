@@ -1,6 +1,7 @@
 """What stands where an optimizer of torch stands in a loop: it pushes, and carries a rate."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ class Optimizer(torch.optim.Optimizer):
     next push as a factor, by which the run's rate is multiplied there, beside its `schedule`. Its
     `state_dict` has rates alone: what the rule keeps is with its owners, and
     `mpips.torch.optimizer_state` reads it from a checkpoint, and ``run(optimizer_state=)`` begins
-    with such a state.
+    with such a state. Each worker has one; nobody else makes any.
 
     Args:
         groups: Parameters and rate of each group: ``{"params": [...], "lr": 1e-3}``.
@@ -35,6 +36,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self._rates = [float(group["lr"]) for group in groups]
+        self._decays = [group.get("weight_decay") for group in groups]
         self._push, self._drop = push, drop
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -91,8 +93,14 @@ class Optimizer(torch.optim.Optimizer):
         """Return what the rates are multiplied by, compared with those of the run.
 
         Raises:
-            UserError: If it is not the same for all groups, or not a finite number >= 0.
+            UserError: If it is not the same for all groups, or not a finite number >= 0; if a
+                weight decay has changed.
         """
+        decays = [group.get("weight_decay") for group in self.param_groups]
+        if decays != self._decays:
+            got = f"weight decays {decays} of the parameter groups, which a push does not carry"
+            remedy = "give them to the run: groups=[mpips.Group(..., weight_decay=...)]"
+            raise UserError(got, f"{self._decays}, as in the run", remedy)
         pairs = zip(self.param_groups, self._rates, strict=True)
         factors = [float(group["lr"]) / rate for group, rate in pairs if rate]
         least, most = min(factors, default=1.0), max(factors, default=1.0)
@@ -112,11 +120,26 @@ class Optimizer(torch.optim.Optimizer):
             raise UserError(got, "the groups that it began with", remedy)
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rates, and warn that this is all."""
+        what = "state_dict() of a run's optimizer has its rates alone"
+        where = "mpips.torch.optimizer_state(run) has the update rule's state, from a checkpoint"
+        warnings.warn(f"{what}: {where}", stacklevel=2)
+        found: dict[str, Any] = super().state_dict()
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse: the servers have the state, and a resumed run restores it."""
-        got, expected = "load_state_dict() of a run's optimizer", "one that the run begins with"
-        remedy = 'give it to mpips.torch.run(..., optimizer_state=state); resume="auto" has its own'
-        raise UserError(got, expected, remedy)
+        """Take the rates of such a state.
+
+        Raises:
+            UserError: If there is more in it: the servers have that, and a resumed run restores it.
+            ValueError: If it is of other groups.
+        """
+        if state_dict["state"]:
+            got, expected = "load_state_dict() of more than rates", "that a run begins with it"
+            remedy = "give it to mpips.torch.run(..., optimizer_state=state)"
+            raise UserError(got, expected, f'{remedy}; resume="auto" has its own')
+        super().load_state_dict(state_dict)
 
 
 def param_groups(parameters: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:

@@ -202,6 +202,24 @@ def test_a_push_carries_what_the_rates_were_multiplied_by() -> None:
     assert pushed[-1] == pytest.approx(0.0005)
 
 
+def test_a_state_dict_has_rates_and_says_so() -> None:
+    """A script that saves it with its scheduler's goes on at the rates that it had."""
+    pushed, saved = list[float](), list[dict[str, Any]]()
+    for _ in range(2):
+        opt = optimizer(pushed, 0.5, 0.25)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.1)
+        for each, state in zip((opt, scheduler), saved, strict=False):
+            each.load_state_dict(state)
+        for _ in range(2):
+            opt.step()
+            scheduler.step()
+        with pytest.warns(UserWarning, match=r"rates alone: mpips\.torch\.optimizer_state\(run\)"):
+            saved = [opt.state_dict(), scheduler.state_dict()]
+    assert pushed == pytest.approx([1, 0.1, 0.01, 0.001])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer(pushed, 0.5).load_state_dict(saved[0])
+
+
 def test_what_no_push_can_carry_is_refused() -> None:
     pushed = list[float]()
     opt = optimizer(pushed, 0.5, 0.25)
@@ -213,8 +231,12 @@ def test_what_no_push_can_carry_is_refused() -> None:
         opt.step()
     with pytest.raises(UserError, match="a parameter group that is added in a run"):
         opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    state = {"state": {0: {"momentum_buffer": torch.zeros(2)}}, "param_groups": []}
     with pytest.raises(UserError, match=r"load_state_dict\(\) .*, optimizer_state=state"):
-        opt.load_state_dict(opt.state_dict())
+        opt.load_state_dict(state)
+    opt.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(UserError, match=r"weight decays \[0\.1, None\] .*, as in the run"):
+        opt.step()
     with pytest.raises(ValueError, match="cycle_momentum"):  # torch's own words
         torch.optim.lr_scheduler.OneCycleLR(optimizer(pushed, 0.5), 0.1, total_steps=10)
     assert not pushed
