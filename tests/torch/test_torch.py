@@ -1,6 +1,7 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,18 +113,28 @@ def test_a_run_of_a_model_in_16_bits(told: str) -> None:
     assert types.count("torch.bfloat16") == 6
 
 
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+
+
 @pytest.mark.launch
-@pytest.mark.one_mpi
-def test_loops_as_people_write_them_end_as_in_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("which", "count"),
+    [
+        pytest.param("not compiled", 5, marks=pytest.mark.one_mpi),
+        pytest.param("aot_eager", 1, marks=LONG),
+        pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
+    ],
+)
+def test_loops_as_people_write_them_end_as_in_torch(which: str, count: int, tmp_path: Path) -> None:
     """In runs of a process alone, which pytest is: no mpirun."""
     program = str(PROGRAMS / "from_pytest.py")
-    args = ["-m", "pytest", "-q", "-n0", "--noconftest", "-p", "no:cacheprovider", program]
+    args = ["-m", "pytest", "-q", "-n0", "--noconftest", "-p", "no:cacheprovider"]
     found = subprocess.run(
-        [sys.executable, *args], cwd=tmp_path, env=environment(), capture_output=True, text=True,
-        timeout=200,
+        [sys.executable, *args, "-k", which, program], cwd=tmp_path, env=environment(),
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout
-    assert re.search(r"^4 passed", found.stdout, re.M)
+    assert re.search(rf"^{count} passed", found.stdout, re.M), found.stdout
 
 
 # Without ranks -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 ``python -m pytest from_pytest.py``: no mpirun, and many runs in one process.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import mpips
 import mpips.torch as mt
+from mpips.torch import linear
 
 STEPS, SIZE = 12, 8
 points = torch.randn(STEPS * SIZE, 6, generator=torch.Generator().manual_seed(1))
@@ -33,6 +35,12 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
 
 
+def wide() -> nn.Module:
+    """Return one that has a layer which is large here."""
+    hidden = linear.LEAST // 6 + 1
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
 def plainly(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """Make a step."""
     opt.zero_grad()
@@ -48,7 +56,9 @@ def anew(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     opt.step()
 
 
-def runs(step: Step, out: Path, **options: Any) -> tuple[mt.Result, list[float]]:
+def runs(
+    step: Step, out: Path, make: Callable[[], nn.Module] = net, **options: Any
+) -> tuple[mt.Result, list[float]]:
     """Return what a run of such steps ends with, and the losses that it was told."""
     losses = list[float]()
 
@@ -61,24 +71,24 @@ def runs(step: Step, out: Path, **options: Any) -> tuple[mt.Result, list[float]]
             step(worker.model, worker.optimizer, x, y)
 
     given = {"mode": "sync", "shuffle": False, "quiet": True, "out": out, **options}
-    return mt.run(train, net, mpips.Adam(0.01), callbacks=[Noted()], **given), losses
+    return mt.run(train, make, mpips.Adam(0.01), callbacks=[Noted()], **given), losses
 
 
-def plain(step: Step, size: int = SIZE) -> nn.Module:
+def plain(step: Step, size: int = SIZE, make: Callable[[], nn.Module] = net) -> nn.Module:
     """Return the model after the same steps of plain torch."""
     torch.manual_seed(0)
-    model = net()
+    model = make()
     opt = torch.optim.Adam(model.parameters(), 0.01)
     for begin in range(0, len(points), size):
         step(model, opt, *(t[begin : begin + size] for t in DATA.tensors))
     return model
 
 
-def assert_alike(result: mt.Result, model: nn.Module) -> None:
+def assert_alike(result: mt.Result, model: nn.Module, far: float = 1e-5) -> None:
     """Assert that a run has ended as plain torch has."""
     expected = model.state_dict()
     assert result.state_dict.keys() == expected.keys()
-    torch.testing.assert_close(dict(result.state_dict), dict(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dict(result.state_dict), dict(expected), rtol=far, atol=far / 10)
 
 
 @pytest.mark.parametrize("step", [plainly, anew])
@@ -109,3 +119,32 @@ def test_a_batch_without_a_step_is_told_what_adds_up(tmp_path: Path) -> None:
         worker.stop()
 
     mt.run(train, net, mpips.Adam(0.01), mode="sync", steps=1, quiet=True, out=tmp_path / "run")
+
+
+def autocast(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Make a step of a loss in bfloat16."""
+    opt.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+    assert out.dtype == torch.bfloat16
+    loss.backward()
+    opt.step()
+
+
+def test_a_loss_in_bfloat16(tmp_path: Path) -> None:
+    result, losses = runs(autocast, tmp_path / "run")
+    assert_alike(result, plain(autocast))
+    assert len(losses) == STEPS
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model(backend: str, tmp_path: Path) -> None:
+    """In one graph, with a layer whose gradient is written into place where it is not compiled."""
+    compiled = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True))
+
+    def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        plainly(compiled(model), opt, x, y)
+
+    result, _ = runs(step, tmp_path / "run", make=wide)
+    assert_alike(result, plain(plainly, make=wide), 1e-3)
