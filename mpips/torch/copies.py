@@ -67,7 +67,7 @@ class Copies:
         self._begun.clear()
 
     def finish(self) -> None:
-        """Have all gradients where they go. Blocks: until all copies are done."""
+        """Have all gradients where they go, and no more there. Blocks: until copies are done."""
         if not self._parameters:
             return
         for k, parameter in self._parameters.items():
@@ -77,6 +77,7 @@ class Copies:
                 self._begin(k)
         self._device.settle()
         self._begun.clear()
+        self._outs = {}
 
     def unpin(self) -> None:
         """Wait for all copies, and pin no memory any more: it is about to be freed."""

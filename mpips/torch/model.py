@@ -219,7 +219,8 @@ class Bound:
     def complete(self) -> None:
         """Make the gradients whole: of a parameter that no loss depended on it is zero.
 
-        Those of parameters apart have been added up there, and are copied.
+        Those of parameters apart have been added up there, and are copied. Those of backward passes
+        from here on, until the next `collect_into`, go nowhere.
 
         Raises:
             UserError: If a parameter has one that was frozen when the model was made, and has no
@@ -239,7 +240,7 @@ class Bound:
             elif parameter.grad is not self._grads[k] and k not in self.copies:
                 self._grads[k].copy_(parameter.grad)
             parameter.grad = None
-        self.frozen = tuple(frozen)
+        self.frozen, self._grads = tuple(frozen), []
         for name, buffer in self._running.items():
             if name in self._out:
                 np.subtract(self._params[name], for_numpy(buffer).numpy(), out=self._out[name])

@@ -107,6 +107,10 @@ def follow(bound: Bound, loop: Any, early: bool) -> None:
         for made in LateDevice.made:
             assert bool(made.late) == early
         bound.complete()
+        bound.model(x).backward()
+        for made in LateDevice.made:
+            assert not made.late, "what is pushed is left alone"
+        bound.drop()
         for name, parameter in other.named_parameters():
             grad = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
             np.testing.assert_allclose(out[name], grad.numpy(), rtol=1e-6, err_msg=name)

@@ -299,6 +299,9 @@ def test_parameters_and_gradients_are_views() -> None:
     bound.complete()
     np.testing.assert_array_equal(out["unused.weight"], 0)
     assert model.used.weight.grad is None
+    model(x).backward()
+    np.testing.assert_array_equal(out["used.weight"], 2 * expected.numpy(), "it is being sent")
+    bound.drop()
     params["used.bias"][...] = 7
     assert float(model.used.bias.detach()) == 7, "the parameters are those of the replica"
     other = memory(model)
