@@ -2,7 +2,7 @@
 
 Writes a timeline that https://ui.perfetto.dev and chrome://tracing open, and prints where the time
 of each rank went, and that of the critical path: the chain of work and waits that the job's time
-consists of. Of a run of several jobs it is the last one. Starts no MPI.
+consists of. Of a run of several jobs it is the last one, or that of --job. Starts no MPI.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from typing import TextIO, cast
 
 from mpips.checkpoint import place
 from mpips.cluster import words
-from mpips.cluster.trace import Traced
+from mpips.cluster.trace import Traced, jobs_of
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
 from mpips.report import drawing, lanes
-from mpips.report.timeline import Span, critical_path, reach, read_run, shares, write
+from mpips.report.timeline import Span, critical_path, numbers, reach, read_run, shares, write
 
 LINES = 10  # of the critical path
 
@@ -45,6 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the timeline, compressed "
         "where its name ends in .gz [default: RUN/trace.json]")  # fmt: skip
+    parser.add_argument("--job", type=int, metavar="N", help="which job of the run "
+        "[default: the last one]")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a part of it, as .svg or "
         ".png, with Matplotlib")  # fmt: skip
     parser.add_argument("--between", default="", metavar="A:B", help="which part, as seconds from "
@@ -77,7 +79,7 @@ def make(argv: Sequence[str]) -> str:
         drawing.check(args.plot)
     elif args.between:
         raise UserError("--between without --plot", "both", "name a picture by --plot")
-    ranks = read_run(args.run)
+    ranks = read_run(args.run, args.job)
     span = None if args.plot is None else _span(args.between, ranks)
     out = args.out or args.run / f"{place.TRACE}.json"
     try:
@@ -91,6 +93,9 @@ def make(argv: Sequence[str]) -> str:
         raise UserError(got, "a file that can be written") from None
     size = human_bytes(out.stat().st_size)
     told = f"{count:,} events in {out} ({size}): open it in https://ui.perfetto.dev"
+    jobs = jobs_of(args.run)
+    if len(jobs) > 1:
+        told = f"job {args.job or jobs[-1]} of this run's jobs {numbers(jobs)}: see --job\n{told}"
     return f"{table(ranks)}\n{told}\n"
 
 

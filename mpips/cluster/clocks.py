@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,12 +24,15 @@ def _firsts(hosts: Sequence[str]) -> list[int]:
     return [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
 
 
-def skews(cluster: Cluster, everyone: Comm | None = None) -> dict[str, float]:
+def skews(
+    cluster: Cluster, everyone: Comm | None = None, clock: Callable[[], float] = time.time
+) -> dict[str, float]:
     """Return on rank 0 the seconds by which each other host's clock is ahead of its own.
 
     Args:
         cluster: This rank's, which says how it waits.
         everyone: Those whose hosts are compared; by default the ranks of `cluster`.
+        clock: Tells the time of this rank's host.
 
     Collective: yes, over `everyone`. Blocks: for ten messages there and back a host, one host after
     the other.
@@ -41,18 +44,18 @@ def skews(cluster: Cluster, everyone: Comm | None = None) -> dict[str, float]:
     arrays, found = Arrays(comm), {}
     for rank in _firsts(hosts)[1:]:
         if comm.rank == 0:
-            found[hosts[rank]] = _ask(cluster, arrays, rank)
+            found[hosts[rank]] = _ask(cluster, arrays, rank, clock)
         elif comm.rank == rank:
-            _answer(cluster, arrays)
+            _answer(cluster, arrays, clock)
     return found
 
 
-def _ask(cluster: Cluster, arrays: Arrays, rank: int) -> float:
+def _ask(cluster: Cluster, arrays: Arrays, rank: int, clock: Callable[[], float]) -> float:
     """Return the seconds by which another rank's clock is ahead."""
     best, ahead = float("inf"), 0.0
     for _ in range(TRIES):
         question, answer = np.zeros(1), np.zeros(1)
-        start, now = time.perf_counter(), time.time()
+        start, now = time.perf_counter(), clock()
         coming = arrays.begin_receive(answer, rank, TAG_CLOCK)
         cluster.wait_request(arrays.begin_send(question, rank, TAG_CLOCK))
         cluster.wait_request(coming)
@@ -62,7 +65,7 @@ def _ask(cluster: Cluster, arrays: Arrays, rank: int) -> float:
     return ahead
 
 
-def _answer(cluster: Cluster, arrays: Arrays) -> None:
+def _answer(cluster: Cluster, arrays: Arrays, clock: Callable[[], float]) -> None:
     for _ in range(TRIES):
         cluster.wait_request(arrays.begin_receive(np.zeros(1), 0, TAG_CLOCK))
-        cluster.wait_request(arrays.begin_send(np.array([time.time()]), 0, TAG_CLOCK))
+        cluster.wait_request(arrays.begin_send(np.array([clock()]), 0, TAG_CLOCK))

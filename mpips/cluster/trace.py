@@ -2,13 +2,18 @@
 
 A file is a line of JSON, what is known of the rank, and then pieces: the number of changes, their
 times, float64, and their codes, int64. A code's lowest eight bits say what, the others hold a
-value. A rank keeps one piece in memory, and its file ends at `MOST` bytes.
+value. A rank keeps `PIECE` changes in memory at the most, and its file ends at `MOST` bytes.
+
+A thread writes what is new every second, and a mark that the rank lives: of a job that is killed or
+stands still, the trace is there. Beside the ranks' files the first rank's `CLOCKS` says how far the
+hosts' clocks are ahead of its own, at the beginning of the job and at its end.
 
 Loads no MPI.
 """
 
 import json
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
@@ -17,13 +22,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpips.checkpoint import place
 from mpips.cluster import words
 from mpips.cluster.rank_file import RankFile
 
+EVERY_S = 1.0
 PIECE = 1 << 14  # changes
 MOST = 256 << 20
 CODE_BITS = 8
 HEAD = struct.Struct("<q")
+CLOCKS = "clocks"
 
 
 class Trace:
@@ -36,30 +44,63 @@ class Trace:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self._times, self._codes = array("d"), array("q")
-        epoch = time.time() - time.perf_counter()
-        self._file = RankFile(path, {**about, "epoch": epoch}, "trace", MOST)
+        self._written = 0  # of these changes
+        self._epoch = time.time() - time.perf_counter()
+        self._file = RankFile(path, {**about, "epoch": self._epoch}, "trace", MOST)
+        self._turn, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_up, name="trace", daemon=True)
         if self._file.open:
+            self._thread.start()
             words.trace_by(self.note)
+
+    def now(self) -> float:
+        """Return the time by this rank's clock, as the trace has it: seconds since 1970."""
+        return self._epoch + time.perf_counter()
 
     def note(self, what: int, now: float, value: int) -> None:
         """Keep a change or a mark: what, when by `time.perf_counter`, and its value."""
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
         if len(self._times) == PIECE:
-            self._write()
+            self._begin_piece()
 
-    def _write(self) -> None:
-        data = HEAD.pack(len(self._times)) + self._times.tobytes() + self._codes.tobytes()
-        self._times, self._codes = array("d"), array("q")
-        self._file.append(data)
+    def _begin_piece(self) -> None:
+        with self._turn:
+            self._write()
+            self._times, self._codes, self._written = array("d"), array("q"), 0
         if not self._file.open:
             words.trace_by(None)
 
+    def _keep_up(self) -> None:
+        """Write what is new, and that the rank lives, every second until the end."""
+        alive = array("d", [0.0]), array("q", [words.WORDS + words.BEAT])
+        while not self._ended.wait(EVERY_S):
+            with self._turn:
+                self._write()
+                alive[0][0] = time.perf_counter()
+                self._append(*alive)
+
+    def _write(self) -> None:
+        """Write what is new; its turn is this thread's.
+
+        The rank may note more meanwhile: a change counts once its code is there, behind its time,
+        and each slice of an array is one step of the interpreter.
+        """
+        begin, end = self._written, len(self._codes)
+        if end > begin:
+            self._append(self._times[begin:end], self._codes[begin:end])
+            self._written = end
+
+    def _append(self, times: "array[float]", codes: "array[int]") -> None:
+        self._file.append(HEAD.pack(len(codes)) + times.tobytes() + codes.tobytes())
+
     def close(self) -> None:
-        """Write what is left, and close the file."""
-        if words.is_traced():
-            self._write()
+        """Write what is left, and close the file. May be called twice."""
+        if self._thread.is_alive():
             words.trace_by(None)
+            self._ended.set()
+            self._thread.join()
+            self._write()
             self._file.close()
 
 
@@ -68,7 +109,8 @@ class Traced(NamedTuple):
 
     Attributes:
         about: What is known of it.
-        times: Of each change, seconds since 1970 by the clock of rank 0's host, shape (n,).
+        times: Of each change, seconds since 1970 by the clock of rank 0's host, shape (n,). Those
+            of phases do not decrease; a mark that the rank lives may be ahead of some.
         whats: One of `words.PHASES`, or of the marks beside them, shape (n,), int64.
         values: Shape (n,), int64.
     """
@@ -91,8 +133,35 @@ def read(path: Path) -> Traced:
     none = np.zeros(0)
     times = np.concatenate([none, *(piece for piece, _ in pieces)])
     codes = np.concatenate([none.astype("i8"), *(piece for _, piece in pieces)])
-    times += about["epoch"] - about["ahead"]
+    times += about["epoch"]
+    times -= _ahead(path.with_name(CLOCKS), about["host"], times)
     return Traced(about, times, codes & ((1 << CODE_BITS) - 1), codes >> CODE_BITS)
+
+
+def _ahead(path: Path, host: str, times: np.ndarray) -> np.ndarray:
+    """Return how far a host's clock was ahead of rank 0's at times of its own.
+
+    Between two comparisons it went at one speed; a job that was killed has one.
+    """
+    known = [(0.0, 0.0)]
+    if path.exists():
+        lines = [json.loads(line) for line in path.read_bytes().splitlines(keepends=True)
+                 if line.endswith(b"\n")]  # fmt: skip
+        known = [(line["at"], line["ahead"].get(host, 0.0)) for line in lines] or known
+    ats, aheads = np.array(known).T
+    return np.interp(times, ats + aheads, aheads)
+
+
+def folder_of(run: Path, job: int) -> Path:
+    """Return where the ranks of a run's job, by its number, write their traces."""
+    return run / place.TRACE / f"job-{job:04d}"
+
+
+def jobs_of(run: Path) -> list[int]:
+    """Return the numbers of a run's jobs of which there is a trace, the oldest first."""
+    found = (run / place.TRACE).glob("job-*/rank-*")
+    names = {path.parent.name.removeprefix("job-") for path in found}
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _pieces(data: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -47,7 +47,7 @@ IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
 ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
 WORDS = 32  # in a trace, what is behind the phases: changes of a word, and of which
-TRACED = (CLOCK, SAVED, WRITING)
+TRACED = (CLOCK, SAVED, WRITING)  # and BEAT, by the trace itself
 NAME = "mpips-words"
 Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from mpips.checkpoint import place
 from mpips.cluster import words
-from mpips.cluster.trace import Traced, read
+from mpips.cluster.trace import Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
 
 PATH_STEPS = 1_000_000
@@ -51,17 +50,19 @@ class Slices(NamedTuple):
         return bisect_left(self.begins, time) - 1
 
 
-def read_run(run: Path) -> list[Traced]:
-    """Read the traces of a run's last job, by rank.
+def read_run(run: Path, job: int | None = None) -> list[Traced]:
+    """Read the traces of a run's job, by default of its last one, by rank.
 
     Raises:
         UserError: If there are none, or one is something else.
     """
-    paths = sorted((run / place.TRACE).glob("rank-*"))
-    if not paths:
+    jobs = jobs_of(run)
+    if not jobs:
         raise UserError(f"{run} without traces", "a run made with --trace", "run it so")
+    if job is not None and job not in jobs:
+        raise UserError(f"--job {job}", f"one of which there are traces: {numbers(jobs)}")
     found = []
-    for path in paths:
+    for path in sorted(folder_of(run, job or jobs[-1]).glob("rank-*")):
         try:
             found.append(read(path))
         except (ValueError, KeyError, OSError) as problem:
@@ -69,18 +70,23 @@ def read_run(run: Path) -> list[Traced]:
     return found
 
 
+def numbers(jobs: Sequence[int]) -> str:
+    """Return the numbers of jobs as text."""
+    return ", ".join(map(str, jobs))
+
+
 def slices(traced: Traced) -> Slices:
-    """Return the phases of a rank."""
+    """Return the phases of a rank; the last one goes on as long as the rank is known to live."""
     is_phase = traced.whats < words.WORDS
     begins, whats = traced.times[is_phase], traced.whats[is_phase]
-    end = traced.times[-1:] if len(traced.times) else begins
+    end = traced.times.max(keepdims=True) if len(begins) else begins
     return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
 
 
 def reach(ranks: Sequence[Traced]) -> Span:
     """Return when the first rank begins and when the last one ends, by the ranks' clock."""
     times = [each.times for each in ranks if len(each.times)]
-    return min((t[0] for t in times), default=0.0), max((t[-1] for t in times), default=0.0)
+    return min((t[0] for t in times), default=0.0), max((t.max() for t in times), default=0.0)
 
 
 # Events ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from mpips.checkpoint.place import (
     LOCK,
     METRICS,
     RECORD,
+    TRACE,
     WORDS,
     claim,
     unwritable,
@@ -251,7 +252,7 @@ def _taken(out: Path) -> UserError:
 
 def _take_over(out: Path) -> bool:
     """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
-    left = {CONFIG, METRICS, CHECKPOINTS, RECORD, *STARTING}
+    left = {CONFIG, METRICS, CHECKPOINTS, RECORD, TRACE, f"{TRACE}.json", *STARTING}
     if not _is_file(out / CONFIG):
         return False
     try:

@@ -1,26 +1,28 @@
 """The traces of a job's ranks, in the folder of its run."""
 
+import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mpips.checkpoint import place
 from mpips.cluster import clocks
 from mpips.cluster.collectives import gather_polled
 from mpips.cluster.link import Link
-from mpips.cluster.trace import Trace
+from mpips.cluster.rank_file import RankFile
+from mpips.cluster.trace import CLOCKS, Trace, folder_of, jobs_of
 from mpips.cluster.world import Cluster
 from mpips.config import Config
+
+JOBS = 8  # of a run, the newest, whose traces are kept
 
 
 @contextmanager
 def traced(config: Config, ranks: Cluster, out: Path, link: Link | None = None) -> Iterator[None]:
     """Keep what this rank does within the block, if the job asks for that.
 
-    Collective: yes, its beginning; with a link, over both sides. What an earlier job of the run has
-    left is removed.
+    Collective: yes; its beginning, with a link, over both sides.
 
     Args:
         config: Of the job.
@@ -31,29 +33,55 @@ def traced(config: Config, ranks: Cluster, out: Path, link: Link | None = None) 
     if not config.trace:
         yield
         return
-    folder = out / place.TRACE
     everyone = ranks.comm if link is None else link.everyone
-    if everyone.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # of which each rank tells that has no trace then
-            folder.mkdir(parents=True, exist_ok=True)
     host, node = ranks.hosts[ranks.rank], ranks.node_of[ranks.rank]
-    mine = host, node, clocks.skews(ranks, everyone)
+    mine = host, node, _begin_job(out) if everyone.rank == 0 else 0
     every = gather_polled(everyone, mine, ranks.wait_request)
-    about = {"rank": everyone.rank, "host": host, "ahead": every[0][2].get(host, 0.0)}
+    folder = folder_of(out, every[0][2])
+    about: dict[str, Any] = {"rank": everyone.rank, "host": host}
     if link is not None and link.evaluates:
         about |= _evaluator(ranks, every[: link.evaluators[0]])
     else:
         about |= {"name": ranks.roles.name(ranks.rank), "node": node}
         about["workers"] = list(ranks.roles.workers)
-    trace = Trace(folder / f"rank-{everyone.rank:05d}", about)
-    try:
+    with (
+        closing(Trace(folder / f"rank-{everyone.rank:05d}", about)) as trace,
+        _compared(ranks, link, folder / CLOCKS, trace.now),
+    ):
         yield
-    finally:
-        trace.close()
 
 
-def _evaluator(ranks: Cluster, training: list[tuple[str, int, Any]]) -> dict[str, Any]:
+@contextmanager
+def _compared(
+    ranks: Cluster, link: Link | None, path: Path, now: Callable[[], float]
+) -> Iterator[None]:
+    """Compare the hosts' clocks before the block, and behind it those of hosts that train."""
+    everyone = ranks.comm if link is None else link.everyone
+    ahead = {"ahead": clocks.skews(ranks, everyone, now), "at": now()}
+    if everyone.rank:
+        yield
+        if not (link is not None and link.evaluates) and not ranks.failures.left_out:
+            clocks.skews(ranks, clock=now)
+        return
+    with closing(RankFile(path, ahead, "trace")) as file:
+        yield
+        if not ranks.failures.left_out:  # else no collective works
+            ahead = {"ahead": clocks.skews(ranks, clock=now), "at": now()}
+            file.append(json.dumps(ahead).encode() + b"\n")
+
+
+def _begin_job(out: Path) -> int:
+    """Make the folder of this job's traces; returns the job's number."""
+    before = jobs_of(out)
+    for job in before[: 1 - JOBS]:
+        shutil.rmtree(folder_of(out, job), ignore_errors=True)
+    number = 1 + max(before, default=0)
+    with suppress(OSError):  # of which each rank tells that has no trace then
+        folder_of(out, number).mkdir(parents=True, exist_ok=True)
+    return number
+
+
+def _evaluator(ranks: Cluster, training: list[tuple[str, int, int]]) -> dict[str, Any]:
     """Return what is known of an evaluator; its node is that of ranks that train, or a new one."""
     host, own = ranks.hosts[ranks.rank], ranks.node_of[ranks.rank]
     last = max(node for _, node, _ in training)

@@ -3,22 +3,25 @@
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import run
+from launch import Running, run
 
 from mpips import trace
 from mpips.cluster import trace as recording
 from mpips.cluster import words
-from mpips.cluster.trace import Trace, Traced, read
+from mpips.cluster.trace import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
 from mpips.report.lanes import STEPS, draw, middle
 from mpips.report.timeline import critical_path, read_run, shares, slices, write
+from mpips.session.tracing import JOBS, _begin_job
 
-ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "ahead": 0.5, "workers": [1, 2]}
+ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
+BEAT = words.WORDS + words.BEAT
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,64 @@ def test_what_a_rank_tells_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = (tmp_path / "rank-00001").read_bytes()
     (tmp_path / "rank-00001").write_bytes(whole[:-5])  # killed as it wrote
     assert len(read(tmp_path / "rank-00001").times) == 3
+
+
+def wait_for(what: Callable[[], bool], patience_s: float = 60) -> None:
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_rank_tells_is_written_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change once, in order, however the thread and the rank take turns; and that it lives."""
+    monkeypatch.setattr(recording, "EVERY_S", 1e-3)
+    monkeypatch.setattr(recording, "PIECE", 100)
+    path = tmp_path / "rank-00001"
+    kept, told = Trace(path, ABOUT), 0
+    while told < 20_000 or np.count_nonzero(read(path).whats == BEAT) < 10:
+        for number in range(told, told + 1000):
+            kept.note(words.COMPUTING, float(number), number)
+        told += 1000
+    wait_for(lambda: bool((read(path).values == told - 1).any()))  # before it is closed
+    beats = np.count_nonzero(read(path).whats == BEAT)
+    wait_for(lambda: np.count_nonzero(read(path).whats == BEAT) > beats)  # nothing else is told
+    now = kept.now()
+    wait_for(lambda: read(path).times.max() > now)
+    kept.close()
+    found = read(path)
+    notes = found.whats == words.COMPUTING
+    np.testing.assert_array_equal(found.values[notes], np.arange(told))
+    np.testing.assert_allclose(np.diff(found.times[notes]), 1.0, atol=1e-5)
+    assert slices(found).ends[-1] == found.times.max()
+
+
+def test_clocks_that_drift(tmp_path: Path) -> None:
+    """Two hosts see the same moments; one is 5 s ahead and goes too fast, by a second a day."""
+    moments, drift = np.linspace(0.0, 86_400.0, 25), 1 / 86_400
+    for rank, host, theirs in (
+        (0, "a", moments), (1, "b", moments * (1 + drift) + 5.0), (2, "c", moments),
+    ):  # fmt: skip
+        path = tmp_path / f"rank-0000{rank}"
+        kept = Trace(path, {**ABOUT, "rank": rank, "host": host})
+        for at in theirs.tolist():
+            kept.note(words.COMPUTING, at, 0)
+        kept.close()
+        path.write_bytes(re.sub(rb'"epoch": [^}]*', b'"epoch": 1e9', path.read_bytes()))
+    first, last = ({"at": 1e9 + at, "ahead": {"b": 5.0 + at * drift}} for at in moments[[0, -1]])
+    clocks = tmp_path / CLOCKS
+    clocks.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    for rank in range(3):
+        times = read(tmp_path / f"rank-0000{rank}").times
+        np.testing.assert_allclose(times - 1e9, moments, rtol=0, atol=1e-5)
+    clocks.write_text(f"{json.dumps(first)}\n{json.dumps(last)[:20]}")  # killed as it wrote
+    off = read(tmp_path / "rank-00001").times - 1e9 - moments
+    np.testing.assert_allclose(off, moments * drift, rtol=0, atol=1e-5)
+    clocks.unlink()
+    off = read(tmp_path / "rank-00001").times - 1e9 - moments
+    np.testing.assert_allclose(off, 5.0 + moments * drift, rtol=0, atol=1e-5)
 
 
 def test_a_trace_ends_where_it_cannot_be_written(
@@ -112,11 +173,14 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="without traces, expected a run made with --trace"):
         read_run(tmp_path)
-    (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "rank-00000").write_bytes(b"no trace\n")
+    folder = folder_of(tmp_path, 3)
+    folder.mkdir(parents=True)
+    (folder / "rank-00000").write_bytes(b"no trace\n")
     with pytest.raises(UserError, match="rank-00000 cannot be read"):
         trace.make([str(tmp_path)])
-    (tmp_path / "trace" / "rank-00000").write_text(json.dumps({**ABOUT, "epoch": 0.0}) + "\n")
+    with pytest.raises(UserError, match="--job 2, expected one of which there are traces: 3"):
+        trace.make([str(tmp_path), "--job", "2"])
+    (folder / "rank-00000").write_text(json.dumps({**ABOUT, "epoch": 0.0}) + "\n")
     with pytest.raises(UserError, match=r"none/x\.json: No such file"):
         trace.make([str(tmp_path), "-o", str(tmp_path / "none" / "x.json")])
     assert "0.000 s" in trace.make([str(tmp_path)])
@@ -148,6 +212,40 @@ def test_a_part_of_it_is_drawn(tmp_path: Path) -> None:
     texts = re.findall(r">([^<]+)</text>", (tmp_path / "end.svg").read_text())
     assert {"computing", "applying", "waits", "other work", "rank 2: worker 0"} <= set(texts)
     assert middle([server]) == (0.0, 80.0)
+
+
+@pytest.mark.launch
+def test_a_job_that_is_killed(tmp_path: Path) -> None:
+    """Its trace is there up to the last second, and stays when the run begins again."""
+    options = ["--hidden", "64", "--trace", "--quiet", "--out", "run", "--resume", "auto"]
+    with Running(2, ["-m", "mpips.train", *options, "--epochs", "100000"], tmp_path) as job:
+        first = folder_of(tmp_path / "run", 1)
+        wait_for(lambda: all((first / f"rank-0000{k}").exists() for k in range(2)))
+        begun = time.time()
+        wait_for(lambda: bool((read(first / "rank-00001").whats == BEAT).sum() > 2))
+        killed = time.time()
+        job.kill()
+    run(2, ["-m", "mpips.train", *options, "--epochs", "1"], tmp_path).check()
+    assert jobs_of(tmp_path / "run") == [1, 2]
+    ranks = read_run(tmp_path / "run", 1)
+    assert [each.about["name"] for each in ranks] == ["server 0", "worker 0"]
+    for each, phase in zip(ranks, (words.APPLYING, words.COMPUTING), strict=True):
+        found = slices(each)
+        assert killed - 5 < found.ends[-1] < killed + 5  # on a busy machine
+        assert found.begins[found.whats == phase][-1] > begun
+    text = trace.make([str(tmp_path / "run"), "--job", "1"])
+    assert "rank   1  worker 0" in text
+    assert "job 1 of this run's jobs 1, 2: see --job" in text
+    assert "job 2 of this run's" in trace.make([str(tmp_path / "run")])
+
+
+def test_the_newest_jobs_stay(tmp_path: Path) -> None:
+    assert _begin_job(tmp_path) == 1
+    assert _begin_job(tmp_path) == 1  # of which no rank has left anything
+    for job in range(1, JOBS + 3):
+        assert _begin_job(tmp_path) == job
+        (folder_of(tmp_path, job) / "rank-00000").touch()
+    assert jobs_of(tmp_path) == list(range(3, JOBS + 3))
 
 
 @pytest.mark.launch

@@ -86,9 +86,10 @@ def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
 def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     unfinished(out, "stop")  # Open MPI ends the other ranks by SIGTERM
+    (out / "trace").mkdir()  # which says what happened
     found = folder.find_run(parse_command_line(["--out", str(out), "--seed", "4"]))
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
-    assert {path.name for path in out.iterdir()} == {".lock"}
+    assert {path.name for path in out.iterdir()} == {".lock", "trace"}
     release()
 
 
