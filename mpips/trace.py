@@ -18,7 +18,16 @@ from mpips.cluster.trace import Traced, jobs_of
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
 from mpips.report import drawing, lanes
-from mpips.report.timeline import Span, critical_path, numbers, reach, read_run, shares, write
+from mpips.report.timeline import (
+    Span,
+    awaited,
+    critical_path,
+    numbers,
+    reach,
+    read_run,
+    shares,
+    write,
+)
 
 LINES = 10  # of the critical path
 
@@ -26,17 +35,25 @@ LINES = 10  # of the critical path
 def table(ranks: Sequence[Traced]) -> str:
     """Return where the time of each rank, and of the critical path, went."""
     every, path = shares(ranks), critical_path(ranks)
+    longest = awaited(ranks)
     whats = sorted({what for each in every for what in each}, key=lambda w: (w >= words.WAITING, w))
     lines = []
-    for each, seconds in zip(ranks, every, strict=True):
+    for each, seconds, most in zip(ranks, every, longest, strict=True):
         total = sum(seconds.values())
-        spent = [f"{words.PHASES[w]} {seconds[w] / total:.0%}" for w in whats if w in seconds]
+        spent = [f"{words.PHASES[w]} {seconds[w] / total:.0%}" + _whom(most.get(w), total)
+                 for w in whats if w in seconds]  # fmt: skip
         lines.append(f"rank {each.about['rank']:3d}  {each.about['name']:10s}  {', '.join(spent)}")
     whole = sum(path.values())
     lines.append(f"critical path, {whole:.3f} s:")
-    for (rank, what), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
-        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {words.PHASES[what]}")
+    for (rank, what, who), spent_s in sorted(path.items(), key=lambda item: -item[1])[:LINES]:
+        whom = "" if who is None else f" (rank {who})"
+        lines.append(f"  {spent_s / whole:4.0%}  rank {rank} {words.PHASES[what]}{whom}")
     return "\n".join(lines)
+
+
+def _whom(most: tuple[int, float] | None, total: float) -> str:
+    """Say which rank was waited for longest, and for which share of the time."""
+    return "" if most is None else f" (rank {most[0]}: {most[1] / total:.0%})"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,53 +1,27 @@
 """What the ranks of a job did when: merged into one timeline, and its critical path.
 
 The timeline is in the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a host is
-a process, a rank a thread, a phase a slice; an arrow goes from a push to where it is applied.
+a process, a rank a thread, a phase a slice; an arrow goes from a push to where it is applied, and
+from the rank that enters a round last to those that waited for it.
 """
 
 import json
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from mpips.cluster import words
 from mpips.cluster.trace import Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
+from mpips.report.phases import CLOCK, Slices, Waits, slices, waits, waits_in
 
 PATH_STEPS = 1_000_000
-CLOCK, SAVED, WRITING = (words.WORDS + word for word in (words.CLOCK, words.SAVED, words.WRITING))
-# Who ends a wait, or a server's rest: a rank that has just left this phase.
-ENDED_BY = {
-    words.SERVING: words.PUSHING, words.CLOCKS: words.PUSHING,
-    words.BUFFER: words.APPLYING, words.SHARD: words.APPLYING,
-    words.ROUND: words.COMPUTING, words.OTHERS: words.COMPUTING,
-}  # fmt: skip
-
-
+JUST_US = 0.01  # before the end of a slice: an arrow from there begins in it
+SAVED, WRITING = words.WORDS + words.SAVED, words.WORDS + words.WRITING
 Span = tuple[float, float]  # seconds
-
-
-class Slices(NamedTuple):
-    """The phases of a rank, one behind the other.
-
-    Attributes:
-        begins: When each begins, shape (n,), seconds.
-        ends: When it ends.
-        whats: Which of `words.PHASES` it is, shape (n,), int64.
-        values: Of an applied push: its worker, above its number's 32 bits.
-    """
-
-    begins: np.ndarray
-    ends: np.ndarray
-    whats: np.ndarray
-    values: np.ndarray
-
-    def at(self, time: float) -> int:
-        """Return the slice that ends at `time` or has it inside; -1 before the first."""
-        return bisect_left(self.begins, time) - 1
 
 
 def read_run(run: Path, job: int | None = None) -> list[Traced]:
@@ -75,14 +49,6 @@ def numbers(jobs: Sequence[int]) -> str:
     return ", ".join(map(str, jobs))
 
 
-def slices(traced: Traced) -> Slices:
-    """Return the phases of a rank; the last one goes on as long as the rank is known to live."""
-    is_phase = traced.whats < words.WORDS
-    begins, whats = traced.times[is_phase], traced.whats[is_phase]
-    end = traced.times.max(keepdims=True) if len(begins) else begins
-    return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
-
-
 def reach(ranks: Sequence[Traced]) -> Span:
     """Return when the first rank begins and when the last one ends, by the ranks' clock."""
     times = [each.times for each in ranks if len(each.times)]
@@ -105,20 +71,23 @@ def write(ranks: Sequence[Traced], out: TextIO) -> int:
 
 
 def _events(ranks: Sequence[Traced], start: float) -> Iterator[dict[str, Any]]:
-    arrows = _Arrows(ranks)
-    for each in ranks:
-        about = each.about
-        where = {"pid": about["node"], "tid": about["rank"]}
+    arrows, found = _Arrows(ranks), list(map(slices, ranks))
+    lanes = [{"pid": each.about["node"], "tid": each.about["rank"]} for each in ranks]
+    titles = [f"rank {each.about['rank']}: {each.about['name']}" for each in ranks]
+    for k, (each, ended) in enumerate(zip(ranks, waits(ranks, found), strict=True)):
+        about, where = each.about, lanes[k]
         names = {
             "process_name": f"node {about['node']}, {about['host']}",
-            "thread_name": f"rank {about['rank']}: {about['name']}",
+            "thread_name": titles[k],
         }
         for kind, name in names.items():
             yield {"ph": "M", "name": kind, **where, "args": {"name": name}}
         order = {"sort_index": about["rank"]}
         yield {"ph": "M", "name": "thread_sort_index", **where, "args": order}
-        yield from _phases(each, where, start, arrows)
+        awaited = [titles[who] if who >= 0 else "" for who in ended.whos.tolist()]
+        yield from _phases(found[k], awaited, where, start, arrows)
         yield from _marks(each, where, start, arrows)
+        yield from _round_arrows(k, lanes, start, found, ended)
 
 
 class _Arrows:
@@ -146,14 +115,14 @@ def _us(times: np.ndarray, start: float) -> list[float]:
 
 
 def _phases(
-    each: Traced, where: dict[str, int], start: float, arrows: _Arrows
+    found: Slices, awaited: Sequence[str], where: dict[str, int], start: float, arrows: _Arrows
 ) -> Iterator[dict[str, Any]]:
-    found = slices(each)
+    """Yield the slices of a rank, which say for whom it waits, and the ends of pushes' arrows."""
     rows = zip(
         _us(found.begins, start), _us(found.ends, start), found.whats.tolist(),
-        found.values.tolist(), strict=True,
+        found.values.tolist(), awaited, strict=True,
     )  # fmt: skip
-    for begin, end, what, value in rows:
+    for begin, end, what, value, who in rows:
         event: dict[str, Any] = {
             "ph": "X",
             "name": words.PHASES.get(what, f"phase {what}"),
@@ -165,10 +134,29 @@ def _phases(
         worker, seq = value >> 32, value & 0xFFFFFFFF
         if what == words.APPLYING:
             event["args"] = {"worker": worker, "push": seq}
+        elif who and waits_in(what):
+            event["args"] = {"for": who}
         yield event
         if what == words.APPLYING:
-            arrow = arrows.end(worker, seq, each.about["rank"])
+            arrow = arrows.end(worker, seq, where["tid"])
             yield {"ph": "f", "bp": "e", **arrow, **where, "ts": begin}
+
+
+def _round_arrows(
+    rank: int,
+    lanes: Sequence[dict[str, int]],
+    start: float,
+    found: Sequence[Slices],
+    ended: Waits,
+) -> Iterator[dict[str, Any]]:
+    """Yield an arrow to where a rank goes on with a round, from the rank that entered it last."""
+    for k in np.flatnonzero(ended.rounds).tolist():
+        who, number = int(ended.whos[k]), int(ended.rounds[k])
+        arrow = {"name": "round", "cat": "round", "id": number * len(lanes) + rank}
+        before = found[who].begins[max(0, found[who].at(ended.whens[k]))]
+        begin, entry, end = _us(np.array([before, ended.whens[k], found[rank].ends[k]]), start)
+        yield {"ph": "s", **arrow, **lanes[who], "ts": max(begin, round(entry - JUST_US, 3))}
+        yield {"ph": "f", "bp": "e", **arrow, **lanes[rank], "ts": end}
 
 
 def _marks(
@@ -207,8 +195,22 @@ def shares(ranks: Sequence[Traced]) -> list[dict[int, float]]:
     return found
 
 
-def critical_path(ranks: Sequence[Traced]) -> dict[tuple[int, int], float]:
-    """Return the seconds of each (rank, phase) on the path that the job's time went.
+def awaited(ranks: Sequence[Traced]) -> list[dict[int, tuple[int, float]]]:
+    """Return for each rank, by wait, the rank that it waited for longest, and for how long."""
+    found, longest = list(map(slices, ranks)), list[dict[int, tuple[int, float]]]()
+    for each, ended in zip(found, waits(ranks, found), strict=True):
+        longest.append({})
+        seen = (ended.whos >= 0) & waits_in(each.whats)
+        for what in np.unique(each.whats[seen]).tolist():
+            which = seen & (each.whats == what)
+            seconds = np.bincount(ended.whos[which], (ended.whens - each.begins)[which])
+            who = int(np.argmax(seconds))
+            longest[-1][what] = int(ranks[who].about["rank"]), float(seconds[who])
+    return longest
+
+
+def critical_path(ranks: Sequence[Traced]) -> dict[tuple[int, int, int | None], float]:
+    """Return the seconds of each (rank, phase, awaited rank) on the path that the job's time went.
 
     It is followed from the end: through what a rank did, and where it waited, through what the rank
     did that had just ended the wait: a server that applied, a worker that computed. So the seconds
@@ -218,28 +220,19 @@ def critical_path(ranks: Sequence[Traced]) -> dict[tuple[int, int], float]:
     ranks = [each for each in ranks if each.about["workers"]] or ranks
     found = [slices(each) for each in ranks]
     lasts = [each.ends[-1] if len(each.ends) else -np.inf for each in found]
-    rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int], float](float)
+    rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int, int | None], float](float)
     time, left = float(lasts[rank]), PATH_STEPS
-    ends = {
-        phase: [each.ends[each.whats == phase] for each in found] for phase in ENDED_BY.values()
-    }
+    ended = waits(ranks, found)
+    numbers = [int(each.about["rank"]) for each in ranks]
     while left and (k := found[rank].at(time)) >= 0:
         left -= 1
         begin, what = float(found[rank].begins[k]), int(found[rank].whats[k])
-        phase = words.COMPUTING if what == words.SUMMING else ENDED_BY.get(what)
-        other, ended = _who_ended(ends[phase], begin, time) if phase is not None else (rank, begin)
-        if other == rank or ended <= begin:
-            total[ranks[rank].about["rank"], what] += time - begin
-            time = begin
+        who, when = int(ended[rank].whos[k]), float(ended[rank].whens[k])
+        if who >= 0 and begin < when <= time:
+            other = numbers[who] if waits_in(what) else None
+            total[numbers[rank], what, other] += time - when
+            rank, time = who, when
         else:
-            total[ranks[rank].about["rank"], what] += time - ended
-            rank, time = other, ended
+            total[numbers[rank], what, None] += time - begin
+            time = begin
     return {key: seconds for key, seconds in total.items() if seconds > 0}
-
-
-def _who_ended(ends: Sequence[np.ndarray], begin: float, time: float) -> tuple[int, float]:
-    """Return the rank that ended something last within ``(begin, time]``, and when."""
-    lasts = [float(each[k - 1]) if (k := np.searchsorted(each, time, "right")) else -np.inf
-             for each in ends]  # fmt: skip
-    rank = int(np.argmax(lasts))
-    return rank, max(lasts[rank], begin)

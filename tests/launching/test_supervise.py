@@ -257,7 +257,7 @@ def outlived(
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("async", "--read consistent"),
+        ("async", "--read consistent --trace"),
         ("async", "--node-size 2 --hidden 20000"),  # the last one alone on its node
         pytest.param("ssp", "", marks=pytest.mark.long),
         pytest.param("ssp", "--node-size 2", marks=pytest.mark.long),
@@ -290,7 +290,7 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 def test_evaluators_and_others_that_die_are_left_out(tmp_path: Path) -> None:
     """Of each kind one, and an evaluator that is stopped: nothing starts again, all counts once."""
     out, more = tmp_path / "out", ("--evaluators", "2", "--eval-every", "1", "--servers", "2")
-    words = counting_words(tmp_path, 60, *more)
+    words = counting_words(tmp_path, 60, *more, "--trace")
     with Supervised(tmp_path, 7, words, "--timeout", "12") as job:
         _, server, *_, worker, first, second = job.wait_for_training(out, 1)
         os.kill(worker, signal.SIGKILL)

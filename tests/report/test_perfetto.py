@@ -23,6 +23,9 @@ from flow join slice begun on slice_out = begun.id join slice ended on slice_in 
 join thread_track t on begun.track_id = t.id join thread began using (utid)
 join thread_track u on ended.track_id = u.id join thread ends on u.utid = ends.utid
 """
+WAITS = """
+select slice.name, string_value from slice join args using (arg_set_id) where key = 'args.for'
+"""
 Event = dict[str, Any]
 
 
@@ -88,6 +91,13 @@ def test_a_run_of_rounds(tmp_path: Path, browser: str) -> None:
     with engine(browser, tmp_path) as found:
         found.load((tmp_path / "run" / "trace.json").read_bytes())
         check_read(events, found)
-        assert found.query("select count(*) from flow") == [(0,)]
+        flows = found.query(FLOWS)
         whats = Counter(name for _, name, *_ in found.query(SLICES))
+        waits = found.query(WAITS)
     assert whats["in a round"] > 0
+    assert len(flows) == sum(e["ph"] == "f" for e in events) > whats["in a round"] / 20
+    assert all(began != ends and begins <= on for _, began, begins, _, ends, on in flows)
+    assert all(name in ("in a round", "between steps") for _, _, _, name, _, _ in flows)
+    assert len(waits) == sum("for" in e.get("args", ()) for e in events) > len(flows) / 2
+    assert {awaited for _, awaited in waits} <= {name for _, name, *_ in flows}
+    assert {name for name, _ in waits} <= {"in a round", "waits for the round", "waits for others"}

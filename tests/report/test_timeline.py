@@ -1,11 +1,13 @@
 """Traces of ranks, merged into a timeline."""
 
 import gzip
+import io
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from mpips.cluster import words
 from mpips.cluster.trace import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
 from mpips.report.lanes import STEPS, draw, middle
-from mpips.report.timeline import critical_path, read_run, shares, slices, write
+from mpips.report.phases import slices
+from mpips.report.timeline import JUST_US, awaited, critical_path, read_run, shares, write
 from mpips.session.tracing import JOBS, _begin_job
 
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
+CLOCK = words.WORDS + words.CLOCK
 BEAT = words.WORDS + words.BEAT
 
 
@@ -132,29 +136,93 @@ def test_a_trace_ends_where_it_cannot_be_written(
     assert not words.is_traced()
 
 
-def traced(rank: int, *changes: tuple[float, int], workers: Sequence[int] = (0, 1)) -> Traced:
-    """Return the trace of a rank that enters phases at some times."""
-    about = {**ABOUT, "rank": rank, "workers": list(workers)}
-    times, whats = (np.array(column) for column in zip(*changes, strict=True))
-    return Traced(about, times.astype("f8"), whats, np.zeros(len(times), "i8"))
+def traced(
+    rank: int, *changes: tuple[float, int] | tuple[float, int, int], workers: Sequence[int] = (0, 1)
+) -> Traced:
+    """Return the trace of a rank that enters phases at some times, perhaps with values."""
+    about = {**ABOUT, "rank": rank, "name": f"name {rank}", "workers": list(workers)}
+    times, whats, values = (
+        np.array(column) for column in zip(*((*c, 0)[:3] for c in changes), strict=True)
+    )
+    return Traced(about, times.astype("f8"), whats, values)
+
+
+def events(ranks: Sequence[Traced]) -> list[dict[str, Any]]:
+    out = io.StringIO()
+    write(ranks, out)
+    found: list[dict[str, Any]] = json.loads(out.getvalue())["traceEvents"]
+    return found
 
 
 def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
     """Two rounds: first rank 1 computes for long, then rank 0."""
     quick = traced(
-        0, (0, words.COMPUTING), (1, words.SUMMING), (5, words.COMPUTING), (9, words.SUMMING),
-        (10, words.ENDING),
+        0, (0, words.COMPUTING), (1, words.SUMMING), (5, CLOCK, 7), (5, words.COMPUTING),
+        (9, words.SUMMING), (10, CLOCK, 8), (10, words.ENDING),
     )  # fmt: skip
     slow = traced(
-        1, (0, words.COMPUTING), (4, words.SUMMING), (5, words.COMPUTING), (6, words.SUMMING),
-        (10, words.ENDING),
+        1, (0, words.COMPUTING), (4, words.SUMMING), (5, CLOCK, 7), (5, words.COMPUTING),
+        (6, words.SUMMING), (10, CLOCK, 8), (10, words.ENDING),
     )  # fmt: skip
     assert shares([quick, slow])[0] == {words.COMPUTING: 5.0, words.SUMMING: 5.0}
     path = critical_path([quick, slow])
     assert sum(path.values()) == 10.0
-    assert path[1, words.COMPUTING] == 4.0
-    assert path[0, words.COMPUTING] == 4.0
-    assert sum(s for (_, what), s in path.items() if what == words.SUMMING) == 2.0
+    assert path[1, words.COMPUTING, None] == 4.0
+    assert path[0, words.COMPUTING, None] == 4.0
+    assert sum(s for (_, what, _), s in path.items() if what == words.SUMMING) == 2.0
+    assert awaited([quick, slow]) == [{words.SUMMING: (1, 3.0)}, {words.SUMMING: (0, 3.0)}]
+    found = events([quick, slow])
+    told = [(e["tid"], e["ts"], e["args"]["for"]) for e in found if "for" in e.get("args", ())]
+    assert told == [(0, 1e6, "rank 1: name 1"), (1, 6e6, "rank 0: name 0")]
+    arrows = [(e["id"], e["ph"], e["tid"], e["ts"]) for e in found if e.get("cat") == "round"]
+    first, second = arrows[0][0], arrows[2][0]
+    assert first != second
+    assert arrows == [
+        (first, "s", 1, 4e6 - JUST_US), (first, "f", 0, 5e6),
+        (second, "s", 0, 9e6 - JUST_US), (second, "f", 1, 10e6),
+    ]  # fmt: skip
+
+
+def test_whom_the_others_wait_for_when_one_stands_still() -> None:
+    """Ranks 0 and 2 are in round 8, which rank 1 never enters: it is killed as it computes."""
+    ranks = [
+        traced(rank, (0, words.COMPUTING), (1, words.SUMMING), (2, CLOCK, 7), (2, words.BETWEEN),
+               (3, words.COMPUTING), (4 + rank, words.SUMMING), (5 + rank, words.ROUND), (99, BEAT))
+        for rank in (0, 2)
+    ]  # fmt: skip
+    stalled = traced(1, (0, words.COMPUTING), (1, words.SUMMING), (2, CLOCK, 7), (2, words.BETWEEN),
+                     (3, words.COMPUTING), (98.5, BEAT))  # fmt: skip
+    ranks.insert(1, stalled)
+    assert awaited(ranks)[0] == {words.ROUND: (1, 94.0)}
+    assert awaited(ranks)[2] == {words.ROUND: (1, 92.0)}
+    assert critical_path(ranks)[1, words.COMPUTING, None] == 97.0
+    assert not [e for e in events(ranks) if e.get("cat") == "round"], "nobody goes on"
+
+
+def test_rounds_in_which_nobody_waits() -> None:
+    """Local steps: who leaves before another comes has not waited for it."""
+    ranks = [
+        traced(rank, (0, words.COMPUTING), (1 + rank, words.SUMMING), (1.5 + 2 * rank, CLOCK, 1),
+               (1.5 + 2 * rank, words.BETWEEN))
+        for rank in range(2)
+    ]  # fmt: skip
+    assert awaited(ranks) == [{}, {}]
+
+
+def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
+    """And a shard of another node's server, however often its neighbour applies something."""
+    servers = [
+        traced(0, (0, words.SERVING), (1, words.APPLYING), (4, words.SERVING),
+               (5, words.APPLYING), (5.9, words.SERVING), (9, words.SERVING), workers=(2, 3)),
+        traced(1, (0, words.SERVING), (1, words.APPLYING, 1 << 32), (4.2, words.SERVING),
+               (5, words.APPLYING), (5.5, words.SERVING), (9, words.SERVING), workers=(2, 3)),
+    ]  # fmt: skip
+    worker = traced(2, (0, words.PUSHING), (1, words.BUFFER), (4.5, words.PULLING),
+                    (4.6, words.SHARD), (6, words.PULLING), (9, words.ENDING),
+                    workers=(2, 3))  # fmt: skip
+    servers[1].about["node"] = 5
+    ranks = [*servers, worker, traced(3, (0, words.ENDING), workers=(2, 3))]
+    assert awaited(ranks)[2] == {words.BUFFER: (0, 3.0), words.SHARD: (1, pytest.approx(0.9))}
 
 
 def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
@@ -166,7 +234,8 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
         0, (0, words.SERVING), (1, words.APPLYING), (6, words.SERVING), (7, words.SERVING)
     )
     assert critical_path([server, worker]) == {
-        (0, words.APPLYING): 5.0, (1, words.COMPUTING): 1.0, (1, words.PUSHING): 1.0,
+        (0, words.APPLYING, None): 5.0, (1, words.COMPUTING, None): 1.0,
+        (1, words.PUSHING, None): 1.0,
     }  # fmt: skip
 
 
@@ -210,7 +279,7 @@ def test_a_part_of_it_is_drawn(tmp_path: Path) -> None:
     assert not {"applying", "waits", "other work"} & set(texts)
     draw([server, quick, slow], (39.0, 55.0), tmp_path / "end.svg")
     texts = re.findall(r">([^<]+)</text>", (tmp_path / "end.svg").read_text())
-    assert {"computing", "applying", "waits", "other work", "rank 2: worker 0"} <= set(texts)
+    assert {"computing", "applying", "waits", "other work", "rank 2: name 2"} <= set(texts)
     assert middle([server]) == (0.0, 80.0)
 
 

@@ -1,0 +1,187 @@
+"""The phases of ranks, one behind the other, and who ended their waits."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpips.cluster import words
+from mpips.cluster.trace import Traced
+
+CLOCK = words.WORDS + words.CLOCK
+# Who ends a wait, or a server's rest: a rank that has just left this phase; for rounds, `_Rounds`.
+ENDED_BY = {
+    words.SERVING: words.PUSHING, words.CLOCKS: words.PUSHING,
+    words.BUFFER: words.APPLYING, words.SHARD: words.APPLYING,
+    words.ROUND: words.COMPUTING, words.OTHERS: words.COMPUTING,
+}  # fmt: skip
+
+
+class Slices(NamedTuple):
+    """The phases of a rank, one behind the other.
+
+    Attributes:
+        begins: When each begins, shape (n,), seconds.
+        ends: When it ends.
+        whats: Which of `words.PHASES` it is, shape (n,), int64.
+        values: Of an applied push: its worker, above its number's 32 bits.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    whats: np.ndarray
+    values: np.ndarray
+
+    def at(self, time: float) -> int:
+        """Return the slice that ends at `time` or has it inside; -1 before the first."""
+        return bisect_left(self.begins, time) - 1
+
+
+class Waits(NamedTuple):
+    """Who ended each slice of a rank, where that is seen.
+
+    Attributes:
+        whos: Which of the ranks did, as a place among their traces; -1 for none, shape (n,), int64.
+        whens: When it had done what was waited for, shape (n,), seconds.
+        rounds: The round that it entered last of all, and by that ended the slice; else 0.
+    """
+
+    whos: np.ndarray
+    whens: np.ndarray
+    rounds: np.ndarray
+
+
+def waits_in(what: Any) -> Any:
+    """Whether a rank may wait for others in a phase, or in each of many."""
+    return (what >= words.WAITING) | (what == words.SUMMING)
+
+
+def slices(traced: Traced) -> Slices:
+    """Return the phases of a rank; the last one goes on as long as the rank is known to live."""
+    is_phase = traced.whats < words.WORDS
+    begins, whats = traced.times[is_phase], traced.whats[is_phase]
+    end = traced.times.max(keepdims=True) if len(begins) else begins
+    return Slices(begins, np.append(begins[1:], end), whats, traced.values[is_phase])
+
+
+def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
+    """Return who ended the waits of each rank.
+
+    Args:
+        ranks: Their traces.
+        found: Their slices.
+    """
+    rounds = _Rounds(ranks, found)
+    nodes = [int(each.about["node"]) for each in ranks]
+    serving = {nodes[k] for k, each in enumerate(found) if (each.whats == words.APPLYING).any()}
+    known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+    ended = []
+    for k, (traced, each) in enumerate(zip(ranks, found, strict=True)):
+        n = len(each.whats)
+        mine = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
+        for what, phase in ENDED_BY.items():
+            worker = _worker(traced) if what == words.BUFFER else -1  # its own pushes
+            far = what == words.SHARD and serving - {nodes[k]}
+            near = nodes[k] if far else -1  # whose shards it has to wait for least
+            if (phase, worker, near) not in known:
+                away = [node != near for node in nodes]
+                known[phase, worker, near] = _ends(found, phase, worker, away)
+            times, whos = known[phase, worker, near]
+            which = np.flatnonzero(each.whats == what)
+            at = np.searchsorted(times, each.ends[which], "right") - 1
+            which, at = which[at >= 0], at[at >= 0]
+            seen = (times[at] > each.begins[which]) & (whos[at] != k)
+            mine.whos[which[seen]], mine.whens[which[seen]] = whos[at[seen]], times[at[seen]]
+        rounds.add(k, each, mine)
+        ended.append(mine)
+    return ended
+
+
+def _worker(traced: Traced) -> int:
+    workers, rank = traced.about["workers"], traced.about["rank"]
+    return workers.index(rank) if rank in workers else -1
+
+
+def _ends(
+    found: Sequence[Slices], phase: int, worker: int, counted: Sequence[bool]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when ranks left a phase, in that order, and which they were.
+
+    Args:
+        found: Their slices.
+        phase: Which.
+        worker: Whose push it has to be; -1 for any.
+        counted: Which ranks count.
+    """
+    ends = []
+    for each, counts in zip(found, counted, strict=True):
+        which = (each.whats == phase) & counts
+        if worker >= 0:
+            which &= each.values >> 32 == worker
+        ends.append(each.ends[which])
+    times = np.concatenate(ends)
+    order = np.argsort(times, kind="stable")
+    return times[order], np.repeat(np.arange(len(ends)), list(map(len, ends)))[order]
+
+
+class _Rounds:
+    """Who entered each round last, so that the others waited for it.
+
+    Args:
+        ranks: All ranks.
+        found: Their slices.
+    """
+
+    def __init__(self, ranks: Sequence[Traced], found: Sequence[Slices]) -> None:
+        self._of = [_entered(*both) for both in zip(ranks, found, strict=True)]
+        sizes = [len(numbers) for numbers, _, _ in self._of]
+        pairs = list(zip(found, self._of, strict=True))
+        numbers = np.concatenate([numbers for numbers, _, _ in self._of])
+        entered = np.concatenate([each.begins[first] for each, (_, first, _) in pairs])
+        left = np.concatenate([each.ends[last] for each, (_, _, last) in pairs])
+        whos = np.repeat(np.arange(len(ranks)), sizes)
+        order = np.lexsort((entered, numbers))
+        self._numbers, begins = np.unique(numbers[order], return_index=True)
+        lasts = np.append(begins[1:], len(order))[: len(begins)] - 1
+        self._whos, self._whens = whos[order][lasts], entered[order][lasts]
+        together = np.minimum.reduceat(left[order], begins) if len(order) else left
+        self._whos[together < self._whens] = -1  # who left did not wait for it: none has to
+        newest = [int(numbers[-1]) if len(numbers) else None for numbers, _, _ in self._of]
+        known = [number for number in newest if number is not None]
+        behind = [k for k, number in enumerate(newest) if number == min(known, default=0)]
+        self._late = behind[0] if known and min(known) < max(known) else -1
+        if self._late >= 0:
+            self._whos[-1] = -1
+
+    def add(self, rank: int, each: Slices, waits: Waits) -> None:
+        """Note who ended the slices of a rank within rounds."""
+        numbers, firsts, lasts = self._of[rank]
+        at = np.searchsorted(self._numbers, numbers)
+        for k in range(int((lasts - firsts).max(initial=-1)) + 1):  # the k-th slices of rounds
+            there = firsts + k <= lasts
+            which, of = firsts[there] + k, at[there]
+            whens = self._whens[of]
+            seen = (each.begins[which] < whens) & (whens < each.ends[which])
+            seen &= (self._whos[of] != rank) & (self._whos[of] >= 0)
+            waits.whos[which], waits.rounds[which] = -1, 0
+            which, of = which[seen], of[seen]
+            waits.whos[which], waits.whens[which] = self._whos[of], self._whens[of]
+            waits.rounds[which] = self._numbers[of]
+        end = len(each.whats) - 1
+        if self._late >= 0 and [*lasts[-1:], *numbers[-1:]] == [end, self._numbers[-1]]:
+            waits.whos[end], waits.whens[end] = self._late, each.ends[end]  # it never came
+
+
+def _entered(traced: Traced, each: Slices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers of the rounds of a rank, and the first and the last slice of each."""
+    within = (each.whats == words.SUMMING) | (each.whats >= words.WAITING)
+    before = np.append(False, within[:-1])
+    firsts = np.flatnonzero((each.whats == words.SUMMING) & ~before)
+    outside = np.append(np.flatnonzero(~within), len(within))
+    lasts = outside[np.searchsorted(outside, firsts)] - 1
+    numbers = traced.values[traced.whats == CLOCK][: len(firsts)]
+    if 0 < len(numbers) < len(firsts):  # it was killed in a round
+        numbers = np.append(numbers, numbers[-1] + 1)
+    n = len(numbers)
+    return numbers, firsts[:n], lasts[:n]
