@@ -15,11 +15,12 @@ from mpips.report.svg import tip
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PARTS = {  # of a worker's time: the colour of each
+PARTS = {  # of a rank's time: the colour of each
     "compute": "#0072b2",
     "pull": "#56b4e9",
     "push": "#009e73",
     "wait": "#e69f00",
+    "apply": "#d55e00",
     "rest": "#999999",
 }
 WAYS = {"sent": "#0072b2", "received": "#e69f00", "pulled": "#56b4e9", "pushed": "#009e73"}
@@ -101,6 +102,18 @@ def _times(row: Mapping[str, Any], whole: float) -> list[float]:
     return [*known, max(0.0, whole - sum(known)) if any(known) else 0.0]
 
 
+def _served(run: Record, whole: float) -> list[tuple[Any, ...]]:
+    """Return the label of each server and the parts of its time, the same; all 0 where it died."""
+    found = []
+    for k, row in enumerate(run.part("per_server") if number(run.summary.get("servers")) else ()):
+        times = [0.0] * len(PARTS)
+        if not row.get("lost"):
+            times[-2] = number(row.get("busy_s")) or 0.0
+            times[-1] = max(0.0, whole - times[-2])
+        found.append((_label(run, row, "server", k), times))
+    return found
+
+
 def _workers(runs: Sequence[Record]) -> Figure | None:
     bars: list[tuple[str, list[list[float]]]] = []
     rows = []
@@ -108,12 +121,14 @@ def _workers(runs: Sequence[Record]) -> Figure | None:
         whole = number(run.summary.get("train_s")) or 0.0
         workers = run.part("per_worker")
         times = [_times(row, whole) for row in workers]
+        served = _served(run, whole)
         if times:
-            bars.append((run.name, times))
+            bars.append((run.name, times + [seconds for _, seconds in served]))
         rows += [
             (run.name, _label(run, row, "worker", k), row.get("steps"), *seconds)
             for k, (row, seconds) in enumerate(zip(workers, times, strict=True))
         ]
+        rows += [(run.name, label, None, *seconds) for label, seconds in served]
     if not rows:
         return None
     shares = []
@@ -121,13 +136,14 @@ def _workers(runs: Sequence[Record]) -> Figure | None:
         sums = np.sum(times, axis=0)
         words = zip(PARTS, 100 * sums / max(1e-9, sums.sum()), strict=True)
         shares.append(f"{name}: " + ", ".join(f"{part} {share:.0f} %" for part, share in words))
-    note = "Of training in the last job, a bar a worker. The rest is evaluation, \
-checkpoints, and the beginning and the end. A worker without a bar has died."
-    heads = ("run", "worker", "steps", *(f"{part} s" for part in PARTS))
+    note = "Of training in the last job, a bar a worker, and behind them a bar a server. The rest \
+of a worker is evaluation, checkpoints, and the beginning and the end, that of a server all but \
+applying. A rank without a bar has died."
+    heads = ("run", "rank", "steps", *(f"{part} s" for part in PARTS))
     unit, label = time_unit(max((sum(bar) for _, each in bars for bar in each), default=0.0))
     drawn = [(name, [[s / unit for s in bar] for bar in each]) for name, each in bars]
-    draw = partial(_draw_bars, drawn, PARTS, "worker", label)
-    title = "Where each worker's time went"
+    draw = partial(_draw_bars, drawn, PARTS, "workers, then servers", label)
+    title = "Where each rank's time went"
     return Figure("workers", title, ". ".join(shares), draw, Table(heads, rows), note)
 
 
@@ -225,6 +241,26 @@ def _nodes(run: Record) -> list[tuple[str, set[int]]]:
     ]
 
 
+def _links(run: Record, nodes: Sequence[tuple[str, set[int]]]) -> list[list[float]]:
+    """Return the bytes that each node sent and received.
+
+    Workers count them. In asynchronous modes the other ends are the servers, which do not.
+    """
+    node_of = {rank: k for k, (_, ranks) in enumerate(nodes) for rank in ranks}
+    owned, moved = np.zeros(len(nodes)), np.zeros((len(nodes), 2))
+    for row in run.part("per_server") if number(run.summary.get("servers")) else ():
+        if (k := node_of.get(row.get("rank", -1))) is not None:
+            owned[k] += number(row.get("bytes")) or 0.0
+    for row in run.part("per_worker"):
+        if (k := node_of.get(row.get("rank", -1))) is not None:
+            mine = np.array([number(row.get(f"bytes_{w}")) or 0.0 for w in ("sent", "received")])
+            others = np.where(np.arange(len(nodes)) == k, 0.0, owned)
+            moved[k] += mine
+            moved += np.outer(others / max(1.0, others.sum()), mine[::-1])
+    found: list[list[float]] = moved.tolist()
+    return found
+
+
 def _bytes(runs: Sequence[Record]) -> Figure | None:
     """Return the figure of bytes: over each node's link, or in memory where there is one node."""
     rows: list[tuple[Any, ...]] = []
@@ -238,17 +274,15 @@ def _bytes(runs: Sequence[Record]) -> Figure | None:
         if len(nodes) < 2 or not any("bytes_sent" in row for row in workers):
             continue
         linked.append((run.name, []))
-        for name, ranks in nodes:
-            mine = [row for row in workers if row.get("rank") in ranks]
-            moved = [sum(number(row.get(f"bytes_{w}")) or 0.0 for row in mine)
-                     for w in ("sent", "received")]  # fmt: skip
+        for (name, _), moved in zip(nodes, _links(run, nodes), strict=True):
             rows.append((run.name, f"link of node {name}", *map(int, moved), None, None))
             linked[-1][1].append([*moved, 0.0, 0.0])
     if not rows:
         return None
     bars, title = (linked, "Bytes by link") if linked else (local, "Bytes moved")
     note = (
-        "What the workers of each node sent to others and had from them, in the last job."
+        "What each node sent to others and had from them, in the last job. Workers count it: what \
+they exchange with servers is shared among the nodes of these by what they own."
         if linked
         else "Whole gradients and replicas, in the last job; no link was crossed that is known of."
     )

@@ -67,9 +67,12 @@ def test_what_a_summary_says_is_drawn(tmp_path: Path) -> None:
     (bars,) = drawn(found["staleness-histogram"]).patches
     assert np.allclose(bars.get_data().values, [25, 50, 12.5, 7.5, 5])
     tops = [patch.get_data().values[::2] for patch in drawn(found["workers"]).patches]
-    assert np.allclose(tops[0], [3, 4, 5])
-    assert np.allclose(tops[3], [4.75, 5.75, 6.75])
-    assert np.allclose(tops[4], 8)
+    assert np.allclose(tops[0], [3, 4, 5, 0])
+    assert np.allclose(tops[3], [4.75, 5.75, 6.75, 0])
+    assert np.allclose(tops[4], [4.75, 5.75, 6.75, 2])
+    assert np.allclose(tops[5], 8)
+    *_, last = found["workers"].table.rows
+    assert last == ("a", "server 0 (rank 0)", None, 0, 0, 0, 0, 2.0, 6.0)
     (busy,) = drawn(found["servers"]).patches
     assert np.allclose(busy.get_data().values[::2], 25)
     assert found["servers"].table.rows == [("a", "owner 0 (rank 0)", 800, 40, 0, 2.0, 25.0, 1.5)]
@@ -83,10 +86,26 @@ def test_bytes_by_link(tmp_path: Path) -> None:
     figure = by_name(read(make(tmp_path / "a", job(), came), "a"))["bytes"]
     assert figure.title == "Bytes by link"
     assert [row[1:4] for row in figure.table.rows[1:]] == [
-        ("link of node 0 (x)", 10, 20), ("link of node 1 (y)", 1100, 2200)
+        ("link of node 0 (x)", 10 + 2200, 20 + 1100), ("link of node 1 (y)", 1100, 2200)
     ]  # fmt: skip
     sent, both = (patch.get_data().values[::2] for patch in drawn(figure).patches)
-    assert (list(sent), list(both)) == ([10, 1100], [30, 3300])
+    assert (list(sent), list(both)) == ([2210, 1100], [3330, 3300])
+
+
+def test_links_of_nodes_with_servers_alone_and_of_rounds(tmp_path: Path) -> None:
+    nodes = [{"host": "x", "ranks": [0]}, {"host": "y", "ranks": [1]}, {"host": "z", "ranks": [2]}]
+    workers = [{"rank": 2, "bytes_sent": 400, "bytes_received": 800}]
+    servers = [{"rank": 0, "bytes": 30}, {"rank": 1, "bytes": 10}, {"rank": 2, "bytes": 99}]
+    came = {**SUMMARY, "nodes": nodes, "per_worker": workers, "per_server": servers}
+    for name, known, wanted in (
+        ("a", came, [(600, 300), (200, 100), (400, 800)]),
+        ("b", {**came, "servers": 0}, [(0, 0), (0, 0), (400, 800)]),
+        ("c", {**came, "per_server": []}, [(0, 0), (0, 0), (400, 800)]),
+    ):
+        found = by_name(read(make(tmp_path / name, job(), known), name))
+        assert [row[2:4] for row in found["bytes"].table.rows[1:]] == wanted
+        bars = [row[1] for row in found["workers"].table.rows if row[1].startswith("server")]
+        assert len(bars) == (3 if name == "a" else 0)
 
 
 def test_marks_and_gaps(tmp_path: Path) -> None:
