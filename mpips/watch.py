@@ -2,7 +2,9 @@
 
 Each RUN is the folder of a run, of a sweep, or of several runs, on a file system that this host
 sees. A line for each run, its curves, and for a single run of this host what each rank does; anew
-every second until all are done, or Ctrl-C. Where the output is no terminal, once. Starts no MPI.
+every second until Ctrl-C, or until all are done where each RUN is the folder of one; of several
+runs, those that begin meanwhile are shown too. Where the output is no terminal, once. Starts no
+MPI.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpips import extras
-from mpips.checkpoint.place import DONE, is_claimed
+from mpips.checkpoint.place import CONFIG, DONE, is_claimed
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, perform
 from mpips.launch.ranks import ranks_table
@@ -120,7 +122,7 @@ def screen(runs: Sequence[Watched], width: int, height: int) -> "Group":
     rows = max(LATEST, height - OTHER_LINES)
     for run in ordered[:rows]:
         table.add_row(*map(Text, _row(run)[: len(table.columns)]))
-    more = f"and {len(runs) - rows} more" if len(runs) > rows else ""
+    more = f"and {len(runs) - rows} more" if len(runs) > rows else "" if runs else "no run yet"
     curves = Table(box=None, pad_edge=False, show_header=False)
     curves.add_column(max_width=NAME_WIDTH)
     for run in [run for run in ordered if run.record.curves][:LATEST]:
@@ -162,32 +164,43 @@ def _clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def _look(folders: Sequence[Path], known: dict[Path, Watched]) -> list[Watched]:
+    """Return all runs as they are now; those that have come join the known ones."""
+    with contextlib.suppress(UserError):  # there is none yet
+        for path in find_runs(folders):
+            known.setdefault(path, Watched(path, ""))
+    names = shortest_names(list(known)) if known else []
+    for run, name in zip(known.values(), names, strict=True):
+        run.record.name = name
+        run.look()
+    return list(known.values())
+
+
 def watch(argv: Sequence[str]) -> None:
     """Show runs until they are done.
 
     Raises:
-        UserError: If a folder holds no run, or rich is missing.
+        UserError: If there is no such folder, no run yet and no terminal to wait at, or no rich.
     """
     args = make_parser().parse_args(argv)
     for folder in args.runs:
-        find_runs([folder])  # each has one
-    paths = find_runs(args.runs)
+        if not folder.is_dir():
+            find_runs([folder])  # tells that there is none
     live = extras.load("rich.live", "rich", "watch", "draws the screen")
     console = extras.load("rich.console", "rich", "watch", "draws the screen").Console()
-    runs = [Watched(*pair) for pair in zip(paths, shortest_names(paths), strict=True)]
-    for run in runs:
-        run.look()
+    known: dict[Path, Watched] = {}
     if not console.is_terminal:
-        console.print(screen(runs, *console.size))
+        find_runs(args.runs)
+        console.print(screen(_look(args.runs, known), *console.size))
         return
     with contextlib.suppress(KeyboardInterrupt), live.Live(console=console) as shown_now:
         while True:
+            runs = _look(args.runs, known)
             shown_now.update(screen(runs, *console.size), refresh=True)
-            if all(run.done and not run.record.running for run in runs):
+            single = all((folder / CONFIG).exists() for folder in args.runs)
+            if single and all(run.done and not run.record.running for run in runs):
                 return
             time.sleep(EVERY_S)
-            for run in runs:
-                run.look()
 
 
 def main(argv: Sequence[str]) -> int:

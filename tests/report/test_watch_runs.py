@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -82,15 +83,20 @@ def test_once_where_nobody_looks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     whole(tmp_path / "a")
     assert watch.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("run ")
-    assert watch.main([str(tmp_path / "a" / "b")]) == 2
-    assert "no run in" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    for name in ("a/b", "empty"):
+        assert watch.main([str(tmp_path / name)]) == 2
+        assert "no run in" in capsys.readouterr().err
 
 
-def test_a_terminal(tmp_path: Path) -> None:
-    """It is drawn anew until the run is done."""
-    out = make(tmp_path / "a", job(0, 1), summary=None, done=False)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_terminal(several: bool, tmp_path: Path) -> None:
+    """It is drawn anew until the run is done; with those that come in a folder, until Ctrl-C."""
+    out = tmp_path / "a"
+    if not several:
+        make(out, job(0, 1), summary=None, done=False)
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "mpips.watch", str(out)]
+    words = [sys.executable, "-m", "mpips.watch", str(tmp_path if several else out)]
     env = {**environment(), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     seen, deadline = "", time.monotonic() + 60
     with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
@@ -101,11 +107,19 @@ def test_a_terminal(tmp_path: Path) -> None:
                     seen += os.read(ours, 65536).decode(errors="replace")
                 except OSError:  # it has ended, and nobody holds the terminal
                     break
+            if "no run yet" in seen and not out.exists():
+                make(out, job(0, 1), summary=None, done=False)
             if "not running" in seen and not (out / "DONE").exists():
                 (out / "DONE").write_text("epochs\n")
+            if several and "done" in seen and not (tmp_path / "b").exists():
+                whole(tmp_path / "b")
+            if several and re.search(r"\bb +done", seen):
+                process.send_signal(signal.SIGINT)
+                break
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()
     os.close(ours)
     assert process.returncode == 0, seen
     assert "done" in seen
+    assert ("no run yet" in seen) == several
