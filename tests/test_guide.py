@@ -298,6 +298,50 @@ def test_page(name: str, tmp_path: Path) -> None:
         assert np.allclose(weights["params/b"], 5, atol=0.1)
 
 
+# What a tracker's callback stands in: a tracker of a few lines, and a run.
+TRACKERS = """
+import sys, types
+import numpy as np
+import mpips
+told = []
+def log(metrics, step):
+    assert wandb.run or TRACKER == "mlflow"
+    assert isinstance(metrics, dict) and all(type(value) is float for value in metrics.values())
+    told.append((step, metrics["loss"]))
+def init(project):
+    assert not told and wandb.run is None
+    wandb.run = project
+mlflow, wandb = types.ModuleType("mlflow"), types.ModuleType("wandb")
+sys.modules.update({"mlflow": mlflow, "wandb": wandb})
+mlflow.log_metrics, wandb.run, wandb.init, wandb.log = log, None, init, log
+x, y = np.ones((8, 4), "f4"), np.zeros(8, "f4")
+params = {"w": np.ones(4, "f4")}
+def mean_loss(params, batch):
+    return {"loss": float(np.mean((batch.x @ params["w"] - batch.y) ** 2))}
+def train(worker):
+    for batch in worker.batches((x, y), batch_size=4, epochs=4):
+        worker.grads["w"][:] = 1.0
+        worker.push(1.0)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.one_mpi
+def test_callbacks_of_trackers(tmp_path: Path) -> None:
+    """As the guide has it, and with the line for the other one: on one rank, at each evaluation."""
+    ((_, code),) = (block for block in blocks("report", "text") if "mpips.Callback" in block[1])
+    wandb, mlflow = re.findall(r"(wandb\.log.*?)  # with MLflow: (.*)", code)[0]
+    other = re.sub(r" +if wandb.run.*\n.*\n", "", code).replace(wandb, mlflow)
+    other = other.replace("import wandb", "import mlflow")
+    assert "wandb" not in other
+    show = "print(TRACKER, len(told), flush=True)"
+    for name, text in (("wandb", code), ("mlflow", other)):
+        program = f"TRACKER = {name!r}\n{TRACKERS}\n{text}\n{show}\n"
+        (tmp_path / f"with_{name}.py").write_text(program)
+        output = run(2, [f"with_{name}.py"], tmp_path).check().output
+        assert sorted(re.findall(rf"{name} (\d+)", output)) == ["0", "4"], output
+
+
 def check_beside_ddp(folder: Path) -> None:
     """Check that both scripts of the diff learn, and that one is the other but for a few lines."""
     torch = pytest.importorskip("torch")
