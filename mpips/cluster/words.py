@@ -22,7 +22,7 @@ from typing import NamedTuple
 STARTING, SERVING, READING, PULLING, COMPUTING, PUSHING, SUMMING, BETWEEN, EVALUATING, ENDING = (
     range(10)
 )
-APPLYING = 10  # told to a trace alone
+APPLYING, ANSWERING = 10, 12  # told to a trace alone
 LOADING = 11
 WAITING = 16
 OTHERS, BATCH, BUFFER, CLOCKS, ROUND, SHARD, SAVE, END, EVALUATION = range(WAITING, WAITING + 9)
@@ -30,7 +30,7 @@ PHASES = {
     STARTING: "starting", SERVING: "serving", READING: "reading data", PULLING: "pulling",
     COMPUTING: "computing", PUSHING: "pushing", SUMMING: "in a round", BETWEEN: "between steps",
     EVALUATING: "evaluating", ENDING: "ending", APPLYING: "applying",
-    LOADING: "reading a checkpoint",
+    LOADING: "reading a checkpoint", ANSWERING: "answering a read",
     OTHERS: "waits for others", BATCH: "waits for a batch", BUFFER: "waits for a buffer",
     CLOCKS: "waits for a clock", ROUND: "waits for the round", SHARD: "waits for a shard",
     SAVE: "waits until it is saved", END: "waits for the end",
@@ -48,6 +48,7 @@ SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
 ROLES = {SERVER: "server", WORKER: "worker", EVALUATOR: "evaluator"}
 WORDS = 32  # in a trace, what is behind the phases: changes of a word, and of which
 TRACED = (CLOCK, SAVED, WRITING)  # and BEAT, by the trace itself
+FETCH = WORDS + 13  # a mark of a trace: shards of other nodes were asked for
 NAME = "mpips-words"
 Address = tuple[str, int, int]  # host, process id, file descriptor; -1 where there are none
 
@@ -283,6 +284,19 @@ def applied(start: float, end: float, pushes: Iterable[tuple[int, int]]) -> None
     for worker, seq in pushes:
         _note(APPLYING, start, worker << 32 | seq)
     _note(SERVING, end, 0)
+
+
+def fetched() -> None:
+    """Tell a trace that this rank has asked the owners on other nodes for their shards."""
+    if _note is not None:
+        _note(FETCH, time.perf_counter(), 0)
+
+
+def answered(rank: int, start: float) -> None:
+    """Tell a trace that from `start` until now this rank has begun to answer another one's read."""
+    if _note is not None:
+        _note(ANSWERING, start, rank << 32)
+        _note(_ints[PHASE], time.perf_counter(), 0)
 
 
 def beat(now: float, call: str) -> None:

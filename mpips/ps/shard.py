@@ -352,8 +352,9 @@ class Server:
 
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
         """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""
-        consistent, *needs = request
+        start, (consistent, *needs) = time.perf_counter(), request
         self.clocks.want(rank, consistent, Awaited(*needs))
+        words.answered(rank, start)
 
     def serve_reads(self) -> bool:
         """Let those who asked read the shard now, between two updates.

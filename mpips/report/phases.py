@@ -10,11 +10,10 @@ from mpips.cluster import words
 from mpips.cluster.trace import Traced
 
 CLOCK = words.WORDS + words.CLOCK
-# Who ends a wait, or a server's rest: a rank that has just left this phase; for rounds, `_Rounds`.
+# Who ends a wait, or a server's rest: a rank that has just left this phase. Of rounds, `_Rounds`.
 ENDED_BY = {
     words.SERVING: words.PUSHING, words.CLOCKS: words.PUSHING,
     words.BUFFER: words.APPLYING, words.SHARD: words.APPLYING,
-    words.ROUND: words.COMPUTING, words.OTHERS: words.COMPUTING,
 }  # fmt: skip
 
 
@@ -81,6 +80,9 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
         n = len(each.whats)
         mine = Waits(np.full(n, -1), np.zeros(n), np.zeros(n, "i8"))
         for what, phase in ENDED_BY.items():
+            which = np.flatnonzero(each.whats == what)
+            if what == words.SHARD and _worker(traced) < 0:
+                continue  # a server that waits for readers
             worker = _worker(traced) if what == words.BUFFER else -1  # its own pushes
             far = what == words.SHARD and serving - {nodes[k]}
             near = nodes[k] if far else -1  # whose shards it has to wait for least
@@ -88,7 +90,6 @@ def waits(ranks: Sequence[Traced], found: Sequence[Slices]) -> list[Waits]:
                 away = [node != near for node in nodes]
                 known[phase, worker, near] = _ends(found, phase, worker, away)
             times, whos = known[phase, worker, near]
-            which = np.flatnonzero(each.whats == what)
             at = np.searchsorted(times, each.ends[which], "right") - 1
             which, at = which[at >= 0], at[at >= 0]
             seen = (times[at] > each.begins[which]) & (whos[at] != k)

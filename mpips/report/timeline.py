@@ -1,8 +1,9 @@
 """What the ranks of a job did when: merged into one timeline, and its critical path.
 
 The timeline is in the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a host is
-a process, a rank a thread, a phase a slice; an arrow goes from a push to where it is applied, and
-from the rank that enters a round last to those that waited for it.
+a process, a rank a thread, a phase a slice. An arrow goes from a push to where it is applied, from
+a read of another node's shard to where its owner takes it up, unless that is read by Get, and from
+the rank that enters a round last to those that waited for it.
 """
 
 import json
@@ -88,6 +89,7 @@ def _events(ranks: Sequence[Traced], start: float) -> Iterator[dict[str, Any]]:
         yield from _phases(found[k], awaited, where, start, arrows)
         yield from _marks(each, where, start, arrows)
         yield from _round_arrows(k, lanes, start, found, ended)
+        yield from _read_arrows(k, lanes, start, ranks, found)
 
 
 class _Arrows:
@@ -181,6 +183,30 @@ def _marks(
             for server in arrows.servers:
                 arrow = arrows.end(workers.index(rank), value, server)
                 yield {"ph": "s", **arrow, **where, "ts": pushing}
+
+
+def _read_arrows(
+    rank: int,
+    lanes: Sequence[dict[str, int]],
+    start: float,
+    ranks: Sequence[Traced],
+    found: Sequence[Slices],
+) -> Iterator[dict[str, Any]]:
+    """Yield an arrow from each read of a server's shard to where it is taken up.
+
+    The server takes up those of a worker in their order.
+    """
+    is_answer = found[rank].whats == words.ANSWERING
+    begins, readers = found[rank].begins[is_answer], found[rank].values[is_answer] >> 32
+    for k in range(len(lanes) if len(begins) else 0):
+        asked = _us(ranks[k].times[ranks[k].whats == words.FETCH], start)
+        taken = _us(begins[readers == lanes[k]["tid"]], start)
+        for number, (at, begin) in enumerate(zip(asked, taken, strict=False)):
+            if at <= begin:  # else one has asked anew, of a server that took over
+                key = (number * len(lanes) + k) * len(lanes) + rank
+                arrow = {"name": "read", "cat": "read", "id": key}
+                yield {"ph": "s", **arrow, **lanes[k], "ts": at}
+                yield {"ph": "f", "bp": "e", **arrow, **lanes[rank], "ts": begin}
 
 
 # The critical path -----------------------------------------------------------------------------

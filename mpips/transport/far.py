@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_REPLY
 from mpips.cluster.waiting import all_done
@@ -110,7 +111,7 @@ class GetReads(FarReads):
         """Read the versions, which have to be known before the shards are read."""
         self._out = out
         requests = self._headers(self._first)
-        self._cluster.wait(lambda: all_done(requests))
+        self._cluster.wait(lambda: all_done(requests), words.SHARD)
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
@@ -157,6 +158,7 @@ class ReplyReads(FarReads):
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
         self._coming, self._ends, self._stamps, out = [], [], [], self._out
+        words.fetched()
         begin = self._cluster.arrays.begin_receive
         for server, rank, shard in self._owners:
             chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
@@ -213,10 +215,10 @@ class _Reply:
         self._send(self._words())
 
     def _words(self) -> np.ndarray:
-        words = np.zeros(8, "i8")
+        found = np.zeros(8, "i8")
         for word in (BEGUN, COMMITTED, CLOCK):
-            words[word] = observe(self._header, word)
-        return words
+            found[word] = observe(self._header, word)
+        return found
 
     def _send(self, part: np.ndarray) -> None:
         begin = self._cluster.arrays.begin_send

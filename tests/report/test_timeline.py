@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import re
 import time
@@ -239,6 +240,26 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
     }  # fmt: skip
 
 
+def test_arrows_of_reads() -> None:
+    """Each read of a worker to where a server takes it up; not to one before it was made."""
+    workers = [
+        traced(rank, (0, words.PULLING), *((at, words.FETCH) for at in asked), (9, words.ENDING),
+               workers=(1, 2))
+        for rank, asked in ((1, (1, 3, 6)), (2, (2, 8)))
+    ]  # fmt: skip
+    answers = [(1.5, 1), (2.5, 2), (3.5, 1), (5, 2)]
+    phases = [
+        ((at, words.ANSWERING, rank << 32), (at + 0.1, words.SERVING)) for at, rank in answers
+    ]
+    server = traced(0, (0, words.SERVING), *itertools.chain(*phases), workers=(1, 2))
+    found = [e for e in events([server, *workers]) if e.get("cat") == "read"]
+    begun, ended = ([e for e in found if e["ph"] == kind] for kind in "sf")
+    assert [e["id"] for e in begun] == [e["id"] for e in ended]
+    assert len({e["id"] for e in ended}) == 3
+    assert [(e["tid"], e["ts"]) for e in begun] == [(1, 1e6), (1, 3e6), (2, 2e6)]
+    assert [(e["tid"], e["ts"]) for e in ended] == [(0, 1.5e6), (0, 3.5e6), (0, 2.5e6)]
+
+
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="without traces, expected a run made with --trace"):
         read_run(tmp_path)
@@ -324,6 +345,7 @@ def test_the_timeline_of_a_run(tmp_path: Path) -> None:
     Beside them a rank that evaluates.
     """
     options = ["--servers", "2", "--node-size", "2", "--hidden", "64", "--trace", "--steps", "40"]
+    options += ["--far-read", "reply"]
     more = ["--evaluators", "1", "--eval-every", "0.5", "--quiet", "--out", "run"]
     run(5, ["-m", "mpips.train", *options, *more], tmp_path).check()
     text = trace.make([str(tmp_path / "run"), "-o", str(tmp_path / "t.json.gz")])
@@ -335,9 +357,14 @@ def test_the_timeline_of_a_run(tmp_path: Path) -> None:
         assert what in evaluator
     found = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
     assert len({(e["pid"], e["tid"]) for e in found if e["ph"] == "X"}) == 5
-    begun, ended = ({e["id"]: e["ts"] for e in found if e["ph"] == phase} for phase in "sf")
-    assert all(isinstance(key, int) for key in ended), "Perfetto draws no others"
-    assert len(ended) == 2 * 80  # 40 steps of two workers at two servers
+    begun, ended = (
+        {(e["cat"], e["id"]): e["ts"] for e in found if e["ph"] == phase} for phase in "sf"
+    )
+    assert all(isinstance(key, int) for _, key in ended), "Perfetto draws no others"
+    pushes, reads = ([key for key in ended if key[0] == kind] for kind in ("push", "read"))
+    assert len(pushes) == 2 * 80  # 40 steps of two workers at two servers
+    assert 80 <= len(reads) <= 84  # at the server on the other node, the next ones asked for too
+    assert begun.keys() == ended.keys()
     assert all(begun[key] <= at for key, at in ended.items())
     ranks = read_run(tmp_path / "run")
     assert [each.about["node"] for each in ranks] == [0, 0, 1, 1, 1]
