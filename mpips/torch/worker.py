@@ -87,8 +87,8 @@ class Worker(Loop):
     """
 
     unpushed = (
-        "call opt.step() for each; for steps of k batches give mpips.torch.run accumulate=k, and "
-        "do not divide the loss by k"
+        "call worker.optimizer.step() for each; for steps of k batches give mpips.torch.run "
+        "accumulate=k, and do not divide the loss by k"
     )
 
     def __init__(
