@@ -13,6 +13,7 @@ from mpips.bench.measure import Options, Row
 from mpips.bench.pushpull import Exchange, with_and_without
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
+from mpips.kernels.record_lines import warm
 from mpips.ps.recording import Recorder
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -28,10 +29,13 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
-    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1, read="consistent"))
+    job = make_job(cluster, size // 4, "async", servers=1, read="consistent")
+    exchange = Exchange(job)
     server, recorder = exchange.server, None
     if server is not None:
-        recorder = Recorder(folder / f"{size}", {"part": 1}, server.store.params, whole=True)
+        about = {"part": 1, "workers": cluster.roles.workers, "samples": [job.info.n_train]}
+        warm()
+        recorder = Recorder(folder / f"{size}", about, server.store.params, whole=True)
 
     @contextmanager
     def recorded() -> Iterator[None]:

@@ -1,16 +1,17 @@
 """What the servers of a run apply, in which order: a compact record, for `mpips.replay`.
 
-Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: the
-number of records, their sum (CRC-32), and the records, one a push, in the order in which they were
-applied. A record says whose push it was, and how old: the version that its worker had read is the
-one before the update less the staleness. That of server 0 says as well which samples it was made
-of, and its loss. So the whole order of a run is known, and what each gradient was computed from.
+Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: how
+many lines, the bytes of reads, their sum (CRC-32), and the lines, one a push, in the order in which
+they were applied (`mpips.kernels.record_lines`). A line says whose push it was, and how old: the
+version that its worker had read is the one before the update less the staleness. That of server 0
+says as well which samples it was made of, and its loss. So the whole order of a run is known, and
+what each gradient was computed from.
 
-Where there are tables it notes as well who has read rows of them between which updates, in the same
-pieces: a word a read, with the worker's number, and a word `APPLIED` an update.
+Where there are tables each push has as well which reads of rows its worker has made of the server
+since its push before: a byte a read, how many updates before this one it was.
 
 By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
-replay sees at which push it goes another way. A piece is of `PIECE` records: as many are lost at
+replay sees at which push it goes another way. A piece is of `PIECE` lines: as many are lost at
 most when a job is killed, and none of those in a checkpoint.
 """
 
@@ -18,7 +19,7 @@ import json
 import os
 import shutil
 import struct
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,39 +33,37 @@ from mpips.cluster.rank_file import RankFile
 from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError, complain
+from mpips.kernels.record_lines import FILLED, STALE_BITS, note
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
 from mpips.transport.push import Push
 
-FORMAT = 2
-PIECE = 64  # records
-LINE_BYTES = 64
-APPLIED = 0xFFFF  # among the words of reads
-HEAD = struct.Struct("<III")  # records, words of reads, the sum of both
-SHORT = struct.Struct("<HII")  # worker, staleness, sum of a line of the shard
-WHOLE = struct.Struct("<HIIIQId")  # ... epoch, begin, samples, loss
-SHORT_DTYPE: Final = np.dtype([("worker", "<u2"), ("stale", "<u4"), ("line", "<u4")])
+FORMAT = 3
+PIECE = 64  # lines
+HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both
+NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
+FAR, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
+AGE = struct.Struct("<I")
+SHORT_DTYPE: Final = np.dtype([("worker", "<u4"), ("stale", "<u4"), ("line", "<u1")])
 WHOLE_DTYPE: Final = np.dtype(
     [*SHORT_DTYPE.descr, ("epoch", "<u4"), ("begin", "<u8"), ("samples", "<u4"), ("loss", "<f8")]
 )
-SPREAD = 0x9E3779B1  # odd: versions that follow each other have lines far from each other
+READ_DTYPE: Final = np.dtype([("worker", "<u4"), ("at", "<i8")])
 
 
-def lines_of(params: np.ndarray) -> tuple[memoryview, int]:
-    """Return a shard as bytes, and how many lines they are."""
-    return params.view("u1").data, -(-params.nbytes // LINE_BYTES)
+def line_dtype(whole: bool, workers: int) -> np.dtype:
+    """Return what a line of a file consists of.
 
-
-def line_of(version: int, lines: int) -> int:
-    """Return which byte of a shard of `lines` the line begins at that is summed at `version`."""
-    return ((version * SPREAD & 0xFFFFFFFF) * lines >> 32) * LINE_BYTES
-
-
-def line_sum(shard: memoryview, lines: int, version: int) -> int:
-    """Return the sum of the line of a shard that is at `version`; the last one may be shorter."""
-    at = line_of(version, lines)
-    return crc32(shard[at : at + LINE_BYTES])
+    Args:
+        whole: Whether it says what a push was made of.
+        workers: How many there are.
+    """
+    number = NARROW if workers < np.iinfo(NARROW).max else WIDE
+    found = [("worker", number), ("stale", "<u2"), ("line", "<u1")]
+    if whole:
+        found += [("position", "<u8"), ("samples", "<u4"), ("loss", "<f8")]
+    return np.dtype(found)
 
 
 class Recorder:
@@ -83,46 +82,88 @@ class Recorder:
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
         self.part = int(about["part"])
         self._file = RankFile(path, about, "record")
-        self._bytes, self._lines = lines_of(params)
-        self._whole, self._size = whole, (WHOLE if whole else SHORT).size
-        self._records = bytearray(PIECE * self._size)
-        self._count = 0
-        self._reads, self._notes_reads = array("H"), bool(about.get("tables"))
+        self._words, self._epoch = params.view(np.uint32), max(1, about["samples"][0])
+        dtype = line_dtype(whole, len(about["workers"]))
+        self._width, number = dtype.itemsize, dtype["worker"].itemsize
+        self._lines = np.zeros((PIECE + 1) * self._width, np.uint8)
+        self._made = np.array([0, whole, number])
+        self._pushes, self._read_at = 0, dict[int, list[int]]()
+        self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
 
     def note_read(self, worker: int) -> None:
         """Note that a worker reads rows of tables at this version."""
-        self._reads.append(worker)
+        self._read_at.setdefault(worker, []).append(self._pushes)
 
     def note(self, push: Push, staleness: int, version: int) -> None:
         """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
-        line = line_sum(self._bytes, self._lines, version)
-        at = self._count * self._size
-        if self._whole:
-            epoch, begin, end = push.batch
-            more = epoch, begin, end - begin, push.loss
-            WHOLE.pack_into(self._records, at, push.worker, staleness, line, *more)
-        else:
-            SHORT.pack_into(self._records, at, push.worker, staleness, line)
-        self._count += 1
+        epoch, begin, end = push.batch
+        filled = note(
+            self._lines,
+            self._made,
+            self._words,
+            version,
+            push.worker,
+            staleness,
+            epoch * self._epoch + begin,
+            end - begin,
+            push.loss,
+        )
         if self._notes_reads:
-            self._reads.append(APPLIED)
-        if self._count == PIECE:
+            self._note_reads_of(push.worker)
+        if filled >= PIECE:
             self.flush()
+
+    def _note_reads_of(self, worker: int) -> None:
+        """Note the reads of rows that a worker has made since its push before."""
+        self._reads += encoded([self._pushes - at for at in self._read_at.pop(worker, ())])
+        self._pushes += 1
 
     def flush(self) -> None:
         """Write what is not written yet."""
-        if self._count:
-            records = bytes(self._records[: self._count * self._size])
-            body = records + np.array(self._reads, "<u2").tobytes()
-            self._file.append(HEAD.pack(self._count, len(self._reads), crc32(body)) + body)
-            self._count = 0
-            self._reads = array("H")
+        if filled := int(self._made[FILLED]):
+            body = self._lines[: filled * self._width].tobytes() + self._reads
+            self._file.append(HEAD.pack(filled, len(self._reads), crc32(body)) + body)
+            self._made[FILLED] = 0
+            self._reads.clear()
 
     def close(self) -> None:
         """Write what is left, and let the shard go."""
         self.flush()
         self._file.close()
-        self._bytes.release()
+        self._words = self._words[:0].copy()
+
+
+def encoded(ages: Sequence[int]) -> bytes:
+    """Return the bytes of a push's reads of rows; see `decoded`."""
+    if len(ages) == 1 and ages[0] < FAR:  # as most are
+        return bytes(ages)
+    found = bytearray() if ages else bytearray([NONE])
+    for left, age in zip(reversed(range(len(ages))), ages, strict=True):
+        found.append(min(age, FAR) | (MORE if left else 0))
+        if age >= FAR:
+            found += AGE.pack(age)
+    return bytes(found)
+
+
+def decoded(codes: bytes, workers: np.ndarray) -> np.ndarray:
+    """Return which worker read rows after how many updates, of `READ_DTYPE`.
+
+    Args:
+        codes: The bytes of all pushes.
+        workers: Whose push each was.
+    """
+    found, at = list[tuple[int, int]](), 0
+    for push, worker in enumerate(workers.tolist()):
+        more = MORE
+        while more:
+            code, at = codes[at], at + 1
+            age, more = code & ~MORE, code & MORE
+            if age == NONE:
+                continue
+            if age == FAR:
+                (age,), at = AGE.unpack_from(codes, at), at + AGE.size
+            found.append((worker, push - age))
+    return np.array(found, READ_DTYPE)
 
 
 def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
@@ -202,7 +243,7 @@ class Recorded:
         about: What is known of the job, and of the server.
         records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
         whole: Whether the file ends with a piece, and not within one.
-        reads: Of rows: the number of a worker, or `APPLIED` for an update, shape (n,), uint16.
+        reads: Of rows: see `decoded`.
     """
 
     about: dict[str, Any]
@@ -226,15 +267,32 @@ def read(path: Path) -> Recorded:
     if found != FORMAT:
         got = f"{path}: format {found}"
         raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
-    dtype = WHOLE_DTYPE if server == 0 else SHORT_DTYPE
-    pieces, reads, at = [np.zeros(0, dtype)], [np.zeros(0, "<u2")], 0
+    whole, at = server == 0, 0
+    dtype = line_dtype(whole, len(about["workers"]))
+    pieces, codes = [np.zeros(0, dtype)], bytearray()
     while at + HEAD.size <= len(data):
-        count, words, total = HEAD.unpack_from(data, at)
+        count, length, total = HEAD.unpack_from(data, at)
         begin, middle = at + HEAD.size, at + HEAD.size + count * dtype.itemsize
-        end = middle + 2 * words
+        end = middle + length
         if end > len(data) or crc32(data[begin:end]) != total:
             break
         pieces.append(np.frombuffer(data, dtype, count, begin))
-        reads.append(np.frombuffer(data, "<u2", words, middle))
+        codes += data[middle:end]
         at = end
-    return Recorded(about, np.concatenate(pieces), at == len(data), np.concatenate(reads))
+    records = _records_of(np.concatenate(pieces), whole, max(1, about["samples"][0]))
+    reads = decoded(
+        bytes(codes), records["worker"] if about.get("tables") else records["worker"][:0]
+    )
+    return Recorded(about, records, at == len(data), reads)
+
+
+def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:
+    """Return the pushes that lines of a file are, where an epoch has so many samples."""
+    higher = np.flatnonzero(lines["worker"] == np.iinfo(lines["worker"].dtype).max)
+    found = np.zeros(len(lines), WHOLE_DTYPE if whole else SHORT_DTYPE)
+    for name in ("worker", "stale", "line", *("samples", "loss")[: 2 * whole]):
+        found[name] = lines[name]
+    found["stale"][higher + 1] += found["stale"][higher] << STALE_BITS
+    if whole:
+        found["epoch"], found["begin"] = np.divmod(lines["position"], np.uint64(epoch))
+    return np.delete(found, higher)

@@ -6,9 +6,9 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint
 from mpips.errors import UserError
+from mpips.kernels.record_lines import WORDS, line_sum, place_of
 from mpips.layout import Layout
 from mpips.planning.job import Job
-from mpips.ps.recording import LINE_BYTES, line_of, line_sum, lines_of
 from mpips.ps.shard import Server
 from mpips.ps.table_server import TableServer
 from mpips.transport.wire import Packer
@@ -39,17 +39,16 @@ def compare_line(layout: Layout, k: int, store: Server, run: int, push: str) -> 
     Raises:
         UserError: If it differs.
     """
-    shard, lines = lines_of(store.params)
-    version, size = store.version, store.params.itemsize
-    found = line_sum(shard, lines, version)
+    words, version = store.params.view(np.uint32), store.version
+    found = line_sum(words, version)
     if found == run:
         return
-    at = line_of(version, lines)
+    at, size = place_of(words.size, version), store.params.itemsize // words.itemsize
     begin = store.shard.begin + at // size
-    end = store.shard.begin + min(at + LINE_BYTES, shard.nbytes) // size
+    end = store.shard.begin + min(at + WORDS, words.size) // size
     where = f"{element(layout, begin)} to {element(layout, end - 1)}"
     what = f"first difference: update {version} of server {k}, by {push}: the sum of {where}"
-    raise differing(what, f"{found:08x}", f"{run:08x}")
+    raise differing(what, f"{found:02x}", f"{run:02x}")
 
 
 def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:

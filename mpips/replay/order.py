@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpips.ps.recording import APPLIED
-
 
 class Order:
     """The pushes of a recorded job that every server with a shard has recorded.
@@ -51,9 +49,9 @@ class RowOrder:
 
     def __init__(self, reads: Sequence[np.ndarray], workers: int, base: int) -> None:
         self._versions: list[list[list[int]]] = []  # by server and worker
-        for words in reads:
-            versions = base + np.cumsum(words == APPLIED)
-            self._versions.append([versions[words == w].tolist()[::-1] for w in range(workers)])
+        for each in reads:
+            found = ((base + each["at"][each["worker"] == w]).tolist() for w in range(workers))
+            self._versions.append([versions[::-1] for versions in found])
 
     def next(self, server: int, worker: int) -> int | None:
         """Return the version at which a worker's next read of a server's rows is; None if never."""

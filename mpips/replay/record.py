@@ -102,7 +102,8 @@ def _read_part(folder: Path) -> Part | None:
     dtypes = (recording.SHORT_DTYPE if k else recording.WHOLE_DTYPE for k in range(servers))
     none = [np.zeros(0, dtype) for dtype in dtypes]
     records = [found[k].records if k in found else none[k] for k in range(servers)]
-    reads = [found[k].reads if k in found else np.zeros(0, "<u2") for k in range(servers)]
+    none_read = np.zeros(0, recording.READ_DTYPE)
+    reads = [found[k].reads if k in found else none_read for k in range(servers)]
     return Part(folder, about, tuple(records), all(r.whole for r in found.values()), tuple(reads))
 
 

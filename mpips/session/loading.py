@@ -10,6 +10,7 @@ from mpips.cluster.world import Cluster
 from mpips.codecs.powersgd import warm_powersgd
 from mpips.config import Config
 from mpips.errors import write_line
+from mpips.kernels import record_lines
 from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
@@ -78,6 +79,8 @@ def _load(config: Config) -> None:
     warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
+    if config.record:
+        record_lines.warm()
     if config.codec == "powersgd":
         warm_powersgd(config.dtype)
 

@@ -1,5 +1,6 @@
 """Asynchronous runs are made again from their records, to the same bits."""
 
+import json
 import random
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest
 
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
+from mpips.kernels.record_lines import line_sum, place_of
 from mpips.layout import Layout
 from mpips.ps import recording
 from mpips.replay.compare import element
@@ -130,8 +133,8 @@ def assert_differences_are_named(out: Path) -> None:
         assert re.search(named, replayed(out, code=1)), column
     path.write_bytes(whole[:-9])
     assert "that were lost" in replayed(out)
-    path.write_bytes(whole.replace(b'"format": 2', b'"format": 9', 1))
-    assert "format 9, expected 2" in replayed(out, code=2)
+    path.write_bytes(whole.replace(b'"format": 3', b'"format": 2', 1))
+    assert "format 2, expected 3" in replayed(out, code=2)
     path.write_bytes(b"none\n")
     assert "expected the record of a server" in replayed(out, code=2)
 
@@ -140,8 +143,9 @@ def changed(data: bytes, column: str, bits: int) -> bytes:
     """Return a record of server 0 with one value of its 30th push changed, and the right sum."""
     first, _, pieces = data.partition(b"\n")
     count, _, _ = recording.HEAD.unpack_from(pieces)
-    end = recording.HEAD.size + count * recording.WHOLE.size
-    records = np.frombuffer(pieces[recording.HEAD.size : end], recording.WHOLE_DTYPE).copy()
+    dtype = recording.line_dtype(True, len(json.loads(first)["workers"]))
+    end = recording.HEAD.size + count * dtype.itemsize
+    records = np.frombuffer(pieces[recording.HEAD.size : end], dtype).copy()
     view = records[column].view(f"u{records[column].itemsize}")
     view[29] ^= bits
     body = records.tobytes()
@@ -154,7 +158,7 @@ def test_a_record_is_read_as_far_as_it_is_whole(
     params, count = np.arange(100, dtype="f4"), 2 * recording.PIECE + 5
     for server in (0, 1):
         path = tmp_path / f"server-{server}"
-        about = {"format": recording.FORMAT, "part": 3, "server": server}
+        about = about_server(server, workers=3)
         kept = recording.Recorder(path, about, params, whole=server == 0)
         for k in range(count):
             kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k, k)
@@ -163,12 +167,14 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         assert found.whole
         assert found.records["worker"].tolist() == [k % 3 for k in range(count)]
         assert found.records["stale"].tolist() == list(range(count))
+        words = params.view("u4")
+        assert found.records["line"].tolist() == [line_sum(words, k) for k in range(count)]
         if server == 0:
             assert found.records["loss"].tolist() == [k / 3 for k in range(count)]
+            assert set(found.records["epoch"]) == {1}
             assert found.records["begin"].tolist() == [32 * k for k in range(count)]
             assert set(found.records["samples"]) == {7}
         whole = path.read_bytes()
-        assert len(whole) / count < 64
         for damaged in (whole[:-1], whole[:-3] + b"abc"):
             path.write_bytes(damaged)
             assert len(recording.read(path).records) == 2 * recording.PIECE
@@ -179,11 +185,63 @@ def test_a_record_is_read_as_far_as_it_is_whole(
     assert "no record" in capsys.readouterr().err
 
 
+def about_server(server: int, workers: int, *tables: str) -> dict[str, Any]:
+    about = {"format": recording.FORMAT, "part": 3, "server": server, "tables": tables}
+    return about | {"workers": list(range(workers)), "samples": [6000, 0]}
+
+
+@pytest.mark.parametrize(("servers", "workers", "tables"), [(8, 300, ()), (8, 200, ("t",))])
+def test_a_push_takes_64_bytes(
+    servers: int, workers: int, tables: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of all servers together, with heads of pieces; those far too stale take a line more."""
+    params, count = np.zeros(100, "f4"), 10 * recording.PIECE
+    whose = [k % workers for k in range(count)]
+    stale = [1 << 16, (1 << 16) - 1, (1 << 32) - 1, *range(3, count)]
+    total = 0
+    for server in range(servers):
+        path = tmp_path / f"server-{server}"
+        about = about_server(server, workers, *tables)
+        kept = recording.Recorder(path, about, params, whole=server == 0)
+        begun = path.stat().st_size
+        for k, (worker, old) in enumerate(zip(whose, stale, strict=True)):
+            kept.note_read(worker)
+            kept.note(Push(worker, k, (2, 32 * k, 32 * k + 32), 32, -0.5, 0, params), old, k)
+        kept.close()
+        total += path.stat().st_size - begun
+        found = recording.read(path)
+        assert found.records["worker"].tolist() == whose
+        assert found.records["stale"].tolist() == stale
+        if tables:
+            assert found.reads["worker"].tolist() == whose
+            assert found.reads["at"].tolist() == list(range(count))
+    assert total / count <= 64
+
+
+def test_reads_of_rows_are_kept() -> None:
+    ages = [[], [0], [1, 0], [125, 126, 127, 128, 70_000, 0], [126], []]
+    codes = b"".join(map(recording.encoded, ages))
+    found = recording.decoded(codes, np.arange(len(ages)))
+    assert found.tolist() == [(k, k - age) for k, each in enumerate(ages) for age in each]
+    assert recording.encoded([3]) == b"\3"
+
+
 def test_every_line_of_a_shard_is_summed() -> None:
-    for nbytes in (4, 64, 100, 64 * 57):
-        shard, lines = recording.lines_of(np.zeros(nbytes, "u1"))
-        begins = {recording.line_of(version, lines) for version in range(1000)}
-        assert begins == set(range(0, shard.nbytes, 64))
+    for size in (1, 16, 25, 16 * 57):
+        begins = {place_of(size, version) for version in range(1000)}
+        assert begins == set(range(0, size, 16))
+    words = np.zeros(25, "u4")
+    for version in (0, 1):  # two bits that are changed
+        begin = place_of(words.size, version)
+        before = line_sum(words, version)
+        for bits in (1, 1 << 31, 3 << 22):
+            sums = []
+            for at in range(begin, min(begin + 16, 25)):
+                words[at] ^= bits
+                sums.append(line_sum(words, version))
+                words[at] ^= bits
+            assert sums.count(before) <= 1
+    assert line_sum(words[:0], 5) == line_sum(words[:0], 6)
 
 
 def test_what_was_computed_from_what() -> None:
@@ -267,12 +325,12 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     data = path.read_bytes()
     head, _, pieces = data.partition(b"\n")
     count, reads, _ = recording.HEAD.unpack_from(pieces)
-    end = recording.HEAD.size + count * recording.WHOLE.size
-    found = np.frombuffer(pieces, "<u2", reads, end).copy()
-    at = next(k for k in range(20, reads) if found[k] == recording.APPLIED != found[k - 1])
-    found[[at - 1, at]] = found[[at, at - 1]]
+    dtype = recording.line_dtype(True, len(json.loads(head)["workers"]))
+    end = recording.HEAD.size + count * dtype.itemsize
+    found = np.frombuffer(pieces, "u1", reads, end).copy()
+    found[next(k for k in range(20, reads) if found[k] % recording.MORE < 9)] += 1
     body = pieces[recording.HEAD.size : end] + found.tobytes()
-    rest = pieces[end + 2 * reads :]
+    rest = pieces[end + reads :]
     piece = recording.HEAD.pack(count, reads, zlib.crc32(body)) + body
     path.write_bytes(head + b"\n" + piece + rest)
     named = r"first difference: |reads rows of server 0|nobody can go on"
