@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.place import CONFIG
 from mpips.codecs.powersgd import Factors
-from mpips.config import OPTIONS, SESSION_FIELDS, Config
+from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, TEXT_PROBLEMS, Config
 from mpips.config.arguments import Parser, verbatim
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve
@@ -32,9 +32,11 @@ from mpips.planning.simulator.model import PAYLOAD, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, World, search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
+from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
 from mpips.report.record import Record, read
 
+ROW_PROBLEMS = (*SPARSE_PROBLEMS, *TEXT_PROBLEMS)
 RATED = "training loss"  # the curve whose points have the samples before them
 
 
@@ -149,15 +151,19 @@ def _rate(record: Record, config: Config) -> float | None:
 def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None) -> Facts:
     """Return what holds in any world: what is asked, else what the run or the job says."""
     parameters, samples = count(asked.parameters), count(asked.samples)
-    if run is not None:
+    tables: Tables | None = () if config.problem not in ROW_PROBLEMS else None
+    step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
+    if run is not None and record is not None:
         parameters, samples = parameters or run.parameters, samples or run.samples
-    step_s, data_bytes = seconds(asked.step_time, 0.0), 0.0
+        tables = measured.tables_of(record.summary, config)
+        table_bytes = measured.table_bytes_of(record.summary, config)
     if not (parameters and samples and (step_s or run)):
         from mpips.planning.needs import measure
 
         here = measure(config)
         parameters, samples = parameters or here.parameters, samples or here.n_train
         step_s, data_bytes = step_s or here.grad_s, here.data_bytes
+        tables, table_bytes = here.tables, here.table_bytes
     speeds = Speeds(
         step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
         latency_s=seconds(asked.latency), storage=rate(asked.storage),
@@ -169,6 +175,7 @@ def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None)
     return Facts(
         parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),
         _codecs(config, parameters, bool(asked.parameters)), data_bytes, asked.simulate,
+        tables, table_bytes,
     )  # fmt: skip
 
 

@@ -25,13 +25,15 @@ from mpips.layout.roles import assign, shares, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning import choice, traffic
 from mpips.planning.choice import Candidate, Speeds
-from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows
+from mpips.planning.traffic import SERVERS, WORKERS, Case, Flow, Flows, Rows, Tables
 from mpips.problems import load_problem
 from mpips.problems.rows import uses_rows
 
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
+CODEC_OPTIONS = ("codec", "pull_codec")
+ROW_CODECS = ("fp16", "bf16")  # two bytes a number; rows are packed by no other
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Topology:
         rate: Of a link, each way, in bytes a second.
         compute_s: Seconds in which a worker computes a gradient; 0 if not known.
         codecs: Bytes on the wire over bytes in memory, by the name of the codec.
+        tables: Of each table its rows, their numbers, and how many rows a batch needs.
     """
 
     hosts: Sequence[str]
@@ -53,6 +56,7 @@ class Topology:
     rate: float
     compute_s: float = 0.0
     codecs: Mapping[str, float] = field(default_factory=dict)
+    tables: Tables = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def case_of(config: Config, topology: Topology) -> Case:
     roles = with_spares(roles, c.spares if has("spares", mode) else 0)
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
-    given = {k: getattr(c, k) for k in ("codec", "pull_codec") if has(k, mode)}
+    given = {k: getattr(c, k) for k in CODEC_OPTIONS if has(k, mode)}
     low_rank = given.get("codec") == "powersgd"
     slices = any(is_large(size // item // c.fragments, c.dtype) for size in sizes)
     packed = topology.codecs if slices or low_rank else {}
@@ -147,7 +151,16 @@ def case_of(config: Config, topology: Topology) -> Case:
         hidden=c.overlap_steps / c.round_steps,
         grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
         params=0.0 if low_rank else vectors * packed.get(given.get(results, ""), 1.0),
+        rows=Rows.of(topology.tables, item, *(_of_rows(c, given, k) for k in CODEC_OPTIONS)),
     )
+
+
+def _of_rows(config: Config, given: Mapping[str, str], option: str) -> float:
+    """Return the bytes of rows on the wire over those in memory, by the codec of an option."""
+    codec = given.get(option, "none")
+    if codec not in ROW_CODECS:
+        return 1.0
+    return 2 / np.dtype(config.dtype).itemsize
 
 
 def moved_vectors(config: Config) -> float:

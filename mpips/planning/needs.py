@@ -18,8 +18,9 @@ from mpips.layout.roles import assign, training, with_spares
 from mpips.optim import make_rule
 from mpips.planning.memory import codec_vectors, least_vectors
 from mpips.planning.table_rules import bytes_of_tables
+from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
-from mpips.problems.rows import tables_of_problem, without_tables
+from mpips.problems.rows import rows_a_batch, tables_of_problem, without_tables
 
 # Python, the libraries, MPI and what numba compiles: resident in a rank that holds nothing yet.
 BASE_BYTES = 320e6
@@ -39,6 +40,7 @@ class Measured:
         data_bytes: Memory that a worker's data takes.
         grad_s: Seconds that the gradient of a batch takes on this machine.
         table_bytes: Memory that rows of tables take, with their rules' slots.
+        tables: Of each table its rows, their numbers, and how many rows a batch needs.
     """
 
     parameters: int
@@ -46,6 +48,7 @@ class Measured:
     data_bytes: float
     grad_s: float
     table_bytes: int = 0
+    tables: Tables = ()
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,13 @@ def measure(config: Config) -> Measured:
     few = islice(iterate(dataset.train, 0, n, config.batch_size, config.dtype), BATCHES)
     given, problem = problem, without_tables(problem, few, config.dtype)
     shapes = dict(zip(problem.layout.names, problem.layout.shapes, strict=True))
+    all_tables = tables_of_problem(given)
     # As many new rows in each batch as in the first ones: in later ones there are fewer.
     parts = -(-n // (BATCHES * config.batch_size))
-    touched = {name: shapes.get(name, (0,))[0] * parts for name in tables_of_problem(given)}
+    touched = {name: shapes.get(name, (0,))[0] * parts for name in all_tables}
     table_bytes = bytes_of_tables(given, config, touched)
+    needed = rows_a_batch(problem)
+    tables = tuple((all_tables[k].rows, all_tables[k].dim, n) for k, n in needed.items())
     vectors = np.zeros((2, problem.layout.size), config.dtype)
     params, grad = (problem.layout.views(vector) for vector in vectors)
     for name, array in problem.init(np.random.default_rng(config.seed)).items():
@@ -110,7 +116,7 @@ def measure(config: Config) -> Measured:
             took.append(time.perf_counter() - begun)
             if sum(took) > MEASURE_S:
                 break
-    return Measured(parameters, n, data_bytes, float(np.median(took)), table_bytes)
+    return Measured(parameters, n, data_bytes, float(np.median(took)), table_bytes, tables)
 
 
 def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -> Needs:

@@ -25,16 +25,21 @@ Allreduce between n nodes, and then each node receives M - m_i of the broadcasts
 **Rounds of codec powersgd**: Allreduces between n nodes of r (m + n) elements for each matrix of
 shape (m, n), and of what is sent as it is: 2 (n - 1) / n of those each way, and no parameters.
 
+**Rows of tables** come beside, of each worker by itself: R bytes that it reads and R that it pushes
+in a step, from and to all owners alike, and what says which rows these are, with the gradients.
+
 Where k batches are accumulated before a push or a round, all is divided by k. Where a codec packs
 gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mpips.kernels.row_lists import most_bytes
 from mpips.layout.roles import Roles
 
 SERVERS, WORKERS = "servers", "workers"
+Tables = tuple[tuple[int, int, float], ...]  # of each its rows, their numbers, rows a batch needs
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,35 @@ class Flow:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Bytes of rows of tables, of one worker in a step, whoever owns them.
+
+    Attributes:
+        grads: Of what it pushes, and of what says which rows it reads and pushes.
+        params: Of what it reads.
+    """
+
+    grads: float = 0.0
+    params: float = 0.0
+
+    @classmethod
+    def of(cls, tables: Tables, itemsize: int, grads: float, params: float) -> "Rows":
+        """Return those of some tables.
+
+        Args:
+            tables: Of each its rows, their numbers, and how many different rows a batch needs.
+            itemsize: Bytes of a number.
+            grads: Bytes of a gradient on the wire over those in memory.
+            params: Likewise, of parameters.
+        """
+        numbers = lists = 0.0
+        for rows, dim, needed in tables:
+            numbers += needed * dim * itemsize
+            lists += 2 * needed * most_bytes(int(rows / max(1.0, needed)))
+        return cls(numbers * grads + lists, numbers * params)
+
+
+@dataclass(frozen=True)
 class Case:
     """What the bytes depend on.
 
@@ -95,6 +129,7 @@ class Case:
         grads: Bytes of a gradient on the wire, and of what it was computed from where that goes
             with it, over those of a gradient in memory.
         params: Likewise, of parameters.
+        rows: Rows of tables, on the wire.
     """
 
     roles: Roles
@@ -109,6 +144,7 @@ class Case:
     hidden: float = 0.0
     grads: float = 1.0
     params: float = 1.0
+    rows: Rows = Rows()
 
     @property
     def nodes(self) -> int:
@@ -119,6 +155,12 @@ class Case:
     def vector(self) -> int:
         """Bytes of all parameters."""
         return sum(self.shards)
+
+    @property
+    def row_shares(self) -> tuple[int, ...]:
+        """How many parts of all rows of tables each owner has: one each, and spares none."""
+        spares = self.roles.spares
+        return (1,) * (len(self.roles.owners) - spares) + (0,) * spares
 
     def ranks(self, role: str, node: int) -> int:
         """Return the number of ranks of a role on a node."""
@@ -142,11 +184,22 @@ def flows(case: Case) -> Flows:
     """Return what crosses each node's link in a step, by node and then by role."""
     make = _served if not case.rounds else _allreduced if case.allreduce else _summed
     found = make(case) if case.nodes > 1 else [{WORKERS: Flow(), SERVERS: Flow()}]
-    share = 1 / case.every
+    share, rows = 1 / case.every, _rows(case)
     return [
-        {role: flow.scaled(case.grads * share, case.params * share) for role, flow in node.items()}
-        for node in found
-    ]
+        {role: flow.scaled(case.grads * share, case.params * share) + rows[node][role]
+         for role, flow in each.items()}
+        for node, each in enumerate(found)
+    ]  # fmt: skip
+
+
+def _rows(case: Case) -> Flows:
+    """Return the flows of rows: of each batch, and of each worker by itself."""
+    alike = replace(case, shards=case.row_shares)
+    rows, whole = case.rows, sum(case.row_shares)
+    grads, params = rows.grads / whole, rows.params / whole
+    each = [case.ranks(WORKERS, node) for node in range(case.nodes)]
+    found = (_node(alike, node, each, each) for node in range(case.nodes))
+    return [{role: flow.scaled(grads, params) for role, flow in node.items()} for node in found]
 
 
 def _served(case: Case) -> Flows:

@@ -6,7 +6,7 @@ need not subclass `TableProblem`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -154,8 +154,17 @@ def without_tables(problem: Problem, batches: Iterable["Batch"], dtype: str) -> 
     return _AsArrays(cast("TableProblem", problem), batches, dtype)
 
 
+def rows_a_batch(problem: Problem) -> Mapping[str, float]:
+    """Return how many different rows a batch needs on average, by table; of `without_tables`."""
+    return problem.needed if isinstance(problem, _AsArrays) else {}
+
+
 class _AsArrays(Problem):
-    """A problem with tables of which a few rows are parameters, and there are no others."""
+    """A problem with tables of which a few rows are parameters, and there are no others.
+
+    Attributes:
+        needed: Different rows that a batch needs on average, by table.
+    """
 
     def __init__(self, problem: TableProblem, batches: Iterable["Batch"], dtype: str) -> None:
         self._problem, self.layout = problem, problem.layout
@@ -163,9 +172,13 @@ class _AsArrays(Problem):
         first = problem.init(np.random.default_rng(0))
         self._tables = tables_of_problem(problem)
         seen = _Seen(self._tables, np.dtype(dtype))
+        found: dict[str, list[np.ndarray]] = {}
         for batch in batches:
             problem.loss_and_grad_rows(first, seen, batch, self.layout.views(flat[1]))
-        self._ids = {name: np.unique(np.concatenate(ids)) for name, ids in seen.ids.items() if ids}
+            for name, ids in seen.taken():
+                found.setdefault(name, []).append(ids)
+        self.needed = {name: float(np.mean(list(map(len, each)))) for name, each in found.items()}
+        self._ids = {name: np.unique(np.concatenate(each)) for name, each in found.items()}
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         shapes |= {k: (ids.size, self._tables[k].dim) for k, ids in self._ids.items()}
         self.layout = Layout.of(shapes)
@@ -203,6 +216,13 @@ class _Seen:
 
     def push(self, name: str, ids: Any, grads: Any) -> None:
         self.ids[name].append(np.ravel(ids))
+
+    def taken(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield by table which different rows were read since this was last asked, if any."""
+        for name, ids in self.ids.items():
+            if ids:
+                yield name, np.unique(np.concatenate(ids))
+                ids.clear()
 
 
 class _Few:

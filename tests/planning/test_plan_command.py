@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_simulator import SUMMARY
 
@@ -126,7 +127,15 @@ def test_json_of_a_plan() -> None:
             "links",
             "storage",
         ),
-        *("parameter_bytes", "step_s", "step_formula_s", "samples_per_s", "bottleneck", "applying"),
+        *(
+            "parameter_bytes",
+            "row_bytes",
+            "step_s",
+            "step_formula_s",
+            "samples_per_s",
+            "bottleneck",
+            "applying",
+        ),
         *("workers_time", "dropped", "staleness", "batches", "end_s", "lifetime", "core_hours"),
         *("server_bytes", "worker_bytes", "simulation"),
     }
@@ -153,6 +162,32 @@ def test_a_job_is_measured_where_nothing_is_said(tmp_path: Path) -> None:
     found = json.loads(plan.write([str(job), "--workers", "2", "--json"]))
     assert (found["mode"], found["parameter_bytes"]) == ("sync", 4 * 650)
     assert found["batches"] == 2 * 23
+
+
+def test_a_job_with_tables(tmp_path: Path) -> None:
+    """Its rows cross links and take memory; where a batch's are not known, the plan says so."""
+    file = tmp_path / "sparse.svm"
+    chance = np.random.default_rng(1)
+    ids = (np.sort(chance.choice(5000, 12, replace=False) + 1) for _ in range(640))
+    lines = (f"{each[0] % 2} {':1 '.join(map(str, each))}:1\n" for each in ids)
+    file.write_text("".join(lines))
+    job = ["--problem", "factorization_machine", "--dataset", str(file), "--epochs", "2"]
+    world = ["--workers", "3", "--servers", "2", "--link", "100mbit", "--simulate", "40"]
+    found = json.loads(plan.write([*job, *world, "--step-time", "1ms", "--json"]))
+    rows, dim = 32 * 12 * 0.95, 8 + 1  # some of a batch's are alike
+    assert found["row_bytes"]["params"] == pytest.approx(4 * dim * rows, rel=0.05)
+    lists = found["row_bytes"]["grads"] - found["row_bytes"]["params"]
+    assert 2 * rows * 0.95 < lists < 2 * rows * 1.05  # 1 byte a row in each list
+    assert found["step_s"] > found["row_bytes"]["params"] / 12.5e6
+    half = json.loads(plan.write([*job, *world, "--step-time", "1ms", "--json", "--codec", "fp16"]))
+    assert half["row_bytes"]["grads"] - lists == pytest.approx(found["row_bytes"]["params"] / 2)
+    told = plan.write([*job, *world])
+    assert "rows of tables: a batch reads 13" in told
+    unknown = [*job, *world, "--parameters", "9", "--samples", "640", "--step-time", "1ms"]
+    assert "rows of tables are not counted" in plan.write(unknown)
+    without = json.loads(plan.write([*unknown, "--json"]))
+    assert without["row_bytes"] is None
+    assert found["server_bytes"] - without["server_bytes"] > 5000 * dim * 4 / 2
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from mpips.planning import traffic
 from mpips.planning.explain import Topology, case_of
 from mpips.planning.simulator import rounds, served
 from mpips.planning.simulator.failures import Hazards, expected_s, live
-from mpips.planning.simulator.measured import run_of, speeds_of
+from mpips.planning.simulator.measured import run_of, speeds_of, table_bytes_of, tables_of
 from mpips.planning.simulator.model import Simulated, Speeds, Work
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, search, variants, varied
-from mpips.planning.traffic import Case
+from mpips.planning.traffic import Case, Rows
 
 N = 16 * 36_000  # parameters: as many cache lines for each of up to 6 servers
 M = 4 * N
@@ -85,6 +85,19 @@ def test_messages_share_a_link() -> None:
         assert 0.13 < found.step_s < 0.17
         assert found.links[0].sends < 0.9
     assert served.pieces(Work(case(100, 10), speeds)) == 1
+
+
+@pytest.mark.parametrize("rounds_", [False, True])
+def test_rows_are_messages_too(rounds_: bool) -> None:
+    """As many bytes of rows as of parameters take as long; here no core is waited for."""
+    kinds = {"rounds": rounds_, "node_of": [0, 1, 2]} if rounds_ else {}
+    plain = case(3 if rounds_ else 2, 0 if rounds_ else 2, **kinds)
+    empty = dataclasses.replace(plain, shards=(0,) * len(plain.shards))
+    rows = dataclasses.replace(empty, rows=Rows(float(M), float(M)))
+    speeds = Speeds(PIPE_S, **FAST)
+    found, expected = simulated(rows, speeds), simulated(plain, speeds)
+    many = 2.0 if rounds_ else 1.0  # workers send their rows by themselves, as there in sums
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.02 * many)
 
 
 def test_an_idle_link_is_the_formula_s() -> None:
@@ -495,6 +508,20 @@ def test_a_run_s_times_are_taken() -> None:
     assert run.step_s == pytest.approx(2 * 32 / 640)
     topology = Topology(run.hosts, run.node_of, N, LINK)
     assert case_of(config, topology).nodes == 2
+
+
+def test_a_run_s_rows_are_taken() -> None:
+    """Of 200 batches; what a server has beside parameters and slots are rows."""
+    config = resolve({"optimizer": "momentum"})
+    server = {**SUMMARY["per_server"][0], "bytes": 2 * M + 3000, "rows_pushed": {"t": 4000}}
+    tables = {"t": {"rows": 100, "dim": 8, "changed": 50}}
+    run = {**SUMMARY, "per_server": [server], "tables": tables}
+    assert tables_of(run, config) == ((100, 8, 20.0),)
+    assert table_bytes_of(run, config) == 3000
+    applied = 200 * (M + 4 * 8 * 20)
+    assert speeds_of(run, config, Speeds(0.0)).apply == pytest.approx(applied / 2)
+    assert tables_of({**run, "per_server": SUMMARY["per_server"]}, config) is None
+    assert (tables_of(SUMMARY, config), table_bytes_of(SUMMARY, config)) == ((), 0)
 
 
 @pytest.mark.parametrize("lost", ["nodes", "samples_per_s", "staleness"])

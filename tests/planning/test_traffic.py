@@ -13,6 +13,7 @@ from mpips.planning.traffic import (
     WORKERS,
     Case,
     Flow,
+    Rows,
     busy_s,
     flows,
     link_s,
@@ -140,6 +141,33 @@ def test_served_nodes_by_going_through_all_pairs(found: Case) -> None:
                     expected[node][0] += size
                     expected[node][1] += size
     assert each_way(every_pair) == [tuple(pair) for pair in expected]
+
+
+@PATIENT
+@given(worlds("async") | worlds("sync"), st.integers(1, 4))
+def test_rows_go_between_each_worker_and_each_owner(found: Case, every: int) -> None:
+    owners, workers = found.roles.owners, found.roles.workers
+    rows = Rows(grads=6.0 * len(owners), params=5.0 * len(owners))
+    expected = [Flow() for _ in range(found.nodes)]
+    for worker in workers:
+        for owner in owners:
+            a, b = found.node_of[worker], found.node_of[owner]
+            if a != b:
+                expected[a] += Flow(grads_out=6.0, params_in=5.0)
+                expected[b] += Flow(grads_in=6.0, params_out=5.0)
+    without = dataclasses.replace(found, every=every)
+    pairs = zip(totals(flows(without)), totals(flows(dataclasses.replace(without, rows=rows))),
+                expected, strict=True)  # fmt: skip
+    for before, after, more in pairs:
+        both = before + more
+        assert dataclasses.astuple(after) == pytest.approx(dataclasses.astuple(both))
+
+
+def test_rows_of_tables() -> None:
+    """Ten rows of a hundred take a byte each in either list, of a million two or three."""
+    assert Rows.of(((100, 8, 10.0),), 4, 0.5, 1.0) == Rows(160.0 + 20, 320.0)
+    found = Rows.of(((100, 8, 10.0), (1_000_000, 1, 100.0)), 8, 1.0, 1.0)
+    assert found == Rows(1440.0 + 20 + 400, 1440.0)
 
 
 # Times.

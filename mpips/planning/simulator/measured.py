@@ -9,7 +9,9 @@ import numpy as np
 
 from mpips.config import Config
 from mpips.errors import UserError
+from mpips.optim import make_rule
 from mpips.planning.simulator.model import Speeds
+from mpips.planning.traffic import Tables
 
 LEAST_BUSY_S = 1e-3  # of a server, from which its rate is taken
 
@@ -81,7 +83,9 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
     spent = [sum(row[k] for k in ("compute_s", "pull_s", "push_s", "wait_s")) for row in rows]
     rest = summary["train_s"] * len(rows) - sum(spent)
     owners = [row for row in summary["per_server"] if row.get("busy_s", 0) > LEAST_BUSY_S]
-    applied = sum(row["bytes"] * row["applied"] for row in owners)
+    numbers = summary["parameters"] + sum(dim * n for _, dim, n in tables_of(summary, config) or ())
+    nbytes = numbers * np.dtype(config.dtype).itemsize / len(summary["per_server"])
+    applied = sum(row["applied"] for row in owners) * nbytes
     copy, pull_s = given.copy, sum(row["pull_s"] for row in rows)
     if len(summary["nodes"]) == 1 and pull_s > LEAST_BUSY_S:
         copy = summary["bytes_pulled"] / pull_s
@@ -90,3 +94,27 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
         between_s=max(0.0, rest / sum(batches)), copy=copy,
         apply=applied / sum(row["busy_s"] for row in owners) if applied else given.apply,
     )  # fmt: skip
+
+
+def tables_of(summary: Mapping[str, Any], config: Config) -> Tables | None:
+    """Return of each table its rows, their numbers, and how many rows a batch needed.
+
+    None where there are tables of which the run does not say that.
+    """
+    tables, servers = summary.get("tables") or {}, summary["per_server"]
+    if tables and not all("rows_pushed" in server for server in servers):
+        return None
+    batches = sum(row.get("samples", 0) for row in summary["per_worker"]) / config.batch_size
+    pushed = {name: sum(server["rows_pushed"][name] for server in servers) for name in tables}
+    return tuple((t["rows"], t["dim"], pushed[k] / max(1.0, batches)) for k, t in tables.items())
+
+
+def table_bytes_of(summary: Mapping[str, Any], config: Config) -> int:
+    """Return what the rows of a run's tables took, with all that their rules keep."""
+    if not summary.get("tables"):
+        return 0
+    vectors = 1 + len(make_rule(config.optimizer).slots)
+    shards = summary["parameters"] * np.dtype(config.dtype).itemsize * vectors
+    least = sum(table["changed"] * table["dim"] for table in summary["tables"].values())
+    found = sum(server["bytes"] for server in summary["per_server"]) - shards
+    return int(max(found, least * np.dtype(config.dtype).itemsize))  # rounds do not tell it

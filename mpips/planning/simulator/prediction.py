@@ -16,7 +16,7 @@ from mpips.planning.needs import Measured, Needs, needs
 from mpips.planning.simulator import rounds, served
 from mpips.planning.simulator.failures import Hazards, Lifetime, live
 from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
-from mpips.planning.traffic import Case
+from mpips.planning.traffic import Case, Tables
 
 BUSY = 0.85  # from here on something is the bottleneck
 
@@ -34,6 +34,9 @@ class Facts:
         codecs: Bytes on the wire over bytes in memory, by codec.
         data_bytes: Memory that a worker's data takes.
         simulated: Steps of each worker that are simulated; 0: some.
+        tables: Of each table its rows, their numbers, and how many rows a batch needs; None where
+            there are tables of which that is not known.
+        table_bytes: Memory that their rows take, with all that rules keep.
     """
 
     parameters: int
@@ -44,6 +47,8 @@ class Facts:
     codecs: Mapping[str, float] = field(default_factory=dict)
     data_bytes: float = 0.0
     simulated: int = 0
+    tables: Tables | None = ()
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Prediction:
         needs: Memory.
         ranks: Number of ranks, evaluators included.
         cores: Of a rank.
+        without_rows: Whether there are rows of tables that it knows nothing of.
     """
 
     config: Config
@@ -71,6 +77,7 @@ class Prediction:
     needs: Needs
     ranks: int
     cores: int
+    without_rows: bool
 
     @property
     def samples_per_s(self) -> float:
@@ -116,7 +123,10 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
         UserError: If the world does not allow the job's roles.
     """
     speeds = facts.speeds
-    topology = Topology(hosts, node_of, facts.parameters, speeds.link, speeds.step_s, facts.codecs)
+    topology = Topology(
+        hosts, node_of, facts.parameters, speeds.link, speeds.step_s, facts.codecs,
+        facts.tables or (),
+    )  # fmt: skip
     if choice.is_open(config):
         config = assumed(config, topology)
     case = case_of(config, topology)
@@ -128,11 +138,13 @@ def predict(config: Config, hosts: Sequence[str], node_of: Sequence[int],
         found = served.simulate(work, max(2, units or served.default_units(work)))
     batches = batches_of(config, case, facts.samples)
     nodes, ranks = case.nodes, len(node_of) + config.evaluators
-    measured = Measured(facts.parameters, facts.samples, facts.data_bytes, speeds.step_s)
+    measured = Measured(facts.parameters, facts.samples, facts.data_bytes, speeds.step_s,
+                        facts.table_bytes)  # fmt: skip
     return Prediction(
         config, case, traffic.step_s(case, speeds.link, speeds.step_s + speeds.between_s),
         found, batches, live(batches * found.step_s, hazards_of(config, case, facts), config.seed),
         needs(config, measured, nodes, -(-ranks // nodes)), ranks, max(1, config.threads),
+        facts.tables is None,
     )  # fmt: skip
 
 
@@ -181,6 +193,7 @@ def told(prediction: Prediction) -> dict[str, Any]:
         "workers": len(p.case.roles.workers), "nodes": p.case.nodes,
         "codec": p.config.codec, "pull_codec": p.config.pull_codec,
         "parameter_bytes": p.case.vector,
+        "row_bytes": None if p.without_rows else dataclasses.asdict(p.case.rows),
         "step_s": found.step_s, "step_formula_s": p.formula_s, "samples_per_s": p.samples_per_s,
         "bottleneck": {"what": name, "share": share},
         "links": [dataclasses.asdict(busy) for busy in found.links],

@@ -25,6 +25,8 @@ def exchange_s(work: Work) -> float:
         moving = case.every * (sums + results) / speeds.link + LATENCIES * speeds.latency_s
     served = work.workers - 1 if work.backup else 1  # pushes that a server applies one by one
     applying = max(case.shards) * served * (1 / speeds.apply + 1 / work.unpack)
+    rows = case.every * work.workers * case.rows.grads / sum(case.row_shares)
+    applying += rows / speeds.apply
     return moving + applying + case.vector / speeds.copy + work.pack_s
 
 

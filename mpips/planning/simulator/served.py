@@ -32,12 +32,14 @@ class _Lane:
     Attributes:
         nodes: Their numbers.
         nbytes: Of the shards of all of them.
+        share: Of all rows of tables, those that lie there.
         largest: Of the largest shard: what one core applies.
         alone: Whether no worker is on those nodes.
     """
 
     nodes: tuple[int, ...]
     nbytes: int
+    share: float
     largest: int
     alone: bool
 
@@ -46,11 +48,15 @@ def lanes_of(case: Case) -> list[_Lane]:
     """Return the lanes of a job, those that are alike together."""
     working = {case.node_of[rank] for rank in case.roles.workers}
     owned: dict[int, list[int]] = {}
-    for rank, nbytes in zip(case.roles.owners, case.shards, strict=True):
-        if nbytes:
-            owned.setdefault(case.node_of[rank], []).append(nbytes)
+    rows: dict[int, float] = {}
+    for rank, nbytes, has in zip(case.roles.owners, case.shards, case.row_shares, strict=True):
+        if nbytes or (has and case.rows.params):
+            node = case.node_of[rank]
+            owned.setdefault(node, []).append(nbytes)
+            rows[node] = rows.get(node, 0.0) + has / sum(case.row_shares)
     apart = [
-        _Lane((node,), sum(sizes), max(sizes), node not in working) for node, sizes in owned.items()
+        _Lane((node,), sum(sizes), rows[node], max(sizes), node not in working)
+        for node, sizes in owned.items()
     ]
     alone = [lane for lane in apart if lane.alone]
     if len(alone) <= MOST_LANES or len({len(owned[lane.nodes[0]]) for lane in alone}) > 1:
@@ -60,7 +66,8 @@ def lanes_of(case: Case) -> list[_Lane]:
         part = alone[k * len(alone) // MOST_LANES : (k + 1) * len(alone) // MOST_LANES]
         nodes = tuple(lane.nodes[0] for lane in part)
         largest = max(lane.largest for lane in part)
-        found.append(_Lane(nodes, sum(lane.nbytes for lane in part), largest, True))
+        nbytes, share = sum(lane.nbytes for lane in part), sum(lane.share for lane in part)
+        found.append(_Lane(nodes, nbytes, share, largest, True))
     return found
 
 
@@ -118,16 +125,19 @@ class _Arrays:
         return found
 
     def _lanes(self) -> np.ndarray:
-        work, speeds = self.work, self.work.speeds
+        work, speeds, case = self.work, self.work.speeds, self.work.case
         found = np.zeros((len(self.lanes) + 1, sim.LANE_COLUMNS))
         found[:, [sim.HEAD, sim.TAIL]] = -1
         found[:, sim.DELAY] = speeds.latency_s
         for row, lane, pipe in zip(found, self.lanes, self.pipe_of, strict=False):
-            own, seconds = len(lane.nodes), lane.nbytes / speeds.link
+            own, every = len(lane.nodes), max(1, case.every)
+            pull = lane.nbytes * case.params + lane.share * every * case.rows.params
+            push = lane.nbytes * case.grads + lane.share * every * case.rows.grads
+            applied = lane.largest + every * case.rows.grads / sum(case.row_shares)
             row[[sim.AT, sim.PLACES]] = pipe, min(MOST_PLACES, own * work.places)
-            row[[sim.PULL_IN, sim.PULL_OUT]] = np.array([1, 1 / own]) * seconds * work.case.params
-            row[[sim.PUSH_OUT, sim.PUSH_IN]] = np.array([1, 1 / own]) * seconds * work.case.grads
-            row[sim.APPLY] = lane.largest * (1 / speeds.apply + 1 / work.unpack)
+            row[[sim.PULL_IN, sim.PULL_OUT]] = np.array([1, 1 / own]) * pull / speeds.link
+            row[[sim.PUSH_OUT, sim.PUSH_IN]] = np.array([1, 1 / own]) * push / speeds.link
+            row[sim.APPLY] = applied / speeds.apply + lane.largest / work.unpack
         store = found[-1]
         nbytes = speeds.batch_bytes * max(1, work.case.every)
         store[sim.AT], store[sim.PULL_OUT] = len(self.pipes) - 1, nbytes / speeds.storage
@@ -141,7 +151,7 @@ class _Arrays:
         far = np.full(len(ranks), len(self.lanes))
         for lane, pipe in zip(self.lanes, self.pipe_of, strict=True):
             if pipe < len(ranks):
-                near[pipe] += lane.nbytes
+                near[pipe] += lane.nbytes + lane.share * self.work.case.rows.params
                 far[pipe] -= 1
         found[:, sim.NODE] = node_of
         found[:, sim.COPY_S] = near[node_of] / self.work.speeds.copy

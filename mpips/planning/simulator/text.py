@@ -24,6 +24,7 @@ def text_of(p: Prediction, run: Run | None = None) -> str:
         f"{human_bytes(p.case.vector)} of parameters, codec {c.codec}, of pulls {c.pull_codec}",
         f"a step takes {shown_time(p.found.step_s)}, by formula at least "
         f"{shown_time(p.formula_s)}: {p.samples_per_s:,.0f} samples/s",
+        *_rows_of_tables(p),
         *_bottleneck(p),
         *_stale(p),
         *_memory(p),
@@ -34,6 +35,15 @@ def text_of(p: Prediction, run: Run | None = None) -> str:
         *(_beside(p, run) if run is not None else []),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _rows_of_tables(p: Prediction) -> list[str]:
+    if p.without_rows:
+        return ["rows of tables are not counted: how many a batch needs is not known"]
+    pulled, pushed = (human_bytes(n) for n in (p.case.rows.params, p.case.rows.grads))
+    if not p.case.rows.params:
+        return []
+    return [f"rows of tables: a batch reads {pulled} and pushes {pushed}, all servers together"]
 
 
 def _bottleneck(p: Prediction) -> list[str]:
