@@ -28,7 +28,7 @@ from mpips.planning.explain import codec_ratios
 from mpips.planning.simulator import measured
 from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, size
 from mpips.planning.simulator.measured import Run
-from mpips.planning.simulator.model import PAYLOAD, Speeds
+from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, World, search
 from mpips.planning.simulator.text import comparison, proposal_text, text_of
@@ -164,10 +164,11 @@ def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None)
         parameters, samples = parameters or here.parameters, samples or here.n_train
         step_s, data_bytes = step_s or here.grad_s, here.data_bytes
         tables, table_bytes = here.tables, here.table_bytes
+    mpi = asked.mpi or (measured.mpi_of(record.summary) if record is not None else MPICH)
     speeds = Speeds(
         step_s, asked.jitter, asked.slow_workers, link=PAYLOAD * rate(asked.link),
         latency_s=seconds(asked.latency), storage=rate(asked.storage),
-        batch_bytes=config.batch_size * size(asked.sample_bytes),
+        batch_bytes=config.batch_size * size(asked.sample_bytes), rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
         found = measured.speeds_of(record.summary, config, speeds)

@@ -52,6 +52,7 @@ def test_units() -> None:
     ("words", "error"),
     [
         (MODEL, "a plan without a world, expected --workers N; or --from RUN"),
+        ([*WORLD, "--mpi", "lam"], "unknown mpi 'lam', expected one of mpich, openmpi"),
         ([*WORLD, "--link", "fast"], "link 'fast', expected a rate such as 100mbit or 25gbit"),
         ([*WORLD, "--step-time", "soon"], "step_time 'soon', expected a time such as 300ms"),
         ([*WORLD, "--slow", "3"], "slow '3', expected COUNTxFACTOR"),
@@ -219,6 +220,20 @@ def test_every_kind_of_job(words: str) -> None:
     assert found["step_s"] > 0.98 * found["step_formula_s"] or found["nodes"] > 1
     assert found["end_s"] > found["batches"] * found["step_s"] > 0
     assert found["worker_bytes"] > 1e8
+
+
+def test_rounds_take_longer_by_open_mpi() -> None:
+    """By half of what their bytes need on links; what is served does not."""
+    world = [*MODEL, "--workers", "3", "--link", "1gbit", "--jitter", "0", "--json"]
+    times = {}
+    for mode in ("sync", "async"):
+        for mpi in ([], ["--mpi", "mpich"], ["--mpi", "openmpi"]):
+            found = json.loads(plan.write([*world, "--mode", mode, *mpi, "--simulate", "20"]))
+            times[mode, mpi[-1] if mpi else ""] = found["step_s"]
+    moved = 2 * 2 / 3 * 4e6 / (0.94 * 125e6)
+    assert times["sync", "openmpi"] - times["sync", "mpich"] == pytest.approx(moved / 2, rel=1e-3)
+    assert times["sync", ""] == times["sync", "mpich"]
+    assert times["async", "openmpi"] == times["async", "mpich"]
 
 
 def test_a_search_in_words_and_json() -> None:

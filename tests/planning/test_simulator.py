@@ -18,7 +18,7 @@ from mpips.planning import traffic
 from mpips.planning.explain import Topology, case_of
 from mpips.planning.simulator import rounds, served
 from mpips.planning.simulator.failures import Hazards, expected_s, live
-from mpips.planning.simulator.measured import run_of, speeds_of, table_bytes_of, tables_of
+from mpips.planning.simulator.measured import mpi_of, run_of, speeds_of, table_bytes_of, tables_of
 from mpips.planning.simulator.model import Simulated, Speeds, Work
 from mpips.planning.simulator.prediction import Facts, predict, told
 from mpips.planning.simulator.search import Proposal, search, variants, varied
@@ -505,6 +505,7 @@ def test_a_run_s_times_are_taken() -> None:
     run = run_of(SUMMARY, config)
     assert (run.node_of, run.hosts, run.server_ranks) == ((0, 1, 0), ("a", "b", "a"), (0,))
     assert (run.samples, run.staleness) == (3200, 1.5)
+    assert (mpi_of(SUMMARY), mpi_of({"mpi": "Open MPI v5.0.7"})) == ("mpich", "openmpi")
     assert run.step_s == pytest.approx(2 * 32 / 640)
     topology = Topology(run.hosts, run.node_of, N, LINK)
     assert case_of(config, topology).nodes == 2

@@ -10,6 +10,7 @@ from mpips.config.command_line import Question
 from mpips.config.option import Option, setting
 from mpips.config.schema import UNITS_S
 from mpips.errors import UserError
+from mpips.planning.simulator.model import ROUND_COSTS
 
 NUMBER = r"[0-9]{1,15}(\.[0-9]{1,9})?"
 SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, **UNITS_S, "d": 86400}
@@ -41,6 +42,10 @@ class Asked:
     latency: str = setting(
         "plan", "50us", "of a message between nodes", pattern=TIME, form=TIME_FORM, metavar="TIME"
     )
+    mpi: str = setting(
+        "plan", "", "library whose rounds are predicted", legal=tuple(ROUND_COSTS),
+        unset="that of the run, or mpich",
+    )  # fmt: skip
     step_time: str = setting(
         "plan", "", "in which a worker computes the gradient of a batch", pattern=TIME,
         form=TIME_FORM, metavar="TIME", numeric=True, unset="measured here, or by the run",

@@ -10,7 +10,7 @@ import numpy as np
 from mpips.config import Config
 from mpips.errors import UserError
 from mpips.optim import make_rule
-from mpips.planning.simulator.model import Speeds
+from mpips.planning.simulator.model import MPICH, OPEN_MPI, Speeds
 from mpips.planning.traffic import Tables
 
 LEAST_BUSY_S = 1e-3  # of a server, from which its rate is taken
@@ -94,6 +94,11 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
         between_s=max(0.0, rest / sum(batches)), copy=copy,
         apply=applied / sum(row["busy_s"] for row in owners) if applied else given.apply,
     )  # fmt: skip
+
+
+def mpi_of(summary: Mapping[str, Any]) -> str:
+    """Return which library a run had, as a key of `ROUND_COSTS`."""
+    return OPEN_MPI if str(summary.get("mpi")).startswith("Open MPI") else MPICH
 
 
 def tables_of(summary: Mapping[str, Any], config: Config) -> Tables | None:

@@ -22,7 +22,8 @@ def exchange_s(work: Work) -> float:
     if case.nodes > 1:
         sums = max(max(flow.grads_out, flow.grads_in) for flow in found)
         results = max(max(flow.params_out, flow.params_in) for flow in found)
-        moving = case.every * (sums + results) / speeds.link + LATENCIES * speeds.latency_s
+        moving = case.every * (sums + results) / speeds.link * speeds.rounds
+        moving += LATENCIES * speeds.latency_s
     served = work.workers - 1 if work.backup else 1  # pushes that a server applies one by one
     applying = max(case.shards) * served * (1 / speeds.apply + 1 / work.unpack)
     rows = case.every * work.workers * case.rows.grads / sum(case.row_shares)
