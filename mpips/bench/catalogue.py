@@ -71,6 +71,7 @@ MEASURES = {
         Measure("tracing", (2,), (2,), least=2),
         Measure("idle", (3,), (3,), least=2),
         Measure("streaming", (4,), (4,), least=2),
+        Measure("plan", (4,), (3,), least=3, named=True),
         Measure("link", least=2, nodes=2),
         Measure("wire", least=2, nodes=2),
         Measure("mlp"),

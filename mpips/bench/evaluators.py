@@ -9,16 +9,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from mpips.bench import jobs
 from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.bench.sleeping_model import SleepingModel
 from mpips.checkpoint.place import METRICS
-from mpips.config import Config
-from mpips.datasets import Batch, DataInfo
-from mpips.layout import Layout
+from mpips.datasets import Batch
 from mpips.problems.base import Arrays
 
 SIZE = 100_000
@@ -32,13 +28,7 @@ MODES = {"async": ("--servers", "1"), "sync": ("--mode", "sync", "--servers", "1
 class Watched(SleepingModel):
     """A large vector of parameters, which takes a while to evaluate."""
 
-    def __init__(self, data: DataInfo, config: Config) -> None:
-        super().__init__(data, config)
-        self.layout = Layout.of({"w": (SIZE,)})
-
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return ones."""
-        return {"w": np.ones(SIZE, self.config.dtype)}
+    size = SIZE
 
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
         """Return a loss of 1, after a while."""

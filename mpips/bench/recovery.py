@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from mpips.bench.jobs import Failed, temporary_folder
 from mpips.bench.measure import Options, Row, bytes_text
 from mpips.bench.sleeping_model import SleepingModel
@@ -64,10 +62,6 @@ class Large(SleepingModel):
     def __init__(self, data: DataInfo, config: Config) -> None:
         super().__init__(data, config)
         self.layout = Layout.of({"w": (config.hidden[0],)})
-
-    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """Return ones."""
-        return {"w": np.ones(self.layout.size, self.config.dtype)}
 
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         """Return 1, after a while."""

@@ -12,7 +12,7 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, rows, streaming, wire
+from mpips.bench import catalogue, jobs, measure, plan, rows, streaming, wire
 from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
@@ -184,7 +184,7 @@ def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
 
 def test_what_the_driver_takes() -> None:
     found = [m.name for m in catalogue.choose_for_driver([])]
-    left_out = ("link", "wire", "recovery", "supervision", "convergence")
+    left_out = ("plan", "link", "wire", "recovery", "supervision", "convergence")
     assert found == [name for name in catalogue.MEASURES if name not in left_out]
     assert found[-1] == "torch"
     assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]
@@ -305,6 +305,19 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     assert "4 KB, 3 ranks" in {row["case"] for row in rows}
     table = [line for line in done.output.splitlines() if line.startswith(("update", "push"))]
     assert len(table) == len(RULES) + 1, done.output
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_plans_beside_what_jobs_do(tmp_path: Path) -> None:
+    args = [*BENCH, "plan", "--quick", "--json", "rows.json"]
+    launch.run(3, args, tmp_path, timeout_s=120).check()
+    rows = check_rows(tmp_path / "rows.json", {"plan step", "plan staleness"})
+    steps = [row["case"] for row in rows if row["measure"] == "plan step"]
+    assert steps[0] == "async, 3 ranks on 2 nodes"
+    assert len(steps) == len(plan.JOBS) - 1  # none with two servers and one worker
+    assert {row["beside"] for row in rows} == {"planned"}
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 
 @pytest.mark.launch
