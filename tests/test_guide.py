@@ -377,6 +377,8 @@ def check_unrun(line: str) -> None:
     match words:
         case ["mpirun", "-n", _, "python", "-m", "mpips.train", *rest]:
             check_train(rest)
+        case ["mpirun", "-n", _, "python", "-m", "mpips.bench", *rest]:
+            bench_parser().parse_args(rest)
         case ["mpirun", "-n", _, "python", script, *_]:
             assert (ROOT / script).is_file()
         case ["python", "-m", "mpips.launch", *rest]:

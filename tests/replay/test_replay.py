@@ -15,6 +15,7 @@ import pytest
 from launch import environment, run, train
 from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest
 
+from mpips import plan
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.kernels.record_lines import line_sum, place_of
@@ -340,13 +341,19 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 def test_a_program_is_replayed(tmp_path: Path) -> None:
-    """It was stopped and gone on with; what differs is named."""
+    """It was stopped and gone on with; what differs is named. A plan takes its times as well."""
     words = record_programs(tmp_path, "linear-float32")["linear-float32"]
     out = tmp_path / "linear-float32"
     assert_linear(out, words)
     named = r"first difference: the loss of push 1 of worker \d \(samples \d+ to \d+ of epoch 0\)"
     assert re.search(named, replayed(out, *words, "0.5", code=1))
     assert "expected the program as well" in replayed(out, code=2)
+    own = json.loads(plan.write(["--from", str(out), "--json"]))
+    assert (own["servers"], own["workers"], own["nodes"]) == (2, 2, 2)
+    assert own["run"]["parameters"] == 3001
+    assert min(own["run"]["step_s"], own["step_s"], own["run"]["samples"]) > 0
+    larger = json.loads(plan.write(["--from", str(out), "--workers", "6", "--json"]))
+    assert (larger["workers"], larger["parameter_bytes"]) == (6, 4 * 3001)
     assert "came to no mpips.run" in replayed(out, str(PROGRAMS / "none.py"), code=2)
 
 
