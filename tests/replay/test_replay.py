@@ -1,6 +1,7 @@
 """Asynchronous runs are made again from their records, to the same bits."""
 
 import json
+import os
 import random
 import re
 import signal
@@ -13,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import environment, run, train
-from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest
+from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, summary
+from supervised import Supervised, counting_words
 
 from mpips import plan
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.kernels.record_lines import line_sum, place_of
+from mpips.launch import mpirun
 from mpips.layout import Layout
 from mpips.ps import recording
 from mpips.replay.compare import element
@@ -290,6 +293,22 @@ def test_elements_have_names() -> None:
 def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None:
     with pytest.raises(UserError, match=error):
         resolve({"record": True, "read": "consistent", **options})
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.skipif(not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die")
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_a_job_whose_worker_has_died_is_replayed(mode: str, tmp_path: Path) -> None:
+    """What it has pushed counts, and the others go on."""
+    out = tmp_path / "out"
+    words = counting_words(tmp_path, 20, "--servers", "2", *RECORDED, "--mode", mode)
+    with Supervised(tmp_path, 5, words) as job:
+        os.kill(job.wait_for_training(out, 1)[-1], signal.SIGKILL)
+        told = job.wait(0)
+    assert "starting again" not in told
+    assert summary(out)["lost"] == [4]
+    assert f"{newest(out).step:,} updates from step 0 on, 3 workers" in assert_replayed(out, 1)
 
 
 @pytest.mark.launch
