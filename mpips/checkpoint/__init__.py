@@ -10,13 +10,14 @@ from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoi
 from mpips.checkpoint.index import commit
 from mpips.checkpoint.mapping import boxes
 from mpips.checkpoint.reader import Checkpoint, newest_whole, open_checkpoint, verify
-from mpips.checkpoint.rows import TableRows, write_rows
+from mpips.checkpoint.rows import RowSource, TableRows, write_rows
 from mpips.checkpoint.shards import ShardRecord, write_shard
 from mpips.checkpoint.workers import Pieces, write_worker
 
 __all__ = [
     "Checkpoint",
     "Pieces",
+    "RowSource",
     "ShardRecord",
     "TableRows",
     "begin_step",

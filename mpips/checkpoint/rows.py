@@ -8,6 +8,7 @@ shard file, as the range of all rows in it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -25,7 +26,21 @@ from mpips.checkpoint.files import (
 )
 from mpips.checkpoint.shards import PARAMS, ShardRecord, check_identity, slot_dataset
 
+if TYPE_CHECKING:
+    import h5py
+
 ROWS = "rows"
+
+
+class RowSource(Protocol):
+    """Rows of a table that come a piece at a time."""
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+
+    def pieces(self) -> "Iterator[TableRows]":
+        """Yield them, at least one piece, which may be of no rows; once."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,21 @@ class TableRows:
         slots = {slot_dataset(name): slot for name, slot in self.slots.items()}
         return {ROWS: self.rows, PARAMS: self.params, **slots}
 
+    @property
+    def count(self) -> int:
+        """See `RowSource.count`."""
+        return len(self.rows)
+
+    def pieces(self) -> "Iterator[TableRows]":
+        """See `RowSource.pieces`."""
+        yield self
+
 
 def write_rows(
     folder: PathLike,
     owner: int,
     step: int,
-    tables: Mapping[str, TableRows],
+    tables: Mapping[str, RowSource],
     base: int | None = None,
 ) -> ShardRecord:
     """Write one owner's rows, durably; may run in a thread beside the training.
@@ -70,16 +94,13 @@ def write_rows(
         The record that `commit` needs.
 
     Raises:
-        ValueError: If arrays of one table differ in length.
+        ValueError: If arrays of one table differ in length, or it has another number of rows than
+            it said.
         UserError: If the file system refuses.
 
     Blocks: until the file is on the disk. Other threads run meanwhile.
     """
-    for name, table in tables.items():
-        lengths = {len(array) for array in table.arrays.values()}
-        if len(lengths) > 1:
-            raise ValueError(f"table {name} of lengths {lengths}, expected one")
-    size = sum(len(table.rows) for table in tables.values())
+    size = sum(table.count for table in tables.values())
     attributes = {"version": FORMAT, "begin": 0, "end": size, "step": step, "owner": owner}
     final = Path(folder) / rows_file(owner)
 
@@ -87,14 +108,29 @@ def write_rows(
         with create_h5(path) as file:
             file.attrs.update(attributes)
             for name, table in tables.items():
-                for dataset, array in table.arrays.items():
-                    out = file.create_dataset(_place(name, dataset), array.shape, array.dtype)
-                    for begin, end in pieces(0, len(array), _row_bytes(array)):
-                        out[begin:end] = array[begin:end]
+                _write_table(file, name, table)
 
     write_durably(final, write)
     found = final.stat().st_size, file_sha256(final)
     return ShardRecord(owner, final.name, 0, size, *found, base)
+
+
+def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
+    """Write the rows of a table as they come, one piece behind another."""
+    at, count, out = 0, table.count, dict[str, "h5py.Dataset"]()
+    for piece in table.pieces():
+        lengths = {len(array) for array in piece.arrays.values()}
+        if len(lengths) > 1:
+            raise ValueError(f"table {name} of lengths {lengths}, expected one")
+        for column, array in piece.arrays.items():
+            if column not in out:
+                shape = count, *array.shape[1:]
+                out[column] = file.create_dataset(_place(name, column), shape, array.dtype)
+            for begin, end in pieces(0, len(array), _row_bytes(array)):
+                out[column][at + begin : at + end] = array[begin:end]
+        at += len(piece.rows)
+    if at != count:
+        raise ValueError(f"{at} rows of table {name}, expected {count}")
 
 
 def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Iterator[TableRows]:
@@ -114,7 +150,8 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
             lengths = [len(array) for array in arrays]
             got = f"{path}: arrays of table {table} of lengths {lengths}"
             raise damaged(got, str(len(numbers)))
-        for begin, end in pieces(0, len(numbers), max(map(_row_bytes, (numbers, *arrays)))):
+        row_bytes = min(PIECE_BYTES, sum(map(_row_bytes, (numbers, *arrays))))
+        for begin, end in pieces(0, len(numbers), row_bytes):
             kept = {name: slot[begin:end] for name, slot in slots.items()}
             yield TableRows(numbers[begin:end], params[begin:end], kept)
 

@@ -7,7 +7,6 @@ same, and takes every push.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from mpips.checkpoint import Checkpoint, TableRows
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
-from mpips.cut.table_saver import Changes, TableSaver
+from mpips.cut.table_saver import TableSaver
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
+from mpips.ps.row_cut import RowCut
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.far_rows import RowReplies, Served
@@ -56,23 +56,25 @@ class ServedTable:
         self._ownership = table.owned_by(servers)
         self.shard = TableShard(self._ownership, server, memory, table.rule)
 
-    def changed_rows(self, dtype: np.dtype, since: bool = False) -> TableRows:
-        """Return copies of the rows that have been changed, in the order in which they lie.
+    def cut(self, since: bool = False) -> "CutTable":
+        """Return the rows that have been changed, as they are now; see `TableShard.cut`.
 
         Args:
-            dtype: Of the rows.
-            since: Leave out those that have not been changed since they were copied last.
+            since: Leave out those that have not been changed since the last cut.
         """
-        count, at = self.shard.marked if since else self.shard.touched, 0
-        places = np.empty(count, np.int64)
-        lines = np.empty((count, self.table.rule.width(self.table.dim)), dtype)
-        for local, copies in self.shard.pieces(since):
-            part = slice(at, at + len(local))
-            places[part], lines[part], at = local, copies, part.stop
-        places, lines = places[:at], lines[:at]
-        return TableRows(self._ownership.rows_of(self._server, places), *self._cut(lines))
+        return CutTable(self, self.shard.cut(since))
 
-    def _cut(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def changed_rows(self) -> TableRows:
+        """Return copies of all rows that have been changed."""
+        slots, lines = zip(*self.shard.cut().pieces(), strict=True)
+        return self.named(np.concatenate(slots), np.concatenate(lines))
+
+    def named(self, slot: np.ndarray, lines: np.ndarray) -> TableRows:
+        """Return lines, and which they are, as rows by their numbers."""
+        numbers = self._ownership.rows_of(self._server, self.shard.places(slot))
+        return TableRows(numbers, *self._parts(lines))
+
+    def _parts(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the values and the slots of lines, views."""
         dim, slots = self.table.dim, dict[str, np.ndarray]()
         at = dim
@@ -90,11 +92,35 @@ class ServedTable:
         owners, places = self._ownership.locate(saved.rows)
         mine = np.flatnonzero(owners == self._server)
         lines = np.empty((len(mine), self.table.rule.width(self.table.dim)), saved.params.dtype)
-        params, slots = self._cut(lines)
+        params, slots = self._parts(lines)
         params[:] = saved.params[mine]
         for name, slot in slots.items():
             slot[:] = saved.slots[name][mine]
         self.shard.put(places[mine], lines)
+
+
+class CutTable:
+    """A server's rows of a table at a cut; see `mpips.checkpoint.RowSource`. Collective: no.
+
+    Args:
+        served: The rows.
+        cut: Which of them, as they are.
+
+    Attributes:
+        count: How many they are.
+    """
+
+    def __init__(self, served: ServedTable, cut: RowCut) -> None:
+        self._served, self._cut, self.count = served, cut, cut.count
+
+    def pieces(self) -> Iterator[TableRows]:
+        """Yield them; once."""
+        for slot, lines in self._cut.pieces():
+            yield self._served.named(slot, lines)
+
+    def close(self) -> None:
+        """Let go of them; may be called twice."""
+        self._cut.close()
 
 
 def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSaver:
@@ -106,15 +132,15 @@ def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSave
         saved: What `Saver` is given.
     """
 
-    def take(since: bool = False) -> dict[str, TableRows]:
-        return {each.table.name: each.changed_rows(job.dtype, since) for each in tables}
+    def take(since: bool) -> dict[str, CutTable]:
+        return {each.table.name: each.cut(since) for each in tables}
 
     if job.config.checkpoint_rows != "changed":
         return TableSaver(take, *saved)
     for each in tables:
         each.shard.begin_marking()
     counts = lambda: [(each.shard.marked, each.shard.touched) for each in tables]  # noqa: E731
-    return TableSaver(take, *saved, changes=Changes(partial(take, since=True), counts))
+    return TableSaver(take, *saved, counts=counts)
 
 
 class TableServer(Server):

@@ -6,8 +6,6 @@ the node read it by `NodeRows`, which writes nothing; its server applies gradien
 gives when it is first written costs what is touched.
 """
 
-import ctypes
-import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -19,10 +17,11 @@ from mpips.errors import UserError
 from mpips.kernels import row_groups, row_undo, rows
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
+from mpips.ps.row_cut import RowCut
+from mpips.ps.row_index import FIRST_BITS, RowIndex
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
 PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`
-FIRST_BITS = 10  # of the index, at first
 PIECE_ROWS = 1 << 16
 _NONE = np.zeros(0, np.uint32)
 
@@ -179,8 +178,9 @@ class TableShard(TableRows):
         super().__init__(ownership, server, memory)
         self.rule = rule
         self._lines, self._stripes = self._memory[:2]
-        self._index = _Index(*self._memory[2:]) if self._memory[2:] else None
+        self._index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
+        self._cut: RowCut | None = None  # the last one
 
     @property
     def touched(self) -> int:
@@ -235,7 +235,7 @@ class TableShard(TableRows):
             self._index.mend()
 
     def begin_marking(self) -> None:
-        """Mark each row that is changed from now on, in a byte; see `pieces`."""
+        """Mark each row that is changed from now on, in a byte; see `cut`."""
         self._marks = np.zeros(len(self._lines), bool)
 
     @property
@@ -258,24 +258,31 @@ class TableShard(TableRows):
         self._check(local)
         rows.put(self._slots(local), lines, self._lines, self._stripes)
 
-    def pieces(self, marked: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the places and the lines of all rows that have been touched, a piece at a time.
+    def cut(self, marked: bool = False) -> RowCut:
+        """Return the rows that have been touched as they are now, whatever later updates do.
 
-        Lines are copies; rows of a lazy table come in the order in which they were touched. Where
-        rows are marked, marks are taken off those that have been yielded.
+        One is to be gone through or closed before the next. Where rows are marked, marks are taken
+        off. Rows of a lazy table come in the order in which they were touched, but for those that
+        are changed meanwhile.
 
         Args:
-            marked: Leave out rows that are not marked: changed since they were yielded last.
+            marked: Leave out rows that are not marked: changed since the last one.
         """
-        for part in self._parts():
-            if marked and self._marks is not None:
-                slot = part.start + np.flatnonzero(self._marks[part])
-            else:
-                slot = self._touched_slots(part)
-            if len(slot):
-                yield self._index.local(slot) if self._index else slot, self._lines[slot]
-            if self._marks is not None:
-                self._marks[part] = False
+        used = self._used
+        if marked and self._marks is not None:
+            wanted = self._marks[:used]
+        else:
+            wanted = np.zeros(used, bool)
+            for part in self._parts():
+                wanted[self._touched_slots(part)] = True
+        if self._marks is not None:
+            self.begin_marking()
+        self._cut = RowCut(self._lines, wanted)
+        return self._cut
+
+    def places(self, slot: np.ndarray) -> np.ndarray:
+        """Return the places in the server of the rows that have these lines."""
+        return self._index.local(slot) if self._index else slot
 
     @property
     def _used(self) -> int:
@@ -292,6 +299,7 @@ class TableShard(TableRows):
         return part.start + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
 
     def _slots(self, local: np.ndarray) -> np.ndarray:
+        """Return the lines of rows that are about to be changed."""
         slot = local if self._index is None else self._index.take(local)
         if slot is None:
             most, name = len(self._lines), self.ownership.name
@@ -300,66 +308,9 @@ class TableShard(TableRows):
             raise UserError(got, expected, "resume it with more servers, on more nodes")
         if self._marks is not None:
             self._marks[slot] = True
+        if self._cut is not None:
+            self._cut.keep(slot)
         return slot
-
-
-class _Index:
-    """Which line a row has: lines are given in the order in which rows are touched.
-
-    Args:
-        header: See `rows.take_lines`.
-        index: The same.
-        keys: The same.
-    """
-
-    def __init__(self, header: np.ndarray, index: np.ndarray, keys: np.ndarray) -> None:
-        self._header, self._index, self._keys = header, index, keys
-        if not header[rows.BITS]:
-            rows.fill_index(FIRST_BITS, header, index, keys)
-
-    @property
-    def count(self) -> int:
-        """How many rows have a line."""
-        return int(self._header[rows.COUNT])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index in use."""
-        return self._index.itemsize << int(self._header[rows.BITS])
-
-    def local(self, slot: np.ndarray) -> np.ndarray:
-        """Return the places in the server of the rows that have these lines."""
-        return self._keys[slot].astype(np.int64)
-
-    def take(self, local: np.ndarray) -> np.ndarray | None:
-        """Return the line of each row, new where it has none; None where there are not enough."""
-        slot = np.empty(len(local), np.int64)
-        done = 0
-        while True:
-            done = rows.take_lines(local, done, self._header, self._index, self._keys, slot)
-            if done == len(local):
-                return slot
-            if self.count == len(self._keys):
-                return None
-            self._grow()
-
-    def mend(self) -> None:
-        """Finish to give a row its line; begin anew to make a larger index, which was not in use.
-
-        A smaller one that was not given back yet is.
-        """
-        row_undo.mend_index(self._header, self._index, self._keys)
-        size = 1 << int(self._header[rows.BITS])
-        larger = self._index[2 * size : 4 * size]
-        larger.fill(0)
-        give_back(larger)
-        give_back(self._index[:size])
-
-    def _grow(self) -> None:
-        """Make an index of twice the size, and give the memory of the one before it back."""
-        bits = int(self._header[rows.BITS])
-        rows.fill_index(bits + 1, self._header, self._index, self._keys)
-        give_back(self._index[1 << bits : 2 << bits])
 
 
 def warm(table: Table, rule: RowRule, dtype: str) -> None:
@@ -372,25 +323,5 @@ def warm(table: Table, rule: RowRule, dtype: str) -> None:
     grouped = ownership.group(ids)
     shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)
     shard.pull(ids, np.empty((2, table.dim), dtype))
-    for local, lines in shard.pieces():
-        shard.put(local, lines)
-
-
-def give_back(array: np.ndarray) -> bool:
-    """Have the kernel take back the pages that lie in an array; what is read there then is zero.
-
-    Returns:
-        Whether it could: memory of another kind keeps what it holds, and stays.
-    """
-    page = mmap.PAGESIZE
-    begin = -(-array.ctypes.data // page) * page
-    size = (array.ctypes.data + array.nbytes) // page * page - begin
-    if size <= 0:
-        return False
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Shared memory is the file's, which MADV_REMOVE makes a hole in; other memory knows the second.
-    return any(not advise(begin, size, advice) for advice in (_REMOVE, mmap.MADV_DONTNEED))
-
-
-_REMOVE = 9  # MADV_REMOVE, which Python does not name
+    for slot, lines in shard.cut().pieces():
+        shard.put(shard.places(slot), lines)

@@ -72,7 +72,7 @@ def compare_rows(k: int, store: TableServer, saved: Checkpoint) -> None:
         UserError: If some were changed that are not there, or an element differs.
     """
     for served in store.tables:
-        name, found = served.table.name, served.changed_rows(store.params.dtype)
+        name, found = served.table.name, served.changed_rows()
         order = np.argsort(found.rows)
         mine, whose = found.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"
         seen = owned = 0

@@ -57,7 +57,7 @@ def save(directory: Path, step: int = STEP, keep: int = 2) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 40])
+@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 96])
 def test_rows_are_read_as_they_were_written(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +65,7 @@ def test_rows_are_read_as_they_were_written(
     found = open_checkpoint(save(tmp_path))
     assert found.tables == TOLD
     pieces = list(found.read_table("item"))
-    assert len(pieces) == (OWNERS if piece > 40 else 45)
+    assert len(pieces) == (OWNERS if piece > 96 else 45), "two rows of 48 bytes in a piece"
     for name in ("rows", "params", "slots/m", "slots/steps"):
         got = np.concatenate([piece.arrays[name] for piece in pieces])
         wanted = np.concatenate([rows(k, "item").arrays[name] for k in range(OWNERS)])
@@ -75,7 +75,7 @@ def test_rows_are_read_as_they_were_written(
         next(found.read_table("itm"))
 
 
-@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 40])
+@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 96])
 def test_a_table_is_exported_by_itself(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

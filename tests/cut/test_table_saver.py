@@ -1,14 +1,17 @@
 """Which rows a server saves: all, or those changed since the last checkpoint that was committed."""
 
+import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mpips.checkpoint import ShardRecord, TableRows, begin_step
-from mpips.cut.table_saver import MOST_LINKS, Changes, TableSaver
+from mpips.cut.saver import NOWHERE
+from mpips.cut.table_saver import MOST_LINKS, TableSaver
 from mpips.layout import Shard
 
 ROWS = 1000
@@ -18,15 +21,14 @@ class Rows:
     """A table of whose rows some are marked."""
 
     def __init__(self) -> None:
-        self.marked, self.touched = 0, ROWS
+        self.marked, self.touched, self.value = 0, ROWS, 1.0
+        self.closed = list[bool]()
 
-    def all(self) -> dict[str, TableRows]:
-        self.marked, count = 0, self.touched
-        return {"item": TableRows(np.arange(count), np.ones((count, 1), "f4"), {})}
-
-    def changed(self) -> dict[str, TableRows]:
-        count, self.marked = self.marked, 0
-        return {"item": TableRows(np.arange(count), np.ones((count, 1), "f4"), {})}
+    def take(self, since: bool) -> dict[str, Any]:
+        count, self.marked = self.marked if since else self.touched, 0
+        rows = TableRows(np.arange(count), np.full((count, 1), self.value, "f4"), {})
+        close = lambda: self.closed.append(True)  # noqa: E731
+        return {"item": SimpleNamespace(count=count, pieces=rows.pieces, close=close)}
 
 
 class Saves:
@@ -40,19 +42,23 @@ class Saves:
             send=lambda rank, kind, answer: self.answers.append(answer),
         )
         args: Any = (cluster, Shard(0, 1), np.zeros(1, "f4"), {}, False, 0)
-        changes = Changes(self.rows.changed, lambda: [(self.rows.marked, self.rows.touched)])
-        self.saver = TableSaver(self.rows.all, *args, changes=changes)
+        counts = lambda: [(self.rows.marked, self.rows.touched)]  # noqa: E731
+        self.saver = TableSaver(self.rows.take, *args, counts=counts)
+
+    def wait(self) -> None:
+        while not self.answers:
+            self.saver.poll()
+            time.sleep(0.001)
 
     def save(self, step: int, marked: int = 0, commit: bool = True) -> ShardRecord:
         """Save a step, before which rows were changed."""
         self.rows.marked = marked
         self.saver.snapshot(step)
         self.saver.write_into(str(begin_step(self.directory, step)))
-        while not self.answers:
-            self.saver.poll()
-            time.sleep(0.001)
+        self.wait()
         if commit:
             self.saver.committed(step)
+        assert self.rows.closed.pop()
         record: ShardRecord = self.answers.pop()[1]
         return record
 
@@ -81,3 +87,25 @@ def test_a_chain_has_fewer_rows_than_the_table_twice(tmp_path: Path) -> None:
     assert sizes == [ROWS, 400, 400, ROWS, 400, 400]
     saves.rows.touched = 0
     assert saves.save(9).base == 5
+
+
+@pytest.mark.parametrize("why", ["not finite", "no folder", "no space"])
+def test_rows_that_are_not_saved_are_let_go(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, folder = Saves(tmp_path), NOWHERE if why == "no folder" else str(begin_step(tmp_path, 3))
+    if why == "not finite":
+        saves.rows.value = np.inf
+    elif why == "no space":
+        monkeypatch.setattr("mpips.checkpoint.rows.create_h5", no_space)
+    saves.saver.snapshot(3)
+    saves.saver.write_into(folder)
+    saves.wait()
+    (answer,) = saves.answers
+    assert answer is None if why == "not finite" else why.replace("no s", "No s") in answer
+    assert saves.rows.closed == [True]
+    assert not list(tmp_path.rglob("rows-*"))
+
+
+def no_space(path: Path) -> Any:
+    raise OSError(errno.ENOSPC, "")

@@ -102,7 +102,7 @@ def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
 def state(server: Any) -> list[np.ndarray]:
     """Return all that a server owns, in the order of rows."""
     found = [server.params.copy(), *(slot.copy() for slot in server.slots)]
-    for saved in (served.changed_rows(np.dtype("f8")) for served in server.tables):
+    for saved in (served.changed_rows() for served in server.tables):
         order = np.argsort(saved.rows)
         assert len(set(saved.rows.tolist())) == len(saved.rows), "a row that has two lines"
         found += [array[order] for array in saved.arrays.values()]
@@ -114,7 +114,7 @@ def same(server: Any, expected: list[np.ndarray], why: str) -> None:
         np.testing.assert_array_equal(got, wanted, why)
     for served in server.tables:
         touched = served.shard.touched
-        assert touched == len(served.changed_rows(np.dtype("f8")).rows), why
+        assert touched == len(served.changed_rows().rows), why
         if served.table.table.lazy:
             header, index, _ = served.shard._memory[rows.HEADER :]
             size = 1 << int(header[rows.BITS])

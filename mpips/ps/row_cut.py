@@ -1,0 +1,90 @@
+"""Rows of a shard as they are at a cut, taken a piece at a time while later updates change them.
+
+A byte a line says which the cut still has to take. Before an update changes one of these, its line
+is copied and set aside (`RowCut.keep`), and is taken from there. So beside the table there are that
+byte, two pieces, and the lines that change while one is written: never the table twice.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from threading import Lock
+
+import numpy as np
+
+PIECE_BYTES = 1 << 20  # an update waits as long as it takes to copy them
+SCANNED = 1 << 16  # lines that are looked at together
+
+
+class RowCut:
+    """Lines of a shard at one moment. Collective: no.
+
+    Its server calls `keep`; one other thread may go through `pieces` meanwhile.
+
+    Args:
+        lines: Of the shard, shape (at least n, width).
+        wanted: Which of them are taken, shape (n,), dtype bool; changed.
+
+    Attributes:
+        count: How many are.
+    """
+
+    def __init__(self, lines: np.ndarray, wanted: np.ndarray) -> None:
+        self._lines, self._wanted, self._lock = lines, wanted, Lock()
+        self._aside: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self._waiting = 0  # lines in it
+        self._most = max(1, PIECE_BYTES // lines[:1].nbytes)
+        self.count = int(np.count_nonzero(wanted))
+
+    def keep(self, slot: np.ndarray) -> None:
+        """Set aside what lines hold that are about to be changed. Blocks: while a piece is copied.
+
+        Args:
+            slot: Which lines, no two alike.
+        """
+        with self._lock:
+            slot = slot[slot < len(self._wanted)]
+            slot = slot[self._wanted[slot]]
+            if len(slot):
+                self._aside.append((slot, self._take(slot)))
+                self._waiting += len(slot)
+
+    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield which lines, and copies of them, until the cut has all; once. First come none."""
+        none = np.empty(0, np.int64)
+        yield none, self._lines[none]
+        for begin in range(0, len(self._wanted), SCANNED):
+            with self._lock:  # NumPy counts them first, and refuses if they have become fewer
+                left = begin + np.flatnonzero(self._wanted[begin : begin + SCANNED])
+            for at in range(0, len(left), self._most):
+                some = left[at : at + self._most]
+                with self._lock:
+                    some = some[self._wanted[some]]
+                    lines = self._take(some)
+                yield some, lines
+                yield from self._set_aside(self._most)
+        yield from self._set_aside(1)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what has not been taken, and keep nothing more; may be called twice."""
+        with self._lock:
+            self._wanted = self._wanted[:0].copy()
+            self._aside.clear()
+            self._waiting = 0
+
+    def _take(self, slot: np.ndarray) -> np.ndarray:
+        self._wanted[slot] = False
+        taken: np.ndarray = self._lines[slot]
+        return taken
+
+    def _set_aside(self, least: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield what was set aside, until it is fewer lines than `least`."""
+        while self._waiting >= least:
+            some, count = list[tuple[np.ndarray, np.ndarray]](), 0
+            while self._aside and count < self._most:
+                some.append(self._aside.popleft())
+                count += len(some[-1][0])
+            with self._lock:
+                self._waiting -= count
+            slots, lines = zip(*some, strict=True)
+            yield np.concatenate(slots), np.concatenate(lines)

@@ -1,0 +1,89 @@
+"""The index of a lazy table: which line a row has, in memory that others read while it grows."""
+
+import ctypes
+import mmap
+
+import numpy as np
+
+from mpips.kernels import row_undo, rows
+
+FIRST_BITS = 10  # of the index, at first
+
+
+class RowIndex:
+    """Which line a row has: lines are given in the order in which rows are touched.
+
+    Args:
+        header: See `rows.take_lines`.
+        index: The same.
+        keys: The same.
+    """
+
+    def __init__(self, header: np.ndarray, index: np.ndarray, keys: np.ndarray) -> None:
+        self._header, self._index, self._keys = header, index, keys
+        if not header[rows.BITS]:
+            rows.fill_index(FIRST_BITS, header, index, keys)
+
+    @property
+    def count(self) -> int:
+        """How many rows have a line."""
+        return int(self._header[rows.COUNT])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index in use."""
+        return self._index.itemsize << int(self._header[rows.BITS])
+
+    def local(self, slot: np.ndarray) -> np.ndarray:
+        """Return the places in the server of the rows that have these lines."""
+        return self._keys[slot].astype(np.int64)
+
+    def take(self, local: np.ndarray) -> np.ndarray | None:
+        """Return the line of each row, new where it has none; None where there are not enough."""
+        slot = np.empty(len(local), np.int64)
+        done = 0
+        while True:
+            done = rows.take_lines(local, done, self._header, self._index, self._keys, slot)
+            if done == len(local):
+                return slot
+            if self.count == len(self._keys):
+                return None
+            self._grow()
+
+    def mend(self) -> None:
+        """Finish to give a row its line; begin anew to make a larger index, which was not in use.
+
+        A smaller one that was not given back yet is.
+        """
+        row_undo.mend_index(self._header, self._index, self._keys)
+        size = 1 << int(self._header[rows.BITS])
+        larger = self._index[2 * size : 4 * size]
+        larger.fill(0)
+        give_back(larger)
+        give_back(self._index[:size])
+
+    def _grow(self) -> None:
+        """Make an index of twice the size, and give the memory of the one before it back."""
+        bits = int(self._header[rows.BITS])
+        rows.fill_index(bits + 1, self._header, self._index, self._keys)
+        give_back(self._index[1 << bits : 2 << bits])
+
+
+def give_back(array: np.ndarray) -> bool:
+    """Have the kernel take back the pages that lie in an array; what is read there then is zero.
+
+    Returns:
+        Whether it could: memory of another kind keeps what it holds, and stays.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-array.ctypes.data // page) * page
+    size = (array.ctypes.data + array.nbytes) // page * page - begin
+    if size <= 0:
+        return False
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    # Shared memory is the file's, which MADV_REMOVE makes a hole in; other memory knows the second.
+    return any(not advise(begin, size, advice) for advice in (_REMOVE, mmap.MADV_DONTNEED))
+
+
+_REMOVE = 9  # MADV_REMOVE, which Python does not name

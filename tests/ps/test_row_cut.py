@@ -1,0 +1,144 @@
+"""Rows at a cut: as they were, whatever is done to them later, and never all of them twice."""
+
+import tracemalloc
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from mpips.checkpoint import TableRows, write_rows
+from mpips.checkpoint.rows import read_rows
+from mpips.layout.tables import Normal, Table
+from mpips.library.optimizers import Adagrad
+from mpips.optim.row_rules import make_row_rule
+from mpips.planning.tables import JobTable
+from mpips.ps import row_cut
+from mpips.ps.table_server import ServedTable, table_fields
+
+ROWS, DIM = 8_000, 4
+MB = 1e6
+
+
+def served(rows: int = ROWS, dim: int = DIM, capacity: str = "lazy") -> ServedTable:
+    """Return a table at one server, of which no row was touched."""
+    table = Table(rows, dim, Normal(0.5), capacity=capacity)
+    made = JobTable("item", table, make_row_rule(Adagrad(0.1)), 5, rows, lambda step: 0.1)
+    fields = table_fields(made, 1, 0, "f4")
+    return ServedTable(made, 1, 0, {f.name: np.zeros(f.shape, f.dtype) for f in fields})
+
+
+def touch(rng: np.random.Generator, count: int, *tables: ServedTable) -> np.ndarray:
+    """Update about so many rows of tables, the same ones; returns their numbers."""
+    table, dim = tables[0].table, tables[0].table.dim
+    local = np.unique(rng.integers(table.table.rows, size=count))
+    grads = rng.standard_normal((len(local), dim), "f4")
+    for each in tables:
+        each.shard.apply(local, grads, 0.1)
+    return table.owned_by(1).rows_of(0, local)
+
+
+def columns(pieces: list[TableRows]) -> list[np.ndarray]:
+    """Return the rows of all pieces, by their numbers."""
+    by_column = zip(*(piece.arrays.values() for piece in pieces), strict=True)
+    numbers, *others = (np.concatenate(some) for some in by_column)
+    order = np.argsort(numbers)
+    return [array[order] for array in (numbers, *others)]
+
+
+def same(pieces: list[TableRows], expected: list[np.ndarray]) -> None:
+    for found, wanted in zip(columns(pieces), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+@pytest.mark.parametrize("since", [False, True])
+def test_a_cut_is_as_it_was_whatever_is_changed_between_its_pieces(
+    since: bool, capacity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_cut, "PIECE_BYTES", 100 * 2 * DIM * 4)
+    (table, twin), rng = (served(capacity=capacity) for _ in range(2)), np.random.default_rng(0)
+    table.shard.begin_marking()
+    changed = touch(rng, 1500, table, twin)
+    for _ in range(3):
+        expected = columns([twin.changed_rows()])
+        if since:
+            expected = [array[np.isin(expected[0], changed)] for array in expected]
+        cut, pieces, changed = table.cut(since), list[TableRows](), np.zeros(0, np.int64)
+        assert cut.count == len(expected[0])
+        for piece in cut.pieces():
+            pieces.append(piece)
+            changed = np.union1d(changed, touch(rng, 500, table, twin))
+        assert max(len(piece.rows) for piece in pieces) < 100 + 500, "with what a push has changed"
+        same(pieces, expected)
+        assert table.shard.marked == len(changed), "which are in the next one"
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_a_thread_writes_a_cut_beside_updates(capacity: str) -> None:
+    table, rng = served(200_000, 16, capacity), np.random.default_rng(0)
+    touch(rng, 150_000, table)
+    expected, cut = columns([table.changed_rows()]), table.cut()
+    begun, pieces = Event(), list[TableRows]()
+
+    def write() -> None:
+        for piece in cut.pieces():
+            pieces.append(piece)
+            begun.set()
+
+    thread = Thread(target=write)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        touch(rng, 1000, table)
+    thread.join()
+    same(pieces, expected)
+
+
+@pytest.mark.parametrize(("since", "beside"), [(False, 0), (True, 0), (False, 2000)])
+def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_path: Path) -> None:
+    """Beside 47 MB there are a piece, a byte a line, and what is changed while one is written."""
+    rng, table = np.random.default_rng(0), served(400_000, 16)
+    table.shard.begin_marking()
+    touch(rng, 1_000_000, table)
+    if not since:
+        expected = columns([table.changed_rows()])
+    cut = table.cut(since)
+
+    class Beside:
+        """The cut's rows, each piece behind an update."""
+
+        count = cut.count
+
+        def pieces(self):
+            for piece in cut.pieces():
+                yield piece
+                if beside:
+                    touch(rng, beside, table)
+
+    tracemalloc.start()
+    try:
+        record = write_rows(tmp_path, 0, 1, {"item": Beside()})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert cut.count * 128 > 45 * MB
+    assert peak < 5 * MB
+    assert record.size == cut.count
+    if not since:
+        same(list(read_rows(tmp_path, record, 1, "item")), expected)
+
+
+def test_a_cut_that_was_let_go_keeps_nothing() -> None:
+    table, rng = served(), np.random.default_rng(0)
+    touch(rng, 3000, table)
+    cut = table.shard.cut()
+    next(pieces := cut.pieces())
+    touch(rng, 3000, table)
+    assert cut._aside
+    cut.close()
+    cut.close()
+    touch(rng, 3000, table)
+    assert not cut._aside
+    assert not list(pieces)
+    assert len(table.changed_rows().rows) == table.shard.touched
