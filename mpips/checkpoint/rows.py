@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import h5py
 
 ROWS = "rows"
+READ_BYTES = 1 << 20  # of rows in a piece, all columns together: two are there at a time
 
 
 class RowSource(Protocol):
@@ -150,10 +151,11 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
             lengths = [len(array) for array in arrays]
             got = f"{path}: arrays of table {table} of lengths {lengths}"
             raise damaged(got, str(len(numbers)))
-        row_bytes = min(PIECE_BYTES, sum(map(_row_bytes, (numbers, *arrays))))
-        for begin, end in pieces(0, len(numbers), row_bytes):
-            kept = {name: slot[begin:end] for name, slot in slots.items()}
-            yield TableRows(numbers[begin:end], params[begin:end], kept)
+        step = max(1, READ_BYTES // sum(map(_row_bytes, (numbers, *arrays))))
+        for begin in range(0, len(numbers), step):
+            some = slice(begin, begin + step)
+            kept = {name: slot[some] for name, slot in slots.items()}
+            yield TableRows(numbers[some], params[some], kept)
 
 
 def column_names(folder: Path, record: ShardRecord, step: int, table: str) -> tuple[str, ...]:

@@ -57,10 +57,11 @@ def save(directory: Path, step: int = STEP, keep: int = 2) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 96])
+@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 96])
 def test_rows_are_read_as_they_were_written(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
     monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     found = open_checkpoint(save(tmp_path))
     assert found.tables == TOLD
@@ -75,10 +76,11 @@ def test_rows_are_read_as_they_were_written(
         next(found.read_table("itm"))
 
 
-@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 96])
+@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 96])
 def test_a_table_is_exported_by_itself(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
     monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     save(tmp_path / "checkpoints")
     (tmp_path / "words.txt").write_text("".join(f"w{k} 1\n" for k in range(90)))
@@ -232,10 +234,11 @@ VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("piece", [rows_module.PIECE_BYTES, 40])
+@pytest.mark.parametrize("piece", [rows_module.READ_BYTES, 40])
 def test_a_chain_has_each_row_once_as_it_was_last(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(rows_module, "READ_BYTES", piece)
     monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     for folder in chain(tmp_path):
         found = open_checkpoint(folder)
