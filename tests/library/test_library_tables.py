@@ -10,7 +10,8 @@ from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.library.model import Parameters
 
-PROGRAM = str(ROOT / "tests" / "library" / "programs" / "tables.py")
+PROGRAMS = ROOT / "tests" / "library" / "programs"
+PROGRAM = str(PROGRAMS / "tables.py")
 
 
 @pytest.mark.launch
@@ -29,6 +30,18 @@ def test_rows_are_exact_through_kills(tmp_path: Path) -> None:
     run(4, [PROGRAM, "kills", str(out), "3"], tmp_path).check()
     assert newest(out).step == 132
     assert newest(out).read_params().tolist() == [4.0] * 230
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_a_table_of_200_m_rows_takes_those_touched_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    for servers in (1, 2, 3):
+        program = [str(PROGRAMS / "huge_table.py"), str(tmp_path / "out"), str(servers)]
+        found = run(servers + 1, program, tmp_path, timeout_s=400).check().output
+        assert found.count("of rows, slots and keys") == servers, found
+        assert "of 200,000,000 rows are exact" in found
+    assert "5,000,000 of" in found
 
 
 def test_a_model_may_be_tables_alone() -> None:
