@@ -22,6 +22,7 @@ class Measure:
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
         named: Whether it is taken only where it is named: it is long.
+        also: Another module, whose jobs the driver runs with it.
         package: What has to be installed for it, as an extra of that name does.
     """
 
@@ -31,6 +32,7 @@ class Measure:
     least: int = 1
     nodes: int = 1
     named: bool = False
+    also: str = ""
     package: str = ""
 
     @property
@@ -65,7 +67,8 @@ MEASURES = {
         Measure("rounds", (2, 4, 8), (2,)),
         Measure("rules", (1,), (1,)),
         Measure("codecs", (1,), (1,)),
-        Measure("rows", (1,), (1,)),
+        Measure("rows", (1,), (1,), also="row_workers"),
+        Measure("row_growth", named=True),
         Measure("far_rows", (2,), (2,), least=2),
         Measure("recording", (2,), (2,), least=2),
         Measure("tracing", (2,), (2,), least=2),

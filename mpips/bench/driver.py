@@ -63,6 +63,8 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
             yield label, partial(jobs.world, measure, ranks, options)
         if measure.has_jobs:
             yield measure.name, partial(measure.run, options)
+        if measure.also:
+            yield measure.also, partial(Measure(measure.also).run, options)
         if options.peers:
             from mpips.bench import peer_comparison
 

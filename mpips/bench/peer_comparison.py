@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mpips.bench import jobs, peers, rows, torch
+from mpips.bench import jobs, peers, row_workers, torch
 from mpips.bench.catalogue import MEASURES
 from mpips.bench.measure import Options, Row, bytes_text
-from mpips.bench.peers.script import ROW_DIM, ROW_IDS
+from mpips.bench.peers.script import ROW_DIM
+from mpips.bench.row_workers import DRAWN
 
 LIMIT_S = 300.0
 QUICK_STEPS = 4
@@ -58,14 +59,11 @@ def _train_torch(peer: str, ranks: str, world: int, mode: str) -> Case:
 
 
 def _rows(rows: int, drawn: str) -> Case:
-    case = f"{ROW_IDS:,} x {ROW_DIM} floats of {rows / 1e6:g} M rows, {ROWS_DRAWN[drawn]}"
-    return Case(
-        "rows", "tensorflow-ps", drawn, f"{case}, pull + Adagrad, 1 server, 2 workers", 3, 2, 60, 5,
-        rows * ROW_DIM * 4,
-    )  # fmt: skip
+    case = f"{row_workers.Case(rows, drawn)}, pull + Adagrad"
+    size = rows * ROW_DIM * 4
+    return Case("rows", "tensorflow-ps", drawn, case, 3, 2, 60, 5, size)
 
 
-ROWS_DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
 OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once
 CASES = (
     _push_pull("tensorflow-ps", 64 << 10, 400, 10),
@@ -78,10 +76,10 @@ CASES = (
     _train_torch("torch-ddp", "2 ranks", 2, "sync"),
     _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
     Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
-    *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in ROWS_DRAWN),
+    *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in DRAWN),
 )
 NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
-NAMES |= dict.fromkeys(ROWS_DRAWN, "rows")
+NAMES |= dict.fromkeys(DRAWN, "rows")
 QUICK_SHARE = 0.01  # of the parameters whose memory is taken
 
 
@@ -110,7 +108,7 @@ def _compare(case: Case, options: Options) -> list[Row]:
         repeats = 1  # it is the same each time
         if options.quick:
             case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
-    if case.work in ROWS_DRAWN and options.quick:
+    if case.work in DRAWN and options.quick:
         case = _rows(10_000, case.work)
 
     def theirs() -> float:
@@ -144,9 +142,10 @@ def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[],
     if case.work == "mlp":
         job = jobs.Perceptron(folder, options.quick)
         return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
-    if case.work in ROWS_DRAWN:
+    if case.work in DRAWN:
         steps = OUR_STEPS * case.steps
-        return case.case, partial(rows.rate, case.work, case.size // (4 * ROW_DIM), steps)
+        drawn = row_workers.Case(case.size // (4 * ROW_DIM), case.work)
+        return case.case, partial(row_workers.rate, drawn, steps)
     return case.case, partial(_world, case)
 
 

@@ -2,23 +2,19 @@
 
 A lazy table, whose lines are found by an index, stands beside the same table in full.
 
-With peers, also steps of two workers with one server, beside TensorFlow's.
+Without mpirun also steps of two workers with one server, beside two processes with plain loops
+(`row_workers`), and with peers beside TensorFlow's.
 """
 
-import json
-import math
-import mmap
 import time
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numba import njit
 
-from mpips.bench import jobs
+from mpips.bench.loops import gather, scatter_add, zeros
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.peers.script import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
-from mpips.cluster.window import MAP_NORESERVE
 from mpips.cluster.world import Cluster
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad
@@ -34,32 +30,6 @@ PAIRS = (
 )  # fmt: skip
 
 
-@njit(error_model="numpy", nogil=True)
-def gather(table: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
-    """Set ``out[i] = table[ids[i]]``."""
-    for i in range(ids.size):
-        row, line = out[i], table[ids[i]]
-        for j in range(row.size):
-            row[j] = line[j]
-
-
-@njit(error_model="numpy", nogil=True)
-def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
-    """Subtract ``rate * grads[i]`` from ``table[ids[i]]``."""
-    factor = table.dtype.type(rate)
-    for i in range(ids.size):
-        row, grad = table[ids[i]], grads[i]
-        for j in range(row.size):
-            row[j] -= factor * grad[j]
-
-
-def _zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of memory of the kind that windows have: in small pages, as it is touched."""
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
 class _Sides:
     """Both sides of a comparison, over the same ids and gradients."""
 
@@ -67,7 +37,7 @@ class _Sides:
         self.ids = list(row_ids("zipf-rows" if zipfian else "uniform-rows", rows))
         self.grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         self.out = np.zeros((IDS, DIM), "f4")
-        self.table = _zeros("f4", (rows, DIM))
+        self.table = zeros("f4", (rows, DIM))
         self.full, self.lazy = (_shard(rows, capacity) for capacity in ("full", "lazy"))
         self.places = [self.full.ownership.places(ids) for ids in self.ids]
         self.sums = np.zeros((IDS, DIM), "f4")
@@ -111,33 +81,8 @@ def _shard(rows: int, capacity: str) -> TableShard:
     ownership = Ownership("rows", Table(rows, DIM, capacity=capacity), 1)
     rule = make_row_rule(Adagrad(0.1))
     fields = row_fields(ownership, 0, rule, "f4")
-    memory = {field.name: _zeros(field.dtype, field.shape) for field in fields}
+    memory = {field.name: zeros(field.dtype, field.shape) for field in fields}
     return TableShard(ownership, 0, memory, rule)
-
-
-def rate(measure: str, rows: int, steps: int) -> float:
-    """Have two workers pull and push rows of one server, in a job of its own.
-
-    Args:
-        measure: How ids are drawn: see `row_ids`.
-        rows: Of the table.
-        steps: Of each worker; counted are those while both are at it.
-
-    Returns:
-        Millions of rows a second, of both workers; each is pulled and pushed.
-
-    Raises:
-        Failed: If the job fails, or one worker ended before the other began.
-    """
-    given = {"measure": measure, "rows": rows, "steps": steps}
-    with jobs.temporary_folder() as folder:
-        jobs.run(3, ["-m", "mpips.bench.rows_program", json.dumps(given)], folder)
-        found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
-    begin, end = max(ends[0] for ends in found), min(ends[-1] for ends in found)
-    steps = sum(begin < at <= end for ends in found for at in ends)
-    if not steps:
-        raise jobs.Failed("workers that were not at it together: more steps are needed")
-    return float(steps * IDS / (end - begin) / 1e6)
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What the ranks of ``rows --peers`` run: ``python -m mpips.bench.rows_program GIVEN``.
+"""What the ranks of `row_workers` run: ``python -m mpips.bench.rows_program GIVEN``.
 
 It runs in a folder of its own; each worker writes when its steps ended. A step reads the rows of a
 list of ids, makes gradients of them, and pushes these.
@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 
 import mpips
-from mpips.bench.peers.script import ROW_DIM, ROW_LISTS, row_ids
+from mpips.bench.peers.script import ROW_LISTS, row_ids
 
 OUT = "worker-{}.json"
 
 
-def work(measure: str, rows: int, steps: int) -> None:
-    """Have each worker make so many steps, behind some that touch the rows."""
-    lists = row_ids(measure, rows)
+def work(drawn: str, rows: int, ids: int, dim: int, servers: int, steps: int) -> None:
+    """Have each worker make so many steps of a `row_workers.Case`, behind some that touch rows."""
+    lists = row_ids(drawn, rows, ids)
 
     def loop(worker: mpips.Worker) -> None:
         rng, done, ends = np.random.default_rng(worker.id), -warm, list[float]()
         for _ in worker.batches(ROW_LISTS, batch_size=1):
-            ids = lists[done % ROW_LISTS if done < 0 else rng.integers(ROW_LISTS)]
-            found = worker.pull_rows("rows", ids)
-            worker.push_rows("rows", ids, found * np.float32(1e-3) + np.float32(1e-3))
+            wanted = lists[done % ROW_LISTS if done < 0 else rng.integers(ROW_LISTS)]
+            found = worker.pull_rows("rows", wanted)
+            worker.push_rows("rows", wanted, found * np.float32(1e-3) + np.float32(1e-3))
             worker.push(loss=0.0)
             done += 1
             if done >= 0:
@@ -34,10 +34,12 @@ def work(measure: str, rows: int, steps: int) -> None:
         Path(OUT.format(worker.id)).write_text(json.dumps(ends))
 
     warm = 2 * ROW_LISTS  # the pages of rows are made in the first pass, and mapped in the second
-    table = mpips.Table(rows=rows, dim=ROW_DIM, init=mpips.Zeros(), optimizer=mpips.Adagrad(0.01))
+    table = mpips.Table(
+        rows=rows, dim=dim, init=mpips.Zeros(), optimizer=mpips.Adagrad(0.01), push_rows=ids
+    )
     mpips.run(
-        loop, params={}, tables={"rows": table}, mode="async", servers=1, out="run", quiet=True,
-        steps=warm + steps, eval_every=0, checkpoint_every=0,
+        loop, params={}, tables={"rows": table}, mode="async", servers=servers, out="run",
+        quiet=True, steps=warm + steps, eval_every=0, checkpoint_every=0,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, plan, rows, streaming, wire
+from mpips.bench import catalogue, jobs, measure, plan, row_workers, streaming, wire
 from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
 from mpips.bench.measure import Options, Row
@@ -412,9 +413,24 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_rows_of_two_workers() -> None:
-    """What ``rows --peers`` compares."""
-    assert 0.01 < rows.rate("zipf-rows", 10_000, 300) < 1000
+def test_rows_of_two_workers(tmp_path: Path) -> None:
+    """Beside plain loops, in all cases; and what ``rows --peers`` compares."""
+    assert 0.01 < row_workers.rate(row_workers.Case(10_000), 300) < 1000
+    args = ["rows", "row_growth", "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    found = check_rows(tmp_path / "rows.json", {"rows", "row growth"})
+    beside = [row for row in found if row["beside"] == "2 plain loops, SGD"]
+    assert [row["measure"] for row in beside] == ["rows"] * 2 + ["row growth"] * 4
+    assert [row["case"] for row in beside if "2 servers" in row["case"]] == [
+        "8,192 x 32 floats of 0.01 M rows, Zipf 1.05, 2 servers, 2 workers"
+    ]
+
+
+def test_a_process_with_loops_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_workers, "_loop", lambda *given: os._exit(1))
+    with pytest.raises(jobs.Failed, match="has died"):
+        row_workers.plain_rate(row_workers.Case(100), 1)
 
 
 def test_reading_quickly() -> None:

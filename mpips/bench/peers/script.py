@@ -253,8 +253,8 @@ def zipf(rng: Any, rows: int, n: int) -> Any:
     return (((rows + 1.0) ** power - 1) * rng.random(n) + 1) ** (1 / power) // 1 - 1
 
 
-def row_ids(measure: str, rows: int) -> Any:
-    """Return the ids of steps: row numbers by Zipf or all alike, shape (ROW_LISTS, ROW_IDS).
+def row_ids(measure: str, rows: int, ids: int = ROW_IDS) -> Any:
+    """Return the ids of steps: row numbers by Zipf or all alike, shape (ROW_LISTS, ids).
 
     Needs NumPy, which all that measure it have. They are an array of int64.
     """
@@ -262,9 +262,9 @@ def row_ids(measure: str, rows: int) -> Any:
 
     rng = np.random.default_rng(0)
     if measure == "uniform-rows":
-        return rng.integers(0, rows, (ROW_LISTS, ROW_IDS))
-    found = zipf(rng, rows, ROW_LISTS * ROW_IDS).astype("i8")
-    return np.minimum(found, rows - 1).reshape(ROW_LISTS, ROW_IDS)
+        return rng.integers(0, rows, (ROW_LISTS, ids))
+    found = zipf(rng, rows, ROW_LISTS * ids).astype("i8")
+    return np.minimum(found, rows - 1).reshape(ROW_LISTS, ids)
 
 
 # Memory ----------------------------------------------------------------------------------------
