@@ -102,7 +102,7 @@ def inspect(args: argparse.Namespace) -> int:
     if checkpoint.tables:
         print("tables:")
     for name, told in checkpoint.tables.items():
-        changed = len(checkpoint.read_column(name, "rows"))
+        changed = checkpoint.count_rows(name)
         print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
     for r in checkpoint.contents.rows:
         since = "" if r.base is None else f", since step {r.base}"

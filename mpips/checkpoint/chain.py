@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from mpips.checkpoint.index import Contents, Link, links
-from mpips.checkpoint.rows import ROWS, TableRows, read_column, read_rows
+from mpips.checkpoint.rows import (
+    ROWS,
+    TableRows,
+    column_pieces,
+    read_column,
+    read_columns,
+    read_rows,
+)
 from mpips.checkpoint.shards import ShardRecord
 
 
@@ -46,14 +53,28 @@ class Counted:
             slots = {name: slot[kept] for name, slot in piece.slots.items()}
             yield TableRows(piece.rows[kept], piece.params[kept], slots)
 
-    def column(self, name: str) -> np.ndarray:
-        """Return one of the datasets for them.
+    @property
+    def count(self) -> int:
+        """How many they are.
 
         Raises:
             UserError: As `pieces`.
         """
-        found = read_column(self.link.folder, self.record, self.link.step, self.table, name)
-        return found if self.keep is None else found[self.keep]
+        if self.keep is not None:
+            return int(np.count_nonzero(self.keep))
+        return read_columns(self.link.folder, self.record, self.link.step, self.table)[ROWS][0]
+
+    def column(self, name: str) -> Iterator[np.ndarray]:
+        """Yield one of the datasets for them, a piece after another.
+
+        Raises:
+            UserError: As `pieces`.
+        """
+        args = self.link.folder, self.record, self.link.step, self.table, name
+        at = 0
+        for piece in column_pieces(*args):
+            yield piece if self.keep is None else piece[self.keep[at : at + len(piece)]]
+            at += len(piece)
 
 
 def counted_rows(folder: Path, contents: Contents, table: str) -> Iterator[Counted]:

@@ -5,7 +5,7 @@ means to unpickle it, which some versions of PyTorch let a file turn against its
 """
 
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS
+from mpips.checkpoint.stream import Stream, write_npz, write_safetensors
 from mpips.errors import UserError, nearest
 from mpips.layout import Layout
 
@@ -31,9 +32,9 @@ SHOWN = 5  # names in a note
 def export(checkpoint: Checkpoint, output: Path) -> None:
     """Write a checkpoint's parameters to a file, whole or not at all.
 
-    An ``.npz`` has the optimizer's slots as well, and one array is in memory at a time; the others
-    have the parameters under their names, all of which are in memory. Of a table all have the rows
-    that were changed.
+    An ``.npz`` has the optimizer's slots as well; the others have the parameters under their names.
+    A piece of an array is in memory at a time, but for a ``.pt``, all of whose arrays are. Of a
+    table all have the rows that were changed.
 
     Args:
         checkpoint: What is written.
@@ -50,67 +51,37 @@ def export(checkpoint: Checkpoint, output: Path) -> None:
     write_durably(output, write(checkpoint))
 
 
-def named_arrays(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays, one after another.
+def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
+    """Yield ``params/<name>`` and ``slots/<slot>/<name>`` with their arrays.
 
     Then those of tables: ``tables/<table>/rows``, ``params`` and ``slots/<slot>`` of what was
     changed.
     """
     shapes = dict(zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True))
     for name, (begin, end) in checkpoint.layout.slices().items():
-        yield f"{PARAMS}{name}", checkpoint.read_params(begin, end).reshape(shapes[name])
+        yield f"{PARAMS}{name}", checkpoint.stream(begin, end, shapes[name])
         for slot in checkpoint.slot_names:
-            array = checkpoint.read_slot(slot, begin, end)
-            yield f"{SLOTS}{slot}/{name}", array.reshape(shapes[name])
+            yield f"{SLOTS}{slot}/{name}", checkpoint.stream(begin, end, shapes[name], slot)
     for name in checkpoint.tables:
-        for column in checkpoint.columns(name):
-            yield f"{TABLES}{name}/{column}", checkpoint.read_column(name, column)
+        for column, array in checkpoint.columns(name).items():
+            yield f"{TABLES}{name}/{column}", array
 
 
-def _params(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Return all parameters by name, and the rows of tables that were changed."""
-    found = checkpoint.layout.views(checkpoint.read_params())
-    for name in checkpoint.tables:
-        for column in (ROWS, PARAMS.removesuffix("/")):
-            found[f"{TABLES}{name}/{column}"] = checkpoint.read_column(name, column)
-    return found
+def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
+    """Yield all parameters by name, and the rows of tables that were changed."""
+    for name, array in named_streams(checkpoint):
+        if name.startswith(PARAMS):
+            yield name.removeprefix(PARAMS), array
+        elif name.startswith(TABLES) and name.rpartition("/")[2] in (ROWS, "params"):
+            yield name, array
 
 
 def _npz_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    return npz_writer(named_arrays(checkpoint))
-
-
-def npz_writer(arrays: Iterable[tuple[str, np.ndarray]]) -> Callable[[Path], None]:
-    """Return what writes these arrays to an ``.npz``, one after another, once."""
-
-    def write(path: Path) -> None:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, array in arrays:
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, array, allow_pickle=False)
-
-    return write
+    return lambda path: write_npz(path, named_streams(checkpoint))
 
 
 def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    return safetensors_writer(lambda: _params(checkpoint))
-
-
-def safetensors_writer(read: Callable[[], dict[str, np.ndarray]]) -> Callable[[Path], None]:
-    """Return what writes the arrays that `read` returns to a ``.safetensors``.
-
-    Raises:
-        UserError: If that package is not there.
-    """
-    module = _load_safetensors()
-
-    def write(path: Path) -> None:
-        try:
-            module.numpy.save_file(read(), path)
-        except module.SafetensorError as error:  # such as a full disk
-            raise OSError(str(error)) from None
-
-    return write
+    return lambda path: write_safetensors(path, _parameters(checkpoint))
 
 
 def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
@@ -121,9 +92,8 @@ def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
         raise UserError(f"no PyTorch ({problem})", f"torch for {PT}", remedy) from None
 
     def write(path: Path) -> None:
-        arrays = _params(checkpoint)
-        # Each a storage of its own: a view of the vector would be saved with all of it.
-        torch.save({name: torch.tensor(array) for name, array in arrays.items()}, path)
+        arrays = {name: torch.from_numpy(array.whole()) for name, array in _parameters(checkpoint)}
+        torch.save(arrays, path)
 
     return write
 

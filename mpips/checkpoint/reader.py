@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpips.checkpoint.chain import counted_rows
-from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints
+from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints, pieces
 from mpips.checkpoint.index import Contents, file_problems, read_index
-from mpips.checkpoint.rows import TableRows, column_names
+from mpips.checkpoint.rows import TableRows, read_columns
 from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, slot_dataset
+from mpips.checkpoint.stream import Stream
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
 
@@ -162,19 +163,56 @@ class Checkpoint:
         for some in counted_rows(self.path, self.contents, name):
             yield from some.pieces()
 
-    def columns(self, name: str) -> tuple[str, ...]:
-        """Return what there is of each row of a table: ``rows``, ``params``, ``slots/<slot>``."""
-        first = self.contents.rows[0]
-        return column_names(self.path, first, self.step, name)
-
-    def read_column(self, name: str, column: str) -> np.ndarray:
-        """Return one of `columns` for all rows of a table that have been changed.
+    def count_rows(self, name: str) -> int:
+        """Return how many rows of a table have been changed; of a chain their numbers are read.
 
         Raises:
             UserError: As `read_table`.
         """
-        found = counted_rows(self.path, self.contents, name)
-        return np.concatenate([some.column(column) for some in found])
+        return sum(some.count for some in counted_rows(self.path, self.contents, name))
+
+    def columns(self, name: str) -> dict[str, Stream]:
+        """Return what there is of all rows of a table that have been changed.
+
+        That is ``rows``, ``params`` and ``slots/<slot>``, in one order.
+
+        Raises:
+            UserError: As `read_table`.
+        """
+        first, count = self.contents.rows[0], self.count_rows(name)
+        return {
+            column: Stream((count, *shape), dtype, partial(self._column, name, column))
+            for column, (_, shape, dtype) in read_columns(self.path, first, self.step, name).items()
+        }
+
+    def _column(self, name: str, column: str) -> Iterator[np.ndarray]:
+        for some in counted_rows(self.path, self.contents, name):
+            yield from some.column(column)
+
+    def read_column(self, name: str, column: str) -> np.ndarray:
+        """Return one of `columns`, whole.
+
+        Raises:
+            UserError: As `read_table`.
+        """
+        return self.columns(name)[column].whole()
+
+    def stream(self, begin: int, end: int, shape: tuple[int, ...], slot: str = "") -> Stream:
+        """Return a range of the parameters, or of a slot, as an array that is read in pieces.
+
+        Args:
+            begin: First element.
+            end: Last element + 1.
+            shape: Of the array.
+            slot: Of the optimizer; empty for parameters.
+        """
+        dataset = slot_dataset(slot) if slot else PARAMS
+
+        def read() -> Iterator[np.ndarray]:
+            for first, last in pieces(begin, end, self.dtype.itemsize):
+                yield self._read(dataset, first, last, None)
+
+        return Stream(shape, self.dtype, read)
 
     def _read(
         self, dataset: str, begin: int, end: int | None, out: np.ndarray | None

@@ -7,6 +7,7 @@ shard file, as the range of all rows in it.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,7 @@ from mpips.checkpoint.files import (
     write_durably,
 )
 from mpips.checkpoint.shards import PARAMS, ShardRecord, check_identity, slot_dataset
+from mpips.checkpoint.stream import Stream
 
 if TYPE_CHECKING:
     import h5py
@@ -158,8 +160,10 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
             yield TableRows(numbers[some], params[some], kept)
 
 
-def column_names(folder: Path, record: ShardRecord, step: int, table: str) -> tuple[str, ...]:
-    """Return the names of a table's datasets in an owner's file, ``rows`` first.
+def read_columns(
+    folder: Path, record: ShardRecord, step: int, table: str
+) -> dict[str, tuple[int, tuple[int, ...], np.dtype]]:
+    """Return of a table's datasets in an owner's file, ``rows`` first: rows, shape of one, dtype.
 
     Raises:
         UserError: As `read_rows`.
@@ -167,14 +171,17 @@ def column_names(folder: Path, record: ShardRecord, step: int, table: str) -> tu
     path = folder / record.file
     with reading(path, f"table {table}") as file:
         check_identity(path, file, record, step)
-        slots = file[_place(table, "")].get("slots", {})
-        return (ROWS, PARAMS, *map(slot_dataset, slots))
+        group = file[_place(table, "")]
+        names = ROWS, PARAMS, *map(slot_dataset, group.get("slots", {}))
+        return {
+            name: (len(group[name]), group[name].shape[1:], group[name].dtype) for name in names
+        }
 
 
-def read_column(
+def column_pieces(
     folder: Path, record: ShardRecord, step: int, table: str, column: str
-) -> np.ndarray:
-    """Return one of a table's datasets in an owner's file.
+) -> Iterator[np.ndarray]:
+    """Yield one of a table's datasets in an owner's file, a piece after another.
 
     Raises:
         UserError: As `read_rows`.
@@ -183,10 +190,21 @@ def read_column(
     with reading(path, f"{column} of table {table}") as file:
         check_identity(path, file, record, step)
         dataset = file[_place(table, column)]
-        out = np.empty(dataset.shape, dataset.dtype)
-        for begin, end in pieces(0, len(out), _row_bytes(out)):
-            out[begin:end] = dataset[begin:end]
-        return out
+        for begin, end in pieces(0, len(dataset), _row_bytes(dataset)):
+            yield dataset[begin:end]
+
+
+def read_column(
+    folder: Path, record: ShardRecord, step: int, table: str, column: str
+) -> np.ndarray:
+    """Return one of a table's datasets in an owner's file, whole.
+
+    Raises:
+        UserError: As `read_rows`.
+    """
+    count, shape, dtype = read_columns(folder, record, step, table)[column]
+    read = partial(column_pieces, folder, record, step, table, column)
+    return Stream((count, *shape), dtype, read).whole()
 
 
 def _place(table: str, dataset: str) -> str:

@@ -1,22 +1,21 @@
 """One table's rows in a file that other programs read: ``.npz``, ``.parquet``, ``.safetensors``.
 
-All have the rows that were changed, by their numbers. But for ``.safetensors`` a piece of them is
-in memory at a time.
+All have the rows that were changed, by their numbers. A piece of them is in memory at a time.
 """
 
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from mpips import extras
-from mpips.checkpoint.exchange import NPZ, SAFETENSORS, safetensors_writer
+from mpips.checkpoint.exchange import NPZ, SAFETENSORS
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.nearest import words_of
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS
 from mpips.checkpoint.shards import PARAMS
+from mpips.checkpoint.stream import write_npz, write_safetensors
 from mpips.errors import UserError, unknown
 
 PARQUET = ".parquet"
@@ -48,28 +47,12 @@ def export_table(checkpoint: Checkpoint, name: str, output: Path) -> None:
 
 
 def _npz(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
-    count = len(checkpoint.read_column(name, ROWS))
-
-    def write(path: Path) -> None:
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for column in checkpoint.columns(name):
-                with archive.open(f"{column}.npy", "w", force_zip64=True) as entry:
-                    for number, piece in enumerate(checkpoint.read_table(name)):
-                        array = piece.arrays[column]
-                        if not number:
-                            header = np.lib.format.header_data_from_array_1_0(array)
-                            header["shape"] = (count, *array.shape[1:])
-                            np.lib.format.write_array_header_1_0(entry, header)
-                        entry.write(np.ascontiguousarray(array).data.cast("B"))
-                    if not count:
-                        np.lib.format.write_array(entry, checkpoint.read_column(name, column))
-
-    return write
+    return lambda path: write_npz(path, checkpoint.columns(name).items())
 
 
 def _safetensors(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
-    read = checkpoint.read_column
-    return safetensors_writer(lambda: {column: read(name, column) for column in (ROWS, PARAMS)})
+    columns = checkpoint.columns(name)
+    return lambda path: write_safetensors(path, [(c, columns[c]) for c in (ROWS, PARAMS)])
 
 
 def _parquet(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:

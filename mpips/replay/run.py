@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS, npz_writer
+from mpips.checkpoint.exchange import NPZ, PARAMS, SLOTS
 from mpips.checkpoint.files import write_durably
+from mpips.checkpoint.stream import Stream, write_npz
 from mpips.cluster.process import cpu_name
 from mpips.errors import UserError
 from mpips.planning.tables import tables_of
@@ -144,8 +145,8 @@ def save(out: Path, made: Replay, found: Mapping[int, Sequence[np.ndarray]]) -> 
             vector[made.servers[k].shard.range] = array
 
     named = (
-        (f"{SLOTS}{slot}/{name}" if slot else f"{PARAMS}{name}", array)
+        (f"{SLOTS}{slot}/{name}" if slot else f"{PARAMS}{name}", Stream.of(array))
         for slot, vector in zip(names, whole, strict=True)
         for name, array in layout.views(vector).items()
     )
-    write_durably(out, npz_writer(named))
+    write_durably(out, lambda path: write_npz(path, named))

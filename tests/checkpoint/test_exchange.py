@@ -1,6 +1,7 @@
 """Parameters in files of other programs: written from a checkpoint, and read as a start."""
 
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from test_checkpoint import LAYOUT, save, vector
 
+from mpips.checkpoint import TableRows, begin_step, commit, write_rows, write_shard
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.errors import UserError
-from mpips.layout import Layout
+from mpips.layout import Layout, Shard
 
 SMALL = Layout.of({"a.weight": (3, 2), "scale": (), "b": (4,)})
 
@@ -71,12 +73,15 @@ def test_torch_reads_what_is_exported(run_directory: Path, tmp_path: Path) -> No
             assert found[name].shape == array.shape
 
 
-@pytest.mark.parametrize("module", ["safetensors", "torch"])
 def test_a_missing_package_names_the_extra(
-    module: str, run_directory: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+    run_directory: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    output = tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt"}[module]
+    for module in ("torch", "safetensors"):
+        monkeypatch.setitem(sys.modules, module, None)
+    written, output = tmp_path / "out.safetensors", tmp_path / "out.pt"
+    assert main(["export", str(run_directory), "-o", str(written)]) == 0, "it is only read by it"
+    with pytest.raises(UserError, match=r"no safetensors .*pip install 'mpips\[torch\]'"):
+        ParameterFile(written, LAYOUT, "f4")
     assert main(["export", str(run_directory), "-o", str(output)]) == 2
     assert "pip install 'mpips[torch]'" in capsys.readouterr().err
     assert not output.exists()
@@ -157,3 +162,38 @@ def test_what_is_no_file_of_parameters(tmp_path: Path) -> None:
     assert not is_parameter_file(tmp_path / "run")
     with pytest.raises(UserError, match=r"no file .*absent\.npz, expected a file of parameters"):
         is_parameter_file(tmp_path / "absent.npz")
+
+
+def test_an_array_is_never_held_whole(tmp_path: Path) -> None:
+    """Of a table of 40 MB and parameters of 24 a piece of 8 MB is in memory, or two."""
+    rows, params = 300_000, np.arange(6_000_000, dtype="f4")
+    table = TableRows(np.arange(rows), np.ones((rows, 16), "f4"), {"m": np.ones((rows, 16), "f4")})
+    folder, layout = begin_step(tmp_path, 1), Layout.of({"w": (2000, 3000)})
+    shards = [write_shard(folder, 0, Shard(0, layout.size), 1, params, {})]
+    commit(
+        folder, step=1, layout=layout, dtype="f4", shards=shards, slots=(), config="", state={},
+        arrays={}, keep=1, rows=[write_rows(folder, 0, 1, {"item": table})],
+        tables={"item": {"rows": rows, "dim": 16}},
+    )  # fmt: skip
+    sizes = {"all.npz": 64, "all.safetensors": 45, "item.npz": 40, "item.safetensors": 21}
+    main(["inspect", str(folder)])  # what is imported late is
+    for name, megabytes in sizes.items():
+        one = ["--table", "item"] * name.startswith("item")
+        tracemalloc.start()
+        try:
+            assert main(["export", str(folder), *one, "-o", str(tmp_path / name)]) == 0
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 18e6, name
+        assert (tmp_path / name).stat().st_size > megabytes * 1e6
+    tracemalloc.start()
+    try:
+        assert main(["inspect", str(folder)]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 1e6, "row numbers are 2.4 MB"
+    finally:
+        tracemalloc.stop()
+    assert (ParameterFile(tmp_path / "all.safetensors", layout, "f4").read_params() == params).all()
+    with np.load(tmp_path / "item.npz") as found:
+        for column, array in table.arrays.items():
+            np.testing.assert_array_equal(found[column], array, strict=True)
