@@ -41,6 +41,8 @@ class RowCut:
         Args:
             slot: Which lines, no two alike.
         """
+        if not len(self._wanted):  # it is over
+            return
         with self._lock:
             slot = slot[slot < len(self._wanted)]
             slot = slot[self._wanted[slot]]

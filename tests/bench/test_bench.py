@@ -413,6 +413,7 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
+@pytest.mark.one_mpi
 def test_rows_of_two_workers(tmp_path: Path) -> None:
     """Beside plain loops, in all cases; and what ``rows --peers`` compares."""
     assert 0.01 < row_workers.rate(row_workers.Case(10_000), 300) < 1000
