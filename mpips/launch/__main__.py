@@ -52,8 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="end a job that has done nothing for so many seconds: longer than a start, a step or "
         "an evaluation takes; 0 leaves that to the ranks, by mpips.train's --timeout "
         "[default: 300]")  # fmt: skip
-    add("--ft", action="store_true", help="have Open MPI go on when workers of a program's run "
-        "die, as it does with mpips.train in modes async and ssp")  # fmt: skip
+    add("--ft", action="store_true", help="have Open MPI go on when ranks of a program's run "
+        "die, as it does by itself with mpips.train in modes async and ssp")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
         "as 'mpirun -iface ib0', or, without --hosts, 'mpirun -hosts a,b -ppn 4' "
         "[default: mpirun]")  # fmt: skip
@@ -97,9 +97,6 @@ def check(order: "Order") -> None:
         got = f"--mpirun {order.launcher[0]!r}"
         raise UserError(got, "a program on PATH", "load its module")
     words = order.words
-    if order.survives and not order.is_program:
-        got, remedy = "--ft without a program", "leave it out: the mode says it for mpips.train"
-        raise UserError(got, "a program that calls mpips.run", remedy)
     if not order.is_program:
         if order.begins_run:
             _check_job(words)

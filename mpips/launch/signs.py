@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from mpips.cluster.process import STARTED, stat_of
 from mpips.errors import UserError
@@ -23,12 +23,27 @@ from mpips.errors import UserError
 DUMP = signal.SIGUSR2  # which mpips does not use
 DUMP_AFAR = signal.SIGALRM  # of those that are left, the one that every mpirun hands on
 LINES, STACKS = ".jsonl", ".stacks"
-CURRENT = "current"  # there as long as the job of the folder may run
-UNWATCHED = "ranks end it when it hangs"  # what it says then
+CURRENT = "current"  # there as long as the job of the folder may run: its terms
 LOOK_S = 5.0
 
 # What this rank tells, and its stacks, for the whole of its life; empty without a supervisor.
 _files: list[IO[bytes]] = []
+
+
+class Terms(NamedTuple):
+    """What a supervisor does for a job.
+
+    Attributes:
+        watched: Whether ranks are ended from outside when they hang.
+        restarts: How often the job may be started again.
+        program: Whether it is a program of the user's.
+        alone: Why MPI is not to let ranks go on where others die; empty if it is.
+    """
+
+    watched: bool = True
+    restarts: int = 0
+    program: bool = False
+    alone: str = ""
 
 
 def begin(folder: Path, name: str) -> None:
@@ -111,13 +126,19 @@ def tell_run(out: Path, resume: str, log_every_s: float, spares: Sequence[int] =
             _tell(run=str(out.absolute()), size=size, **known)
 
 
+def terms() -> Terms | None:
+    """Return what the supervisor does for this job; None without one."""
+    if not _files:
+        return None
+    with contextlib.suppress(OSError):
+        return Terms(**json.loads((Path(_files[0].name).parent / CURRENT).read_text()))
+    return Terms()  # the attempt is over: it ends what is left
+
+
 def is_watched() -> bool:
     """Whether there is a supervisor that ends the job when it hangs."""
-    if not _files:
-        return False
-    with contextlib.suppress(OSError):
-        return (Path(_files[0].name).parent / CURRENT).read_text() != UNWATCHED
-    return True
+    found = terms()
+    return found is not None and found.watched
 
 
 def beat() -> None:

@@ -18,10 +18,11 @@ from mpips.errors import UserError, write_line
 from mpips.launch import slurm
 from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
-from mpips.launch.mpirun import Running, default_launcher, survivors_launcher
+from mpips.launch.mpirun import Running, default_launcher, is_open_mpi, survivors_launcher
 from mpips.launch.placement import Placement
 from mpips.launch.ranks import ranks_table
 from mpips.launch.reach import Reach
+from mpips.launch.signs import Terms
 from mpips.launch.verdict import (
     FAILED,
     Attempt,
@@ -135,11 +136,10 @@ class Supervisor:
 
     def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
         self._order, self._folder, self._place = order, folder, place
-        alone = place is None and not order.launcher
-        self._survivors = survivors_launcher() if alone and goes_on(order) else []
-        if order.survives and not self._survivors:
-            where = "this MPI ends all ranks" if alone else "hosts or a launcher are given"
-            _say(f"--ft has no effect: {where}")
+        self._alone = alone(order)
+        self._survivors = [] if self._alone else survivors_launcher()
+        if order.survives and self._alone:
+            _say(f"--ft has no effect: {self._alone}")
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
         self._handed_on = False
@@ -232,7 +232,7 @@ class Supervisor:
         begin, place = time.monotonic(), self._place
         ranks, launcher = self._launcher()
         signs = Signs(self._folder / f"{len(self._attempts) + 1}")
-        signs.begin(watched=self._order.timeout_s > 0 and self._order.begins_run)
+        signs.begin(self._terms())
         plugin = slurm.Plugin(launcher or [""])
         self._handed_on = False
         with contextlib.closing(signs):
@@ -269,6 +269,12 @@ class Supervisor:
             words = slurm.other_launcher()
             _say(f"no rank got as far as to begin: starting by {words[0]}")
         return place.ranks, launcher_words(words, place.used, place.reach.agent)
+
+    def _terms(self) -> Terms:
+        """Return what the ranks of an attempt are told of this process."""
+        order = self._order
+        watched, left = order.timeout_s > 0 and order.begins_run, len(self._attempts)
+        return Terms(watched, order.restarts - left, order.is_program, self._alone)
 
     def _words(self) -> list[str]:
         """Return what Python runs in each rank."""
@@ -338,6 +344,17 @@ class Supervisor:
         resumes = run.resumes or not self._order.is_program
         step, runs = run.saved_step, len(signs.runs) + 1
         return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
+
+
+def alone(order: Order) -> str:
+    """Return why MPI is not to let ranks go on where others die; empty if it is, and can."""
+    if order.crew is not None or order.launcher:
+        return f"with {'--mpirun' if order.crew is None else '--hosts'} a death ends all ranks"
+    if not is_open_mpi():
+        return "this MPI ends all ranks"
+    if not goes_on(order):
+        return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
+    return "" if survivors_launcher() else "this Open MPI ends all ranks"
 
 
 def goes_on(order: Order) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
 from mpips.cluster.process import GONE, TRACED, shown_stacks, trouble
-from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, UNWATCHED
+from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
@@ -173,14 +173,10 @@ class Signs:
         """Return the process ids of the ranks that are here and are not gone."""
         return [r.pid for r in self.ranks if r.is_here and r.trouble != GONE]
 
-    def begin(self, watched: bool = True) -> None:
-        """Make the folder, for ranks that are about to start.
-
-        Args:
-            watched: Whether they are ended from outside when they hang.
-        """
+    def begin(self, terms: Terms) -> None:
+        """Make the folder, for ranks that are about to start, which read these terms there."""
         self.folder.mkdir()
-        (self.folder / CURRENT).write_text("" if watched else UNWATCHED)
+        (self.folder / CURRENT).write_text(json.dumps(terms._asdict()))
 
     def end(self) -> None:
         """Have ranks that are left end themselves, wherever they are, and read the last signs."""

@@ -20,21 +20,32 @@ own, ends the job, and so does that of the chief where ranks evaluate: it goes o
 import dataclasses
 
 from mpips.cut import worker_state
+from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 
 
 def spared(job: Job) -> tuple[int, ...]:
     """Return the ranks that a run can do without, if there are any. The same on all ranks."""
-    ranks, c = job.cluster, job.config
-    able = c.mode in ("async", "ssp") and not c.backup_workers
-    able = able and (ranks.nodes == 1 or _keeps_pushes(job))
-    if not ranks.failures.on or not able or worker_state.names(job):
+    ranks = job.cluster
+    if not ranks.failures.on or needs_all(job):
         return ()
     servers = adoptable(job)
-    if c.evaluators:  # of which server 0 alone knows what they have found
+    if job.config.evaluators:  # of which server 0 alone knows what they have found
         servers = servers[1:]
     return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + servers
+
+
+def needs_all(job: Job) -> str:
+    """Return why a run needs all ranks that train, whatever MPI can do; empty if it does not."""
+    c = job.config
+    if c.backup_workers:
+        return "--backup-workers needs all ranks"
+    if c.mode not in ("async", "ssp"):
+        return f"mode {c.mode} needs all ranks"
+    if worker_state.names(job):
+        return f"codec {c.codec} keeps a state between nodes"
+    return _sends_once(job) if job.cluster.nodes > 1 else ""
 
 
 def keeps(job: Job) -> bool:
@@ -42,11 +53,22 @@ def keeps(job: Job) -> bool:
     return job.cluster.nodes > 1 and bool(spared(job))
 
 
-def _keeps_pushes(job: Job) -> bool:
-    """Whether workers can keep what they push to other nodes; see `mpips.transport.kept`."""
+def _sends_once(job: Job) -> str:
+    """Return what hinders workers from keeping pushes for other nodes; see `mpips.transport.kept`.
+
+    Empty if nothing does.
+    """
     c = job.config
-    apart = c.node_aggregation or c.record or bool(tables_of(job)) or job.staleness.origins
-    return c.window == "shared" and c.far_read != "get" and not apart
+    found = {
+        "--window private": c.window != "shared",
+        "--far-read get": c.far_read == "get",
+        "--node-aggregation": c.node_aggregation,
+        "--record": c.record,
+        "--delay-compensation": job.staleness.origins,
+        "a table": bool(tables_of(job)),
+    }
+    what = next((name for name, given in found.items() if given), "")
+    return what and f"{what} needs all ranks of several nodes"
 
 
 def _is_left(job: Job, rank: int) -> bool:
@@ -58,14 +80,20 @@ def _is_left(job: Job, rank: int) -> bool:
 
 
 def adoptable(job: Job) -> tuple[int, ...]:
-    """Return the servers among them: all where there are several, and they share memory.
+    """Return the servers among them: all where there are several, and they share memory."""
+    return () if _needs_servers(job) else job.cluster.roles.servers
 
-    Not where each writes down what it applies.
-    """
-    c, servers = job.config, job.cluster.roles.servers
-    able = len(servers) > 1 and c.window == "shared" and not (c.node_aggregation or c.record)
-    able = able and job.cluster.nodes == 1
-    return servers if able else ()
+
+def _needs_servers(job: Job) -> str:
+    """Return why no server goes on with the shard of another; empty if one does."""
+    c = job.config
+    found = {
+        "it is the only one": len(job.cluster.roles.servers) == 1,
+        "there are several nodes": job.cluster.nodes > 1,
+        "--node-aggregation needs it": c.node_aggregation,
+        "each writes its own --record": c.record,
+    }
+    return next((why for why, holds in found.items() if holds), "")
 
 
 def adopts(job: Job) -> bool:
@@ -93,29 +121,46 @@ def follow_heir(job: Job) -> int:
 
 
 def announcement(job: Job) -> str | None:
-    """Return what the chief says of it, where MPI lets jobs go on."""
-    spares = job.config.spares
-    if spares and not adopts(job):
-        why = "on several nodes, or with state of workers"
-        if not job.cluster.failures.on:
-            why = "but under mpips.launch, by Open MPI"
-        return f"--spares {spares} has no effect {why}: if a rank dies, this job ends"
-    if not job.cluster.failures.on:
-        return None
-    others = "an evaluator or " if job.config.evaluators else ""
+    """Return what happens when a rank dies, and why not more: a line that the chief says.
+
+    None where nothing is to be said: MPI ends such a job, and nobody starts it again.
+
+    Args:
+        job: The run, with codecs that are settled.
+    """
+    terms, on, spares = signs.terms(), job.cluster.failures.on, job.config.spares
+    if terms is None and not on:
+        if not spares:
+            return None
+        return f"--spares {spares} has no effect but under mpips.launch, by Open MPI"
+    useless = f"--spares {spares} has no effect here; " if spares and not adopts(job) else ""
+    if on:
+        return useless + _who_goes_on(job, _fate(job, terms))
+    why = needs_all(job) or (terms.alone if terms is not None else "")
+    return f"{useless}if a rank dies, {_fate(job, terms)}: {why}"
+
+
+def _fate(job: Job, terms: signs.Terms | None) -> str:
+    """Return what becomes of a job that MPI ends."""
+    if terms is None or not terms.restarts:
+        return "this job ends"
+    if terms.program and job.config.resume != "auto":
+        return 'this job ends, as the program does not say resume="auto"'
+    return "this job starts again from its newest checkpoint"
+
+
+def _who_goes_on(job: Job, fate: str) -> str:
+    """Return what happens when a rank dies, where MPI lets the others go on."""
+    spare, workers = set(spared(job)), set(job.cluster.roles.workers)
+    evaluator = "an evaluator or " if job.config.evaluators else ""
+    if not spare:
+        why = needs_all(job) or "each worker is alone on its node"
+        first = "if an evaluator dies, the others go on without it; " if evaluator else ""
+        return f"{first}if {'another' if evaluator else 'a'} rank dies, {fate}: {why}"
+    beside = "" if workers <= spare else " beside another rank"
+    first = f"if {evaluator}a worker{beside} dies, the others go on without it"
     if adopts(job):
-        server = "a server but server 0" if others else "a server"
-        return (
-            f"if {others}a worker dies, the others go on without it; if {server} dies, another one "
-            "takes its shard over"
-        )
-    if spared(job):
-        servers = "the server" if len(job.cluster.roles.servers) == 1 else "a server"
-        alone = "" if set(job.cluster.roles.workers) <= set(spared(job)) else " beside another rank"
-        return (
-            f"if {others}a worker{alone} dies, the others go on without it; if {servers} dies, "
-            "this job ends"
-        )
-    if others:
-        return "if an evaluator dies, the others go on without it; if another dies, this job ends"
-    return "if a rank dies, this job ends: others go on in modes async and ssp, see mpips.guide"
+        server = "a server but server 0" if evaluator else "a server"
+        return f"{first}; if {server} dies, another one takes its shard over"
+    server = "the server" if len(job.cluster.roles.servers) == 1 else "a server"
+    return f"{first}; if {server} dies, {fate}: {_needs_servers(job)}"

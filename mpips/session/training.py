@@ -23,7 +23,7 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
-from mpips.ps.survival import spared
+from mpips.ps.survival import announcement, spared
 from mpips.session import folder, metrics
 from mpips.session.announcements import say_left_out, say_start
 from mpips.session.folder import Run
@@ -90,6 +90,8 @@ def _train(
         say_start(job, found.notes, log)
         _choose_codecs(job, log)
         say_left_out(job, log)
+        if chief and (fate := announcement(job)) is not None:
+            log.say(fate)
         begun = time.perf_counter()
         log.start_at(job.base_samples)
         outcome = yield from strategy("backup" if c.backup_workers else c.mode)(job, log)

@@ -33,7 +33,7 @@ from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
 from mpips.ps.succession import succeed
-from mpips.ps.survival import adopts, announcement, keeps, spared
+from mpips.ps.survival import adopts, keeps, spared
 from mpips.ps.table_server import TableServer
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
@@ -85,8 +85,6 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         log.say(packed)
     for line in worker_state.resume_notes(job):
         log.say(line)
-    if (survives := announcement(job)) is not None:
-        log.say(survives)
     reason = loop.serve()
     if recorder is not None:
         recorder.close()

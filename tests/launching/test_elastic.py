@@ -104,6 +104,7 @@ def test_a_host_is_gone_and_returns(rsh: Path, tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGTERM)
         told = job.wait(SAVED)
     assert told.count(f"4 of 4 ranks on {mine}:2,west:2") == 1
+    assert told.count("checkpoint: with --hosts a death ends all ranks\n") == 3
     all_of_them = [mine, mine, "west", "west"]
     assert ROW.findall(told) == [*all_of_them, mine, mine, *all_of_them]
     assert_counts(newest(out), N)

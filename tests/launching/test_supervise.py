@@ -25,7 +25,9 @@ from runs import (
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
-from mpips.launch import mpirun
+from mpips.launch import mpirun, supervise
+from mpips.launch.signs import Terms
+from mpips.launch.supervise import Crew
 from mpips.launch.watch import Signs
 
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
@@ -52,7 +54,6 @@ FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
         ("-n 3 -- --epoch 3", "unknown option --epoch, expected one of those that --help lists"),
         ("-n 3 -- none.py", "no program none.py, expected a file"),
         ("-n 3 -- --help", "--help starts no run, expected options of a run"),
-        ("-n 3 --ft -- --epochs 3", "--ft without a program, expected a program"),
     ],
 )
 def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +61,34 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
     told = capsys.readouterr().err
     assert error in told
     assert told.startswith("mpips: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "order", "is_open_mpi", "launcher", "why"),
+    [
+        ("--mode async", {}, True, ["mpirun"], ""),
+        ("--mode async", {"survives": True}, True, ["mpirun"], ""),
+        ("--mode sync", {"survives": True}, True, ["mpirun"], "its mode needs all ranks"),
+        ("line.py", {"survives": True}, True, ["mpirun"], ""),
+        ("line.py", {}, True, ["mpirun"], "it is a program without --ft"),
+        ("line.py", {}, False, [], "this MPI ends all ranks"),
+        ("--mode async", {}, True, [], "this Open MPI ends all ranks"),
+        ("", {"launcher": ["mpirun"]}, True, [], "with --mpirun a death ends all ranks"),
+        ("", {"crew": Crew([], 3, 3)}, True, [], "with --hosts a death ends all ranks"),
+        ("--epoch 3", {}, True, ["mpirun"], "its mode needs all ranks"),  # it is refused
+    ],
+)
+def test_which_jobs_go_on_without_a_rank(
+    words: str,
+    order: dict[str, Any],
+    is_open_mpi: bool,
+    launcher: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervise, "is_open_mpi", lambda: is_open_mpi)
+    monkeypatch.setattr(supervise, "survivors_launcher", lambda: launcher)
+    assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
 
 
 # With ranks.
@@ -190,6 +219,7 @@ def test_a_server_that_is_stopped(hanging: tuple[Supervised, int]) -> None:
     job, server = hanging
     told = job.wait(0)
     assert f"rank 0 (process {server} on " in told
+    assert told.count(" dies, this job starts again from its newest checkpoint: ") == 2
     assert re.search(r" is stopped for \d+ s: ending the job; where its ranks are:\n", told)
     assert re.search(r"\n.*: 0 +server 0 .* and is stopped ", told)
     for rank in (1, 2):
@@ -424,7 +454,7 @@ def test_ranks_of_other_hosts_are_asked_through_mpirun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(HANGS)
     job = Signs(tmp_path / "signs")
-    job.begin()
+    job.begin(Terms())
     with mpirun.Running(
         3, ["-m", "mpips.launch.rank", str(job.folder), str(program)], tmp_path
     ) as w:

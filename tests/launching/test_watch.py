@@ -16,6 +16,7 @@ from launch import environment
 
 from mpips.cluster.process import GONE, STOPPED
 from mpips.launch import signs
+from mpips.launch.signs import Terms
 from mpips.launch.watch import Rank, Run, Signs, Watch
 from mpips.session.metrics import Log
 
@@ -34,7 +35,7 @@ waits_for_ever()
 @pytest.fixture
 def job(tmp_path: Path) -> Signs:
     job = Signs(tmp_path / "1")
-    job.begin()
+    job.begin(Terms())
     return job
 
 
@@ -223,17 +224,19 @@ def test_half_a_line_is_read_later(job: Signs) -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_ranks_know_whether_they_are_watched(
+def test_ranks_know_what_the_supervisor_does(
     watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If not, they end a job that stands still; without a supervisor, too."""
+    """If it does not watch them, they end a job that stands still; without one, too."""
     monkeypatch.setattr(signs, "_files", [])
     assert not signs.is_watched()
-    job = Signs(tmp_path / "signs")
-    job.begin(watched)
+    assert signs.terms() is None
+    job, terms = Signs(tmp_path / "signs"), Terms(watched, 3, True, "why")
+    job.begin(terms)
     with (job.folder / "0.jsonl").open("wb") as file:
         monkeypatch.setattr(signs, "_files", [file])
         assert signs.is_watched() is watched
+        assert signs.terms() == terms
         job.end()
         assert signs.is_watched(), "its attempt is over"
 

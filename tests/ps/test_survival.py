@@ -1,0 +1,151 @@
+"""What a job says at its start of ranks that die: who goes on, or why it starts again."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpips.config.command_line import load
+from mpips.launch import signs
+from mpips.launch.signs import Terms
+from mpips.layout.roles import assign, shares, with_spares
+from mpips.layout.tables import Table, Zeros
+from mpips.optim.staleness import Staleness
+from mpips.ps.survival import announcement, spared
+
+RANKS, PARAMETERS = 6, 100_000
+AGAIN, ENDS = "this job starts again from its newest checkpoint", "this job ends"
+ALL = f"if a rank dies, {AGAIN}"
+WORKER = "if a worker dies, the others go on without it"
+BESIDE = "if a worker beside another rank dies, the others go on without it"
+ADOPTED = "if a server dies, another one takes its shard over"
+
+
+def job_of(words: str, on: bool, tables: bool = False) -> Any:
+    """Return what is asked of a job of six ranks, which train, on nodes of ``--node-size``."""
+    config = load(words.split())
+    size = config.node_size or RANKS
+    node_of = [rank // size for rank in range(RANKS)]
+    hosts = ["here"] * RANKS
+    roles = assign(config.mode, hosts, node_of, config.servers, config.server_ranks)
+    roles = with_spares(roles, config.spares)
+    failures = SimpleNamespace(on=on)
+    cluster = SimpleNamespace(
+        failures=failures, roles=roles, node_of=node_of, nodes=len(set(node_of))
+    )
+    problem = SimpleNamespace(tables={"t": Table(9, 2, Zeros())} if tables else {})
+    return SimpleNamespace(
+        config=config, cluster=cluster, problem=problem, staleness=Staleness.of(config),
+        shards=shares(PARAMETERS, roles, 8), dtype=SimpleNamespace(itemsize=8), rate=lambda rate: 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is the only one"),
+        ("--servers 2", f"{WORKER}; {ADOPTED}"),
+        ("--mode ssp --servers 1 --spares 1", f"{WORKER}; {ADOPTED}"),
+        (
+            "--servers 2 --record --read consistent",
+            f"{WORKER}; if a server dies, {AGAIN}: each writes its own --record",
+        ),
+        (
+            "--servers 2 --node-size 3",
+            f"{WORKER}; if a server dies, {AGAIN}: there are several nodes",
+        ),
+        (
+            "--servers 2 --server-ranks 0,1 --node-size 5",
+            f"{BESIDE}; if a server dies, {AGAIN}: there are several nodes",
+        ),
+        ("--servers 2 --node-size 1", f"{ALL}: each worker is alone on its node"),
+        (
+            "--servers 1 --spares 1 --node-size 2",
+            f"--spares 1 has no effect here; {WORKER}; if a server dies, {AGAIN}: "
+            "there are several nodes",
+        ),
+        ("--codec fp16 --node-size 2 --servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is"),
+        ("--codec topk --node-size 2", f"{ALL}: codec topk keeps a state between nodes"),
+        ("--codec topk --servers 2", f"{WORKER}; {ADOPTED}"),  # nothing crosses nodes
+        ("--mode ssp --codec onebit --node-size 2", f"{ALL}: codec onebit keeps a state"),
+        (
+            "--record --read consistent --node-size 2",
+            f"{ALL}: --record needs all ranks of several nodes",
+        ),
+        ("--node-aggregation --node-size 2", f"{ALL}: --node-aggregation needs all ranks"),
+        ("--far-read get --node-size 2", f"{ALL}: --far-read get needs all ranks of several"),
+        ("--delay-compensation 0.1 --node-size 2", f"{ALL}: --delay-compensation needs all ranks"),
+        ("--mode sync", f"{ALL}: mode sync needs all ranks"),
+        ("--mode sync --backup-workers 1 --servers 1", f"{ALL}: --backup-workers needs all ranks"),
+        ("--mode local_sgd", f"{ALL}: mode local_sgd needs all ranks"),
+        ("--mode easgd --codec none", f"{ALL}: mode easgd needs all ranks"),
+        (
+            "--evaluators 1 --servers 2",
+            "if an evaluator or a worker dies, the others go on without it; "
+            "if a server but server 0 dies, another one takes its shard over",
+        ),
+        (
+            "--evaluators 1 --mode sync",
+            f"if an evaluator dies, the others go on without it; if another rank dies, {AGAIN}: "
+            "mode sync needs all ranks",
+        ),
+    ],
+)
+def test_what_is_said_where_mpi_lets_jobs_go_on(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signs, "terms", lambda: Terms(restarts=5))
+    found = announcement(job_of(words, on=True))
+    assert found is not None
+    assert found.startswith(said)
+
+
+def test_tables_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "terms", lambda: Terms(restarts=5))
+    why = "a table needs all ranks of several nodes"
+    assert announcement(job_of("--node-size 2", True, tables=True)) == f"{ALL}: {why}"
+    assert announcement(job_of("--servers 2", True, tables=True)) == f"{WORKER}; {ADOPTED}"
+
+
+MPI = "this MPI ends all ranks"
+
+
+@pytest.mark.parametrize(
+    ("words", "terms", "said"),
+    [
+        ("--servers 2", Terms(restarts=1, alone=MPI), f"{ALL}: {MPI}"),
+        ("--servers 2", Terms(restarts=0, alone=MPI), f"if a rank dies, {ENDS}: {MPI}"),
+        ("--mode sync", Terms(restarts=1, alone=MPI), f"{ALL}: mode sync needs all ranks"),
+        (
+            "--servers 1 --spares 1",
+            Terms(restarts=1, alone=MPI),
+            f"--spares 1 has no effect here; {ALL}: {MPI}",
+        ),
+        (
+            "--resume auto",
+            Terms(restarts=1, program=True, alone="it is a program without --ft"),
+            f"{ALL}: it is a program without --ft",
+        ),
+        (
+            "",
+            Terms(restarts=1, program=True, alone=MPI),
+            f'if a rank dies, {ENDS}, as the program does not say resume="auto": {MPI}',
+        ),
+        ("--servers 2", None, None),
+        ("--spares 1", None, "--spares 1 has no effect but under mpips.launch, by Open MPI"),
+    ],
+)
+def test_what_is_said_where_it_does_not(
+    words: str, terms: Terms | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signs, "terms", lambda: terms)
+    job = job_of(words, on=False)
+    assert announcement(job) == said
+    assert spared(job) == ()
+
+
+def test_a_job_by_hand_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs, "terms", lambda: None)
+    assert announcement(job_of("--mode sync", on=True)) == (
+        f"if a rank dies, {ENDS}: mode sync needs all ranks"
+    )
