@@ -273,7 +273,7 @@ class Watch:
             gone = self._survives and found[rank] == GONE
             if spared and not gone and (stands or now - since >= self._timeout_s):
                 self.hung.add(rank)
-            elif not spared and now - since >= (ENDED_S if gone else self._timeout_s):
+            elif not spared and (stands or now - since >= (ENDED_S if gone else self._timeout_s)):
                 return f"{rank} {found[rank]} for {now - since:.0f} s"
         if failed := self._failed_for(ENDED_S, now):
             return failed

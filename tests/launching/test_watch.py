@@ -177,6 +177,15 @@ def test_processes_that_are_stopped_or_gone(job: Signs) -> None:
             child.wait(10)
 
 
+def test_a_job_that_waits_for_a_rank_that_is_gone(job: Signs) -> None:
+    """It is named, though it was missed some looks after the job had stood still."""
+    watch = Watch(job, TIMEOUT_S, program=False, now=0)
+    assert not any(watch.look(now) for now in range(0, 20, 2))
+    job.ranks = [Rank("1", platform.node(), os.getpid(), 0)]  # another process of its number
+    assert not any(watch.look(now) for now in range(20, 60, 2))
+    assert watch.look(60) == f"{job.ranks[0]} is gone for 40 s"
+
+
 @pytest.mark.parametrize("spares", [(), (1, 2)])
 def test_a_rank_that_is_gone_where_mpi_ends_nobody(
     spares: Sequence[int], job: Signs, rank: Path
