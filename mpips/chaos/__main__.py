@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpips.chaos.builtin import MODES, parse_modes
+from mpips.chaos.builtin import MODES, OUT, parse_modes
 from mpips.chaos.plan import DEFAULT, FAULTS, parse_faults
 from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import given_values, load
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
-    from mpips.chaos.run import OUT, Order
+    from mpips.chaos.run import Order
     from mpips.launch import supervise
 
     _check(args, words)

@@ -1,4 +1,4 @@
-"""The built-in job: digits are counted, in any mode, for as long as the faults take."""
+"""The built-in jobs: digits are counted, in any mode, for as long as the faults take."""
 
 import math
 import shlex
@@ -25,14 +25,27 @@ MODES = {
     "async-topk": "--mode async --codec topk --topk-ratio 0.1 --node-size 1",
     "async-onebit": "--mode async --codec onebit --node-size 1",
     "async-fp16": "--mode async --codec fp16 --node-size 1",
+    "async-bf16": "--mode async --codec bf16 --node-size 1",
+    "async-int8": "--mode async --codec int8 --node-size 1",
+    "async-aggregated": "--mode async --servers 1 --node-aggregation --node-size 2",
+    "async-aggregated-topk": "--mode async --codec topk --node-aggregation --node-size 2",
     "ssp-topk": "--mode ssp --staleness-bound 2 --codec topk --topk-ratio 0.1 --node-size 1",
     "sync-topk": "--mode sync --codec topk --topk-ratio 0.1 --node-size 2",
+    "sync-powersgd": "--mode sync --codec powersgd --powersgd-rank 2 --node-size 2",
     "async-tables": "--mode async --servers 2",
     "ssp-tables": "--mode ssp --staleness-bound 2 --servers 2 --checkpoint-rows changed",
     "async-spare-tables": "--mode async --servers 1 --spares 1",
     "sync-tables": "--mode sync --checkpoint-rows changed",
+    "program-async": "--mode async",
+    "program-ssp": "--mode ssp --staleness-bound 2 --servers 2",
+    "program-sync": "--mode sync",
+    "program-local_sgd": "--mode local_sgd --local-steps 2",
+    "program-easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",
+    "program-backup": "--mode sync --servers 1 --backup-workers 1",
 }
-INVARIANT = ("easgd", "backup")  # the other modes are counted exactly
+PROGRAM = "program-"  # begins the names of jobs that are programs of `mpips.run`
+INVARIANT = tuple(name for name in MODES if name.endswith(("easgd", "backup")))
+OUT = "{out}"  # among a program's words: the folder of its run
 DIGITS, HELD_OUT, BATCH = 1797, 359, 8
 SAVE_S = 0.4
 FAULT_S = 12.0  # for which workers make steps, at most, before a fault and after it
@@ -56,7 +69,7 @@ def parse_modes(text: str) -> list[str]:
 
 
 def job(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[str]:
-    """Return the options of a built-in job that lasts until all faults have come.
+    """Return the words of a built-in job that lasts until all faults have come.
 
     Args:
         mode: A key of `MODES`.
@@ -67,8 +80,16 @@ def job(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[
     Raises:
         UserError: If so many ranks cannot run it.
     """
+    words = options(mode, ranks, plan, timeout_s)
+    return ["-m", "mpips.chaos.program", OUT, *words] if mode.startswith(PROGRAM) else words
+
+
+def options(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> list[str]:
+    """Return the options of a built-in job; see `job`."""
     words = [*COMMON.split(), *shlex.split(MODES[mode])]
     kind = "HeldTable" if mode.endswith("-tables") else "Held"
+    if mode == "sync-powersgd":
+        kind = "HeldMatrix"
     config = load([*words, "--problem", _problem(f"{kind}Counting")])
     roles = assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers)
     workers = len(with_spares(roles, config.spares).workers)

@@ -24,6 +24,7 @@ from mpips.problems.base import Arrays, Problem
 from mpips.problems.rows import RowReads, Rows
 
 HELD_S = 0.05
+SIDE = 100
 SEVERAL, SPREAD, LAZY_ROWS = 17, 99_991, 100_000_000
 ROWS_OF: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "several": lambda ids: ids % SEVERAL,
@@ -120,6 +121,23 @@ class HeldCounting(Counting):
 
 class HeldMeanCounting(HeldCounting, MeanCounting):
     """The same, slow while it is held."""
+
+
+class HeldMatrixMeanCounting(HeldMeanCounting):
+    """The same, beside a matrix that counts too: its first elements, sample by sample."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        self.layout = Layout.of({**shapes, "matrix": (SIDE, SIDE)})
+
+    def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
+        """See `Counting.loss_and_grad`."""
+        loss = super().loss_and_grad(params, batch, out)
+        counts = out["counts"]
+        out["matrix"][:] = 0
+        out["matrix"].reshape(-1)[: counts.size] = counts
+        return loss
 
 
 class HeldTableCounting(HeldCounting, TableCounting):

@@ -23,6 +23,7 @@ from mpips.config.modes import SERVED
 from mpips.datasets.order import Order
 
 ROUNDING = 1e-6  # of sums of integers: what is lost or counted twice is 1
+KEPT = ("residual", "error")  # what codecs keep of gradients: one of them, PowerSGD's the second
 
 
 def check_run(out: Path) -> list[str]:
@@ -137,7 +138,8 @@ def check_counts(out: Path) -> list[str]:
 
 
 def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
-    kept = own(checkpoint, "residual").sum(axis=0) if checkpoint.worker_names else 0.0
+    names = [name for name in KEPT if name in checkpoint.worker_names]
+    kept = own(checkpoint, names[0]).sum(axis=0) if names else 0.0
     rate, state = config.learning_rate, checkpoint.state
     arrays = checkpoint.layout.views(checkpoint.read_params() - rate * kept)
     updates = checkpoint.step * rate
@@ -147,6 +149,9 @@ def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
     if not config.backup_workers:
         expected = expected_counts(checkpoint, state["n_train"])
         wrong += _far(arrays["counts"], expected, f"step {checkpoint.step}: count of sample")
+        if "matrix" in arrays:
+            found = arrays["matrix"].reshape(-1)[: expected.size]
+            wrong += _far(found, expected, f"step {checkpoint.step}: matrix: count of sample")
         wrong += wrong_rows(checkpoint, expected)
     return wrong
 

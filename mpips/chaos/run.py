@@ -19,7 +19,6 @@ from mpips.chaos.rank import InjectedFault
 from mpips.errors import UserError
 from mpips.launch import supervise
 
-OUT = "{out}"  # among a program's words: the folder of its run
 RESTARTS = 3  # more than faults: a fault may come while the ranks of another one's restart start
 
 
@@ -111,17 +110,18 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
     """
     result = Result(seed, mode, draw(seed, order.faults, order.most))
     given, out = order.job, folder / "out"
-    words = list(given.words)
     if mode:
         words = builtin.job(mode, given.ranks, result.plan, given.timeout_s)
+        survives = mode.startswith(builtin.PROGRAM)
+        given = dataclasses.replace(given, words=words, survives=survives)
     try:
         folder.mkdir(parents=True)
         if mode:
             held_by(out).touch()
     except OSError as problem:
         raise UserError(f"{folder}: {problem.strerror}", "a new folder", "see --folder") from None
-    options = _options(dataclasses.replace(given, words=words), result.plan)
-    words = _command(words, given.is_program, result.plan, out)
+    options = _options(given, result.plan)
+    words = _command(list(given.words), given.is_program, result.plan, out)
     with (
         Job(folder, given.ranks, words, options, Path.cwd()) as job,
         contextlib.closing(Follower(job, result.begun + order.limit_s)) as follower,
@@ -153,7 +153,7 @@ def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Pat
     """Return what the supervisor is given; a run that is made to raise is a program to it."""
     raises = _raises(plan)
     if is_program:
-        words = [word.replace(OUT, str(out)) for word in words]
+        words = [word.replace(builtin.OUT, str(out)) for word in words]
     else:
         words = [*words, "--out", str(out)]
         if not raises:

@@ -21,11 +21,16 @@ FAULTS = (
 # By the seed of the first, which is followed by the next ones'. Open MPI's, which goes on without
 # a worker that died, has mode async with one that is killed as it trains.
 SHARES = {
-    932: ("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
+    932: (
+        *("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
+        *("async-bf16", "async-int8", "async-aggregated-topk"),
+        *("program-sync", "program-local_sgd", "program-easgd"),
+    ),
     203: (
         *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
         *("async-servers", "ssp-spare", "async-spare-tables", "ssp-tables"),
-        *("async-nodes", "ssp-nodes"),
+        *("async-nodes", "ssp-nodes", "async-aggregated", "sync-powersgd"),
+        *("program-async", "program-ssp", "program-backup"),
     ),
 }
 PROGRAM = """

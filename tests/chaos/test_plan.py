@@ -3,7 +3,7 @@
 import pytest
 
 from mpips.chaos.__main__ import main
-from mpips.chaos.builtin import MODES, job
+from mpips.chaos.builtin import MODES, options
 from mpips.chaos.plan import FAULTS, STARTING, draw, parse_faults
 from mpips.chaos.run import _options
 from mpips.config.command_line import load
@@ -42,7 +42,7 @@ def test_faults_come_at_starts_where_the_supervisor_is_to_go_on() -> None:
 def test_a_built_in_job_can_be(mode: str, ranks: int) -> None:
     """The more hangs there are, the longer it is; rounds are whole."""
     kills, stops = (draw(1, [name] * 3) for name in ("kill:worker", "stop:worker"))
-    jobs = [load(job(mode, ranks, plan, 20.0)) for plan in (kills, stops)]
+    jobs = [load(options(mode, ranks, plan, 20.0)) for plan in (kills, stops)]
     assert jobs[0].epochs < jobs[1].epochs
     for config in jobs:
         n_train = 1797 - round(config.test_fraction * 1797)
