@@ -10,9 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpips.checkpoint import begin_step, commit, write_shard
+from mpips.checkpoint import (
+    begin_step,
+    commit,
+    list_checkpoints,
+    open_checkpoint,
+    verify,
+    write_shard,
+)
 from mpips.checkpoint.files import step_folder
-from mpips.checkpoint.place import Place, is_claimed, release
+from mpips.checkpoint.place import NO_LOCKS, Place, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve, to_toml
@@ -40,6 +47,46 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert not is_claimed(out)
     assert not is_claimed(tmp_path / "none")
     assert not folder.find_run(again).resumed  # nothing was saved: begins anew
+
+
+@pytest.mark.parametrize("number", NO_LOCKS)
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run begins and is resumed there; nobody knows of another one in its folder."""
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    out = tmp_path / "run"
+    assert folder.find_run(parse_command_line(["--out", str(out)])).out == out
+    assert not is_claimed(out)
+    saved_run(tmp_path / "other", Config())
+    again = parse_command_line(["--out", str(tmp_path / "other"), "--resume"])
+    assert folder.find_run(again).resumed
+
+
+def test_a_lock_that_fails_is_no_lack_of_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"):
+        claim(tmp_path)
+
+
+def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
+    """HDF5 is asked for no locks: its own would be refused here."""
+    saved_run(tmp_path / "run", Config())
+    (step,) = list_checkpoints(tmp_path / "run")
+    with (step / "shard-0000.h5").open("rb") as shard, (step / "index.h5").open("rb") as index:
+        for file in (shard, index):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        assert verify(step) == []
+        assert open_checkpoint(step).read_params().tolist() == [0.0] * 4
 
 
 def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
