@@ -1,9 +1,12 @@
 """Starts real jobs: mpirun of either MPI, under a time limit, with nothing left behind."""
 
 import contextlib
+import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,9 +15,15 @@ from mpips.launch import mpirun as launch
 from mpips.launch.mpirun import TREE as ROOT
 from mpips.launch.mpirun import environment
 
-__all__ = ["ROOT", "Finished", "Running", "environment", "file_in_shared_memory", "run", "train"]
+__all__ = [
+    "ROOT", "Finished", "Running", "ends_soon", "environment", "file_in_shared_memory", "run",
+    "shown", "train",
+]  # fmt: skip
 
 LIMIT_S = 120  # of a job that takes seconds, where many others run
+TIMES = 3
+LAUNCHER_TOLD = re.compile(r"^-{70,}\nprterun .*?^-{70,}\n", re.MULTILINE | re.DOTALL)
+T = TypeVar("T")
 
 
 class Finished(launch.Finished):
@@ -65,3 +74,26 @@ def run(
 def train(ranks: int, *options: str, cwd: Path, timeout_s: float = LIMIT_S) -> Finished:
     """Run ``mpirun -n ranks python -m mpips.train *options``."""
     return run(ranks, ["-m", "mpips.train", *options], cwd, timeout_s)
+
+
+def ends_soon(job: Callable[[Mapping[str, str]], T], folder: Path, within_s: float = 5.0) -> T:
+    """Run a job in which a rank raises, and once more if it ends late; returns what it did.
+
+    Args:
+        job: Runs it, with variables by which the rank notes when.
+        folder: Where it is noted.
+        within_s: Seconds from there to the end, at the best of three times.
+    """
+    noted, took = folder / "raised.txt", []
+    for _ in range(TIMES):
+        done = job({"RAISED_AT": str(noted)})
+        took.append(time.monotonic() - float(noted.read_text()))
+        if took[-1] <= within_s:
+            return done
+    raise AssertionError(f"it ended {took} seconds after an exception")
+
+
+def shown(output: str) -> list[str]:
+    """Return the lines of a job, without what the launcher and a supervisor say of its end."""
+    kept = LAUNCHER_TOLD.sub("", output).replace("\0", "")  # of Open MPI's, as a rank is killed
+    return [line for line in kept.splitlines() if line and not line.startswith("mpips.launch: ")]

@@ -90,11 +90,19 @@ def _heard(ranks: Iterable[int], seconds: float) -> bool:
         time.sleep(TURN_S / 10)
 
 
+def another_speaks() -> bool:
+    """Whether another rank ends the job, and what it says is to be the last that is printed."""
+    on = failures.switched_on()  # then whoever speaks has revoked, and nothing gets on
+    return not on and MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
+
+
 def raised(error: BaseException) -> str:
     """Return the message for an exception that nobody expected, with this rank and a traceback.
 
     It is empty where another rank says what has happened.
     """
+    if isinstance(error, failures.Lost):
+        return str(error)
     if failures.is_death(error):
         return str(failures.lost_by(error))
     lines = "".join(traceback.format_exception(error)).rstrip()

@@ -221,16 +221,17 @@ def end_all(message: str) -> NoReturn:
 
     MPI_Abort ends nobody here, and who ends by an exit code is waited for: this process is killed,
     when its communicators are revoked, by which the others see that they are to end. Who has
-    nothing to say waits for that: a further death would be told of as well.
+    nothing to say waits for that: a further death would be told of as well. What is said is the
+    last that is printed: who says it revokes first, and whoever has heard of that keeps still.
 
     Blocks: for half a second, or some seconds until another rank has spoken.
     """
     sys.stdout.flush()
-    if message:
-        complain(message)
+    if message and not _is_revoked():
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
                 comm.Revoke()
+        complain(message)
     end = time.monotonic() + (HEARD_S if message else SPOKEN_S)
     while time.monotonic() < end and (message or not _is_revoked()):
         with contextlib.suppress(MPI.Exception):  # the dead are listened to as well

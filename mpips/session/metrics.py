@@ -44,6 +44,7 @@ class Log:
         interval_s: Least seconds between progress lines; they grow rarer in a long run.
         quiet: Whether to print nothing.
         listener: Told of each line too: its kind, its step, its fields.
+        hushed: See `Progress`.
 
     Attributes:
         warnings: What went wrong and did not end the run.
@@ -59,12 +60,13 @@ class Log:
         interval_s: float = 1.0,
         quiet: bool = False,
         listener: Listener | None = None,
+        hushed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._file = MetricsFile(path) if path else None
         self._step, self._listener = 0, listener
         self.warnings: deque[str] = deque(maxlen=WARNINGS)
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
-        self._progress = Progress(total_steps)
+        self._progress = Progress(total_steps, hushed)
         self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
         self._loss_sum, self._loss_samples = 0.0, 0

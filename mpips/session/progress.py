@@ -1,6 +1,6 @@
 """Where the user sees how far a run is: a bar on a terminal, or lines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpips.errors import write_line
@@ -14,15 +14,18 @@ class Progress:
 
     Args:
         total_steps: Updates in the whole run, for the bar; None if unknown.
+        hushed: Whether nothing is to be shown any more, as the job ends.
     """
 
-    def __init__(self, total_steps: int | None) -> None:
-        self._total = total_steps
+    def __init__(self, total_steps: int | None, hushed: Callable[[], bool]) -> None:
+        self._total, self._hushed = total_steps, hushed
         self._bar: Any = None
         self._found: tuple[Terminal | None, bool] | None = None
 
     def show(self, gone_s: float, step: int, words: Sequence[str]) -> None:
         """Show `words` about update `step`, so many seconds after the start."""
+        if self._hushed():
+            return
         if self._found is None:
             self._found = find_terminal()
         terminal, lines = self._found

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster import signals, words
+from mpips.cluster import ending, signals, words
 from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.cluster.link import Link
 from mpips.cluster.world import Cluster
@@ -137,7 +137,10 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
         if path is not None and c.tensorboard:
             events = EventFiles(job.out, job.base_step, listener)
             listener = stack.enter_context(contextlib.closing(events))
-        log = Log(path, job.started, job.total_steps, c.log_every, c.quiet, listener)
+        log = Log(
+            path, job.started, job.total_steps, c.log_every, c.quiet, listener,
+            hushed=ending.another_speaks,
+        )  # fmt: skip
         yield stack.enter_context(log)
 
 

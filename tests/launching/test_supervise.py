@@ -3,14 +3,15 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import ROOT
+from launch import ROOT, ends_soon, shown
 from runs import (
     COUNTING,
     ENDLESS,
@@ -354,6 +355,44 @@ def test_programs_whose_workers_die(mode: str, tmp_path: Path) -> None:
     assert summary(out)["command"] == f"python {program} {out} {mode}"
     logged = re.findall(r'"left": (\d)', (out / "metrics.jsonl").read_text())
     assert sorted(logged) == ["0", "2"]
+
+
+RAISES = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import mpips
+def train(worker):
+    for pushed, batch in enumerate(worker.batches(230, batch_size=7, epochs=100)):
+        time.sleep(0.01)
+        if worker.id == 1 and pushed == 20:
+            Path(os.environ["RAISED_AT"]).write_text(f"{time.monotonic()}")
+            raise KeyError("a mistake of mine")
+        worker.grads["counts"][:] = 0
+        worker.push(0.0)
+mpips.run(train, {"counts": np.zeros(230)}, out="out", resume="auto", log_every=0.05)
+"""
+
+
+@pytest.mark.launch
+@survived
+def test_a_program_that_raises_where_others_would_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All end soon, and its traceback is the last that is printed."""
+    (tmp_path / "program.py").write_text(RAISES)
+
+    def run(env: Mapping[str, str]) -> str:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with Supervised(tmp_path, 4, ["program.py"], "--ft", "--restarts", "0") as job:
+            return job.wait(1)
+
+    told = ends_soon(run, tmp_path)
+    assert told.count("rank 2 raised KeyError: 'a mistake of mine', expected no exception") == 1
+    assert told.count("Traceback") == 1, "nobody else shows where it was"
+    assert shown(told)[-1] == "KeyError: 'a mistake of mine'"
 
 
 @pytest.mark.launch

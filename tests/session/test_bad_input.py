@@ -8,13 +8,21 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from launch import Finished, environment, file_in_shared_memory, run, train
+from launch import (
+    Finished,
+    ends_soon,
+    environment,
+    file_in_shared_memory,
+    run,
+    shown,
+    train,
+)
 from runs import Plan, thinned
 
 from mpips import train as program
@@ -322,8 +330,15 @@ def test_a_sample_that_is_nan_amid_training(tmp_path: Path) -> None:
     ],
 )
 def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) -> None:
-    options = ("--problem", f"{FAULTY}:{problem}", "--mode", mode, "--out", "run")
-    done = train(3, *options, "--checkpoint-every", "1steps", cwd=tmp_path, timeout_s=LIMIT_S)
+    """In 5 seconds, with its traceback last on the screen."""
+    words = ["-m", "mpips.train", "--problem", f"{FAULTY}:{problem}", "--mode", mode, "--out"]
+    words += ["run", "--checkpoint-every", "1steps", "--log-every", "0.05"]
+
+    def job(env: Mapping[str, str]) -> Finished:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return run(3, words, tmp_path, LIMIT_S, env)
+
+    done = ends_soon(job, tmp_path)
     message = message_of(done, 1)
     raised = "SystemExit: 0" if problem == "Leaves" else "KeyError: 'a mistake of mine'"
     ranks = "[0-2]" if problem == "RaisesEverywhere" else "2"
@@ -331,6 +346,7 @@ def test_an_exception_ends_all_ranks(problem: str, mode: str, tmp_path: Path) ->
     assert done.output.count("Traceback (most recent call last)") == 1
     assert re.search(r'faulty.py", line \d+, in (fail|evaluate)', done.output)
     assert not re.search("MPI_Abort", done.output, re.IGNORECASE)
+    assert shown(done.output)[-1] == raised, done.output
     assert not (tmp_path / "run" / "DONE").exists()
     if problem == "RaisesInEvaluate":  # found before the first step
         assert not list((tmp_path / "run" / "checkpoints").glob("step-*[1-9]*"))
