@@ -18,9 +18,12 @@ import os
 import platform
 import signal
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from mpips.bench.jobs import Failed, temporary_folder
 from mpips.bench.measure import Options, Row, bytes_text
@@ -34,6 +37,7 @@ from mpips.cluster import words
 from mpips.cluster.words import Board, Record
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
+from mpips.errors import write_line
 from mpips.launch.mpirun import Running, survivors_launcher
 from mpips.launch.ranks import open_boards
 from mpips.layout import Layout
@@ -44,12 +48,19 @@ ENDING = {  # what is done to a job with one server, and what it is called
     "kill:worker": "a worker is killed", "kill:server": "the only server is killed",
     "kill:job": "mpirun is killed", "exception:worker": "a worker raises",
 }  # fmt: skip
+DEATHS = (  # of a job that goes on
+    "a worker is killed: the others go on",
+    "a server is killed: server 0 takes its shard over",
+    "server 0 is killed: the last server goes on",
+)
 SERVERS, WORKERS = 3, 3
 OPEN = 2  # pushes of a worker that may not be applied yet
 SIZES, QUICK = (64 << 10, 100_000_000), (64 << 10,)  # bytes of a shard
 AIM_S, LARGE = 1.0, 10_000_000
 SLEEP_S = 3.0  # that a large gradient takes
 WAIT_S, POLL_S, REST_S = 120.0, 0.001, 1.0
+FAILURES = 3  # jobs that may fail for one kind of job
+Times: TypeAlias = dict[str, list[float]]
 TRAIN = (
     "--mode", "async", "--optimizer", "sgd", "--batch-size", "8", "--epochs", "1000000",
     "--eval-every", "0", "--log-every", "0.1",
@@ -81,36 +92,62 @@ def run(options: Options) -> list[Row]:
     for kind, name in list(ENDING.items())[-1 if options.quick else 0 :]:
         if kind == "kill:worker" and survivors:
             continue  # the others go on
-        with temporary_folder() as folder:
-            seconds = _restarts(kind, folder, repeats)
-        rows.append(_row(f"{name}: the job starts again", seconds))
+        found, failed = _repeated(partial(_restarts, kind, repeats), [kind], repeats)
+        rows.append(_row(f"{name}: the job starts again", found[kind], failed))
     for size in options.pick(SIZES, QUICK) if survivors else ():
-        found: dict[str, list[float]] = {}
-        for _ in range(repeats):
-            with temporary_folder() as folder:
-                for name, taken in _deaths(size, folder, survivors).items():
-                    found.setdefault(name, []).append(taken)
-        aim = AIM_S if size >= LARGE and not options.quick else None
-        rows += [_row(f"{name}, shards of {bytes_text(size)}", found[name], aim) for name in found]
+        found, failed = _repeated(partial(_deaths, size, survivors), DEATHS, repeats)
+        aim, size_text = size >= LARGE and not options.quick, bytes_text(size)
+        rows += [_row(f"{k}, shards of {size_text}", found[k], failed, aim) for k in DEATHS]
     return rows
 
 
-def _row(case: str, seconds: list[float], aim_s: float | None = None) -> Row:
+def _repeated(
+    measure: Callable[[Path, Times], None], names: Iterable[str], repeats: int
+) -> tuple[Times, int]:
+    """Measure by one job after the other until there are so many times under each name.
+
+    A job that does not go on is told of, and another one begins in its place: what was measured
+    stays.
+
+    Returns:
+        The times, and how many jobs have not.
+
+    Raises:
+        Failed: If more than `FAILURES` have not.
+    """
+    found: Times = {name: [] for name in names}
+    failed = 0
+    while min(map(len, found.values())) < repeats:
+        with temporary_folder() as folder:
+            try:
+                measure(folder, found)
+            except (Failed, TimeoutError) as error:
+                failed += 1
+                if failed > FAILURES:
+                    raise Failed(f"{failed} jobs have failed, the last one: {error}") from None
+                write_line(f"mpips.bench: recovery: a job has failed: {error}", sys.stderr)
+    return found, failed
+
+
+def _row(case: str, seconds: list[float], failed: int, aim: bool = False) -> Row:
     middle, worst = statistics.median(seconds), max(seconds)
-    if aim_s is not None:
-        return Row("recovery", case, worst, "s", "worst; aim", aim_s, aim_s / worst, 1.0)
-    return Row("recovery", case, middle, "s", f"worst of {len(seconds)}", worst, worst / middle)
+    left_out = f", {failed} failed" if failed else ""
+    if aim:
+        beside = f"worst{left_out}; aim"
+        return Row("recovery", case, worst, "s", beside, AIM_S, AIM_S / worst, 1.0)
+    beside = f"worst of {len(seconds)}{left_out}"
+    return Row("recovery", case, middle, "s", beside, worst, worst / middle)
 
 
-def _restarts(kind: str, folder: Path, repeats: int) -> list[float]:
-    """Do a thing again and again to a job that starts again; returns the seconds of each time."""
-    out = folder / "out"
+def _restarts(kind: str, repeats: int, folder: Path, found: Times) -> None:
+    """Do a thing again and again to a job that starts again; adds the seconds of each time."""
+    out, times = folder / "out", found[kind]
     job_words = ["--problem", f"{__file__}:Large", "--hidden", "1000", *TRAIN, "--servers", "1"]
     job_words += ["--checkpoint-every", "0.3", "--out", str(out)]
     if kind.startswith("exception"):
         train = ["-m", "mpips.train", *job_words, "--resume", "auto"]
         job_words = ["-m", "mpips.chaos.rank", *train]
-    more, found = ["--restarts", f"{2 * repeats}", "--timeout", f"{WAIT_S:g}"], []
+    more = ["--restarts", f"{2 * repeats}", "--timeout", f"{WAIT_S:g}"]
     deadline = time.monotonic() + WAIT_S * (repeats + 1)
     fault = Fault(kind, TRAINING, 1, 0.0, 0.5)
     with (
@@ -118,14 +155,15 @@ def _restarts(kind: str, folder: Path, repeats: int) -> list[float]:
         contextlib.closing(Follower(job, deadline)) as follower,
     ):
         moment = follower.now
-        for repeat in range(repeats):
-            if not follower.wait(lambda: follower.saves(moment, repeat > 0) >= 2):  # noqa: B023
+        anew = False
+        while len(times) < repeats:
+            if not follower.wait(lambda: follower.saves(moment, anew) >= 2):  # noqa: B023
                 raise Failed(f"{kind}: the job is over\n{job.output[-2000:]}")
             moment, before, start = follower.now, noted_ranks(out), time.perf_counter()
             strike(follower, fault)
             _wait(lambda: _has_updated(out, before), job)  # noqa: B023
-            found.append(time.perf_counter() - start)
-    return found
+            times.append(time.perf_counter() - start)
+            anew = True
 
 
 def _has_updated(out: Path, before: list[words.Address]) -> bool:
@@ -158,9 +196,9 @@ def _wait(ready: Callable[[], bool], job: Job | Running) -> None:
         time.sleep(POLL_S)
 
 
-def _deaths(size: int, folder: Path, launcher: list[str]) -> dict[str, float]:
-    """Kill a worker, a server and server 0 of a job that goes on; returns the seconds of each."""
-    out, found = folder / "out", {}
+def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
+    """Kill a worker, a server and server 0 of a job that goes on; adds the seconds of each."""
+    out = folder / "out"
     job_words = ["--problem", f"{__file__}:Large", "--hidden", f"{SERVERS * size // 4}", *TRAIN]
     job_words += ["--servers", f"{SERVERS}", "--checkpoint-every", "0", "--dtype", "float32"]
     train = ["-m", "mpips.train", *job_words, "--out", str(out)]
@@ -170,11 +208,7 @@ def _deaths(size: int, folder: Path, launcher: list[str]) -> dict[str, float]:
         ranks = sorted(board.read())
         servers = [one for one in ranks if one.is_server]
         workers = [one for one in ranks if not one.is_server]
-        for name, victim in (
-            ("a worker is killed: the others go on", workers.pop()),
-            ("a server is killed: server 0 takes its shard over", servers[1]),
-            ("server 0 is killed: the last server goes on", servers[0]),
-        ):
+        for name, victim in zip(DEATHS, (workers.pop(), servers[1], servers[0]), strict=True):
             time.sleep(REST_S)
             living = {one.pid for one in workers}
             before = {one.pid: one.clock for one in board.read()}
@@ -184,9 +218,8 @@ def _deaths(size: int, folder: Path, launcher: list[str]) -> dict[str, float]:
                 _wait(lambda: _gone_on(board, living, before), job)  # noqa: B023
             else:
                 _wait(lambda: _told(out) > told, job)  # noqa: B023
-            found[name] = time.perf_counter() - start
+            found[name].append(time.perf_counter() - start)
         board.close()
-    return found
 
 
 def _told(out: Path) -> int:

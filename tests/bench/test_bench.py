@@ -13,9 +13,10 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, plan, row_workers, streaming, wire
+from mpips.bench import catalogue, jobs, measure, plan, recovery, row_workers, streaming, wire
 from mpips.bench.__main__ import main
 from mpips.bench.driver import run as run_driver
+from mpips.bench.jobs import Failed
 from mpips.bench.measure import Options, Row
 from mpips.codecs import CODECS
 from mpips.errors import UserError
@@ -396,6 +397,31 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
         tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "evaluators", "start"}
     )
     assert sum("read-only" in row["case"] for row in rows) == 2
+
+
+@pytest.mark.parametrize("failing", [3, 4])
+def test_a_job_that_does_not_go_on_costs_no_other(
+    failing: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told of and counted, and another one begins; but not for ever."""
+    jobs = iter(range(99))
+
+    def deaths(size: int, launcher: list[str], folder: Path, found: recovery.Times) -> None:
+        for name in recovery.DEATHS:
+            if name == recovery.DEATHS[-1] and next(jobs) < failing:
+                raise Failed("it does not go on")
+            found[name].append(0.5)
+
+    monkeypatch.setattr(recovery, "_deaths", deaths)
+    monkeypatch.setattr(recovery, "ENDING", {})
+    monkeypatch.setattr(recovery, "survivors_launcher", lambda: ["mpirun"])
+    if failing > recovery.FAILURES:
+        with pytest.raises(Failed, match="4 jobs have failed, the last one: it does not go on"):
+            recovery.run(Options(2, False))
+        return
+    small, large = recovery.run(Options(2, False))[2::3]
+    assert (small.beside, large.beside) == ("worst of 2, 3 failed", "worst; aim")
+    assert capsys.readouterr().err.count("a job has failed: it does not go on") == failing
 
 
 @pytest.mark.launch
