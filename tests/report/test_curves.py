@@ -76,4 +76,8 @@ def test_a_band_of_curves_that_do_not_meet() -> None:
     x, low, _, high = band([one, two])
     assert np.isnan(low[(x > 1) & (x < 9)]).all()
     assert (low[0], high[-1]) == (1.0, 2.0)
+    meets = np.array([0.9, 10.0]), np.array([2.0, 2.0])  # a hundredth of the way
+    _, low, _, high = band([one, meets])
+    assert (low[0], high[-1]) == (1.0, 2.0)
+    assert np.isfinite(low).all()
     assert np.allclose(band([one])[2], 1.0)
