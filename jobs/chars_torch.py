@@ -8,10 +8,10 @@ They are those of the standard library, as its source has them; 1.5 M characters
 Also --mode ssp, sync, local_sgd, diloco (50 local steps a round) and streaming (the same, by five
 fragments that are exchanged beside the steps). --alone is plain PyTorch in one process, with as
 many samples and the same measure, bits a character of text that is held out; it needs no mpirun.
-With --text 100000, which takes half a minute of a core, expect 3.1 bits of --alone, 3.3 of async,
-ssp and sync, and 3.4 of local_sgd. On 2 ranks, --epochs 3 of the whole text brought sync to 1.898
-bits and diloco, which pushed 1/49 of the bytes, to 1.911; with --text 1000000 it was 2.73 and 3.03,
-for rounds that are so rare are behind while the loss still falls quickly.
+With --text 100000, which takes half a minute of a core, expect 3.1 bits of --alone, 3.2 to 3.4 of
+async, ssp and sync, and 3.5 of local_sgd. On 2 ranks, --epochs 3 of the whole text brought sync to
+1.898 bits and diloco, which pushed 1/49 of the bytes, to 1.911; with --text 1000000 it was 2.73 and
+3.03, for rounds that are so rare are behind while the loss still falls quickly.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python jobs/mlp_jax.py --alone
 
 Also --mode async, sync and local_sgd. --alone is plain JAX in one process, with as many samples
-and the same measure; it needs no mpirun. Expect 98 to 99 % held-out accuracy of each.
+and the same measure; it needs no mpirun. Expect 97 to 99 % held-out accuracy of each.
 """
 
 import argparse
