@@ -3,9 +3,9 @@
 Jobs whose gradients take a hundredth of a second asleep. What ends a job is done to one under
 `mpips.launch`, again and again: the time holds the pause of a second, the start of Python and of
 the ranks, and the first step. Where MPI lets the others go on, of 3 servers and 3 workers a worker
-is killed, then a server whose shard server 0 takes over, then server 0. The first update is one
-that some worker has pushed after the death to all shards, seen in the words of the ranks: of each
-worker two more pushes may be open.
+is killed, then server 0, then another server: one shard is taken over each time. The first update
+is one that some worker has pushed after the death to all shards, seen in the words of the ranks: of
+each worker two more pushes may be open.
 
 With shards of 100 MB gradients take seconds, so that servers keep up. There the time is that from
 the death to the line of `metrics.jsonl` that says that a shard is served again: within a second.
@@ -50,8 +50,8 @@ ENDING = {  # what is done to a job with one server, and what it is called
 }  # fmt: skip
 DEATHS = (  # of a job that goes on
     "a worker is killed: the others go on",
-    "a server is killed: server 0 takes its shard over",
-    "server 0 is killed: the last server goes on",
+    "server 0 is killed: the next one takes its shard and duties over",
+    "another server is killed: that one takes its shard over",
 )
 SERVERS, WORKERS = 3, 3
 OPEN = 2  # pushes of a worker that may not be applied yet
@@ -197,7 +197,7 @@ def _wait(ready: Callable[[], bool], job: Job | Running) -> None:
 
 
 def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
-    """Kill a worker, a server and server 0 of a job that goes on; adds the seconds of each."""
+    """Kill a worker, server 0 and another of a job that goes on; adds the seconds of each."""
     out = folder / "out"
     job_words = ["--problem", f"{__file__}:Large", "--hidden", f"{SERVERS * size // 4}", *TRAIN]
     job_words += ["--servers", f"{SERVERS}", "--checkpoint-every", "0", "--dtype", "float32"]
@@ -208,7 +208,7 @@ def _deaths(size: int, launcher: list[str], folder: Path, found: Times) -> None:
         ranks = sorted(board.read())
         servers = [one for one in ranks if one.is_server]
         workers = [one for one in ranks if not one.is_server]
-        for name, victim in zip(DEATHS, (workers.pop(), servers[1], servers[0]), strict=True):
+        for name, victim in zip(DEATHS, (workers.pop(), servers[0], servers[2]), strict=True):
             time.sleep(REST_S)
             living = {one.pid for one in workers}
             before = {one.pid: one.clock for one in board.read()}

@@ -186,7 +186,8 @@ def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
 
 def test_what_the_driver_takes() -> None:
     found = [m.name for m in catalogue.choose_for_driver([])]
-    left_out = ("plan", "link", "wire", "recovery", "supervision", "convergence")
+    named = ("row_growth", "plan", "recovery", "supervision", "convergence")
+    left_out = (*named, "link", "wire")
     assert found == [name for name in catalogue.MEASURES if name not in left_out]
     assert found[-1] == "torch"
     assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]

@@ -8,6 +8,7 @@ import pytest
 from mpips.config.command_line import load
 from mpips.launch import signs
 from mpips.launch.signs import Terms
+from mpips.layout import Layout
 from mpips.layout.roles import assign, shares, with_spares
 from mpips.layout.tables import Table, Zeros
 from mpips.optim.staleness import Staleness
@@ -33,7 +34,8 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
     cluster = SimpleNamespace(
         failures=failures, roles=roles, node_of=node_of, nodes=len(set(node_of))
     )
-    problem = SimpleNamespace(tables={"t": Table(9, 2, Zeros())} if tables else {})
+    given = {"t": Table(9, 2, Zeros())} if tables else {}
+    problem = SimpleNamespace(layout=Layout.of({"w": (PARAMETERS,)}, given))
     return SimpleNamespace(
         config=config, cluster=cluster, problem=problem, staleness=Staleness.of(config),
         shards=shares(PARAMETERS, roles, 8), dtype=SimpleNamespace(itemsize=8), rate=lambda rate: 0,
