@@ -61,7 +61,7 @@ class Trace:
         """Keep a change or a mark: what, when by `time.perf_counter`, and its value."""
         self._times.append(now)
         self._codes.append(value << CODE_BITS | what)
-        if len(self._times) == PIECE:
+        if len(self._times) >= PIECE:  # another thread of the rank notes, too
             self._begin_piece()
 
     def _begin_piece(self) -> None:
@@ -96,7 +96,7 @@ class Trace:
 
     def close(self) -> None:
         """Write what is left, and close the file. May be called twice."""
-        if self._thread.is_alive():
+        if self._thread.ident is not None and not self._ended.is_set():
             words.trace_by(None)
             self._ended.set()
             self._thread.join()

@@ -32,7 +32,7 @@ class RowCut:
         self._lines, self._wanted, self._lock = lines, wanted, Lock()
         self._aside: deque[tuple[np.ndarray, np.ndarray]] = deque()
         self._waiting = 0  # lines in it
-        self._most = max(1, PIECE_BYTES // lines[:1].nbytes)
+        self._most = max(1, PIECE_BYTES // (lines.shape[1] * lines.itemsize))
         self.count = int(np.count_nonzero(wanted))
 
     def keep(self, slot: np.ndarray) -> None:

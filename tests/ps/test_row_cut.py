@@ -142,3 +142,19 @@ def test_a_cut_that_was_let_go_keeps_nothing() -> None:
     assert not cut._aside
     assert not list(pieces)
     assert len(table.changed_rows().rows) == table.shard.touched
+
+
+@pytest.mark.parametrize("capacity", ["full", "lazy"])
+def test_a_cut_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
+    """As a spare has none, and of a table of one row all servers but one."""
+    table = Table(1, DIM, Normal(0.5), capacity=capacity)
+    made = JobTable("item", table, make_row_rule(Adagrad(0.1)), 5, 1, lambda step: 0.1)
+    counts = list[int]()
+    for server in range(2):
+        fields = table_fields(made, 2, server, "f4")
+        memory = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
+        cut = ServedTable(made, 2, server, memory).cut()
+        record = write_rows(tmp_path, server, 1, {"item": cut})
+        counts.append(record.size)
+        assert sum(len(part.rows) for part in read_rows(tmp_path, record, 1, "item")) == 0
+    assert counts == [0, 0]
