@@ -151,7 +151,8 @@ def _rate(record: Record, config: Config) -> float | None:
 def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None) -> Facts:
     """Return what holds in any world: what is asked, else what the run or the job says."""
     parameters, samples = count(asked.parameters), count(asked.samples)
-    tables: Tables | None = () if config.problem not in ROW_PROBLEMS else None
+    own = ":" in config.problem  # a user's, of which nothing is known here
+    tables: Tables | None = None if own or config.problem in ROW_PROBLEMS else ()
     step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
     if run is not None and record is not None:
         parameters, samples = parameters or run.parameters, samples or run.samples

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint.chain import counted_rows
-from mpips.checkpoint.files import INDEX, PathLike, folder_step, list_checkpoints, pieces
+from mpips.checkpoint.files import (
+    INDEX,
+    PathLike,
+    damaged,
+    folder_step,
+    list_checkpoints,
+    pieces,
+)
 from mpips.checkpoint.index import Contents, file_problems, read_index
 from mpips.checkpoint.rows import TableRows, read_columns
 from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, slot_dataset
@@ -181,13 +188,19 @@ class Checkpoint:
         """
         first, count = self.contents.rows[0], self.count_rows(name)
         return {
-            column: Stream((count, *shape), dtype, partial(self._column, name, column))
+            column: Stream((count, *shape), dtype, partial(self._column, name, column, count))
             for column, (_, shape, dtype) in read_columns(self.path, first, self.step, name).items()
         }
 
-    def _column(self, name: str, column: str) -> Iterator[np.ndarray]:
+    def _column(self, name: str, column: str, count: int) -> Iterator[np.ndarray]:
+        found = 0
         for some in counted_rows(self.path, self.contents, name):
-            yield from some.column(column)
+            for piece in some.column(column):
+                found += len(piece)
+                if found <= count:
+                    yield piece
+        if found != count:
+            raise damaged(f"{self.path}: {column} of table {name} of length {found}", str(count))
 
     def read_column(self, name: str, column: str) -> np.ndarray:
         """Return one of `columns`, whole.

@@ -153,9 +153,9 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
             lengths = [len(array) for array in arrays]
             got = f"{path}: arrays of table {table} of lengths {lengths}"
             raise damaged(got, str(len(numbers)))
-        step = max(1, READ_BYTES // sum(map(_row_bytes, (numbers, *arrays))))
-        for begin in range(0, len(numbers), step):
-            some = slice(begin, begin + step)
+        count = max(1, READ_BYTES // sum(map(_row_bytes, (numbers, *arrays))))
+        for begin in range(0, len(numbers), count):
+            some = slice(begin, begin + count)
             kept = {name: slot[some] for name, slot in slots.items()}
             yield TableRows(numbers[some], params[some], kept)
 

@@ -81,15 +81,13 @@ class TableSaver(Saver):
             self._base = step
 
     def _write_files(self, folder: str, step: int, arrays: list[np.ndarray]) -> Files | None:
-        written = super()._write_files(folder, step, arrays)
-        if written is None:
-            return None
         tables = {name: _Sound(rows) for name, rows in self._rows.items()}
-        try:
+        try:  # first: until they are written, rows that change are set aside
             record = checkpoint.write_rows(folder, self.owner, step, tables, self._adds_to)
         except _Unsound:
             return None
-        return (*written, record)
+        written = super()._write_files(folder, step, arrays)
+        return None if written is None else (*written, record)
 
     def _report(self, answer: Answer) -> None:
         for rows in self._rows.values():

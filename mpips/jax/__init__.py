@@ -46,15 +46,17 @@ os.environ.setdefault("NPROC", str(max(1, cores() // local_ranks())))  # as XLA 
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is used: `mpips.jax.problem` is for places without MPI too."""
+    """Import a name when it is used: only `run` and its result need MPI."""
     if name not in __all__:
         raise AttributeError(f"module 'mpips.jax' has no attribute {name!r}")
     from importlib import import_module
 
-    modules = {n: import_module(f"mpips.jax.{_MODULES.get(n, 'trees')}") for n in __all__}
-    found = {n: getattr(module, n) for n, module in modules.items()}
-    globals().update(found)  # `run` is the function, where its import has left the module
-    return found[name]
+    place = _MODULES.get(name, "trees")
+    module = import_module(f"mpips.jax.{place}")
+    names = [other for other in __all__ if _MODULES.get(other, "trees") == place]
+    # All of them: `run` is the function, where its import has left the module.
+    globals().update({other: getattr(module, other) for other in names})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

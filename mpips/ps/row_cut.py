@@ -2,7 +2,7 @@
 
 A byte a line says which the cut still has to take. Before an update changes one of these, its line
 is copied and set aside (`RowCut.keep`), and is taken from there. So beside the table there are that
-byte, two pieces, and the lines that change while one is written: never the table twice.
+byte, two pieces, and the lines that change before they are taken.
 """
 
 from collections import deque

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpips.cluster import words
 from mpips.cluster.start import Request
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
@@ -52,6 +53,7 @@ class KeptReads(ReplyReads):
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
+        words.fetched()
         self._asked = {owner[0]: self._ask(*owner) for owner in self._owners}
 
     def _ask(self, server: int, rank: int, shard: Shard) -> _Asked:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -165,6 +166,18 @@ def test_rows_of_other_lengths_are_refused(tmp_path: Path) -> None:
     bad = TableRows(good.rows, good.params[1:], {})
     with pytest.raises(ValueError, match="table item of lengths"):
         write_rows(folder, 0, STEP, {"item": bad})
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_columns_of_other_lengths_are_damaged(more: int, tmp_path: Path) -> None:
+    found = open_checkpoint(save(tmp_path))
+    with h5py.File(found.path / "rows-0000.h5", "r+") as file:
+        group = file["tables/item"]
+        params = np.resize(group["params"][:], (len(group["rows"]) + more, 4))
+        del group["params"]
+        group["params"] = params
+    with pytest.raises(UserError, match=r"params of table item of length \d+, expected 90"):
+        list(found.columns("item")["params"].buffers())
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def text_of(p: Prediction, run: Run | None = None) -> str:
 
 def _rows_of_tables(p: Prediction) -> list[str]:
     if p.without_rows:
-        return ["rows of tables are not counted: how many a batch needs is not known"]
+        return ["rows of tables, if any, are not counted: how many a batch needs is not known"]
     pulled, pushed = (human_bytes(n) for n in (p.case.rows.params, p.case.rows.grads))
     if not p.case.rows.params:
         return []
