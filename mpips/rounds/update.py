@@ -5,6 +5,7 @@ from time import perf_counter
 
 import numpy as np
 
+from mpips.kernels.vectors import sum_rows
 from mpips.layout import Shard
 from mpips.optim import Part, Rule, Slots, Sum
 from mpips.planning.job import Job
@@ -50,7 +51,7 @@ class ShardUpdate:
         most = BLOCK_BYTES // grad.itemsize if self._cluster.nodes > 1 else max(1, params.size)
         for part in _cut(rule.parts(begin, self._shard.end), most):
             block = slice(part.begin - begin, part.end - begin)
-            of_block = grad[block] if whole else grad
+            of_block = grad[block] if whole else grad[: part.end - part.begin]
             views = tuple(slot[block] for slot in self._slots)
             self._blocks.append((part, params[block], of_block, views))
 
@@ -71,9 +72,11 @@ class ShardUpdate:
         start = perf_counter()
         lr, far = self._rate(step) * factor, self._cluster.nodes > 1
         for (begin, _, rule, scale), params, grad, slots in self._blocks:
-            if sources:
+            if sources and params.size > grad.size:
                 rule.apply_sum(params, Sum(*sources, begin, grad), slots, step, lr * scale)
-            else:
+            else:  # of what fits into the room, two calls are sooner made than one that cuts it
+                if sources:
+                    sum_rows(*sources, begin, grad)
                 rule.apply(params, grad, slots, step, lr * scale)
             if far:
                 self._cluster.progress()
