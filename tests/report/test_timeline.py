@@ -313,15 +313,15 @@ def test_a_job_that_is_killed(tmp_path: Path) -> None:
         wait_for(lambda: all((first / f"rank-0000{k}").exists() for k in range(2)))
         begun = time.time()
         wait_for(lambda: bool((read(first / "rank-00001").whats == BEAT).sum() > 2))
-        killed = time.time()
         job.kill()
+        killed = time.time()
     run(2, ["-m", "mpips.train", *options, "--epochs", "1"], tmp_path).check()
     assert jobs_of(tmp_path / "run") == [1, 2]
     ranks = read_run(tmp_path / "run", 1)
     assert [each.about["name"] for each in ranks] == ["server 0", "worker 0"]
     for each, phase in zip(ranks, (words.APPLYING, words.COMPUTING), strict=True):
         found = slices(each)
-        assert killed - 5 < found.ends[-1] < killed + 5  # on a busy machine
+        assert begun < found.ends[-1] < killed + 1
         assert found.begins[found.whats == phase][-1] > begun
     text = trace.make([str(tmp_path / "run"), "--job", "1"])
     assert "rank   1  worker 0" in text
