@@ -5,6 +5,7 @@ each push with SGD. The limit is what the same ranks reach when they run the sam
 copies on the same buffers, and nobody looks at anybody.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -36,12 +37,16 @@ REACH = 0.8
 class Exchange:
     """The store of an asynchronous run, and the loops around it, without data to train on.
 
+    Args:
+        job: The run.
+        compute_s: Seconds that a worker's core is busy for in a step, beside the step's own work.
+
     Collective: yes, construction and `free` both.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, compute_s: float = 0.0) -> None:
         cluster = self.cluster = job.cluster
-        self._job, self._goal = job, 0
+        self._job, self._goal, self.compute_s = job, 0, compute_s
         design = Design.of(job)
         self._half = half = assemble(cluster, design)
         self.server: AsyncServer | None = None
@@ -65,6 +70,9 @@ class Exchange:
 
     def step(self) -> None:
         """Pull, compute and push, on a worker."""
+        end = time.perf_counter() + self.compute_s
+        while self.compute_s and time.perf_counter() < end:
+            pass
         follow(self._job.problem, self.worker.step((0, 0, 1), ONE))
 
     def exchange(self, steps: int) -> None:
@@ -196,4 +204,6 @@ def with_and_without(
     mine, other, ratio = compare(times["with"], times["without"])
     workers = len(exchange.cluster.roles.workers)
     case = f"{bytes_text(size)}, 1 server, {workers} worker{'s' * (workers > 1)}"
+    if exchange.compute_s:
+        case += f", gradients of {1e3 * exchange.compute_s:g} ms"
     return case, workers * steps / mine, workers * steps / other, ratio

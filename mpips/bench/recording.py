@@ -1,7 +1,7 @@
 """What ``--record`` costs: push and pull by consistent reads, with a record beside without.
 
 The same exchanges in the same world, in turn. What a record takes depends on the pushes, and not on
-their size: small ones are the worst case.
+their size: small ones in which nothing is computed are the worst case.
 """
 
 from collections.abc import Iterator
@@ -19,23 +19,25 @@ from mpips.ps.recording import Recorder
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
 STEPS = (3, 100)  # at least and at most in one repeat
-REACH, FROM = 0.99, 1 << 20  # bytes
+COMPUTED = 64 << 10, 1e-3  # also with gradients of so many seconds
+REACH, FROM = 0.99, 1 << 20  # bytes, where nothing is computed
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare at each size; one server, the other ranks are workers. Collective: yes."""
     with temporary_folder() as folder:
-        return [_at(cluster, size, options, folder) for size in options.pick(SIZES, QUICK)]
+        cases = [*((size, 0.0) for size in options.pick(SIZES, QUICK)), COMPUTED]
+        return [_at(cluster, *case, options, folder / f"{k}") for k, case in enumerate(cases)]
 
 
-def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
+def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder: Path) -> Row:
     job = make_job(cluster, size // 4, "async", servers=1, read="consistent")
-    exchange = Exchange(job)
+    exchange = Exchange(job, compute_s)
     server, recorder = exchange.server, None
     if server is not None:
         about = {"part": 1, "workers": cluster.roles.workers, "samples": [job.info.n_train]}
         warm()
-        recorder = Recorder(folder / f"{size}", about, server.store.params, whole=True)
+        recorder = Recorder(folder, about, server.store.params, whole=True)
 
     @contextmanager
     def recorded() -> Iterator[None]:
@@ -50,5 +52,5 @@ def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
         recorder.close()
     exchange.free()
     rate, other, ratio = found
-    reach = REACH if size >= FROM else None
+    reach = REACH if compute_s or size >= FROM else None
     return Row("recording", case, rate, "pushes/s", "no record", other, ratio, reach)

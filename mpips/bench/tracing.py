@@ -19,17 +19,19 @@ from mpips.cluster.world import Cluster
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
 STEPS = (3, 2000)  # at least and at most in one repeat
-REACH, FROM = 0.97, 1 << 20  # bytes
+COMPUTED = 64 << 10, 1e-3  # also with gradients of so many seconds
+REACH, FROM = 0.97, 1 << 20  # bytes, where nothing is computed
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
     """Compare at each size; one server, the other ranks are workers. Collective: yes."""
     with temporary_folder() as folder:
-        return [_at(cluster, size, options, folder) for size in options.pick(SIZES, QUICK)]
+        cases = [*((size, 0.0) for size in options.pick(SIZES, QUICK)), COMPUTED]
+        return [_at(cluster, *case, options, folder) for case in cases]
 
 
-def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
-    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder: Path) -> Row:
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1), compute_s)
     with closing(Trace(folder / f"rank-{cluster.rank}", {"rank": cluster.rank})) as trace:
 
         @contextmanager
@@ -42,5 +44,5 @@ def _at(cluster: Cluster, size: int, options: Options, folder: Path) -> Row:
         words.trace_by(trace.note)
     exchange.free()
     rate, other, ratio = found
-    reach = REACH if size >= FROM else None
+    reach = REACH if compute_s or size >= FROM else None
     return Row("tracing", case, rate, "pushes/s", "no trace", other, ratio, reach)
