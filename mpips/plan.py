@@ -105,13 +105,14 @@ def _known(path: Path | None, asked: Asked, words: Sequence[str]) -> _Known:
         saved = {k: v for k, v in record.config.items() if k not in SESSION_FIELDS}
         job = {**{k: v for k, v in saved.items() if v is not None and k in OPTIONS}, **(job or {})}
     config = resolve(line.options, job)
-    run = None if record is None else measured.run_of(record.summary, config, _rate(record, config))
+    pace, start_s = (None, 0.0) if record is None else _pace(record, config)
+    run = None if record is None else measured.run_of(record.summary, config, pace)
     own = run is not None and not asked.workers
     if not asked.workers and run is None:
         raise UserError("a plan without a world", "--workers N", "or --from RUN")
     if own and run is not None and run.server_ranks and "servers" not in line.options:
         config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
-    return _Known(config, _facts(config, asked, run, record), run, own)
+    return _Known(config, _facts(config, asked, run, record, start_s), run, own)
 
 
 def _compared(paths: Sequence[Path], asked: Asked, words: Sequence[str]) -> str:
@@ -134,21 +135,28 @@ def _record(path: Path) -> Record:
     return record
 
 
-def _rate(record: Record, config: Config) -> float | None:
-    """Return the samples a second between a run's first progress line and its last but one.
+def _pace(record: Record, config: Config) -> tuple[float | None, float]:
+    """Return how fast a run has trained, and when it had begun to.
 
-    None where workers may end at different times, and where there are too few.
+    Returns:
+        Samples a second between its first progress line and its last but one, None where workers
+        may end at different times, and where there are too few; and the seconds before its first
+        step, by that rate, 0 where there is none.
     """
     if config.steps and not config.in_rounds:
-        return None
+        return None, 0.0
     curve = record.curves.get(RATED)
     points = [p for p in curve.points if p.samples > 0][:-1] if curve else []
     if len(record.jobs) != 1 or len(points) < 3 or points[-1].seconds <= points[0].seconds:
-        return None
-    return (points[-1].samples - points[0].samples) / (points[-1].seconds - points[0].seconds)
+        return None, 0.0
+    first, last = points[0], points[-1]
+    found = (last.samples - first.samples) / (last.seconds - first.seconds)
+    return found, max(0.0, first.seconds - first.samples / found)
 
 
-def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None) -> Facts:
+def _facts(
+    config: Config, asked: Asked, run: Run | None, record: Record | None, start_s: float
+) -> Facts:
     """Return what holds in any world: what is asked, else what the run or the job says."""
     parameters, samples = count(asked.parameters), count(asked.samples)
     own = ":" in config.problem  # a user's, of which nothing is known here
@@ -172,7 +180,7 @@ def _facts(config: Config, asked: Asked, run: Run | None, record: Record | None)
         batch_bytes=config.batch_size * size(asked.sample_bytes), rounds=ROUND_COSTS[mpi],
     )  # fmt: skip
     if record is not None:
-        found = measured.speeds_of(record.summary, config, speeds)
+        found = measured.speeds_of(record.summary, config, speeds, start_s)
         speeds = dataclasses.replace(found, step_s=step_s) if step_s else found
     return Facts(
         parameters, samples, speeds, seconds(asked.mtbf), seconds(asked.restart),

@@ -261,6 +261,17 @@ def test_a_run_beside_its_prediction(run: Path) -> None:
     assert "the run itself" not in elsewhere
 
 
+def test_the_start_of_a_run_is_not_between_its_steps(run: Path) -> None:
+    words = ["--from", str(run), "--json"]
+    at_once = json.loads(plan.write(words))["step_s"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line["time_s"] += 0.5
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run / "summary.json").write_text(json.dumps({**SUMMARY, "train_s": SUMMARY["train_s"] + 0.5}))
+    assert json.loads(plan.write(words))["step_s"] == pytest.approx(at_once, rel=1e-9)
+
+
 def test_runs_in_a_table(run: Path) -> None:
     head, rule, row = plan.write(["--compare", str(run), str(run)]).splitlines()[:3]
     assert head.count("|") == rule.count("|") == row.count("|")

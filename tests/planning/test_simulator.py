@@ -500,6 +500,8 @@ def test_a_run_s_times_are_taken() -> None:
     assert found.step_s == pytest.approx(0.06)
     assert found.each == pytest.approx((4 / 6, 8 / 6))
     assert found.between_s == pytest.approx((20 - 9 - 9.5) / 200)
+    begun = speeds_of(SUMMARY, config, Speeds(0.0), start_s=0.25)
+    assert begun.between_s == pytest.approx((20 - 0.5 - 9 - 9.5) / 200)
     assert found.apply == pytest.approx(200 * M / 2)
     assert found.copy == Speeds(0.0).copy  # its pulls went over links
     run = run_of(SUMMARY, config)

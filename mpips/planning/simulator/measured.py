@@ -69,11 +69,19 @@ def run_of(summary: Mapping[str, Any], config: Config, samples_per_s: float | No
         raise UserError("a summary without times", "that of a run that has trained") from None
 
 
-def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Speeds:
+def speeds_of(
+    summary: Mapping[str, Any], config: Config, given: Speeds, start_s: float = 0.0
+) -> Speeds:
     """Return the speeds that a run was measured to have; where it says nothing, those given.
 
-    Computing is that of each worker. What is neither computing, pulling, pushing nor waiting lies
-    between steps. On one node a pull is a copy.
+    Computing is that of each worker. What is neither computing, pulling, pushing nor waiting, nor
+    before the first step, lies between steps. On one node a pull is a copy.
+
+    Args:
+        summary: The run's ``summary.json``.
+        config: Its job.
+        given: The speeds.
+        start_s: Seconds before its first step.
     """
     rows = [row for row in summary["per_worker"] if row.get("samples") and row.get("compute_s")]
     if not rows:
@@ -81,7 +89,7 @@ def speeds_of(summary: Mapping[str, Any], config: Config, given: Speeds) -> Spee
     batches = [row["samples"] / config.batch_size for row in rows]
     each = np.array([row["compute_s"] for row in rows]) / batches
     spent = [sum(row[k] for k in ("compute_s", "pull_s", "push_s", "wait_s")) for row in rows]
-    rest = summary["train_s"] * len(rows) - sum(spent)
+    rest = (summary["train_s"] - start_s) * len(rows) - sum(spent)
     owners = [row for row in summary["per_server"] if row.get("busy_s", 0) > LEAST_BUSY_S]
     numbers = summary["parameters"] + sum(dim * n for _, dim, n in tables_of(summary, config) or ())
     nbytes = numbers * np.dtype(config.dtype).itemsize / len(summary["per_server"])
