@@ -6,8 +6,9 @@ comes into the other node behind what came before it. So messages share both pip
 share a link: workers that ask at once are answered at once, and late, and stay in step. A **lane**
 is what the servers of one node own together, or those of several nodes where all are alike. A
 worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
-each lane, and asks for the next parts. A server receives so many far parts at a time, and applies
-them one after the other as they are here.
+each lane, and asks for the next parts. It reads those of its own node before it waits for the far
+ones, and so before its push is applied there; with a bound on clocks, when all far ones are here. A
+server receives so many far parts at a time, and applies them one after the other as they are here.
 
 A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
 """
@@ -196,7 +197,18 @@ def take(s: State, w: int, now: float) -> None:
         return
     if not n[AHEAD] or me[STEP] == 0:
         ask(s, w, now)
+    read_near(s, w)
     try_start(s, w, now)
+
+
+@kernel()
+def read_near(s: State, w: int) -> None:
+    """Have the parts of a worker's own node for its next replica."""
+    n, me = s.numbers, s.workers[w]
+    step = int(me[STEP])
+    for k in range(n[LANES]):
+        if s.lanes[k, AT] == me[NODE]:
+            s.parts[w * (n[LANES] + 1) + k, SEEN + step % RING] = s.lanes[k, VERSION]
 
 
 @kernel()
@@ -204,9 +216,8 @@ def start(s: State, w: int, now: float) -> None:
     """Compute a gradient."""
     n, me = s.numbers, s.workers[w]
     step = int(me[STEP])
-    for k in range(n[LANES]):
-        if s.lanes[k, AT] == me[NODE]:
-            s.parts[w * (n[LANES] + 1) + k, SEEN + step % RING] = s.lanes[k, VERSION]
+    if n[BOUND] >= 0:
+        read_near(s, w)
     if n[STARTED] == n[WARM]:
         s.events[0, WARM_AT] = now
     if n[STARTED] == n[LAST]:
