@@ -47,5 +47,5 @@ class State(NamedTuple):
     lanes: Matrix
     parts: Matrix
     pipes: Matrix
-    compute: Matrix
+    times: Matrix
     tally: Vector

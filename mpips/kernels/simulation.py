@@ -6,9 +6,9 @@ comes into the other node behind what came before it. So messages share both pip
 share a link: workers that ask at once are answered at once, and late, and stay in step. A **lane**
 is what the servers of one node own together, or those of several nodes where all are alike. A
 worker pulls a part from each lane, computes, waits until the push before has left, pushes a part to
-each lane, and asks for the next parts. It reads those of its own node before it waits for the far
-ones, and so before its push is applied there; with a bound on clocks, when all far ones are here. A
-server receives so many far parts at a time, and applies them one after the other as they are here.
+each lane, and asks for the next parts. It reads those of its own node after the time between steps,
+when its push may be applied; with a bound on clocks, when all far ones are here. A server receives
+so many far parts at a time, and applies them one after the other as they are here.
 
 A run depends on its numbers alone. `mpips.planning.simulator.served` fills the arrays.
 """
@@ -28,7 +28,7 @@ from mpips.kernels.simulated import (
 # isort: on
 
 # Kinds of events, and of messages.
-_FREED, _START, _COMPUTED, _DELIVERED, _APPLY = range(5)
+_FREED, _START, _COMPUTED, _DELIVERED, _READ, _APPLY = range(6)
 _REPLY, _PUSH = 0, 1
 
 
@@ -186,18 +186,22 @@ def take(s: State, w: int, now: float) -> None:
     n, me = s.numbers, s.workers[w]
     if n[HANDED] >= n[TOTAL] or (n[QUOTA] and me[STEP] >= n[QUOTA]):
         return
-    batch = n[HANDED]
+    me[BATCH + int(me[STEP]) % RING] = n[HANDED]
     n[HANDED] += 1
-    me[BATCH + int(me[STEP]) % RING] = batch
     me[IDLE] = 1
     if n[BOUND] >= 0:
         me[HELD] = 1
         n[BLOCKED] += 1
         release(s, w, now)
         return
+    pause = s.times[n[WORKERS] + w, int(me[STEP]) % s.times.shape[1]]
+    if pause > 0:
+        me[MISSING + (int(me[STEP]) & 1)] += 1
+        put(s.events, n, now + pause, _READ, w, 0)
+    else:
+        read_near(s, w)
     if not n[AHEAD] or me[STEP] == 0:
         ask(s, w, now)
-    read_near(s, w)
     try_start(s, w, now)
 
 
@@ -205,10 +209,9 @@ def take(s: State, w: int, now: float) -> None:
 def read_near(s: State, w: int) -> None:
     """Have the parts of a worker's own node for its next replica."""
     n, me = s.numbers, s.workers[w]
-    step = int(me[STEP])
     for k in range(n[LANES]):
         if s.lanes[k, AT] == me[NODE]:
-            s.parts[w * (n[LANES] + 1) + k, SEEN + step % RING] = s.lanes[k, VERSION]
+            s.parts[w * (n[LANES] + 1) + k, SEEN + int(me[STEP]) % RING] = s.lanes[k, VERSION]
 
 
 @kernel()
@@ -224,15 +227,16 @@ def start(s: State, w: int, now: float) -> None:
         s.events[0, LAST_AT] = now
     n[STARTED] += 1
     me[KNOWN] = now
-    me[PULL] += now - me[SINCE] + me[COPY_S]
+    seconds = s.times[w, step % s.times.shape[1]]
+    pause = s.times[n[WORKERS] + w, step % s.times.shape[1]]
+    me[PULL] += now - me[SINCE] - pause + me[COPY_S]
     me[MISSING + (step & 1)] = me[FAR] + n[READS]
     me[ARRIVED + (step & 1)] = 0
     if n[READS]:
         enqueue(s, int(s.lanes[n[LANES], AT]), w, n[LANES], _REPLY, now)
     if n[AHEAD]:
         ask(s, w, now)
-    seconds = s.compute[w, step % s.compute.shape[1]]
-    me[COMPUTE] += seconds
+    me[COMPUTE] += seconds + pause
     me[SINCE] = now + me[COPY_S] + seconds
     put(s.events, s.numbers, me[SINCE], _COMPUTED, w, 0)
 
@@ -356,6 +360,9 @@ def handle(s: State, kind: int, w: int, k: int, now: float) -> None:
     elif kind == _DELIVERED:
         apply(s, w, k, now)
         gone(s, w, now)
+    elif kind == _READ:
+        read_near(s, w)
+        arrive(s, w, int(s.workers[w, STEP]), now, now)
     else:
         applied(s, w, k, now)
 
@@ -363,7 +370,7 @@ def handle(s: State, kind: int, w: int, k: int, now: float) -> None:
 @kernel()
 def simulate(
     events: Matrix, numbers: Vector, workers: Matrix, lanes: Matrix,
-    parts: Matrix, pipes: Matrix, compute: Matrix, tally: Vector,
+    parts: Matrix, pipes: Matrix, times: Matrix, tally: Vector,
 ) -> int:  # fmt: skip
     """Run from the first step of all workers to the last update.
 
@@ -374,13 +381,13 @@ def simulate(
         lanes: Shape (lanes + 1, LANE_COLUMNS), dtype float64.
         parts: Shape (workers * (lanes + 1), PART_COLUMNS), dtype float64.
         pipes: Shape (nodes, PIPE_COLUMNS), dtype float64.
-        compute: Seconds of each worker's gradients, shape (workers, steps), dtype float64.
+        times: Seconds of gradients, and then those between steps, shape (2 * workers, steps).
         tally: Shape (BINS + batches,), dtype int64.
 
     Returns:
         How many events there were.
     """
-    s = State(events, numbers, workers, lanes, parts, pipes, compute, tally)
+    s = State(events, numbers, workers, lanes, parts, pipes, times, tally)
     for w in range(numbers[WORKERS]):
         if numbers[READS]:
             enqueue(s, int(lanes[numbers[LANES], AT]), w, numbers[LANES], _REPLY, 0.0)

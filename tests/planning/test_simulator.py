@@ -66,6 +66,13 @@ def test_a_near_shard_is_read_before_the_far_ones_are_here() -> None:
     of, speeds = case(1, 2, [0, 1, 0]), Speeds(0.5, **{**FAST, "apply": 10 * LINK})
     assert simulated(of, speeds).stale()["mean"] == pytest.approx(1, abs=0.01)
     assert simulated(of, speeds, bound=1).stale()["mean"] == 0
+    # Its server has applied it if it takes less than the time between steps, of which it is random.
+    pause_s = PIPE_S / 4
+    for apply_s, near in ((1e-9, 0.0), (0.1, 1.0), (pause_s, 1 - math.exp(-1))):
+        paused = dataclasses.replace(speeds, between_s=pause_s, apply=M / 2 / apply_s)
+        found = simulated(of, paused, 5000)
+        assert found.stale()["mean"] == pytest.approx((1 + near) / 2, abs=0.02)
+        assert found.parts["compute"] * found.step_s == pytest.approx(0.5 + pause_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(8, 1), (12, 3), (30, 6)])
@@ -151,6 +158,8 @@ def test_workers_of_a_node_join_reads() -> None:
     one, all_ = (case(3, 1, [0, 1, 1, 1], one_pull=s, grads=0.1) for s in (True, False))
     assert simulated(all_, Speeds(0.001, **FAST)).step_s == pytest.approx(3 * PIPE_S, rel=0.02)
     assert simulated(one, Speeds(0.001, **FAST)).step_s < 2.2 * PIPE_S
+    paused = simulated(one, Speeds(0.03, 0.1, between_s=0.01, **FAST), 1000)
+    assert paused.parts["compute"] * paused.step_s == pytest.approx(0.04, rel=0.02)  # all go on
 
 
 def test_steps_of_each_worker() -> None:

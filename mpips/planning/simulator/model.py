@@ -38,7 +38,7 @@ class Speeds:
         latency_s: Of a message between nodes.
         apply: Bytes of gradients that a server applies in a second.
         copy: Bytes that a worker copies in a second.
-        between_s: Seconds of a worker between two steps beside all else.
+        between_s: Seconds of a worker between two steps beside all else, on average.
         batch_bytes: Of a batch, read over the link of the worker's node; 0: it costs nothing.
         storage: Bytes a second that all nodes together read of data; infinite: no limit.
         rounds: How many times longer the messages of a round take than they need on links.

@@ -103,13 +103,29 @@ class _Arrays:
         self.batches = workers * units
         self.tally = np.zeros(sim.BINS + self.batches, np.int64)
         self.tally[sim.BINS :] = count
-        batches = max(1, work.case.every)
-        self.compute = work.speeds.compute_s(workers, units, batches, work.seed) + work.pack_s
+        self.times = self._times(units)
         self.numbers = self._numbers(units)
         self.at_lanes = self._lanes()
         self.workers = self._workers([self.number[node] for node in on])
         self.parts = np.zeros((workers * (count + 1), sim.PART_COLUMNS))
         self.parts[:, sim.JOINED] = self.parts[:, sim.ASKED] = -1
+
+    def _times(self, units: int) -> np.ndarray:
+        """Draw the seconds of gradients, and then those between steps, shape (2 * workers, units).
+
+        After these, which are exponential, near shards are read. With a bound, or ahead, they are
+        read at another moment; there what is between steps is counted as computing.
+        """
+        work, batches = self.work, max(1, self.work.case.every)
+        speeds, pause_s = work.speeds, batches * work.speeds.between_s
+        if work.bound is not None or work.case.prefetch:
+            pause_s = 0.0
+        else:
+            speeds = dataclasses.replace(speeds, between_s=0.0)
+        rng = np.random.default_rng((work.seed, 1))
+        pauses = rng.exponential(pause_s, (work.workers, units))
+        gradients = speeds.compute_s(work.workers, units, batches, work.seed) + work.pack_s
+        return np.concatenate((gradients, pauses))
 
     def _numbers(self, units: int) -> np.ndarray:
         work, workers = self.work, self.work.workers
@@ -166,7 +182,7 @@ class _Arrays:
         return int(
             run_events(
                 self.events, self.numbers, self.workers, self.at_lanes, self.parts, self.pipes,
-                self.compute, self.tally,
+                self.times, self.tally,
             )
         )  # fmt: skip
 
