@@ -34,6 +34,7 @@ class HandOut:
         issued: Batches handed out by this object; the next one has this number.
         before: Steps that each worker had done when it was made, or restored.
         taken_back: Numbers of the batches that were taken back.
+        samples_done: Samples applied so far, in all epochs.
     """
 
     samples: int
@@ -56,6 +57,12 @@ class HandOut:
         self.issued = 0
         self.taken_back: list[int] = []
         self.stopped = False
+        self._count()
+
+    def _count(self) -> None:
+        epoch, position = self.cursor
+        open_samples = sum(end - begin for _, begin, end in self.unfinished())
+        self.samples_done = epoch * self.samples + position - open_samples
 
     def next(self, worker: int) -> Range | None:
         """Hand out a batch to `worker`; None if there is none left for it."""
@@ -74,8 +81,8 @@ class HandOut:
             return self.pending.popleft()
         own = self._chunks[worker]
         if not own:
-            fresh = (self._fresh() for _ in range(self.chunk))
-            own.extend(b for b in fresh if b is not None)
+            while len(own) < self.chunk and (batch := self._fresh()) is not None:
+                own.append(batch)
         if own:
             return own.popleft()
         fullest = max(self._chunks, key=len)  # no batch is left but those set aside
@@ -95,6 +102,7 @@ class HandOut:
         assert oldest == batch, f"worker {worker} applied {batch} before {oldest}"
         self._numbers[worker].popleft()
         self.clocks[worker] += 1
+        self.samples_done += batch[2] - batch[1]
 
     def take_back(self, worker: int, keep: int) -> list[int]:
         """Hand out to others what `worker` has open, but for the oldest `keep` batches.
@@ -148,13 +156,7 @@ class HandOut:
         self.pending = deque((int(e), int(b), int(n)) for e, b, n in state["pending"])
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
-
-    @property
-    def samples_done(self) -> int:
-        """Samples applied so far, in all epochs."""
-        epoch, position = self.cursor
-        open_samples = sum(end - begin for _, begin, end in self.unfinished())
-        return epoch * self.samples + position - open_samples
+        self._count()
 
     @property
     def epochs_done(self) -> float:
@@ -180,7 +182,8 @@ def part(batch: Range, worker: int, workers: int) -> Range:
 
 def pieces(batch: Range, size: int) -> list[Range]:
     """Cut a batch into as few parts of at most `size` samples as go, equal to within one sample."""
-    return split(batch, -(-(batch[2] - batch[1]) // size))
+    n = batch[2] - batch[1]
+    return [batch] if 0 < n <= size else split(batch, -(-n // size))
 
 
 def split(batch: Range, workers: int) -> list[Range]:

@@ -187,11 +187,12 @@ class Loader:
         Raises:
             RuntimeError: If the loader is closed.
         """
-        with self._changed:
-            self._refuse_if_closed()
-            self._asked.append((epoch, begin, end))
-            self._pending += 1
-            self._changed.notify_all()
+        self._refuse_if_closed()
+        self._asked.append((epoch, begin, end))
+        self._pending += 1
+        if self._thread is not None:
+            with self._changed:
+                self._changed.notify_all()
         if self._source.ahead:
             self._source.ask(self._order.sample_ids(epoch, begin, end), epoch)
 
@@ -208,8 +209,7 @@ class Loader:
         self._refuse_if_closed()
         if not self._pending:
             raise RuntimeError("take() without a submit()")
-        self.peek()  # has samples in memory gathered
-        made = self._wait()
+        made = self._next_made()
         self._pending -= 1
         if isinstance(made, BaseException):
             raise made
@@ -252,7 +252,9 @@ class Loader:
         if self._closed:
             raise RuntimeError("the loader is closed")
 
-    def _wait(self) -> Batch | BaseException:
+    def _next_made(self) -> Batch | BaseException:
+        if self._thread is None:
+            return self._made.popleft() if self._made else self._make(*self._asked.popleft())
         with self._changed:
             while not self._made:
                 # A bounded wait lets the signal handlers of the main thread run.

@@ -141,9 +141,10 @@ class RoundCheckpoints:
         """Act on messages, get on with a checkpoint; returns whether one is under way here."""
         for _, kind, payload in self._cluster.poll():
             self._handle(kind, payload)
+        busy = False
         for saver in self._savers:
             saver.poll()
-        busy = any(saver.busy for saver in self._savers)
+            busy = busy or saver.busy
         if self._committer is not None:
             if self._committer.poll() and self._evaluations is not None:
                 self._evaluations.saved(self._committer.saved_step)

@@ -137,17 +137,17 @@ class RoundLoop:
         epochs = self._handout.epochs_done + n / self._job.info.n_train
         refused, due = self._checkpoints.wanted(self._step + 1, epochs)
         asked = self._evaluation.asked()
-        flags = {
-            "diverged": refused or not math.isfinite(loss),
-            "checkpoint": due,
-            "found": of_result(asked) if asked in RESULTS else 0.0,
-            "stopped": self._job.stopping,
-        }
         name = signals.received() or (asked if asked in SIGNALS else None)
-        told = of_signal(name) if name else 0.0
-        rate = (self._job.rate_factor - 1) * samples / n
-        anew = self._rounds.frozen_anew
-        return Report(loss * samples, **flags, signals=told, rate=rate, frozen=anew)
+        return Report(
+            loss * samples,
+            checkpoint=due,
+            diverged=refused or not math.isfinite(loss),
+            found=of_result(asked) if asked in RESULTS else 0.0,
+            stopped=self._job.stopping,
+            signals=of_signal(name) if name else 0.0,
+            rate=(self._job.rate_factor - 1) * samples / n,
+            frozen=self._rounds.frozen_anew,
+        )
 
     def _end_of_round(self, agreed: Report) -> str:
         if self._log.due():

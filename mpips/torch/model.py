@@ -234,11 +234,13 @@ class Bound:
         self.copies.finish()
         frozen = []
         for k, (name, parameter) in enumerate(self.parameters.items()):
-            if parameter.grad is None:
+            grad = parameter.grad
+            if grad is None:
                 self._grads[k].zero_()
                 frozen += [] if parameter.requires_grad else [name]
-            elif parameter.grad is not self._grads[k] and k not in self.copies:
-                self._grads[k].copy_(parameter.grad)
+                continue
+            if grad is not self._grads[k] and k not in self.copies:
+                self._grads[k].copy_(grad)
             parameter.grad = None
         self.frozen, self._grads = tuple(frozen), []
         for name, buffer in self._running.items():

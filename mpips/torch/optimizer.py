@@ -70,9 +70,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _is_observed(self) -> bool:
         """Whether a profiler runs, or hooks are to be called."""
-        own = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
-        of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-        return torch.autograd._profiler_enabled() or any((*own, *of_all))
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return bool(torch.autograd._profiler_enabled() or own or of_all)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -101,11 +101,13 @@ class Optimizer(torch.optim.Optimizer):
             got = f"weight decays {decays} of the parameter groups, which a push does not carry"
             remedy = "give them to the run: groups=[mpips.Group(..., weight_decay=...)]"
             raise UserError(got, f"{self._decays}, as in the run", remedy)
-        pairs = zip(self.param_groups, self._rates, strict=True)
-        factors = [float(group["lr"]) / rate for group, rate in pairs if rate]
+        rates = [float(group["lr"]) for group in self.param_groups]
+        if rates == self._rates:
+            return 1.0
+        factors = [new / rate for new, rate in zip(rates, self._rates, strict=True) if rate]
         least, most = min(factors, default=1.0), max(factors, default=1.0)
         if not 0 <= least <= most < math.inf:
-            got = f"rates {[group['lr'] for group in self.param_groups]} of the parameter groups"
+            got = f"rates {rates} of the parameter groups"
             raise UserError(got, "finite numbers >= 0")
         if most - least > 1e-9 * most:
             got = f"rates of the parameter groups that went different ways, by {factors}"

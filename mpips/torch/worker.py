@@ -184,7 +184,7 @@ class Worker(Loop):
         self._in_work("step")
         if not self._losses:
             raise UserError("step without a gradient", "loss.backward() before it")
-        loss = sum(float(value) for value in self._losses) / len(self._losses)
+        loss = sum(map(float, self._losses)) / len(self._losses)
         self._bound.complete()
         if math.isfinite(loss):  # else the run ends, and nothing is pushed
             self._source.push_into(lambda *rows: self._tables("step").push(*rows))
