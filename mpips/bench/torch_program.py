@@ -94,19 +94,27 @@ def take_turns(
     found: dict[str, Times],
     net: str,
 ) -> None:
-    """Add the median seconds of a step, a pass and a plain step of each turn but the first."""
-    taken, rule = list[float](), torch.optim.SGD(alone.parameters(), 0.01)
+    """Add the seconds of each turn but the first.
+
+    They are the medians of a step, a pass and a plain step, and behind these the passes of each of
+    the steps.
+    """
+    taken, passed = list[float](), list[float]()
+    rule = torch.optim.SGD(alone.parameters(), 0.01)
     for x, y in worker.loader(data, batch_size):
         taken.append(time.perf_counter())
         worker.optimizer.zero_grad()
         functional.cross_entropy(worker.model(x), y).backward()
+        passed.append(time.perf_counter() - taken[-1])
         worker.optimizer.step()
         if len(taken) == TURN + 2:  # the first step waits for a rank that was late in its passes
             steps = [after - before for before, after in pairwise(taken[1:])]
             passes = [time_pass(alone, x, y) for _ in range(TURN)]
             plain = [time_plain(alone, rule, data, batch_size) for _ in range(TURN)]
-            found[net].append(tuple(map(statistics.median, (steps, passes, plain))))
+            medians = map(statistics.median, (steps, passes, plain))
+            found[net].append((*medians, *passed[1:-1]))
             taken.clear()
+            passed.clear()
     del found[net][0]  # caches were cold
     write(worker, found)
 
