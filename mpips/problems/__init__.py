@@ -3,12 +3,14 @@
 A problem is a class with `layout`, `init`, `loss_and_grad` and `evaluate`, see
 `mpips.problems.base.Problem`. ``--problem`` names one of `PROBLEMS`, or the user's as
 ``path/to/file.py:Class``; a subclass of one in `ADAPTERS` is made a problem there, and so is a
-function that has ``init`` beside it.
+function that has ``init`` beside it: of one that has a parameter ``out``, for the gradient, it is
+`mpips.problems.function` that makes one, of another JAX.
 """
 
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -21,6 +23,7 @@ from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Problem
 from mpips.problems.factorization_machine import FactorizationMachine
+from mpips.problems.function import FunctionProblem
 from mpips.problems.linear import Linear
 from mpips.problems.logistic_sparse import LogisticSparse
 from mpips.problems.mlp import MLP
@@ -48,7 +51,7 @@ PROBLEMS: dict[str, type[Problem]] = {
 # Classes that are no problems themselves, and what makes one of class, data and configuration. They
 # go by their names: PyTorch is imported by whoever uses it.
 ADAPTERS = {"torch.nn.modules.module.Module": ("mpips.torch.problem", "ModuleProblem")}
-OF_FUNCTIONS = ("mpips.jax.problem", "LossProblem")  # of a function, the names beside it and these
+OF_LOSSES = ("mpips.jax.problem", "LossProblem")  # of a loss for JAX, the names beside it and these
 
 _METHODS = ("init", "loss_and_grad", "evaluate")
 _ROW_METHODS = ("init", "loss_and_grad_rows", "evaluate_rows")  # with tables
@@ -60,7 +63,8 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
     Args:
         name: A key of `PROBLEMS`, or ``path/to/file.py:Class``. The file runs as a module, its
             directory is added at the end of `sys.path`, and the class need not subclass
-            `Problem`. Or ``path/to/file.py:function``, a loss for JAX.
+            `Problem`. Or ``path/to/file.py:function``, a loss that writes its gradient into its
+            parameter ``out``, or one for JAX.
         data: What the dataset looks like.
         config: The run's configuration.
 
@@ -89,16 +93,23 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
     where = f"{path}:{class_name}"
     shape = ", ".join(map(str, ("n", *data.x_shape)))
     make: Callable[..., Problem]
-    if not isinstance(found, type):
-        make = functools.partial(_load(*OF_FUNCTIONS), found, vars(module))
-        expected = f"init(rng, data), and a loss(params, x, y) that JAX traces for x of ({shape})"
+    dense = True
+    if not isinstance(found, type) and "out" in inspect.signature(found).parameters:
+        make, dense = functools.partial(FunctionProblem, found, vars(module)), False
+        expected = "init(rng, data) that returns arrays by name"
+    elif not isinstance(found, type):
+        make = functools.partial(_load(*OF_LOSSES), found, vars(module))
+        expected = (
+            f"init(rng, data), and a loss(params, x, y) that JAX traces for x of ({shape}), or a "
+            "loss(params, batch, out) that writes its gradient"
+        )
     elif adapter := _adapter(found):
         make = functools.partial(adapter, found)
         expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
     else:
         _check_methods(found, where)
-        make, expected = found, "a class made by CLASS(data, config)"
-    if make is not found and data.sparse:
+        make, dense, expected = found, False, "a class made by CLASS(data, config)"
+    if dense and data.sparse:
         raise _needs_dense(where, data, ", or a loop of your own with mpips.torch.EmbeddingBag")
     try:
         problem: Problem = make(data, config)
@@ -151,7 +162,7 @@ def _find(module: ModuleType, class_name: str, path: Path) -> Any:
     if callable(found) and not isinstance(found, type):
         if not callable(getattr(module, "init", None)):
             got = f"function {class_name!r} in {path} without init(rng, data) beside it"
-            raise UserError(got, "a class, or a loss for JAX and a function that makes its params")
+            raise UserError(got, "a class, or a loss and a function that makes its params")
     elif not isinstance(found, type):
         made_there = (v for v in vars(module).values() if isinstance(v, type))
         classes = sorted(v.__name__ for v in made_there if v.__module__ == module.__name__)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from references import TOLERANCE, serial_sync
 from runs import (
+    HERE,
     MODELS,
     Plan,
     assert_same_state,
@@ -123,6 +124,7 @@ def test_a_loss_that_is_not_finite_shows(bad: int) -> None:
 
 # Whole runs ----------------------------------------------------------------------------------
 
+FUNCTIONS = f"{HERE / 'problems' / 'functions.py'}"
 N = 7 * 32 + 16  # the last step of an epoch has two batches instead of four
 EPOCHS = 3
 SYNC = (
@@ -163,6 +165,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     plan.add("whole", 3, [*stopping, "--epochs", "3"])
     plan.add("refused", 3, [*stopping, "--epochs", "1"])
     plan.add("refused", 3, ["--accumulate", "2", "--resume"], code=2)
+    for name, problem in (("function", f"{FUNCTIONS}:loss"), ("class", "softmax")):
+        plan.add(name, 3, ["--problem", problem, "--mode", "sync", "--epochs", "2", *size])
     plan.run(200)
     return plan
 
@@ -195,6 +199,15 @@ def test_each_batch_is_pushed_once_in_the_mean_of_its_step(name: str, runs: Plan
     np.testing.assert_array_equal(arrays["updates"], 32.0 * EPOCHS * 8)
     assert summary(runs.out(name))["pushes_applied"] == EPOCHS * 8
     assert checkpoint.state["samples"] == EPOCHS * N
+
+
+@pytest.mark.launch
+def test_a_function_trains_as_the_class_of_the_same_formulas(runs: Plan) -> None:
+    found, expected = (final(runs.out(name)) for name in ("function", "class"))
+    assert found.layout == expected.layout
+    np.testing.assert_array_equal(found.read_params(), expected.read_params())
+    for name in ("accuracy", "loss", "samples"):
+        assert summary(runs.out("function"))[name] == summary(runs.out("class"))[name]
 
 
 @pytest.mark.launch

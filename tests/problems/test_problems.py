@@ -1,5 +1,6 @@
 """Problems: gradients, stability, bad input, learning, and the loading of a user's file."""
 
+import dataclasses
 import math
 import sys
 import warnings
@@ -19,6 +20,7 @@ from mpips.problems.base import Workspace
 from mpips.problems.linear import squared_error
 from mpips.problems.softmax import accuracy, cross_entropy
 
+FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("linear", {}, {}),
     "linear-columns": ("linear", {"y_shape": (3,)}, {}),
@@ -496,6 +498,40 @@ def test_user_file_imports_its_neighbour(user_file: Path) -> None:
     (user_file.parent / "neighbour_of_mine.py").write_text("SIZE = 4\n")
     user_file.write_text("from neighbour_of_mine import SIZE\n" + USER_FILE)
     assert load_problem(f"{user_file}:Mean", make_data(), make_config()).layout.size == 5
+
+
+def test_user_function() -> None:
+    rng, data = np.random.default_rng(1), make_data(classes=4)
+    expected = load_problem("softmax", data, make_config(seed=0))
+    problem = load_problem(f"{FUNCTIONS}:loss", data, make_config(seed=0))
+    assert problem.layout == expected.layout
+    vector, batch = random_vector(expected, rng), make_batch(data, 6, rng)
+    loss, grad = gradient(expected, vector, batch)
+    assert gradient(problem, vector, batch)[0] == loss
+    np.testing.assert_array_equal(gradient(problem, vector, batch)[1], grad)
+    params = problem.layout.views(vector)
+    assert problem.evaluate(params, batch) == expected.evaluate(params, batch)
+    assert not any(array.any() for array in problem.init(rng).values())
+
+
+def test_user_function_alone(user_file: Path) -> None:
+    """Without ``evaluate`` there is the loss; it may read sparse batches, as a class may."""
+    text = (
+        "def init(rng, data): return {'m': 0.5}\n\n"
+        "def loss(params, batch, out):\n    out['m'][...] = 2\n    return 2 * params['m']\n"
+    )
+    user_file.write_text(text)
+    data = dataclasses.replace(make_data(), sparse=True)
+    problem = load_problem(f"{user_file}:loss", data, make_config(seed=0))
+    vector, batch = np.full(1, 0.5), make_batch(make_data(), 6, np.random.default_rng(0))
+    assert gradient(problem, vector, batch) == (1, 2)
+    assert problem.evaluate(problem.layout.views(vector), batch) == {"loss": 1}
+    user_file.write_text(text.replace("return 2 * params['m']", "return 1, out"))
+    with pytest.raises(UserError, match="returned tuple, expected a number, the mean loss"):
+        load_problem(f"{user_file}:loss", data, make_config(seed=0)).evaluate({}, batch)
+    user_file.write_text(text.replace("{'m': 0.5}", "[0.5]"))
+    with pytest.raises(UserError, match="init that returned list, expected arrays by name"):
+        load_problem(f"{user_file}:loss", data, make_config(seed=0))
 
 
 @pytest.mark.parametrize(
