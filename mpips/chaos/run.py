@@ -17,7 +17,7 @@ from mpips.chaos.job import Job
 from mpips.chaos.plan import SAVING, STARTING, Fault, draw
 from mpips.chaos.rank import InjectedFault
 from mpips.errors import UserError
-from mpips.launch import supervise
+from mpips.launch import supervise, survivors
 
 RESTARTS = 3  # more than faults: a fault may come while the ranks of another one's restart start
 
@@ -144,7 +144,7 @@ def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
     if job.launcher:
         options += ["--mpirun", shlex.join(job.launcher)]
-    elif job.survives or (_raises(plan) and supervise.goes_on(job)):
+    elif job.survives or (_raises(plan) and survivors.goes_on(job)):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
 

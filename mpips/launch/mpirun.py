@@ -28,8 +28,13 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 PART = ":"  # between parts of a command line that start ranks of one world
 OPEN_MPI = ("--mca", "osc", "^ucx")
 # For ranks that go on when others die. Of what coll is to leave out, han crashes those who go on;
-# the rest is Open MPI's own choice, which this replaces.
-SURVIVING = ("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4")
+# the rest is Open MPI's own choice, which this replaces. With put among the flags of tcp, who
+# receives from another host as the sender dies may look for the next piece for ever.
+SURVIVING = (
+    *("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"),
+    *("--mca", "btl_tcp_flags", "send,inplace"),
+)
+TRY_S = 60.0  # for a start of processes that do nothing
 
 
 @functools.cache
@@ -68,13 +73,18 @@ def survivors_launcher() -> list[str]:
     if not is_open_mpi():
         return []
     words = [*default_launcher(), *SURVIVING]
+    tried = trial([*words, "-n", "1", "true"])
+    return words if tried is not None and tried.returncode == 0 else []
+
+
+def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """Run a command; returns None if that takes too long."""
     try:
-        tried = subprocess.run(
-            [*words, "-n", "1", "true"], env=environment(), capture_output=True, timeout=60
+        return subprocess.run(
+            words, env=environment(), capture_output=True, text=True, timeout=TRY_S
         )
     except subprocess.TimeoutExpired:
-        return []
-    return words if tried.returncode == 0 else []
+        return None
 
 
 def environment() -> dict[str, str]:

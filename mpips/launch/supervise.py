@@ -13,16 +13,17 @@ from pathlib import Path
 
 from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
-from mpips.config.command_line import given_values, load
+from mpips.config.command_line import given_values
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
 from mpips.launch.fewer import changed_options, words_of
 from mpips.launch.hosts import Host, launcher_words
-from mpips.launch.mpirun import Running, default_launcher, is_open_mpi, survivors_launcher
+from mpips.launch.mpirun import Running, default_launcher
 from mpips.launch.placement import Placement
 from mpips.launch.ranks import ranks_table
 from mpips.launch.reach import Reach
 from mpips.launch.signs import Terms
+from mpips.launch.survivors import survivors
 from mpips.launch.verdict import (
     FAILED,
     Attempt,
@@ -136,10 +137,7 @@ class Supervisor:
 
     def __init__(self, order: Order, folder: Path, place: Placement | None = None) -> None:
         self._order, self._folder, self._place = order, folder, place
-        self._alone = alone(order)
-        self._survivors = [] if self._alone else survivors_launcher()
-        if order.survives and self._alone:
-            _say(f"--ft has no effect: {self._alone}")
+        self._survivors, self._alone = list[str](), ""
         self._attempts: list[Attempt] = []
         self._run: Run | None = None  # the last that has begun
         self._handed_on = False
@@ -149,6 +147,10 @@ class Supervisor:
     def run(self) -> int:
         """Start the job, again and again; returns the exit code."""
         found = self._gather()
+        if found is None:
+            self._survivors, self._alone = survivors(self._order, self._place)
+            if self._order.survives and self._alone:
+                _say(f"--ft has no effect: {self._alone}")
         while found is None:
             self._attempts.append(self._attempt())
             asked = signals.received() or ""
@@ -255,7 +257,7 @@ class Supervisor:
             code, seconds = job.process.returncode, time.monotonic() - begin
             if not trouble and len(signs.codes) == ranks and not any(signs.codes.values()):
                 code = 0
-            elif not trouble and place is not None and code == 0 and len(signs.codes) < ranks:
+            elif not trouble and place is not None and code == 0 and not any(signs.codes.values()):
                 trouble = "mpirun has lost ranks"  # Open MPI's, with a host
             return self._came_to(code, trouble, seconds, signs)
 
@@ -264,7 +266,7 @@ class Supervisor:
         order, place = self._order, self._place
         if place is None:
             return order.ranks, self._survivors or order.launcher
-        words = list(order.launcher or default_launcher(hosts=True))
+        words = self._survivors or list(order.launcher or default_launcher(hosts=True))
         if slurm.Plugin(words).is_used and any(not (a.begun or a.refusal) for a in self._attempts):
             words = slurm.other_launcher()
             _say(f"no rank got as far as to begin: starting by {words[0]}")
@@ -344,27 +346,6 @@ class Supervisor:
         resumes = run.resumes or not self._order.is_program
         step, runs = run.saved_step, len(signs.runs) + 1
         return Attempt(code, seconds, trouble, runs, complete, reason, step, told_step, resumes)
-
-
-def alone(order: Order) -> str:
-    """Return why MPI is not to let ranks go on where others die; empty if it is, and can."""
-    if order.crew is not None or order.launcher:
-        return f"with {'--mpirun' if order.crew is None else '--hosts'} a death ends all ranks"
-    if not is_open_mpi():
-        return "this MPI ends all ranks"
-    if not goes_on(order):
-        return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
-    return "" if survivors_launcher() else "this Open MPI ends all ranks"
-
-
-def goes_on(order: Order) -> bool:
-    """Whether the job is of a mode that may go on when a rank dies: one without rounds."""
-    if order.is_program:
-        return order.survives  # nobody knows its modes before it runs
-    try:
-        return load(order.words).mode in ("async", "ssp")
-    except UserError:
-        return False  # the ranks say what is wrong
 
 
 def _wait(seconds: float) -> Verdict | None:

@@ -26,12 +26,15 @@ from runs import (
 from supervised import N, Supervised, counting_words
 
 from mpips.launch import __main__ as command
-from mpips.launch import mpirun, supervise
+from mpips.launch import mpirun, supervise, survivors
 from mpips.launch.signs import Terms
 from mpips.launch.supervise import Crew
 from mpips.launch.watch import Signs
 
 FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
+
+
+ALLOCATION = Crew([], 3, 3, slurm=True)
 
 
 # Without ranks.
@@ -75,7 +78,11 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
         ("line.py", {}, False, [], "this MPI ends all ranks"),
         ("--mode async", {}, True, [], "this Open MPI ends all ranks"),
         ("", {"launcher": ["mpirun"]}, True, [], "with --mpirun a death ends all ranks"),
-        ("", {"crew": Crew([], 3, 3)}, True, [], "with --hosts a death ends all ranks"),
+        ("", {"crew": Crew([], 3, 3)}, True, [], ""),
+        ("", {"crew": Crew([], 3, 3)}, False, [], "this MPI ends all ranks"),
+        ("", {"crew": Crew([], 3, 3), "launcher": ["srun"]}, True, [], "srun ends all ranks"),
+        ("", {"crew": ALLOCATION}, True, [], "with --hosts slurm others go on by --ft alone"),
+        ("", {"crew": ALLOCATION, "survives": True}, True, [], ""),
         ("--epoch 3", {}, True, ["mpirun"], "its mode needs all ranks"),  # it is refused
     ],
 )
@@ -87,9 +94,31 @@ def test_which_jobs_go_on_without_a_rank(
     why: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervise, "is_open_mpi", lambda: is_open_mpi)
-    monkeypatch.setattr(supervise, "survivors_launcher", lambda: launcher)
-    assert supervise.alone(supervise.Order(3, words.split(), **order)) == why
+    monkeypatch.setattr(survivors, "is_open_mpi", lambda *_: is_open_mpi)
+    monkeypatch.setattr(survivors, "survivors_launcher", lambda: launcher)
+    assert survivors.alone(supervise.Order(3, words.split(), **order)) == why
+
+
+INFINIBAND = ["sh", "-c", "echo /sys/class/infiniband/mlx5_0"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ft", "why"),
+    [
+        (["true"], False, ""),
+        (["false"], True, "this Open MPI ends all ranks"),
+        (["sh", "-c", "sleep 60"], False, "this Open MPI ends all ranks"),
+        (INFINIBAND, False, "InfiniBand aside to go on without it, which --ft allows"),
+        (INFINIBAND, True, ""),
+    ],
+)
+def test_what_hosts_allow_is_tried_there(
+    launcher: list[str], ft: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpirun, "TRY_S", 2.0)
+    found = survivors.refusal(launcher, 3, ft)
+    assert found.endswith(why)
+    assert bool(found) == bool(why)
 
 
 # With ranks.
