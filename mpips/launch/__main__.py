@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         "an evaluation takes; 0 leaves that to the ranks, by mpips.train's --timeout "
         "[default: 300]")  # fmt: skip
     add("--ft", action="store_true", help="have Open MPI go on when ranks of a program's run "
-        "die, as it does by itself with mpips.train in modes async and ssp")  # fmt: skip
+        "die, as it does by itself with mpips.train in modes async and ssp, except with --hosts "
+        "slurm or on hosts with InfiniBand")  # fmt: skip
     add("--mpirun", default="", metavar="WORDS", help="the launcher with its options but -n, such "
         "as 'mpirun -iface ib0', or, without --hosts, 'mpirun -hosts a,b -ppn 4' "
         "[default: mpirun]")  # fmt: skip
