@@ -30,21 +30,22 @@ class TableSaver(Saver):
     The rows go from the live table into the file, a piece at a time, while training goes on; with
     ``stall`` it is held. With `counts` they are those that have been changed since the last
     checkpoint, to whose rows they add. All of them are saved first in a run, after a checkpoint
-    that was not committed, and before a chain has more than `MOST_LINKS` or more rows than there
-    are.
+    that was not committed, after rows were evicted, and before a chain has more than `MOST_LINKS`
+    or more rows than there are.
 
     Args:
         take: Returns the rows by table as they are now; given true, those changed since then.
         args: See `Saver`; the others likewise.
         counts: Returns of each table how many rows have been changed since they were taken last,
-            and how many have ever been; None to save all of them each time.
+            and how many have ever been, or None where rows that were saved are no more; None to
+            save all of them each time.
     """
 
     def __init__(
         self,
         take: TakeRows,
         *args: Any,
-        counts: Callable[[], Sequence[tuple[int, int]]] | None = None,
+        counts: Callable[[], Sequence[tuple[int, int]] | None] | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
@@ -71,7 +72,10 @@ class TableSaver(Saver):
         base = self._base
         if self._counts is None or base is None or step is None or step <= base:
             return None
-        marked, touched = map(sum, zip(*self._counts(), strict=True))
+        counts = self._counts()
+        if counts is None:
+            return None
+        marked, touched = map(sum, zip(*counts, strict=True))
         long = self._links == MOST_LINKS or self._added + marked >= touched
         return None if long and touched else base
 

@@ -165,6 +165,11 @@ class HandOut:
         return self.samples_done / self.samples
 
 
+def epochs_over(handout: HandOut) -> int:
+    """Return of how many epochs every batch is applied."""
+    return min((epoch for epoch, _, _ in handout.unfinished()), default=handout.cursor[0])
+
+
 def share_clocks(clocks: list[int], workers: int) -> list[int]:
     """Divide the steps done among another number of workers; the sum stays what it was."""
     if len(clocks) == workers:

@@ -22,6 +22,7 @@ CAPACITIES = ("auto", "full", "lazy")
 OWNERSHIPS = ("hash", "blocks")
 LAZY_ROWS = 1 << 24  # from here on reads of few touched rows are faster by an index (`bench rows`)
 MOST_ROWS = 1 << 40
+MOST_EPOCHS = 1 << 31
 # Multipliers that spread numbers one behind the other: fractions of the golden and plastic ratios.
 SPREADING = (0x9E3779B97F4A7C15, 0xC13FA9A902A6328F)
 HIGH_BITS = 6
@@ -103,12 +104,14 @@ class Table:
         init: What a row holds before it is touched: `Normal`, `Uniform` or `Zeros`.
         optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
         capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched;
-            ``auto`` is lazy from 16 M rows on. What rows hold is the same.
+            ``auto`` is lazy from 16 M rows on, and with `evict_after`. What rows hold is the same.
         push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
         ownership: ``hash`` spreads rows over servers by a permutation of their numbers; with
             ``blocks`` each server owns neighbouring rows. What rows hold is the same.
         hashed: Whether ids are any integers of 64 bits, or words (str), which are hashed to rows;
             ids that share a row are counted.
+        evict_after: Epochs in a row without a push for a row of a lazy table, behind which it is as
+            nobody had touched it, and takes no memory; None for never.
 
     Raises:
         UserError: If a number is out of range, or of another kind.
@@ -122,11 +125,14 @@ class Table:
     push_rows: int | None = None
     ownership: str = "hash"
     hashed: bool = False
+    evict_after: int | None = None
 
     def __post_init__(self) -> None:
         numbers = [("rows", self.rows, MOST_ROWS), ("dim", self.dim, 1 << 20)]
         if self.push_rows is not None:
             numbers.append(("push_rows", self.push_rows, MOST_ROWS))
+        if self.evict_after is not None:
+            numbers.append(("evict_after", self.evict_after, MOST_EPOCHS))
         for name, value, most in numbers:
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise UserError(f"{name}={value!r} of a table", "a whole number")
@@ -137,6 +143,9 @@ class Table:
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)
         if self.capacity not in CAPACITIES:
             raise UserError(f"capacity={self.capacity!r} of a table", "auto, full or lazy")
+        if self.capacity == "full" and self.evict_after is not None:
+            got = f"evict_after={self.evict_after} of a table of capacity 'full'"
+            raise UserError(got, "capacity 'lazy' or 'auto'", "'full' has memory for all rows")
         if self.ownership not in OWNERSHIPS:
             raise UserError(f"ownership={self.ownership!r} of a table", "hash or blocks")
         if not isinstance(self.hashed, bool):
@@ -145,8 +154,8 @@ class Table:
     @property
     def lazy(self) -> bool:
         """Whether it has memory for those rows alone that are touched."""
-        large = self.capacity == "auto" and self.rows >= LAZY_ROWS
-        return large or self.capacity == "lazy"
+        better = self.rows >= LAZY_ROWS or self.evict_after is not None
+        return self.capacity == "lazy" or (self.capacity == "auto" and better)
 
 
 class Grouped(NamedTuple):

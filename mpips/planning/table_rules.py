@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpips.optim.row_rules import Named
 
 INDEX_BYTES = 16  # of a row of a lazy table, about: its key, and entries of the index
+EVICTION_BYTES = 15  # more where rows are evicted: when it was pushed, and a larger index
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -59,7 +60,8 @@ def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]
         assert rule is not None, "the configuration has one"
         each = rule.width(table.dim) * itemsize
         rows = min(table.rows, touched[name]) if table.lazy else table.rows
-        total += rows * (each + INDEX_BYTES * table.lazy)
+        each += INDEX_BYTES * table.lazy + EVICTION_BYTES * (table.evict_after is not None)
+        total += rows * each
     return total
 
 

@@ -109,7 +109,7 @@ def check_job(job: "Job") -> None:
     if job.initial is not None and job.checkpoint is None:
         remedy = "leave out init_from, or go on with that run by resume"
         raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
-    _check_world(job)
+    _check_world(job, tables)
     _check_memory(job, tables)
 
 
@@ -129,7 +129,7 @@ def _check_hashed(saved: Checkpoint, described: Mapping[str, Mapping[str, Any]])
             raise UserError(got, expected, "give the tables of the run that saved it")
 
 
-def _check_world(job: "Job") -> None:
+def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
     """Refuse modes, ranks and options that tables are not made for."""
     c, ranks = job.config, job.cluster
     if c.mode not in TABLE_MODES:
@@ -143,6 +143,11 @@ def _check_world(job: "Job") -> None:
     if ranks.nodes > 1 and c.node_aggregation:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
+    evicting = [table.name for table in tables if table.table.evict_after is not None]
+    if evicting and (c.mode == "sync" or c.record):
+        what = "mode 'sync'" if c.mode == "sync" else "record"
+        got = f"evict_after of table {evicting[0]!r} with {what}"
+        raise UserError(got, "mode async or ssp, without record", "leave evict_after out")
     options = {
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
     }  # fmt: skip

@@ -97,7 +97,7 @@ def adopt(
     fence(half.window, rank)
     store, receiver = half.adopt(number)
     if not store.recover(receiver.find):
-        raise cannot(rank, "in the middle of an update, with others waiting behind it")
+        raise cannot(rank, "in the middle of what no other can finish")
     store.clocks.adopt(own.store.clocks, *still_open(store, receiver))
     cut = Cut(half.posted(number), store.applied, store.idle, beyond=False)
     cut.catch_up(cuts)

@@ -10,9 +10,10 @@ from mpips.cluster import words
 from mpips.cluster.failures import Lost
 from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.worker_state import Holding
-from mpips.datasets.ledger import HandOut
+from mpips.datasets.ledger import HandOut, epochs_over
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, open_on
+from mpips.planning.tables import tables_of
+from mpips.ps.adoption import Adoption, ledger_of, open_on
 from mpips.ps.feed import Granter
 from mpips.ps.record import Record
 from mpips.ps.shard import Server
@@ -73,6 +74,8 @@ class Chief:
         self.diverged: str | None = None
         self.unsaved = ""
         self._settling: Settling | None = None  # the servers, behind the death of a chief
+        evicts = any(table.table.evict_after is not None for table in tables_of(job))
+        self._over: int | None = 0 if evicts else None  # epochs, as servers were told last
 
     def go_on(self, state: dict[str, Any], settling: "Settling") -> None:
         """Go on where a chief has died.
@@ -210,6 +213,8 @@ class Chief:
     def advance(self) -> None:
         """Get on with everything. Blocks: no."""
         self._granter.serve()
+        if self._over is not None:
+            self._tell_over(self._over)
         if self._record is not None and self._record.due:
             self.note()
         if self._settling is not None:
@@ -232,6 +237,13 @@ class Chief:
             self._end()
         elif not self._stop and self._due():
             self._begin_cut()
+
+    def _tell_over(self, told: int) -> None:
+        """Tell servers when more epochs are over than they know, and with which pushes."""
+        if self.handout.cursor[0] > told and (over := epochs_over(self.handout)) > told:
+            self._over = over
+            for rank in self._cluster.roles.servers:
+                self._cluster.send(rank, "over", (over, ledger_of(self.server)))
 
     def _settle(self, settling: "Settling") -> None:
         if settling.done():

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpips.cluster.collectives import gather_all
 from mpips.cluster.world import Cluster
+from mpips.planning.table_rules import EVICTION_BYTES
 from mpips.planning.tables import JobTable, room_bytes
 
 Lines: TypeAlias = Mapping[tuple[str, int], int]  # by table and number of the owner
@@ -68,6 +69,8 @@ def divide(
     wanted = []
     for table in tables:
         each = table.rule.width(table.dim) * itemsize + KEY_BYTES
+        if table.table.evict_after is not None:
+            each += EVICTION_BYTES
         owned = table.owned_by(owners)
         wanted += [(owned.count(k) * each, each, (table.name, k)) for k in here]
     found = {}

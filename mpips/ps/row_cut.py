@@ -35,13 +35,18 @@ class RowCut:
         self._most = max(1, PIECE_BYTES // (lines.shape[1] * lines.itemsize))
         self.count = int(np.count_nonzero(wanted))
 
+    @property
+    def over(self) -> bool:
+        """Whether it has all that it wants, or was let go."""
+        return not len(self._wanted)
+
     def keep(self, slot: np.ndarray) -> None:
         """Set aside what lines hold that are about to be changed. Blocks: while a piece is copied.
 
         Args:
             slot: Which lines, no two alike.
         """
-        if not len(self._wanted):  # it is over
+        if self.over:
             return
         with self._lock:
             slot = slot[slot < len(self._wanted)]

@@ -5,9 +5,17 @@ import mmap
 
 import numpy as np
 
-from mpips.kernels import row_undo, rows
+from mpips.kernels import row_eviction, row_undo, rows
 
 FIRST_BITS = 10  # of the index, at first
+
+
+def bits_for(lines: int) -> int:
+    """Return the size of an index of so many lines, as the number of its bits."""
+    bits = FIRST_BITS
+    while rows.FULL << bits < lines * rows.FULL_OF:
+        bits += 1
+    return bits
 
 
 class RowIndex:
@@ -50,6 +58,49 @@ class RowIndex:
                 return None
             self._grow()
 
+    @property
+    def whole(self) -> bool:
+        """Whether nobody was stopped in the midst of an eviction."""
+        return not self._header[rows.MOVES] & 1
+
+    def evict(self, limit: int, seen: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> int:
+        """Take the lines from rows that were seen before `limit`; the last ones go to their places.
+
+        A new index is filled beside the one in use, of another size, and the old one is given back,
+        with the memory of the lines behind those that are left.
+
+        Args:
+            limit: See `row_eviction.evict`.
+            seen: The same.
+            lines: The same.
+            stripes: The same.
+
+        Returns:
+            How many rows these were.
+        """
+        header, keys, before = self._header, self._keys, self.count
+        evicted = row_eviction.count_older(limit, before, seen)
+        if not evicted:
+            return 0
+        old, bits = self._part(int(header[rows.BITS])), bits_for(before - evicted)
+        bits += bits == header[rows.BITS]
+        row_eviction.evict(limit, header, keys, seen, lines, stripes)
+        self._fill(bits)
+        row_eviction.free_lines(before, header, keys, lines, stripes)
+        give_back(old)
+        give_back(lines[before - evicted : before])
+        return evicted
+
+    def _fill(self, bits: int) -> None:
+        """Make the index of a size, which may have been used before, and use it."""
+        self._part(bits).fill(0)
+        rows.fill_index(bits, self._header, self._index, self._keys)
+
+    def _part(self, bits: int) -> np.ndarray:
+        """Return the index of a size."""
+        part: np.ndarray = self._index[1 << bits : 2 << bits]
+        return part
+
     def mend(self) -> None:
         """Finish to give a row its line; begin anew to make a larger index, which was not in use.
 
@@ -65,8 +116,8 @@ class RowIndex:
     def _grow(self) -> None:
         """Make an index of twice the size, and give the memory of the one before it back."""
         bits = int(self._header[rows.BITS])
-        rows.fill_index(bits + 1, self._header, self._index, self._keys)
-        give_back(self._index[1 << bits : 2 << bits])
+        self._fill(bits + 1)
+        give_back(self._part(bits))
 
 
 def give_back(array: np.ndarray) -> bool:

@@ -127,7 +127,7 @@ class AsyncServer:
         elif kind == "hurry":
             for served in self._all:
                 served.store.clocks.hurry(source)
-        elif kind in ("cut", "write", "saved", "settle", "end"):
+        elif kind in ("cut", "write", "saved", "over", "settle", "end"):
             self._follow(source, kind, payload)
         elif kind == "lost":
             self._lose(source)
@@ -158,6 +158,9 @@ class AsyncServer:
         elif kind == "saved":
             for served in self._all:
                 served.saver.committed(payload)
+        elif kind == "over":
+            for served in self._all:
+                served.store.epochs_over(*payload)
         elif kind == "settle":
             self._settling = True
             self._own.settle(payload)

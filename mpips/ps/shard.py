@@ -227,6 +227,14 @@ class Server:
         return {}
 
     @property
+    def rows_evicted(self) -> dict[str, int]:
+        """How many rows were evicted, of each table of which any are."""
+        return {}
+
+    def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
+        """Note that of so many epochs nothing is pushed beyond so many pushes of each worker."""
+
+    @property
     def idle(self) -> bool:
         """Whether no push has anything for this server."""
         return self.shard.size == 0

@@ -15,7 +15,7 @@ Which rows have changed since the last checkpoint, who adopts them does not know
 all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,11 @@ class AdoptedTables(JournaledTables, Adopted):
     """The shard and the rows of a server that has died; see `Adopted`. Collective: no."""
 
     _done = 0  # pieces of the rows of the update that was under way
+
+    def recover(self, find: Callable[[int, int], Push]) -> bool:
+        """See `Adopted.recover`; it cannot be where rows were just being evicted."""
+        ages = [each.shard.ages for each in self.tables]
+        return all(each is None or each.whole for each in ages) and super().recover(find)
 
     def _whole_pieces(self) -> int:
         done, self._done = self._done, 0

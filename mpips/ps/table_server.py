@@ -24,6 +24,7 @@ from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.push import Push
 
+SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
 BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
 
 
@@ -72,7 +73,10 @@ class ServedTable:
     def named(self, slot: np.ndarray, lines: np.ndarray) -> TableRows:
         """Return lines, and which they are, as rows by their numbers."""
         numbers = self._ownership.rows_of(self._server, self.shard.places(slot))
-        return TableRows(numbers, *self._parts(lines))
+        params, slots = self._parts(lines)
+        if self.shard.ages:
+            slots[SEEN] = self.shard.ages.of(slot)
+        return TableRows(numbers, params, slots)
 
     def _parts(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the values and the slots of lines, views."""
@@ -96,7 +100,8 @@ class ServedTable:
         params[:] = saved.params[mine]
         for name, slot in slots.items():
             slot[:] = saved.slots[name][mine]
-        self.shard.put(places[mine], lines)
+        seen = saved.slots.get(SEEN)
+        self.shard.put(places[mine], lines, None if seen is None else seen[mine])
 
 
 class CutTable:
@@ -139,7 +144,12 @@ def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSave
         return TableSaver(take, *saved)
     for each in tables:
         each.shard.begin_marking()
-    counts = lambda: [(each.shard.marked, each.shard.touched) for each in tables]  # noqa: E731
+
+    def counts() -> list[tuple[int, int]] | None:
+        if any(each.shard.ages and each.shard.ages.shrunk for each in tables):
+            return None
+        return [(each.shard.marked, each.shard.touched) for each in tables]
+
     return TableSaver(take, *saved, counts=counts)
 
 
@@ -179,6 +189,7 @@ class TableServer(Server):
             noted = self._note_far if consistent else None
             self._far = RowReplies(cluster, served, self.params.dtype, codec, noted)
         self._grants.noted = self._note_read
+        self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
 
     def _note_read(self, worker: int) -> None:
         """Note that a worker reads rows at this version."""
@@ -203,6 +214,18 @@ class TableServer(Server):
         """See `Server.rows_changed`."""
         return {each.table.name: each.shard.touched for each in self.tables}
 
+    @property
+    def rows_evicted(self) -> dict[str, int]:
+        """See `Server.rows_evicted`."""
+        tables = {each.table.name: each.shard.ages for each in self.tables}
+        return {name: ages.evicted for name, ages in tables.items() if ages}
+
+    def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
+        """See `Server.epochs_over`: rows are evicted, once all is applied and no cut is taken."""
+        ages = [each.shard.ages for each in self.tables if each.shard.ages]
+        done = (self.applied >= pushes).all() and all(each.evict(epochs) for each in ages)
+        self._over = None if done else (epochs, pushes)
+
     def restore(self, saved: Checkpoint | None) -> None:
         """Fill the rows that a checkpoint has, whichever servers have saved them, in pieces.
 
@@ -210,12 +233,16 @@ class TableServer(Server):
             UserError: If the checkpoint cannot be read.
         """
         for served in self.tables:
+            if saved is not None and served.shard.ages:
+                served.shard.ages.epoch = int(saved.state["handout"]["cursor"][0])
             for piece in saved.read_table(served.table.name) if saved is not None else ():
                 served.fill(piece)
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""
         super().serve_reads()
+        if self._over is not None:
+            self.epochs_over(*self._over)
         return self.serve_rows()
 
     def serve_rows(self) -> bool:
@@ -237,6 +264,8 @@ class TableServer(Server):
     def _update(self, push: Push, version: int, oldest: int) -> None:
         super()._update(push, version, oldest)
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
+            if served.shard.ages:
+                served.shard.ages.epoch = push.batch[0]
             rate = self.stale.rate(served.table.rate(version), oldest) * push.factors
             self._change(served, places, sums, rate)
 

@@ -15,10 +15,11 @@ import numpy as np
 from mpips.cluster.window import Field
 from mpips.errors import UserError
 from mpips.kernels import row_groups, row_undo, rows
-from mpips.layout.tables import Ownership, Table, combine
+from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
+from mpips.ps.row_ages import RowAges
 from mpips.ps.row_cut import RowCut
-from mpips.ps.row_index import FIRST_BITS, RowIndex
+from mpips.ps.row_index import RowIndex, bits_for
 
 Memory = Mapping[str, np.ndarray]  # a server's fields, by the names of `row_fields`
 PARTS = ("lines", "stripes", "header", "index", "keys")  # in the order of `rows.LINES` to `KEYS`
@@ -34,8 +35,9 @@ def row_fields(
     ``lines`` has a line a row: its parameters, and the rule's slots behind them. ``stripes`` says
     which are touched, and which are written just now. Of a table of capacity ``lazy`` lines are
     given to rows as they are touched: ``keys`` says which row has a line, ``index`` where a row's
-    line is, ``header`` how large these are. All of it is sized for `most` lines, and costs what is
-    touched: nothing moves while it grows.
+    line is, ``header`` how large these are, and ``seen``, where rows are evicted, in which epoch a
+    row was pushed. All of it is sized for `most` lines, and costs what is touched: nothing moves
+    while it grows.
 
     Args:
         ownership: Of the table.
@@ -45,6 +47,7 @@ def row_fields(
         most: Lines of a lazy table; None for all of the server's rows.
     """
     table, count = ownership.table, ownership.count(server)
+    evicts = table.evict_after is not None
     if table.lazy:
         count = min(count, rows.MOST_PLACES if most is None else most)
     fields = {
@@ -52,11 +55,11 @@ def row_fields(
         "stripes": ("i8", (-(-count // rows.STRIPE),)),
     }
     if table.lazy:
-        size = FIRST_BITS
-        while rows.FULL << size < count * rows.FULL_OF:
-            size += 1
+        size = bits_for(count) + evicts
         fields |= {"header": ("i8", (rows.HEADER_WORDS,))}
         fields |= {"index": ("u4", (2 << size,)), "keys": ("u4", (count,))}
+    if evicts:
+        fields["seen"] = ("u4", (count,))
     return tuple(Field(_name(ownership, part), *what) for part, what in fields.items())
 
 
@@ -172,6 +175,9 @@ class TableShard(TableRows):
         server: Which server.
         memory: Its fields, zero in a fresh run.
         rule: The update rule.
+
+    Attributes:
+        ages: When rows were pushed, and the eviction of old ones, where the table says so.
     """
 
     def __init__(self, ownership: Ownership, server: int, memory: Memory, rule: RowRule) -> None:
@@ -181,6 +187,10 @@ class TableShard(TableRows):
         self._index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
         self._marks: np.ndarray | None = None
         self._cut: RowCut | None = None  # the last one
+        self.ages: RowAges | None = None
+        if self._index and ownership.table.evict_after is not None:
+            found = memory[_name(ownership, "seen")], ownership.table.evict_after
+            self.ages = RowAges(*found, self._index, self._lines, self._stripes)
 
     @property
     def touched(self) -> int:
@@ -191,10 +201,10 @@ class TableShard(TableRows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rows take: of a lazy table those touched, with their keys and index."""
+        """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
         if not self._index:
             return sum(array.nbytes for array in self._memory)
-        keys = self._memory[rows.KEYS].itemsize
+        keys = self._memory[rows.KEYS].itemsize * (2 if self.ages else 1)
         return self._index.count * (self._lines[:1].nbytes + keys) + self._index.nbytes
 
     def apply(
@@ -244,19 +254,23 @@ class TableShard(TableRows):
         assert self._marks is not None, "it marks none"
         return int(np.count_nonzero(self._marks[: self._used]))
 
-    def put(self, local: np.ndarray, lines: np.ndarray) -> None:
+    def put(self, local: np.ndarray, lines: np.ndarray, seen: np.ndarray | None = None) -> None:
         """Write whole lines, parameters and slots, such as those of a checkpoint.
 
         Args:
             local: Places of the rows in this server, shape (n,), int64.
             lines: Shape (n, width), dtype of the rows, C-contiguous.
+            seen: In which epoch each was pushed; None for that of the updates that come.
 
         Raises:
             ValueError: If a place is outside the server.
             UserError: If a lazy table has no line left; then nothing is changed.
         """
         self._check(local)
-        rows.put(self._slots(local), lines, self._lines, self._stripes)
+        slot = self._slots(local)
+        rows.put(slot, lines, self._lines, self._stripes)
+        if self.ages and seen is not None:
+            self.ages.note(slot, seen)
 
     def cut(self, marked: bool = False) -> RowCut:
         """Return the rows that have been touched as they are now, whatever later updates do.
@@ -278,6 +292,8 @@ class TableShard(TableRows):
         if self._marks is not None:
             self.begin_marking()
         self._cut = RowCut(self._lines, wanted)
+        if self.ages:
+            self.ages.begin_cut(self._cut)
         return self._cut
 
     def places(self, slot: np.ndarray) -> np.ndarray:
@@ -310,6 +326,8 @@ class TableShard(TableRows):
             self._marks[slot] = True
         if self._cut is not None:
             self._cut.keep(slot)
+        if self.ages:
+            self.ages.note(slot)
         return slot
 
 
@@ -325,3 +343,5 @@ def warm(table: Table, rule: RowRule, dtype: str) -> None:
     shard.pull(ids, np.empty((2, table.dim), dtype))
     for slot, lines in shard.cut().pieces():
         shard.put(shard.places(slot), lines)
+    if shard.ages:
+        shard.ages.evict(MOST_EPOCHS + 1)

@@ -98,8 +98,11 @@ def _tables(
         found[table.name] = {
             "rows": table.table.rows, "dim": table.dim, "changed": sum(changed),
             **{name: sum(each[name] for each in does) for name in ROWS_DONE},
-            "hot": hot_rows([each["load"] for each in does]), "hashed": None,
+            "hot": hot_rows([each["load"] for each in does]), "hashed": None, "evicted": None,
         }  # fmt: skip
+        if table.table.evict_after is not None:
+            evicted = [owner.get("rows_evicted", {}).get(table.name, 0) for owner in owners]
+            found[table.name]["evicted"] = sum(evicted)
         if table.table.hashed:
             counts = _hashed(does) or {"ids": 0, "shared": 0}
             found[table.name]["hashed"] = {"of": Seen(table.table.rows).of, **counts}

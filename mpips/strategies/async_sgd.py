@@ -130,6 +130,7 @@ def _stats(server: Server, applied: int) -> dict[str, Any]:
         "staleness_sum": tally.staleness_sum,
         "staleness_max": tally.staleness_max,
         "rows_changed": server.rows_changed,
+        "rows_evicted": server.rows_evicted,
     }
 
 

@@ -192,7 +192,8 @@ class Embedding(RowsModule):
         padding_idx: Id whose row reads as zeros and is not trained.
         init: What a row holds before it is touched; by default N(0, 1), as in torch.
         **options: The others of `mpips.Table`: ``optimizer``, ``capacity``, ``push_rows``,
-            ``ownership``, and ``hashed``, by which ids are any integers of 64 bits.
+            ``ownership``, ``evict_after``, and ``hashed``, by which ids are any integers of 64
+            bits.
 
     Raises:
         UserError: If a number is out of range.

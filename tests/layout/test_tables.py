@@ -182,6 +182,8 @@ def test_what_is_no_row_is_refused(ids, message):
         ({"capacity": "half"}, "auto, full or lazy"),
         ({"ownership": "mine"}, "hash or blocks"),
         ({"hashed": 1}, "hashed=1 of a table, expected True or False"),
+        ({"evict_after": 0}, "evict_after=0 of a table, expected evict_after from 1"),
+        ({"evict_after": 1, "capacity": "full"}, "evict_after=1 of a table of capacity 'full'"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(options, message):

@@ -17,7 +17,7 @@ PROGRAM = str(PROGRAMS / "tables.py")
 @pytest.mark.launch
 def test_tables_in_one_world(tmp_path: Path) -> None:
     found = run(5, [PROGRAM, "all", str(tmp_path)], tmp_path).check()
-    assert found.output.count(" is done") == 8, found.output
+    assert found.output.count(" is done") == 9, found.output
 
 
 @pytest.mark.launch

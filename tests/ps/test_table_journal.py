@@ -23,7 +23,7 @@ from mpips.library.optimizers import SGD, Adagrad, Adam
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import journal, shard, table_journal, table_shard
+from mpips.ps import journal, row_index, shard, table_journal
 from mpips.ps.client import reader_fields
 from mpips.ps.journal import journal_fields
 from mpips.ps.shard import server_fields
@@ -211,7 +211,7 @@ def dies(
             patch.setattr(module, "publish", fate.publish)
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
         patch.setattr(table_journal, "row_undo", keeping)
-        patch.setattr(table_shard, "rows", SimpleNamespace(**others, **loops))
+        patch.setattr(row_index, "rows", SimpleNamespace(**others, **loops))
         for served in server.tables:
             rule = served.shard.rule
             patch.setitem(rule.__dict__, "loop", fate.loop(rule.loop))
@@ -279,6 +279,37 @@ def test_a_server_that_is_behind_may_die_among_its_rows(monkeypatch: pytest.Monk
             server.apply(push)
         same(server, live, f"death at moment {moment}")
     assert 0 < ends < goes_on
+
+
+def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one the rows are adopted as they are; in the midst of one nobody goes on."""
+    some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
+    all_pushes = pushes(some, 4, 600)
+    memory = Memory(some)
+    server = make(JournaledTables, some, memory)
+    server.start_from(BASE)
+    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+    for push, epoch in zip(all_pushes, (0, 0, 1, 1), strict=True):
+        push.batch = (epoch, 0, 1)
+        server.epochs_over(epoch, [epoch, epoch])
+        server.apply(push)
+    before = server.rows_changed["lazy"]
+    server.epochs_over(2, [2, 3])  # a push is still to come
+    assert server.rows_changed["lazy"] == before
+    server.epochs_over(2, [2, 2])
+    pushed = {row for push in all_pushes[2:] for row in push.rows[0].places.tolist()}
+    assert server.rows_changed["lazy"] == len(pushed) < before
+    adopted = make(AdoptedTables, some, memory)
+    assert adopted.recover(find)
+    same(adopted, state(server), "behind an eviction")
+
+    def death(*args: Any) -> None:
+        raise Death
+
+    monkeypatch.setattr(row_index.row_eviction, "free_lines", death)
+    with pytest.raises(Death):
+        adopted.epochs_over(3, [2, 2])
+    assert not make(AdoptedTables, some, memory).recover(find)
 
 
 def test_processes_that_are_killed() -> None:

@@ -306,6 +306,85 @@ def test_lazy_tables_grow_while_they_are_read():
     assert len(steps) > 1, "it had grown before it was read"
 
 
+def test_rows_that_are_evicted_are_as_at_first():
+    """Values and slots, through many sizes of the index; the others stay, wherever they move."""
+    n = 30_000
+    servers = Servers(Table(n, 3, Normal(0.5), evict_after=2), 2, Adagrad(0.1))
+    fresh, every, rng = servers.read(np.arange(n)), np.arange(n), np.random.default_rng(0)
+    serial, slots, seen = fresh.copy(), np.zeros((n, 3), "f4"), np.full(n, -9)
+    for epoch, most in enumerate([9000, 200, 9000, 1, 5000, 5000, 3, 3, 900, 2]):
+        ids = np.unique(rng.integers(0, n, most))
+        grads = rng.uniform(0.5, 1.5, (len(ids), 3)).astype("f4")
+        for shard in servers.shards:
+            shard.ages.epoch = epoch
+        servers.push(ids, grads)
+        slots[ids] += grads * grads
+        serial[ids] -= np.float32(0.1) * grads / (np.sqrt(slots[ids]) + np.float32(1e-10))
+        seen[ids] = epoch
+        assert all(shard.ages.evict(epoch + 1) for shard in servers.shards)
+        old = seen < epoch - 1
+        serial[old], slots[old] = fresh[old], 0
+        np.testing.assert_allclose(servers.read(every), serial, rtol=1e-5, atol=1e-6)
+        assert (servers.read(every)[old] == fresh[old]).all()
+        assert sum(shard.touched for shard in servers.shards) == np.count_nonzero(~old)
+    assert sum(shard.ages.evicted for shard in servers.shards) > 10_000
+    lines = [memory["tables/item/lines"] for memory in servers.memories]
+    assert sum(np.count_nonzero(each.any(1)) for each in lines) == np.count_nonzero(~old)
+
+
+def test_no_row_is_evicted_while_a_cut_is_taken():
+    servers = Servers(Table(100, 1, Zeros(), evict_after=1), 1, SGD(1.0))
+    (shard,) = servers.shards
+    servers.push([1, 2, 3], np.ones((3, 1), "f4"))
+    pieces = shard.cut().pieces()
+    assert len(next(pieces)[0]) == 0
+    assert not shard.ages.evict(2)
+    assert sum(len(slot) for slot, _ in pieces) == 3
+    assert not shard.ages.shrunk
+    assert shard.ages.evict(2)
+    assert (shard.touched, shard.ages.evicted, shard.ages.shrunk) == (0, 3, True)
+    assert len(shard.cut().pieces().__next__()[0]) == 0
+    assert not shard.ages.shrunk
+
+
+def test_a_row_is_itself_while_rows_are_evicted():
+    """A reader sees what a row was or what it is at first: never another row's numbers.
+
+    Row k holds a count and k + 1 times this; the first ones are pushed in each epoch.
+    """
+    n, kept = 3000, 300
+    servers = Servers(Table(n, 2, Zeros(), evict_after=1), 1, SGD(1.0), "f8")
+    (shard,), rng = servers.shards, np.random.default_rng(0)
+    order = rng.permutation(n)
+    number = np.empty(n)
+    number[order] = np.arange(1, n + 1)
+
+    def work():
+        some = order[kept + rng.integers(0, n - kept, int(rng.choice([1, 30, 900, 2500])))]
+        local = np.unique(np.concatenate([order[:kept], some]))
+        shard.ages.epoch += 1
+        shard.apply(local, -np.stack([np.ones(len(local)), number[local]], 1), 1.0)
+        assert shard.ages.evict(shard.ages.epoch)
+
+    work()
+    out, last, local, sizes = np.empty((n, 2)), np.zeros(kept), np.arange(n), set()
+    end = beside(work)
+    try:
+        for k in range(100_000):
+            sizes.add(int(servers.memories[0]["tables/item/header"][rows.BITS]))
+            if servers.seen[0].pull(local, out).torn:
+                continue
+            np.testing.assert_array_equal(out[:, 1], out[:, 0] * number)
+            assert (out[order[:kept], 0] >= last).all(), "a row was lost"
+            last = out[order[:kept], 0].copy()
+            if k > 300 and shard.ages.evicted > 4 * n and len(sizes) > 2:
+                break
+    finally:
+        end()
+    assert shard.ages.evicted > 4 * n
+    assert len(sizes) > 2
+
+
 def test_an_index_that_was_left_is_given_back():
     servers = Servers(Table(100_000, 1, capacity="lazy"), 1)
     index = servers.memories[0]["tables/item/index"]

@@ -173,6 +173,65 @@ def exact(folder: Path) -> None:
             np.testing.assert_array_equal(ended.rows("one", np.arange(N)), np.full((N, 1), EPOCHS))
 
 
+PAIR = {"pair": mpips.Table(rows=N, dim=2, init=ZEROS, evict_after=2)}
+LONG = 6  # epochs
+KINDS = np.arange(N) % 3  # of rows: pushed always; in epochs 0 and 1; in 0, and from 4 on
+PAIRED = np.array([LONG, 0, LONG - 4])  # counts in the end
+
+
+def pairs(stop: int) -> Callable[..., None]:
+    """Return a training function that counts in rows (count, number times it), some at times."""
+
+    def train(worker: mpips.Worker) -> None:
+        factors, every = np.arange(1, N + 1), np.arange(N)
+        for pushed, batch in enumerate(worker.batches(N, batch_size=7, epochs=LONG), 1):
+            kind, epoch = KINDS[batch.ids], batch.epoch
+            pushes = (kind == 0) | (epoch == 0) | ((kind == 1) & (epoch == 1))
+            some = batch.ids[pushes | ((kind == 2) & (epoch >= 4))]
+            worker.push_rows("pair", some, -np.stack([np.ones(len(some)), factors[some]], 1))
+            rows = worker.pull_rows("pair", every)
+            np.testing.assert_array_equal(rows[:, 1], rows[:, 0] * factors)
+            assert rows[:, 0].max() <= LONG
+            worker.grads["counts"][:] = -np.bincount(batch.ids, minlength=N)
+            worker.push(0.0)
+            if pushed == stop and worker.id == 0:
+                worker.stop()
+
+    return train
+
+
+def evicted(folder: Path) -> None:
+    """Rows that nobody pushes for two epochs are as at first, on other servers too; others exact.
+
+    No worker is an epoch behind in mode ssp, so that it is known which rows these are.
+    """
+    parts: tuple[tuple[int, int, dict[str, Any]], ...] = (
+        (3, 25, {"servers": 1, "node_size": 1}),
+        (5, 37, {"servers": 3, "checkpoint_every": "3steps", **CHAIN}),
+        (4, -1, {"servers": 2, "node_size": 2, "checkpoint_every": "3steps", **CHAIN}),
+    )
+    out = folder / "evicted"
+    for ranks, stop, options in parts:
+        named = {"mode": "ssp", "tables": PAIR, **options}
+        result = run(pairs(stop), ranks, out, resume="auto", **named)
+        if WORLD.rank == 0:
+            assert not [text for p in list_checkpoints(out) for text in verify(p)]
+    if WORLD.rank == 0:
+        ended, (found, _) = done(result), newest_whole(out)
+        assert found is not None
+        counts = PAIRED[KINDS]
+        np.testing.assert_array_equal(ended.rows("pair", np.arange(N))[:, 0], counts)
+        numbers, columns = rows_of(found, "pair")
+        np.testing.assert_array_equal(numbers, np.flatnonzero(counts))
+        np.testing.assert_array_equal(columns["slots/seen"], LONG - 1)
+        told = ended.summary["tables"]["pair"]
+        assert told["changed"] == len(numbers)
+        assert told["evicted"] > 0
+    refused = run(pairs(-1), 3, folder / "refused", tables=PAIR, mode="sync", servers=1)
+    if WORLD.rank < 3:
+        assert "evict_after of table 'pair' with mode 'sync'" in str(refused), refused
+
+
 def same(folder: Path) -> None:
     """Rows and slots that 2 servers have saved are those of 1 and of 3, to the bit."""
     out, saved = folder / "same", []
@@ -489,4 +548,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main((exact, same, far, hashed, torn, empty, weighed, bad), slow, check_counts)
+    main((exact, evicted, same, far, hashed, torn, empty, weighed, bad), slow, check_counts)

@@ -1,0 +1,71 @@
+"""When the rows of a lazy table were pushed last, and the eviction of those that are old."""
+
+import numpy as np
+
+from mpips.ps.row_cut import RowCut
+from mpips.ps.row_index import RowIndex
+
+
+class RowAges:
+    """When rows were pushed, in memory that outlasts their server. Collective: no.
+
+    Args:
+        seen: The epoch of each line, dtype uint32.
+        after: Epochs without a push, after which a row is evicted.
+        index: Which line a row has.
+        lines: Of the table.
+        stripes: Its stripe words.
+
+    Attributes:
+        epoch: Of the updates that come.
+        evicted: Rows that were, by this object.
+        shrunk: Whether any was since the last cut.
+    """
+
+    def __init__(
+        self,
+        seen: np.ndarray,
+        after: int,
+        index: RowIndex,
+        lines: np.ndarray,
+        stripes: np.ndarray,
+    ) -> None:
+        self._seen, self._after, self._index = seen, after, index
+        self._lines, self._stripes = lines, stripes
+        self._cut: RowCut | None = None
+        self.epoch = self.evicted = 0
+        self.shrunk = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether nobody was stopped in the midst of an eviction."""
+        return self._index.whole
+
+    def of(self, slot: np.ndarray) -> np.ndarray:
+        """Return the epochs of lines."""
+        return self._seen[slot]
+
+    def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
+        """Note when lines were pushed; None for the epoch of the updates, or later."""
+        self._seen[slot] = np.maximum(self._seen[slot], self.epoch) if epochs is None else epochs
+
+    def begin_cut(self, cut: RowCut) -> None:
+        """Note a cut, by whose lines rows are found until it is over."""
+        self._cut, self.shrunk = cut, False
+
+    def evict(self, over: int) -> bool:
+        """Have rows be untouched again that have not been pushed for so long.
+
+        Args:
+            over: Epochs of which nothing more is pushed.
+
+        Returns:
+            Whether that was done; not while a cut is taken.
+        """
+        if self._cut is not None and not self._cut.over:
+            return False
+        limit = over - self._after
+        count = self._index.evict(limit, self._seen, self._lines, self._stripes)
+        self.evicted += count
+        self.shrunk |= count > 0
+        return True
