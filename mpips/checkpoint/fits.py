@@ -78,8 +78,10 @@ def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
 
     Raises:
         UserError: If one is missing on either side, has fewer rows than it had, or differs in
-            anything else; more rows are no difference.
+            anything else; more rows are no difference, but where ids are hashed.
     """
+    for name in wanted.keys() & saved.keys():
+        _check_hashed(path, name, saved[name], wanted[name])
     remedy = "give the tables of the run that saved it"
     for name in [*saved, *wanted]:
         if name not in wanted or name not in saved:
@@ -96,3 +98,17 @@ def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
             elif before != value:
                 got = f"table {name!r} of {key} {value} on resume"
                 raise UserError(got, f"{before}, as in {path}", remedy)
+
+
+def _check_hashed(
+    path: Path, name: str, saved: Mapping[str, object], wanted: Mapping[str, object]
+) -> None:
+    """Refuse a table in which ids would be of other rows than those of a checkpoint."""
+    before, now = saved.get("hashed", False), wanted.get("hashed", False)
+    if before != now:
+        got = f"hashed={now} of table {name!r} on resume"
+        raise UserError(got, f"hashed={before}, as in {path}")
+    if now and saved["rows"] != wanted["rows"]:
+        got = f"table {name!r} of {wanted['rows']:,} rows on resume, whose ids are hashed"
+        expected = f"{saved['rows']:,}, as in {path}: ids would have other rows"
+        raise UserError(got, expected, "give the tables of the run that saved it")

@@ -1,6 +1,6 @@
 """The tables of a job: what is known of each before the first step, and which jobs have none."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,6 @@ def check_job(job: "Job") -> None:
     saved = job.initial if c.eval_only else job.checkpoint
     if isinstance(saved, Checkpoint):
         described = {table.name: table.description for table in tables}
-        _check_hashed(saved, described)
         check_tables(saved.path, saved.tables, described)
     for name in ("row_optimizer", "checkpoint_rows"):
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
@@ -111,22 +110,6 @@ def check_job(job: "Job") -> None:
         raise UserError("init_from with tables", "a run whose rows are made anew", remedy)
     _check_world(job, tables)
     _check_memory(job, tables)
-
-
-def _check_hashed(saved: Checkpoint, described: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse tables in which ids would be of other rows than those of a checkpoint."""
-    for name in described.keys() & saved.tables.keys():
-        before, now = (
-            (told.get("hashed", False), told["rows"])
-            for told in (saved.tables[name], described[name])
-        )
-        if before[0] != now[0]:
-            got = f"hashed={now[0]} of table {name!r} on resume"
-            raise UserError(got, f"hashed={before[0]}, as in {saved.path}")
-        if now[0] and before[1] != now[1]:
-            got = f"table {name!r} of {now[1]:,} rows on resume, whose ids are hashed"
-            expected = f"{before[1]:,}, as in {saved.path}: ids would have other rows"
-            raise UserError(got, expected, "give the tables of the run that saved it")
 
 
 def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:

@@ -187,6 +187,7 @@ def test_columns_of_other_lengths_are_damaged(more: int, tmp_path: Path) -> None
         ({"rows": 91}, None),
         ({"rows": 89}, "table 'item' of 89 rows on resume, expected at least 90, as in"),
         ({"dim": 5}, "table 'item' of dim 5 on resume, expected 4, as in"),
+        ({"hashed": True}, "hashed=True of table 'item' on resume, expected hashed=False, as in"),
     ],
 )
 def test_tables_on_resume(change: dict[str, Any], told: str | None) -> None:
