@@ -229,6 +229,10 @@ class Config:
         "optimisation", "", "update rule of tables' rows: sgd, adagrad, row_adagrad, adam or ftrl",
         pattern=ROW_OPTIMIZER, form=ROW_FORM, metavar="NAME:lr=X,..", unset="as --optimizer",
     )  # fmt: skip
+    evict_after: int = setting(
+        "optimisation", 0, "epochs without a push after which a table's row is as at first; "
+        "0: never", ">= 0",
+    )  # fmt: skip
     clip: float = setting("optimisation", 0.0, "largest norm of a gradient; 0: no limit", ">= 0")
     schedule: str = setting(
         "optimisation", "constant", "course of the learning rate", legal=SCHEDULES

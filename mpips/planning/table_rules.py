@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -55,7 +55,8 @@ def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]
             for rows.
     """
     total, itemsize = 0, np.dtype(config.dtype).itemsize
-    for name, table in checked_tables(tables_of_problem(problem)).items():
+    for name, given in checked_tables(tables_of_problem(problem)).items():
+        table = as_configured(given, config)
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
         each = rule.width(table.dim) * itemsize
@@ -63,6 +64,17 @@ def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]
         each += INDEX_BYTES * table.lazy + EVICTION_BYTES * (table.evict_after is not None)
         total += rows * each
     return total
+
+
+def as_configured(table: Table, config: Config) -> Table:
+    """Return a table with what the configuration says of all that do not say it.
+
+    Raises:
+        UserError: If it cannot be.
+    """
+    if not config.evict_after or table.evict_after is not None:
+        return table
+    return replace(table, evict_after=config.evict_after)
 
 
 def rule_of(table: Table, config: Config | None) -> RowRule | None:

@@ -14,7 +14,7 @@ from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import RowRule
 from mpips.planning.memory import available_bytes
-from mpips.planning.table_rules import checked_tables, rule_of
+from mpips.planning.table_rules import as_configured, checked_tables, rule_of
 from mpips.problems.rows import tables_of_problem
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
     """
     config, found = job.config, []
     given = checked_tables(tables_of_problem(job.problem))
-    for name, table in given.items():
+    for name, each in given.items():
+        table = as_configured(each, config)
         most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
@@ -99,7 +100,7 @@ def check_job(job: "Job") -> None:
     if isinstance(saved, Checkpoint):
         described = {table.name: table.description for table in tables}
         check_tables(saved.path, saved.tables, described)
-    for name in ("row_optimizer", "checkpoint_rows"):
+    for name in ("row_optimizer", "checkpoint_rows", "evict_after"):
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
             known = ", ".join((*SPARSE_PROBLEMS, *TEXT_PROBLEMS))
             raise UserError(f"{name} {given!r} without tables", f"a problem with rows: {known}")
