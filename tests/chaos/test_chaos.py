@@ -24,13 +24,14 @@ SHARES = {
     932: (
         *("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
         *("async-bf16", "async-int8", "async-aggregated-topk"),
-        *("program-sync", "program-local_sgd", "program-easgd"),
+        *("program-sync", "program-local_sgd", "program-easgd", "ssp-nodes-tables"),
     ),
     203: (
         *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
         *("async-servers", "ssp-spare", "async-spare-tables", "ssp-tables"),
         *("async-nodes", "ssp-nodes", "async-aggregated", "sync-powersgd"),
         *("program-async", "program-ssp", "program-backup"),
+        *("async-nodes-tables", "sync-nodes-tables"),
     ),
 }
 PROGRAM = """
