@@ -213,6 +213,9 @@ def evicted(folder: Path) -> None:
     out = folder / "evicted"
     for ranks, stop, options in parts:
         named = {"mode": "ssp", "tables": PAIR, **options}
+        if stop < 0:  # by the option of all tables
+            named["tables"] = {"pair": dataclasses.replace(PAIR["pair"], evict_after=None)}
+            named["evict_after"] = 2
         result = run(pairs(stop), ranks, out, resume="auto", **named)
         if WORLD.rank == 0:
             assert not [text for p in list_checkpoints(out) for text in verify(p)]
