@@ -519,7 +519,7 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
 
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
 DUTIES = "has taken its duties over"
-BEHIND = "in the middle of an update, with others waiting behind it"
+BEHIND = "in the middle of what no other can finish"
 
 
 HANGS = """
