@@ -19,7 +19,7 @@ PACK = {
 # How many times longer rounds between nodes take than their bytes need on links, at 1 Gbit/s. By
 # MPICH steps of whole jobs are as their bytes say; by Open MPI those of 4 MB are on 2 hosts, and on
 # 3 and 4 hosts rounds take 1.2 to 1.5 times as long (with 16 MiB 1.4 to 1.5 on 2 and 4 hosts).
-# 1.2 is chosen from the guide's runs, and was tried on no others.
+# 1.2 was chosen from runs before those of the guide.
 MPICH, OPEN_MPI = "mpich", "openmpi"
 ROUND_COSTS = {MPICH: 1.0, OPEN_MPI: 1.2}
 NUMBERS = ("mean", "p50", "p90", "p99", "max")
