@@ -4,7 +4,7 @@ A reader believes what stands in a line where the line's key is its row's betwee
 word of its stripe. So lines that are freed get another key first, and then another version; a line
 that is moved is whole before its key stands at the new place, and the old place is freed when the
 index knows the new one. Between these steps readers find a row at either place, or, if it was
-taken out, at none.
+taken out, at none. They look twice for each: `mpips.kernels.rows.gather` is for lines that stay.
 """
 
 from typing import TYPE_CHECKING
@@ -12,19 +12,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.row_keys import make_row
 from mpips.kernels.rows import (
+    AHEAD,
     BIT_MASK,
     COUNT,
     FREE,
+    HEADER,
+    HEADER_WORDS,
+    KEYS,
+    LINES,
     MOVES,
+    READS,
     STRIPE_BITS,
+    STRIPES,
+    TORN,
     WRITING,
     Matrix,
     copy_line,
+    find_line,
+    owner_of,
 )
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.compiler import store_ordered
+    from mpips.kernels.compiler import array_at, load_acquire, prefetch, store_ordered
 
 
 @kernel()
@@ -101,3 +112,71 @@ def copy_to(slot: int, source: int, lines: Matrix, stripes: Vector) -> None:
     store_ordered(stripes, stripe, word)
     copy_line(lines[source], lines[slot])
     store_ordered(stripes, stripe, (word | bit) + WRITING)
+
+
+@kernel()
+def gather(
+    places: Vector,
+    begins: Vector,
+    where: Matrix,
+    key: Vector,
+    width: int,
+    numbers: Vector,
+    out: Matrix,
+) -> int:
+    """Read rows of which some may be evicted meanwhile; see `mpips.kernels.rows.gather`."""
+    again, n, size = 0, places.size, width * out.itemsize
+    for i in range(n + AHEAD):
+        if i < n:
+            owner = owner_of(places[i], begins)
+            if where[owner, LINES]:
+                slot = find(places[i] - begins[owner], where[owner], begins, numbers)
+                if slot >= 0:
+                    prefetch(array_at(where[owner, LINES] + slot * size, begins, 1), 0, 0)
+                    word = where[owner, STRIPES] + 8 * (slot >> STRIPE_BITS)
+                    prefetch(array_at(word, begins, 1), 0, 0)
+        if i >= AHEAD:
+            place = places[i - AHEAD]
+            owner = owner_of(place, begins)
+            if where[owner, LINES]:
+                local = place - begins[owner]
+                again += read_row(place, local, where[owner], size, numbers, key, out[i - AHEAD])
+    return again
+
+
+@kernel(quick=True)
+def read_row(
+    place: int, local: int, where: Vector, size: int, numbers: Vector, key: Vector, out: Vector
+) -> int:
+    """Read a row, whose line is its own if it is so between two looks at its stripe's word."""
+    own, touched, line = False, np.int64(0), out
+    for attempt in range(READS):
+        slot = find(local, where, where, numbers)
+        if slot < 0:
+            make_row(place, key, out)
+            return attempt
+        line = array_at(where[LINES] + slot * size, out, out.size)
+        word = array_at(where[STRIPES] + 8 * (slot >> STRIPE_BITS), where, 1)
+        before = load_acquire(word, 0)
+        own = np.int64(array_at(where[KEYS] + 4 * slot, numbers, 1)[0]) == local
+        touched = before >> (slot & BIT_MASK) & 1
+        if own and not touched:
+            make_row(place, key, out)
+        elif own:
+            copy_line(line, out)
+        if own and not (touched and before & WRITING) and load_acquire(word, 0) == before:
+            return attempt
+    if not (own and touched):
+        make_row(place, key, out)
+    return TORN + READS
+
+
+@kernel(quick=True)
+def find(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
+    """Return the line of a row, or -1; looks again if lines were taken from rows meanwhile."""
+    header = array_at(where[HEADER], words, HEADER_WORDS)
+    while True:
+        moves = load_acquire(header, MOVES)
+        slot = find_line(local, where, words, numbers)
+        if slot >= 0 or load_acquire(header, MOVES) == moves:
+            return slot

@@ -29,7 +29,7 @@ AHEAD, RING = 32, 64  # rows
 MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
 # Words of the header: the size of the index, lines, and how often these were taken from rows: twice
-# a sweep, so that it is odd in one.
+# a sweep, so that it is odd in one (`mpips.kernels.row_eviction`).
 BITS, COUNT, MOVES, HEADER_WORDS = 0, 1, 2, 3
 FULL, FULL_OF = 3, 4  # of an index
 MOST_PLACES = (1 << 32) - 2  # of an index: what stands in it, and in the keys, is of 32 bits
@@ -73,11 +73,11 @@ def gather(
     """
     again, n, dim = 0, places.size, out.shape[1]
     size, fetched = width * out.itemsize, min(dim * out.itemsize, MOST_LINES * 64)
-    found = scratch(256).view(np.int64)  # of the next rows: line, stripe word, slot and owner
+    found = scratch(192).view(np.int64)  # of the next rows: line, stripe word and slot
     for i in range(n + AHEAD):
         if i < n:
             owner = owner_of(places[i], begins)
-            at = 4 * (i % RING)
+            at = 3 * (i % RING)
             found[at] = where[owner, LINES]
             if where[owner, LINES]:
                 slot = places[i] - begins[owner]
@@ -85,29 +85,27 @@ def gather(
                     slot = find_line(slot, where[owner], begins, numbers)
                 found[at] += max(slot, 0) * size
                 found[at + 1] = where[owner, STRIPES] + 8 * (max(slot, 0) >> STRIPE_BITS)
-                found[at + 2], found[at + 3] = slot, owner
+                found[at + 2] = slot
                 prefetch(array_at(found[at + 1], begins, 1), 0, 0)
                 line = array_at(found[at], begins, 1)
                 for skip in range(0, fetched, 64):
                     prefetch(line, 0, skip)
         if i >= AHEAD:
-            at = 4 * ((i - AHEAD) % RING)
+            at = 3 * ((i - AHEAD) % RING)
             if found[at] == 0:
                 continue
             line, word = array_at(found[at], out, dim), array_at(found[at + 1], begins, 1)
-            row, slot, owner = out[i - AHEAD], found[at + 2], found[at + 3]
-            local = places[i - AHEAD] - begins[owner]
+            row, slot = out[i - AHEAD], found[at + 2]
             # Most rows are read here: `read_row` is a call, and keeps reads from overlapping.
             before = load_acquire(word, 0) if slot >= 0 else 0
             if before >> (slot & BIT_MASK) & 1:
                 if not before & WRITING:
                     for j in range(dim):
                         row[j] = line[j]
-                    own = is_of(slot, local, where[owner], numbers)
-                    if own and load_acquire(word, 0) == before:
+                    if load_acquire(word, 0) == before:
                         continue
                 again += 1
-            again += read_row(slot, places[i - AHEAD], local, where[owner], size, numbers, key, row)
+            again += read_row(slot, places[i - AHEAD], line, word, key, row)
     return again
 
 
@@ -122,53 +120,21 @@ def owner_of(place: int, begins: Vector) -> int:
 
 @kernel(quick=True)
 def read_row(
-    slot: np.int64,
-    place: int,
-    local: int,
-    where: Vector,
-    size: int,
-    numbers: Vector,
-    key: Vector,
-    out: Vector,
+    slot: np.int64, place: int, line: Vector, word: Vector, key: Vector, out: Vector
 ) -> int:
-    """Read a row whose line was this one, once more; see `gather`.
-
-    A line of an index may have become another row's meanwhile: it is this row's if it is so between
-    two looks at the word of its stripe.
-    """
-    own, touched = True, np.int64(0)
-    line = out
+    """Read a row whose line has this word of its stripe, once more; see `gather`."""
+    bit = 1 << (slot & BIT_MASK)
     for attempt in range(READS - 1):
-        if attempt:
-            slot = find_line(local, where, where, numbers)
-        if slot < 0:
+        before = load_acquire(word, 0) if slot >= 0 else 0
+        if not before & bit:
             make_row(place, key, out)
             return attempt
-        line = array_at(where[LINES] + slot * size, out, out.size)
-        word = array_at(where[STRIPES] + 8 * (slot >> STRIPE_BITS), where, 1)
-        before = load_acquire(word, 0)
-        own, touched = is_of(slot, local, where, numbers), before >> (slot & BIT_MASK) & 1
-        if own and not touched:
-            make_row(place, key, out)
-            if where[HEADER] == 0 or load_acquire(word, 0) == before:
-                return attempt
-        elif own and not before & WRITING:
+        if not before & WRITING:
             copy_line(line, out)
             if load_acquire(word, 0) == before:
                 return attempt
-    if own and touched:
-        copy_line(line, out)
-    else:
-        make_row(place, key, out)
+    copy_line(line, out)
     return TORN + READS - 1
-
-
-@kernel(quick=True)
-def is_of(slot: np.int64, local: int, where: Vector, numbers: Vector) -> bool:
-    """Return whether a line is a row's."""
-    if where[HEADER] == 0:
-        return True
-    return np.int64(array_at(where[KEYS] + 4 * slot, numbers, 1)[0]) == local
 
 
 @kernel(quick=True)
@@ -186,15 +152,15 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
     """Return the line of a row, or -1 where it has none; see `gather`.
 
     An entry of the index is a line's number and one more, or 0; it stands at its row's home, or
-    behind it, and entries may be left that are of rows no more. Another index is made elsewhere,
-    and then its size is published: a row that is not found is looked for again if that has changed,
-    or lines were taken from rows. What is found is a line of the row until that happens.
+    behind it. A larger index is made elsewhere, and then its size is published: a row that is not
+    found is looked for again if that has changed. What is found is a line of the row for ever, but
+    where rows are evicted.
     """
     if where[HEADER] == 0:
         return np.int64(local)
     header = array_at(where[HEADER], words, HEADER_WORDS)
     while True:
-        moves, bits = load_acquire(header, MOVES), load_acquire(header, BITS)
+        bits = load_acquire(header, BITS)
         size = 1 << bits
         index = array_at(where[INDEX] + size * numbers.itemsize, numbers, size)
         keys = array_at(where[KEYS], numbers, load_acquire(header, COUNT))
@@ -204,7 +170,7 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
             if np.int64(keys[slot]) == local:
                 return slot
             at = (at + 1) & (size - 1)
-        if load_acquire(header, BITS) == bits and load_acquire(header, MOVES) == moves:
+        if load_acquire(header, BITS) == bits:
             return np.int64(-1)
 
 

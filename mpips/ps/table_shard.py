@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.cluster.window import Field
 from mpips.errors import UserError
-from mpips.kernels import row_groups, row_undo, rows
+from mpips.kernels import row_eviction, row_groups, row_undo, rows
 from mpips.layout.tables import MOST_EPOCHS, Ownership, Table, combine
 from mpips.optim.row_rules import RowRule
 from mpips.ps.row_ages import RowAges
@@ -98,6 +98,8 @@ class NodeRows:
         for server, found in self._memories.items():
             self._where[server, : len(found)] = [array.ctypes.data for array in found]
         self._key = ownership.key()
+        evicts = ownership.table.evict_after is not None
+        self._gather = row_eviction.gather if evicts else rows.gather
 
     def gather(self, places: np.ndarray, out: np.ndarray) -> Reads:
         """Read these servers' rows of a step into the places of their ids.
@@ -117,7 +119,7 @@ class NodeRows:
         if not self._memories:
             return Reads(0, 0)
         begins, width = self.ownership.begins, next(iter(self._memories.values()))[0].shape[1]
-        found = rows.gather(places, begins, self._where, self._key, width, _NONE, out)
+        found = self._gather(places, begins, self._where, self._key, width, _NONE, out)
         torn, again = divmod(found, rows.TORN)
         return Reads(again, torn)
 
