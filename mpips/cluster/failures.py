@@ -71,19 +71,20 @@ class Failures:
         self.on = switched_on()
         self._comms = list(comms)
         self._spared: frozenset[int] = frozenset()
+        self._but_one: frozenset[int] = frozenset()
         self._news: list[int] = []
         self.lost: set[int] = set()
         self.left_out: frozenset[int] = frozenset()
         if self.on:
             _watched.extend(self._comms)
 
-    def spare(self, ranks: Iterable[int]) -> None:
-        """Go on without those of `ranks` that die from now on.
+    def spare(self, ranks: Iterable[int], but_one: Iterable[int] = ()) -> None:
+        """Go on without those of `ranks` that die from now on, but not without all of `but_one`.
 
         Raises:
-            Lost: If another has died before.
+            Lost: If another has died before, or all of `but_one` have.
         """
-        self._spared = frozenset(ranks)
+        self._spared, self._but_one = frozenset(ranks), frozenset(but_one)
         self._check()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -161,7 +162,7 @@ class Failures:
         self._check()
 
     def _check(self) -> None:
-        if self.lost - self._spared:
+        if self.lost - self._spared or (self._but_one and self._but_one <= self.lost):
             raise _lost(self._comms[0], self.lost)
 
 

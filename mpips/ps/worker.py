@@ -59,7 +59,7 @@ class AsyncWorker:
         Raises:
             UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
-        self._cluster.failures.spare(spared(self._job))
+        self._cluster.failures.spare(spared(self._job), self._cluster.roles.servers)
         bounded = self._half.puller.controller is not None
         self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
         with contextlib.ExitStack() as over:

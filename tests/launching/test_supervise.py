@@ -486,19 +486,21 @@ def test_a_spare_goes_on_for_the_only_server(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.long
 @survived
-@pytest.mark.parametrize("who", ["the server", "all workers"])
+@pytest.mark.parametrize("who", ["the server", "both servers", "all workers"])
 def test_a_death_that_ends_a_job_that_goes_on_without_workers(who: str, tmp_path: Path) -> None:
-    """It is said once, and the job starts again."""
-    out, words = tmp_path / "out", counting_words(tmp_path, 40)
+    """It is said once, and the job starts again, also where workers wait for a push's rows."""
+    tables = ["--servers", "2", "--problem", f"{COUNTING}:SlowTableCounting"]
+    out = tmp_path / "out"
+    words = counting_words(tmp_path, 40, *(tables if who == "both servers" else ()))
     with Supervised(tmp_path, 4, words) as job:
-        server, *workers = job.wait_for_training(out, 1)
-        for pid in [server] if who == "the server" else workers:
+        ranks = job.wait_for_training(out, 1)
+        servers = 2 if who == "both servers" else 1
+        for pid in ranks[servers:] if who == "all workers" else ranks[:servers]:
             os.kill(pid, signal.SIGKILL)
         told = job.wait(0)
     assert told.count("starting again") == 1
     assert re.search(r"attempt 1: .* ended with code 137; ", told), "no exception of the program's"
-    said = "rank 0 has died, expected all" if who == "the server" else "every worker has died"
-    assert told.count(said) == 1
+    assert told.count(ENDING[who]) == 1
     assert_counts(final(out), N, 40)
 
 
@@ -517,6 +519,11 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
     assert "where its ranks are" not in told
 
 
+ENDING = {
+    "the server": "rank 0 has died, expected all",
+    "both servers": "ranks 0, 1 have died, expected all",
+    "all workers": "every worker has died",
+}
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
 DUTIES = "has taken its duties over"
 BEHIND = "in the middle of what no other can finish"
