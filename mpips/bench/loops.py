@@ -11,7 +11,7 @@ MAP_NORESERVE = 0x4000  # of Linux, which Python does not name before 3.13
 
 @njit(error_model="numpy", nogil=True)
 def gather(table: np.ndarray, ids: np.ndarray, out: np.ndarray) -> None:
-    """Set ``out[i] = table[ids[i]]``."""
+    """Set ``out[i] = table[ids[i]]``, of which `out` may have fewer columns."""
     for i in range(ids.size):
         row, line = out[i], table[ids[i]]
         for j in range(row.size):
@@ -26,6 +26,17 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
         row, grad = table[ids[i]], grads[i]
         for j in range(row.size):
             row[j] -= factor * grad[j]
+
+
+@njit(error_model="numpy", nogil=True)
+def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
+    """Apply Adagrad by ``grads[i]`` to ``table[ids[i]]``, whose second half has the sums."""
+    factor, tiny, dim = table.dtype.type(rate), table.dtype.type(1e-8), grads.shape[1]
+    for i in range(ids.size):
+        row, total, grad = table[ids[i], :dim], table[ids[i], dim:], grads[i]
+        for j in range(dim):
+            total[j] += grad[j] * grad[j]
+            row[j] -= factor * grad[j] / (np.sqrt(total[j]) + tiny)
 
 
 def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:

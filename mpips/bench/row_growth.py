@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpips.bench.measure import Options, Row
-from mpips.bench.row_workers import BESIDE, WORKERS, Case, beside_loops
+from mpips.bench.row_workers import WORKERS, Case, beside_loops
 
 BASE, QUICK = Case(1_000_000), Case(10_000)
 VARIED: dict[str, tuple[int, ...]] = {
@@ -24,10 +24,13 @@ def run(options: Options) -> list[Row]:
     """
     base, varied = (QUICK, QUICK_VARIED) if options.quick else (BASE, VARIED)
     changes: list[dict[str, Any]] = [{}, *({k: n} for k, some in varied.items() for n in some)]
-    return [_row(replace(base, **change), options) for change in changes]
+    cases = [replace(base, **change) for change in changes]
+    return [row for case in cases for row in _rows(case, options)]
 
 
-def _row(case: Case, options: Options) -> Row:
-    mine, other, ratio = beside_loops(case, options)
-    step_ms = WORKERS * case.ids / 1e3
-    return Row("row growth", f"{case}", step_ms / mine, "ms", BESIDE, step_ms / other, ratio)
+def _rows(case: Case, options: Options) -> list[Row]:
+    step_ms, found = WORKERS * case.ids / 1e3, beside_loops(case, options)
+    return [
+        Row("row growth", f"{case}", step_ms / mine, "ms", beside, step_ms / other, ratio)
+        for beside, (mine, other, ratio) in found.items()
+    ]

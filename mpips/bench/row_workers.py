@@ -1,7 +1,8 @@
 """Rows of a table that two workers pull and push, beside two processes with plain loops.
 
 The processes have the table in memory that they share; both gather the rows of the same ids,
-make the same gradients of them, and subtract each one. Nobody sums, locks, counts or answers there.
+make the same gradients of them, and subtract each one, or apply Adagrad by it, which moves twice
+the bytes. Nobody sums, locks, counts or answers there.
 """
 
 import json
@@ -16,14 +17,14 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 
 from mpips.bench import jobs
-from mpips.bench.loops import gather, scatter_add, zeros
+from mpips.bench.loops import gather, scatter_adagrad, scatter_add, zeros
 from mpips.bench.measure import Options, Row
 from mpips.bench.peers.script import ROW_DIM, ROW_IDS, row_ids
 
 WORKERS = 2
 STEPS, QUICK_STEPS = 900, 600  # of as many numbers as by default; or one would be over at once
 LEAST, MOST = 60, 20_000
-REACH, BESIDE = 0.5, "2 plain loops, SGD"
+REACH, BESIDE = 0.5, ("2 plain loops, Adagrad", "2 plain loops, SGD")
 SIZES, QUICK_SIZES = (1_000_000, 50_000_000), (10_000,)
 DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
 
@@ -65,22 +66,23 @@ def run(options: Options) -> list[Row]:
     """
     sizes, found = QUICK_SIZES if options.quick else SIZES, list[Row]()
     for case in (Case(rows, drawn) for rows in sizes for drawn in DRAWN):
-        mine, other, ratio = beside_loops(case, options)
         text = f"{case}, pull + Adagrad"
-        found.append(Row("rows", text, mine, "M rows/s", BESIDE, other, ratio, REACH))
+        for beside, (mine, other, ratio) in beside_loops(case, options).items():
+            found.append(Row("rows", text, mine, "M rows/s", beside, other, ratio, REACH))
     return found
 
 
-def beside_loops(case: Case, options: Options) -> tuple[float, float, float]:
-    """Return the rate of a job, that of plain loops, and the ratio, taken in turn.
+def beside_loops(case: Case, options: Options) -> dict[str, tuple[float, float, float]]:
+    """Return the rate of a job, that of each kind of loops, and the ratio, taken in turn.
 
     Raises:
         Failed: If a job or a process fails.
     """
     steps = case.steps(options.quick)
-    sides = {"mpips": partial(rate, case, steps), "loops": partial(plain_rate, case, steps)}
+    sides = {"mpips": partial(rate, case, steps)}
+    sides |= {name: partial(plain_rate, case, steps, name == BESIDE[0]) for name in BESIDE}
     taken = jobs.take_turns(sides, options.repeats)
-    return jobs.compare_rates(taken["mpips"], taken["loops"])
+    return {name: jobs.compare_rates(taken["mpips"], taken[name]) for name in BESIDE}
 
 
 def rate(case: Case, steps: int) -> float:
@@ -116,19 +118,20 @@ def _together(found: Sequence[Sequence[float]], ids: int) -> float:
     return float(steps * ids / (end - begin) / 1e6)
 
 
-def plain_rate(case: Case, steps: int) -> float:
+def plain_rate(case: Case, steps: int, adagrad: bool = False) -> float:
     """Have two processes gather and scatter the same rows in plain loops; as `rate`.
 
     Raises:
         Failed: If a process fails, or one ended before the other began.
     """
-    table, lists = zeros("f4", (case.rows, case.dim)), row_ids(case.drawn, case.rows, case.ids)
-    _step(zeros("f4", (1, 1)), np.zeros(1, np.int64), np.zeros((1, 1), "f4"))  # compiled once
+    width = case.dim * (1 + adagrad)
+    table, lists = zeros("f4", (case.rows, width)), row_ids(case.drawn, case.rows, case.ids)
+    _step(zeros("f4", (1, 1 + adagrad)), np.zeros(1, np.int64), np.zeros((1, 1), "f4"))  # compiled
     fork, ends = multiprocessing.get_context("fork"), list[Connection]()
     together = fork.Barrier(WORKERS)
     for number in range(WORKERS):
         receive, send = fork.Pipe(duplex=False)
-        args = table, lists, steps, number, together, send
+        args = table, case.dim, lists, steps, number, together, send
         fork.Process(target=_loop, args=args, daemon=True).start()
         send.close()
         ends.append(receive)
@@ -139,13 +142,15 @@ def plain_rate(case: Case, steps: int) -> float:
 
 
 def _step(table: np.ndarray, ids: np.ndarray, found: np.ndarray) -> None:
-    """Make a step as in `rows_program`."""
+    """Make a step as in `rows_program`; of a table with sums, by Adagrad."""
     gather(table, ids, found)
-    scatter_add(table, ids, found * np.float32(1e-3) + np.float32(1e-3), 0.01)
+    scatter = scatter_add if table.shape[1] == found.shape[1] else scatter_adagrad
+    scatter(table, ids, found * np.float32(1e-3) + np.float32(1e-3), 0.01)
 
 
 def _loop(
     table: np.ndarray,
+    dim: int,
     lists: np.ndarray,
     steps: int,
     number: int,
@@ -154,7 +159,7 @@ def _loop(
 ) -> None:
     """Make the steps of one process, and send when each ended."""
     rng, ends = np.random.default_rng(number), list[float]()
-    found = np.zeros((lists.shape[1], table.shape[1]), table.dtype)
+    found = np.zeros((lists.shape[1], dim), table.dtype)
     warm = 2 * len(lists)  # as in `rows_program`
     for step in range(warm + steps):
         if step == warm:
