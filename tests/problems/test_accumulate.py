@@ -206,7 +206,7 @@ def test_a_function_trains_as_the_class_of_the_same_formulas(runs: Plan) -> None
     found, expected = (final(runs.out(name)) for name in ("function", "class"))
     assert found.layout == expected.layout
     np.testing.assert_array_equal(found.read_params(), expected.read_params())
-    for name in ("accuracy", "loss", "samples"):
+    for name in ("accuracy", "samples"):  # the loss is the mean since the line before
         assert summary(runs.out("function"))[name] == summary(runs.out("class"))[name]
 
 
