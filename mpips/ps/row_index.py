@@ -92,8 +92,9 @@ class RowIndex:
         return evicted
 
     def _fill(self, bits: int) -> None:
-        """Make the index of a size, which may have been used before, and use it."""
-        self._part(bits).fill(0)
+        """Make the index of a size, and use it; it was in use before only if lines were moved."""
+        if self._header[rows.MOVES]:
+            self._part(bits).fill(0)
         rows.fill_index(bits, self._header, self._index, self._keys)
 
     def _part(self, bits: int) -> np.ndarray:
