@@ -104,16 +104,13 @@ def adopts(job: Job) -> bool:
 def follow_heir(job: Job) -> int:
     """Have the first spare that lives be the chief, as the chief has died, or the first server.
 
+    One lives: else `Failures.spare` has ended the job.
+
     Returns:
         Its rank.
-
-    Raises:
-        Lost: If no server is left.
     """
     ranks = job.cluster
     left = [rank for rank in ranks.roles.servers if rank not in ranks.failures.lost]
-    if not left:
-        raise ranks.failures.needed()
     first = len(ranks.roles.servers) - ranks.roles.spares
     heir = next((rank for rank in left if rank in ranks.roles.servers[first:]), left[0])
     ranks.roles = dataclasses.replace(ranks.roles, heir=heir)
