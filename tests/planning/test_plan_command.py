@@ -223,7 +223,7 @@ def test_every_kind_of_job(words: str) -> None:
 
 
 def test_rounds_take_longer_by_open_mpi() -> None:
-    """By half of what their bytes need on links; what is served does not."""
+    """By a fifth of what their bytes need on links; what is served does not."""
     world = [*MODEL, "--workers", "3", "--link", "1gbit", "--jitter", "0", "--json"]
     times = {}
     for mode in ("sync", "async"):
