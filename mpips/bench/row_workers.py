@@ -20,6 +20,7 @@ from mpips.bench import jobs
 from mpips.bench.loops import gather, scatter_adagrad, scatter_add, zeros
 from mpips.bench.measure import Options, Row
 from mpips.bench.peers.script import ROW_DIM, ROW_IDS, row_ids
+from mpips.cluster.process import keep_freed_memory
 
 WORKERS = 2
 STEPS, QUICK_STEPS = 900, 600  # of as many numbers as by default; or one would be over at once
@@ -158,6 +159,7 @@ def _loop(
     send: Connection,
 ) -> None:
     """Make the steps of one process, and send when each ended."""
+    keep_freed_memory()  # as a worker does
     rng, ends = np.random.default_rng(number), list[float]()
     found = np.zeros((lists.shape[1], dim), table.dtype)
     warm = 2 * len(lists)  # as in `rows_program`

@@ -14,6 +14,7 @@ from mpips.checkpoint import place
 from mpips.cluster import ending, signals, words
 from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.cluster.link import Link
+from mpips.cluster.process import keep_freed_memory
 from mpips.cluster.world import Cluster
 from mpips.cut.evaluations import Evaluations
 from mpips.datasets import hashed
@@ -72,6 +73,8 @@ def train(
     Raises:
         UserError: If something fails on this rank alone; the caller ends the job.
     """
+    if job.worker_id is not None:
+        keep_freed_memory()
     try:
         return (yield from _train(job, found, keep, listener, link))
     except UserError as error:
