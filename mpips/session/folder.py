@@ -341,4 +341,4 @@ def _start_checkpoint(config: Config) -> tuple[Path | None, list[str]]:
 
 
 def _notes(complaints: list[str]) -> list[str]:
-    return [f"damaged, not used: {text}" for text in complaints]
+    return [f"not used: {text}" for text in complaints]

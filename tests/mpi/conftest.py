@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 import pytest
@@ -89,8 +90,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "mpi" not in item.keywords:
+    here = Path(__file__).parent
+    for item in items:  # of all folders
+        if here in item.path.parents and "mpi" not in item.keywords:
             raise pytest.UsageError(f"{item.nodeid} in tests/mpi lacks the marker mpi")
 
 
