@@ -66,9 +66,9 @@ def keep_freed_memory() -> None:
     """Have this process keep what it frees of arrays of up to 32 MiB, at most 64 MiB of it.
 
     Else a step that makes such arrays, and frees them, gives pages back to the kernel, which clears
-    them again for the next step: 0.2 to 0.5 us for each 4 KB. By glibc's malloc: who frees a block
-    of that size once has more of the kind (mallopt(3), M_MMAP_THRESHOLD). Of another library it
-    takes and gives back memory that is never touched.
+    them again for the next step. By glibc's malloc: who frees a block of that size once has more of
+    the kind (mallopt(3), M_MMAP_THRESHOLD). Of another library it takes and gives back memory that
+    is never touched.
     """
     import numpy as np
 
