@@ -219,8 +219,7 @@ def evicted(folder: Path) -> None:
         result = run(pairs(stop), ranks, out, resume="auto", **named)
         if WORLD.rank == 0:
             assert not [text for p in list_checkpoints(out) for text in verify(p)]
-            assert isinstance(result, mpips.Result), result
-            total += result.summary["tables"]["pair"]["evicted"]
+            total += done(result).summary["tables"]["pair"]["evicted"]
     if WORLD.rank == 0:
         ended, (found, _) = done(result), newest_whole(out)
         assert found is not None
