@@ -292,6 +292,7 @@ RECEIVERS = {
     "Clocks",
     "has_arrived",
     "find_ahead",
+    "keeping",
     "_Reply",
     "append",
 }

@@ -6,9 +6,9 @@ they send to every server. So the chief serves a second shard by a second `Serve
 and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
-2. the update that it may have been in is finished, and then the ledger is exact; if that cannot be
-   (`mpips.ps.journal`, `mpips.ps.table_journal`), the job ends for a restart; readers that it had
-   let have read;
+2. the update that it may have been in is finished (`mpips.ps.journal`), and then the ledger is
+   exact; where rows of a table were just being evicted that cannot be (`mpips.ps.table_journal`),
+   and the job ends for a restart; readers that it had let have read;
 3. its clock becomes that of the batches handed out, but for those that the shard is without;
 4. if a cut is under way and the dead server has posted nothing for it, the chief does, so that the
    others come to its end. The shard is in the next cut: unless the dead server's answer has come,

@@ -156,7 +156,7 @@ class Design:
                 fields += table_fields(table, servers, server, dtype, most)
             if self.adopts:
                 fields += (Field("post", "i8", (1 + workers,)),)
-                fields += journal_fields(size, len(self.slots), dtype)
+                fields += journal_fields(size, self.rule, self.stale, dtype)
                 fields += row_undo_fields(self.tables, dtype)
             if rank == roles.servers[0]:
                 fields += feed.chief_fields(workers) + record_fields() * self.adopts

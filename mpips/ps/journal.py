@@ -1,24 +1,24 @@
 """What a server notes while it applies pushes, so that another can go on after its death.
 
 Before an update the server publishes which push that is, and that a version has begun. It updates
-its shard block by block. Before a block it copies the block's old values into one half of the undo
-memory, and then publishes the block's number; the next block goes into the other half. So whatever
+its shard piece by piece. Before a piece it copies the piece's old values into one half of the undo
+memory, and then publishes the piece's number; the next piece goes into the other half. So whatever
 the last thing is that it did, by these words (`Adopted.recover`)
 
 - no version is begun beyond the one committed: no update is under way. Is the push of the version
   committed not in the ledger yet, it is written there.
-- a version is begun, and no block of it noted: nothing is changed. The push is applied.
-- a version is begun, and block k of it noted: those before k are whole, k may be anything and is
-  set to its old values, those behind it are as they were. The push is applied from block k on.
+- a version is begun, and no piece of it noted: nothing is changed. The push is applied.
+- a version is begun, and piece k of it noted: those before k are whole, k may be anything and is
+  set to its old values, those behind it are as they were. The push is applied from piece k on, and
+  its old values are kept once more: who does that may die as well.
 
-Old values are copied by a server that has waited for the push, or whose shard is one block. One of
-several that is behind, with the next push there before it has applied the last one, would only fall
-further behind: copying takes about as long as the update of a simple rule. It says so in the word
-for the push, and if it dies in such an update, nobody can go on.
+Pieces are so small that the loop of the rule finds them, and the undo memory, in the first-level
+cache (`mpips.kernels.kept_rules`). Where staleness is compensated by a state of its own, which
+changes before the rule comes, a piece is a block of `UNDO_BYTES`.
 
 The push's gradient still lies in its worker's buffer, which is free only with the ledger.
 What the kernel keeps of a process that was killed are its stores up to one instruction, in their
-order: `publish` keeps the compiler from another one.
+order: `publish` and `store_ordered` keep the compiler from another one.
 """
 
 import os
@@ -31,33 +31,37 @@ from mpips.cluster.process import STARTED, stat_of
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
+from mpips.kernels.kept_rules import LOOPS, keeping
+from mpips.optim import Change, Rule
+from mpips.optim.staleness import Staleness
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
-PUSH, BLOCK, PROCESS, BORN, SPACE = range(5)  # words of a journal
-UNDO_BYTES = 128 << 10  # of parameters in a block: with slots and undo it stays in the L2 cache
+PUSH, PIECE, PROCESS, BORN, SPACE = range(5)  # words of a journal
+PIECE_BYTES = 1 << 10  # of parameters in a piece: with slots and undo it stays in the L1 cache
+UNDO_BYTES = 128 << 10  # likewise where a piece is a block, and the L2 cache
 HALVES = 2
-SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 20
+SEQ_BITS, WORKER_BITS, NUMBER_BITS = 40, 21, 28
 
 
-def journal_fields(size: int, slots: int, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of a server's segment for a shard of `size` elements with `slots` slots."""
-    most = min(size, UNDO_BYTES // np.dtype(dtype).itemsize)
+def journal_fields(size: int, rule: Rule, stale: Staleness, dtype: str) -> tuple[Field, ...]:
+    """Return the fields of a server's segment for a shard of `size` elements."""
+    slots = len(rule.slots + stale.slots)
+    piece_bytes = UNDO_BYTES if stale.slots else PIECE_BYTES
+    most = min(size, piece_bytes // np.dtype(dtype).itemsize)
     return (Field("journal", "i8", (8,)), Field("undo", dtype, (HALVES, 1 + slots, most)))
 
 
-def _push_word(push: Push, version: int, kept: bool) -> int:
+def _push_word(push: Push, version: int) -> int:
     """Return which push makes a version, of which it says whether it is odd."""
-    flags = (version & 1) << 1 | kept
-    return (flags << WORKER_BITS | push.worker) << SEQ_BITS | push.seq
+    return ((version & 1) << WORKER_BITS | push.worker) << SEQ_BITS | push.seq
 
 
-def _what_word(word: int) -> tuple[int, int, int, int]:
-    """Return whether the version is odd, whether old values are kept, the worker, its push."""
+def _what_word(word: int) -> tuple[int, int, int]:
+    """Return whether the version is odd, the worker, its push."""
     rest, seq = divmod(word, 1 << SEQ_BITS)
-    flags, worker = divmod(rest, 1 << WORKER_BITS)
-    return flags >> 1, flags & 1, worker, seq
+    return *divmod(rest, 1 << WORKER_BITS), seq
 
 
 class Journaled(Server):
@@ -66,8 +70,9 @@ class Journaled(Server):
     def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
         rank = cluster.roles.servers[server_id]
         self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
-        self._kept: list[tuple[Block, list[tuple[np.ndarray, np.ndarray]]]] = []
+        self._first = self._next = 0  # pieces of an update
         super().__init__(cluster, window, server_id, *args)
+        self._no_slot = np.zeros(0, self.params.dtype)
 
     def sign(self) -> None:
         """Say that this process serves the shard."""
@@ -75,41 +80,54 @@ class Journaled(Server):
         publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
         publish(self._journal, SPACE, process_space())
 
+    @property
+    def pieces(self) -> int:
+        """How many pieces the shard has."""
+        return sum(self._pieces_of(block) for block in self._blocks)
+
+    def _pieces_of(self, block: Block) -> int:
+        return -(-block.params.size // self._undo.shape[2])
+
     def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
-        """See `Server`; also into blocks whose old values are kept."""
-        small = enumerate(super()._cut(UNDO_BYTES))
-        self._kept = [(block, list(_old_values(self._undo, k, block))) for k, block in small]
-        return super()._cut(most)
+        """See `Server`."""
+        return super()._cut(UNDO_BYTES if self.stale.slots else most)
 
     def apply(self, push: Push) -> int:
         """See `Server.apply`."""
-        word = _push_word(push, self.version + 1, self._keeps)
-        publish(self._journal, PUSH, word)
+        publish(self._journal, PUSH, _push_word(push, self.version + 1))
         return super().apply(push)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`; the old values of each are kept, as the word for the push says."""
-        return self._keeping() if self._keeps else super().blocks(some)
-
-    @property
-    def _keeps(self) -> bool:
-        return not self.hurried or len(self._kept) <= 1
-
-    def _keeping(self) -> Iterator[Block]:
-        first = self.version + 1 << NUMBER_BITS
-        for number, (block, values) in enumerate(self._kept):
-            for kept, live in values:
-                np.copyto(kept, live)
-            publish(self._journal, BLOCK, first | number)
+        """See `Server.blocks`; numbers their pieces, and keeps the old values of whole ones."""
+        self._next = self.version + 1 << NUMBER_BITS | self._first
+        for block in super().blocks(some):
+            if self.stale.slots:
+                for kept, live in self._old_values(self._next, block):
+                    np.copyto(kept, live)
+                publish(self._journal, PIECE, self._next)
             yield block
+            self._next += self._pieces_of(block)
 
+    def _apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
+        """See `Server._apply`; also keeps the old values of each piece."""
+        if self.stale.slots:
+            super()._apply(block, grad, step, lr)
+            return
+        rule = block.rule
+        loop, scalars = rule.kernel, rule.scalars(step, lr)
+        if isinstance(rule, Change):
+            loop, scalars = "sgd", (1.0, 0.0)
+        a, b = (*block.slots, self._no_slot, self._no_slot)[:2]
+        vectors = block.params, a, b, grad, np.array(scalars), self._undo
+        keeping(LOOPS.index(loop), *vectors, self._journal, PIECE, self._next)
 
-def _old_values(
-    undo: np.ndarray, number: int, block: Block
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield where the old values of a block lie, and the block, each vector of it."""
-    for kept, live in zip(undo[number % HALVES], (block.params, *block.slots), strict=True):
-        yield kept[: live.size], live
+    def _old_values(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield where the old values of a block's first piece lie, and the piece, each vector."""
+        for kept, vector in zip(
+            self._undo[number % HALVES], (block.params, *block.slots), strict=True
+        ):
+            live = vector[: kept.size]
+            yield kept[: live.size], live
 
 
 class Adopted(Journaled):
@@ -133,46 +151,52 @@ class Adopted(Journaled):
             find: Returns the push of a worker and a number, which is not in the ledger.
 
         Returns:
-            Whether that can be done.
+            Whether that can be done: with tables it cannot always be.
 
         Blocks: until those near readers have copied that the dead server had let.
         """
         self.version = observe(self.header, COMMITTED)
         begun = observe(self.header, BEGUN)
-        odd, kept, worker, seq = _what_word(observe(self._journal, PUSH))
+        odd, worker, seq = _what_word(observe(self._journal, PUSH))
         if begun > self.version:
             push = find(worker, seq)
-            if not self._go_back(begun, kept, push):
-                return False
-            self.hurried = True  # of what is left of this update no old values are kept
+            self._go_back(begun, push)
             self.apply(push)
-            self.hurried, self.continued = False, True
+            self._first, self.continued = 0, True
         elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
             publish(self.applied, worker, seq)
         self._grants.let_finish()
         self.sign()
         return True
 
-    def _go_back(self, begun: int, kept: int, push: Push) -> bool:
-        """Undo what may be half done of an update; returns whether the rest of it can be applied.
+    def _go_back(self, begun: int, push: Push) -> None:
+        """Undo what may be half done of an update, so that the rest of it can be applied.
 
         Args:
             begun: The version that it makes.
-            kept: Whether old values of all blocks are kept.
             push: What is applied.
         """
-        version, number = divmod(observe(self._journal, BLOCK), 1 << NUMBER_BITS)
-        if kept and version == begun:
-            self._rest = self._cut(UNDO_BYTES)[number:]
-            for old, live in _old_values(self._undo, number, self._rest[0]):
+        version, number = divmod(observe(self._journal, PIECE), 1 << NUMBER_BITS)
+        if version == begun:
+            self._first, self._rest = number, self._from(number)
+            for old, live in self._old_values(number, self._rest[0]):
                 np.copyto(live, old)
-        return bool(kept)
+
+    def _from(self, number: int) -> list[Block]:
+        """Return the blocks from a piece on, of which the first begins with it."""
+        blocks = list(self._blocks)
+        while number >= self._pieces_of(blocks[0]):
+            number -= self._pieces_of(blocks.pop(0))
+        first, at = blocks[0], number * self._undo.shape[2]
+        range_, slots = first.range, tuple(slot[at:] for slot in first.slots)
+        rest = slice(range_.start + at, range_.stop)
+        blocks[0] = first._replace(range=rest, params=first.params[at:], slots=slots)
+        return blocks
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """See `Server.blocks`; of the update that was under way, those that are left."""
         rest, self._rest = self._rest, None
-        # The old values of the first of these are kept still.
-        return super().blocks(some) if rest is None else super(Journaled, self).blocks(rest)
+        return super().blocks(some if rest is None else rest)
 
 
 class Process(NamedTuple):
@@ -187,6 +211,15 @@ class Process(NamedTuple):
     pid: int
     started: int
     space: int
+
+
+def warm(rule: Rule, dtype: str) -> None:
+    """Compile, or load from the cache on disk, the loop that only such a server needs."""
+    params, grad, *slots = np.zeros((4, 1), dtype)
+    undo, journal = np.zeros((HALVES, 3, 1), dtype), np.zeros(8, np.int64)
+    a, b = (*slots[: len(rule.slots)], params[:0], params[:0])[:2]
+    vectors = params, a, b, grad, np.ones(9), undo
+    keeping(LOOPS.index(rule.kernel), *vectors, journal, PIECE, 0)
 
 
 def process_of(window: Window, rank: int) -> Process:

@@ -46,11 +46,9 @@ class Served:
             if note is not None:
                 for part in push:
                     note(part)
-            store.hurried = True
             if time.perf_counter() >= end:
                 return True
             push = self._take()
-        store.hurried = False
         return busy
 
     def _take(self) -> Push | None:

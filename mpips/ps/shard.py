@@ -174,8 +174,6 @@ class Server:
     It has an attribute for each field of its segment, and for each who reads it.
     """
 
-    hurried = False  # whether the next push was there before the last one was applied
-
     def __init__(
         self,
         cluster: Cluster,
@@ -341,13 +339,19 @@ class Server:
     def _update(self, push: Push, version: int, oldest: int) -> None:
         lr = self.stale.rate(self.rate(version), oldest) * push.factors
         own = len(self.rule.slots)
-        for part, params, slots, rule, scale in self.blocks():
+        for block in self.blocks():
+            part, params, slots, rule, scale = block
             grad = push.grad[part]
             if push.origin is not None and not isinstance(rule, Change):
                 out = self._scratch[: grad.size]
                 self.stale.compensate(out, grad, params, push.origin[part], slots[own:])
                 grad = out
-            rule.apply(params, grad, slots[:own], version, lr * scale)
+            self._apply(block, grad, version, lr * scale)
+
+    def _apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
+        """Apply a block's rule; see `mpips.optim.Rule.apply`."""
+        own = len(self.rule.slots)
+        block.rule.apply(block.params, grad, block.slots[:own], step, lr)
 
     def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
         """Yield the parts of the shard that are updated at a time, or others; enter MPI between."""

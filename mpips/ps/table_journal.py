@@ -1,11 +1,11 @@
 """A server with tables that another can go on for: see `mpips.ps.journal`, which is of its shard.
 
-The rows of a push are changed piece by piece, behind the blocks of the shard, and pieces are
+The rows of a push are changed piece by piece, behind the pieces of the shard, and pieces are
 numbered on behind those, table by table. Before a piece its lines are copied into one half of the
 undo memory, with what says whether they have been touched, and then its number is published. So of
 an update of which piece k is noted the shard is whole, and so are the pieces before k; the lines of
-k are set back to what they were; and the push is applied from k on. Pieces are kept however many
-pushes wait: an update takes 1.4 times as long, as it is the copying that fetches the lines.
+k are set back to what they were; and the push is applied from k on. An update takes 1.4 times as
+long, as it is the copying that fetches the lines.
 
 Lines of a lazy table are given to all rows of a push before the first of them is changed, and given
 again they are the same: a row has one as soon as the index says so. A line that was given and not
@@ -29,7 +29,7 @@ from mpips.kernels.atomics import observe, publish
 from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import RowRule
 from mpips.planning.tables import JobTable
-from mpips.ps.journal import BLOCK, HALVES, NUMBER_BITS, Adopted, Journaled
+from mpips.ps.journal import HALVES, NUMBER_BITS, PIECE, Adopted, Journaled
 from mpips.ps.table_server import ServedTable, TableServer
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.push import Push
@@ -81,7 +81,7 @@ class RowUndo:
                 part = slice(at, at + step)
                 kept = self.kept(number, len(slot[part]), lines.shape[1])
                 row_undo.keep(slot[part], lines, stripes, *kept)
-                publish(self._journal, BLOCK, number)
+                publish(self._journal, PIECE, number)
                 yield part
 
     def kept(self, number: int, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +110,7 @@ class JournaledTables(TableServer, Journaled):
         self._row_undo = RowUndo((undo, touched, self._journal))
 
     def _update(self, push: Push, version: int, oldest: int) -> None:
-        number = version << NUMBER_BITS | len(self._kept)
+        number = version << NUMBER_BITS | self.pieces
         self._row_undo.begin(number, number + self._whole_pieces())
         super()._update(push, version, oldest)
 
@@ -138,20 +138,20 @@ class AdoptedTables(JournaledTables, Adopted):
         done, self._done = self._done, 0
         return done
 
-    def _go_back(self, begun: int, kept: int, push: Push) -> bool:
+    def _go_back(self, begun: int, push: Push) -> None:
         """See `Adopted._go_back`; also where rows were being changed."""
         for served in self.tables:
             served.shard.mend()
-        version, number = divmod(observe(self._journal, BLOCK), 1 << NUMBER_BITS)
-        if version != begun or number < len(self._kept):
-            return super()._go_back(begun, kept, push)
-        self._rest, self._done = [], number - len(self._kept)
+        version, number = divmod(observe(self._journal, PIECE), 1 << NUMBER_BITS)
+        if version != begun or number < self.pieces:
+            super()._go_back(begun, push)
+            return
+        self._rest, self._done = [], number - self.pieces
         self._put_back(push, number)
-        return True
 
     def _put_back(self, push: Push, number: int) -> None:
         """Undo what was done to a piece of the rows."""
-        first = len(self._kept)
+        first = self.pieces
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
             width = served.table.rule.width(served.table.dim)
             step = _rows_of_piece(width * sums.itemsize)

@@ -15,7 +15,7 @@ from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import row_load, table_journal
+from mpips.ps import journal, row_load, table_journal
 from mpips.ps.table_shard import warm
 from mpips.rounds import tables as round_tables
 from mpips.session.probe import possible
@@ -41,7 +41,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
     try:
         with compiling(watch.compiling):
             if tables is None:
-                _load(config)
+                _load(config, ranks)
             else:
                 _load_rows(config, ranks)
             for table in tables or ():
@@ -74,9 +74,11 @@ def _load_rows(config: Config, ranks: Cluster) -> None:
         far_rows.warm(config.dtype)
 
 
-def _load(config: Config) -> None:
+def _load(config: Config, ranks: Cluster) -> None:
     pushes, pulls = possible(config)
     warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
+    if ranks.failures.on and not config.in_rounds:
+        journal.warm(make_rule(config.optimizer), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)
     if config.record:

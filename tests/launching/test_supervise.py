@@ -292,18 +292,17 @@ def outlived(
 ) -> dict[str, Any]:
     """Kill a rank, and others once `mark` says that its work is done; returns the summary.
 
-    Two of them are servers, of three, and none starts again: each batch counts once. A server that
-    is behind, with a shard of several blocks, may die in an update that nobody can finish: the job
-    starts again, each batch counts once there too, and another is tried.
+    Two of them are servers, of three, and none starts again: each batch counts once.
     """
-    out = folder / "out"
-    told = disturbed(folder, mode, options, first, others, mark)
-    for _ in range(2):
-        if BEHIND not in told or "--hidden" not in options:
-            break
-        assert told.count("starting again") == 1
-        shutil.rmtree(out)
-        told = disturbed(folder, mode, options, first, others, mark)
+    out, words = folder / "out", counting_words(folder, 20, "--mode", mode, "--servers", "3")
+    with Supervised(folder, 6, [*words, *options.split()]) as job:
+        pids = job.wait_for_training(out, 1)
+        os.kill(pids[first], signal.SIGKILL)
+        job.wait_for(lambda: mark in job.output)
+        for rank in others:
+            os.kill(pids[rank], signal.SIGKILL)
+        told = job.wait(0)
+    assert_counts(final(out), N, 20)
     assert told.count(mark) == 2
     assert "starting again" not in told
     assert starts_of(out) == 1
@@ -311,22 +310,6 @@ def outlived(
     applied = {row["applied"] for row in s["per_server"]}
     assert {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])} | applied == {s["global_step"]}
     return s
-
-
-def disturbed(
-    folder: Path, mode: str, options: str, first: int, others: Sequence[int], mark: str
-) -> str:
-    """Kill a rank, and others once its work is done, if it is; returns what was printed."""
-    words = counting_words(folder, 20, "--mode", mode, "--servers", "3")
-    with Supervised(folder, 6, [*words, *options.split()]) as job:
-        pids = job.wait_for_training(folder / "out", 1)
-        os.kill(pids[first], signal.SIGKILL)
-        job.wait_for(lambda: mark in job.output or BEHIND in job.output)
-        for rank in others if mark in job.output else ():
-            os.kill(pids[rank], signal.SIGKILL)
-        told = job.wait(0)
-    assert_counts(final(folder / "out"), N, 20)
-    return told
 
 
 @pytest.mark.launch
@@ -526,7 +509,6 @@ ENDING = {
 }
 LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
 DUTIES = "has taken its duties over"
-BEHIND = "in the middle of what no other can finish"
 
 
 HANGS = """

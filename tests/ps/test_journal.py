@@ -1,5 +1,12 @@
 """A server that dies anywhere in an update: who adopts its shard goes on to the same bits."""
 
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,25 +15,31 @@ import numpy as np
 import pytest
 from fate import Death
 
+from mpips import optim
+from mpips.cluster.window import Field
+from mpips.kernels import kept_rules, update_rules
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.layout.roles import Roles
-from mpips.optim import make_rule
+from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
 from mpips.ps import journal, shard
 from mpips.ps.client import reader_fields
-from mpips.ps.journal import HALVES, Adopted, Journaled, journal_fields
+from mpips.ps.journal import HALVES, Adopted, Journaled, journal_fields, warm
 from mpips.ps.shard import Server, server_fields
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
 WORKERS, PUSHES = 2, 3
-BLOCK, BLOCKS = 64, 4  # elements, and blocks of a shard: more than halves
-N = BLOCK * BLOCKS - 5
+BLOCK = 64  # elements of a piece
+N = 4 * BLOCK - 5
 BASE = 7  # version that the shard begins with
+ADAM = make_rule("adam")
+MIXED = Part(0, 100, ADAM, 1.0), Part(100, 150, Change(), 1.0), Part(150, N, ADAM, 0.5)
 RULES = {
-    "sgd": (make_rule("sgd"), Staleness()),
-    "adam": (make_rule("adam"), Staleness()),
+    **{name: (make_rule(name, weight_decay=0.01), Staleness()) for name in optim.RULES},
+    "statistics": (replace(ADAM, ranges=MIXED), Staleness()),
+    "delayed": (make_rule("momentum"), Staleness(compensation=0.5)),
     "compensated": (
         make_rule("momentum"),
         Staleness(compensation=0.5, adaptive=True, lower_rate=True),
@@ -36,17 +49,25 @@ RULES = {
 
 
 class Memory:
-    """The memory of a node, which outlasts a rank."""
+    """The memory of a node that processes share, which outlasts a rank."""
 
-    def __init__(self, slots: tuple[str, ...]) -> None:
-        fields = server_fields(N, slots, "f8", WORKERS) + journal_fields(N, len(slots), "f8")
-        own = {f.name: np.zeros(f.shape, f.dtype) for f in fields}
-        self._fields = {1: own}
-        for rank in (2, 3):
-            self._fields[rank] = {f.name: np.zeros(f.shape, f.dtype) for f in reader_fields(2)}
+    def __init__(self, name: str, size: int = N, dtype: str = "f8") -> None:
+        rule, stale = RULES[name]
+        own = server_fields(size, rule.slots + stale.slots, dtype, WORKERS)
+        own += journal_fields(size, rule, stale, dtype)
+        self.size, readers = size, {rank: reader_fields(2) for rank in (2, 3)}
+        self._views = {
+            rank: {field.name: self._map(field) for field in fields}
+            for rank, fields in {1: own, **readers}.items()
+        }
+
+    def _map(self, field: Field) -> np.ndarray:
+        count, dtype = int(np.prod(field.shape)), np.dtype(field.dtype)
+        buffer = mmap.mmap(-1, count * dtype.itemsize)  # shared, and without a name
+        return np.frombuffer(buffer, dtype, count).reshape(field.shape)
 
     def view(self, rank: int, name: str) -> np.ndarray:
-        return self._fields[rank][name]
+        return self._views[rank][name]
 
 
 class Fate(fate.Fate):
@@ -58,16 +79,35 @@ class Fate(fate.Fate):
             self.passes()
             out[part] = values[part]
 
-    def rule(self, rule: Any) -> Any:
-        """Return a rule that may die in the middle of a block."""
+    def store_ordered(self, words: np.ndarray, index: int, value: int) -> None:
+        self.passes()
+        words[index] = value
 
-        def apply(params: np.ndarray, grad: np.ndarray, slots: Any, step: int, lr: float) -> None:
-            half = params.size // 2
-            for p in (slice(0, half), slice(half, None)):
+    def copy(self, values: np.ndarray, kept: np.ndarray) -> None:
+        self.copyto(kept[: values.size], values)
+
+    def loop(self, loop: Any) -> Any:
+        """Return a rule's loop that may die in the middle of a piece."""
+
+        def apply(*args: Any) -> None:
+            for part in (slice(0, args[0].size // 2), slice(args[0].size // 2, None)):
                 self.passes()
-                rule.apply(params[p], grad[p], [slot[p] for slot in slots], step, lr)
+                loop(*(arg[part] if isinstance(arg, np.ndarray) else arg for arg in args))
 
-        return SimpleNamespace(apply=apply)
+        return apply
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Have a server die in whatever it does to its shard."""
+        loops = {name: self.loop(getattr(update_rules, name)) for name in kept_rules.LOOPS}
+        for module in (journal, shard):
+            patch.setattr(module, "publish", self.publish)
+        patch.setattr(journal.np, "copyto", self.copyto)
+        patch.setattr(kept_rules, "copy", self.copy)
+        patch.setattr(kept_rules, "store_ordered", self.store_ordered, raising=False)
+        patch.setattr(kept_rules, "update_rules", SimpleNamespace(**loops))
+        patch.setattr(journal, "keeping", kept_rules.keeping.function)
+        for rule in {type(rule) for rule, _ in RULES.values()}:
+            patch.setattr(rule, "_loop", property(lambda own: loops[own.kernel]))
 
 
 def cluster(rank: int) -> Any:
@@ -82,100 +122,109 @@ def _wait(ready: Any, what: int) -> None:
     assert ready(), "nobody reads"
 
 
-def pushes(name: str) -> list[Push]:
+def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") -> list[Push]:
     """Return those of both workers in turn; the versions read are older and older."""
     found, rng = [], np.random.default_rng(0)
-    for k in range(PUSHES * WORKERS):
+    for k in range(rounds * WORKERS):
         worker, seq = k % WORKERS, k // WORKERS + 1
-        grad = rng.normal(size=N)
-        origin = rng.normal(size=N) if RULES[name][1].origins else None
+        grad = rng.normal(size=size).astype(dtype)
+        origin = rng.normal(size=size).astype(dtype) if RULES[name][1].origins else None
         found.append(Push(worker, seq, (0, k, k + 1), 1, 0.0, BASE + k // 2, grad, origin, k))
     return found
 
 
 def make(kind: type[Server], rank: int, memory: Memory, name: str) -> Any:
     rule, stale = RULES[name]
-    args = 1, Shard(0, N), rule, lambda step: 0.1 / step, None, stale
+    args = 1, Shard(0, memory.size), rule, lambda step: 0.1 / step, None, stale
     return kind(cluster(rank), memory, *args)  # type: ignore[arg-type]
 
 
-def expected(name: str) -> tuple[list[np.ndarray], int]:
-    """Return parameters and slots of a server that lives, and its version."""
-    memory = Memory(RULES[name][0].slots + RULES[name][1].slots)
-    server = make(Server, 1, memory, name)
+def begin(kind: type[Server], memory: Memory, name: str) -> Any:
+    """Return a server that begins with a shard."""
+    server = make(kind, 1, memory, name)
     server.start_from(BASE)
-    for push in pushes(name):
+    return server
+
+
+def vectors(server: Any) -> list[np.ndarray]:
+    """Return all that a server owns."""
+    return [server.params, *server.slots]
+
+
+def expected(name: str, memory: Memory, some: list[Push]) -> tuple[list[np.ndarray], int]:
+    """Return what a server has that lives, and keeps nothing, and its version."""
+    server = begin(Server, memory, name)
+    for push in some:
         server.apply(push)
-    return [server.params, *server.slots], server.version
+    return vectors(server), server.version
+
+
+def same(server: Any, wanted: tuple[list[np.ndarray], int], why: str) -> None:
+    assert server.version == wanted[1], why
+    for got, live in zip(vectors(server), wanted[0], strict=True):
+        np.testing.assert_array_equal(got, live, why)
+
+
+def finder(some: list[Push]) -> Callable[[int, int], Push]:
+    """Return what finds a push by its worker and its number."""
+    return lambda worker, seq: some[(seq - 1) * WORKERS + worker]
 
 
 def dies(
-    fate: Fate,
-    memory: Memory,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    hurried: bool = False,
+    server: Any, some: list[Push], fate: Fate, monkeypatch: pytest.MonkeyPatch, adopts: bool = False
 ) -> bool:
-    """Apply all pushes; returns whether the server has died in one of them."""
-    server = make(Journaled, 1, memory, name)
-    server.start_from(BASE)
-    return dies_in(server, pushes(name), fate, monkeypatch, hurried)
+    """Apply what is not in the ledger; returns whether the server has died meanwhile.
 
-
-def dies_in(
-    server: Any,
-    some: list[Push],
-    fate: Fate,
-    monkeypatch: pytest.MonkeyPatch,
-    hurried: bool = False,
-) -> bool:
-    """Apply some pushes; returns whether the server has died in one of them."""
+    One that adopts the shard recovers it first.
+    """
     with monkeypatch.context() as patch:
-        for module in (journal, shard):
-            patch.setattr(module, "publish", fate.publish)
-        patch.setattr(journal.np, "copyto", fate.copyto)
-        kept, server.hurried = server._kept, hurried
-        server._kept = [(b._replace(rule=fate.rule(b.rule)), values) for b, values in kept]
-        server._blocks = [b._replace(rule=fate.rule(b.rule)) for b in server._blocks]
+        fate.patch(patch)
         try:
-            for push in some:
+            assert not adopts or server.recover(finder(some))
+            for push in rest_of(server, some):
                 server.apply(push)
         except Death:
             return True
     return False
 
 
-@pytest.mark.parametrize("name", [*RULES, "hurried"])
-def test_a_death_at_any_moment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adopter goes on with what is not in the ledger, and each push counts once.
+SIZES = [("adam", 1), ("momentum", BLOCK), ("adam", BLOCK + 1), ("sgd", 3 * BLOCK)]
 
-    Also where pushes wait, if the shard is one block.
-    """
-    name, hurried = ("adam", True) if name == "hurried" else (name, False)
-    blocks = 1 if hurried else BLOCKS
-    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8 * (BLOCKS // blocks))
-    live, version = expected(name)
-    all_pushes, moment, continued = pushes(name), 0, 0
+
+@pytest.mark.parametrize(("name", "size"), [*((name, N) for name in RULES), *SIZES])
+def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adopter goes on with what is not in the ledger, and each push counts once."""
+    cut(monkeypatch)
+    all_pushes, moment, continued = pushes(name, size), 0, 0
+    live = expected(name, Memory(name, size), all_pushes)
     while True:
-        memory = Memory(RULES[name][0].slots + RULES[name][1].slots)
-        if not dies(Fate(moment), memory, name, monkeypatch, hurried):
+        memory = Memory(name, size)
+        server = begin(Journaled, memory, name)
+        if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
         adopted = make(Adopted, 0, memory, name)
-        assert adopted.recover(lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker])
+        assert adopted.recover(finder(all_pushes))
         continued += adopted.continued
         header = memory.view(1, "header")
         assert observe(header, BEGUN) == observe(header, COMMITTED) == adopted.version
-        ledger = [observe(adopted.applied, w) for w in range(WORKERS)]
-        assert sum(ledger) == adopted.version - BASE
-        for push in all_pushes[sum(ledger) :]:
+        rest = rest_of(adopted, all_pushes)
+        assert len(all_pushes) - len(rest) == adopted.version - BASE
+        for push in rest:
             adopted.apply(push)
-        assert adopted.version == version
-        for got, wanted in zip((adopted.params, *adopted.slots), live, strict=True):
-            np.testing.assert_array_equal(got, wanted, f"death at moment {moment}")
+        same(adopted, live, f"death at moment {moment}")
         moment += 1
-    assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * blocks)
+    pieces = -(-size // BLOCK)
+    assert moment > PUSHES * WORKERS * (3 if name == "dropping" else 4 * pieces)
     assert continued > moment / 4
-    assert BLOCKS > HALVES
+
+
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have shards of several pieces, in blocks that have more than one."""
+    monkeypatch.setattr(journal, "PIECE_BYTES", BLOCK * 8)
+    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
+    monkeypatch.setattr(Server._cut, "__defaults__", (3 * BLOCK * 8,))
+    monkeypatch.setattr(Journaled._cut, "__defaults__", (3 * BLOCK * 8,))
+    assert N > HALVES * BLOCK
 
 
 def rest_of(adopted: Any, all_pushes: list[Push]) -> list[Push]:
@@ -184,52 +233,50 @@ def rest_of(adopted: Any, all_pushes: list[Push]) -> list[Push]:
 
 
 @pytest.mark.parametrize("first", range(0, 60, 7))
-def test_who_has_adopted_a_shard_dies_as_well(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anywhere in an update of its own; the next one goes on to the same bits."""
-    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
-    live, version = expected("adam")
-    all_pushes, moment, continued = pushes("adam"), 0, 0
-    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
+@pytest.mark.parametrize("name", ["adam", "compensated"])
+def test_who_has_adopted_a_shard_dies_as_well(
+    name: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it undoes what is half done, or in an update; the next one goes on to the same bits."""
+    cut(monkeypatch)
+    all_pushes, moment, continued = pushes(name), 0, 0
+    live = expected(name, Memory(name), all_pushes)
     while True:
-        memory = Memory(RULES["adam"][0].slots)
-        assert dies(Fate(first), memory, "adam", monkeypatch)
-        adopted = make(Adopted, 0, memory, "adam")
-        assert adopted.recover(find)
-        fate = Fate(moment)
-        if not dies_in(adopted, rest_of(adopted, all_pushes), fate, monkeypatch):
+        memory = Memory(name)
+        assert dies(begin(Journaled, memory, name), all_pushes, Fate(first), monkeypatch)
+        adopted = make(Adopted, 0, memory, name)
+        if not dies(adopted, all_pushes, Fate(moment), monkeypatch, adopts=True):
             break
-        again = make(Adopted, 0, memory, "adam")
-        assert again.recover(find)
+        again = make(Adopted, 0, memory, name)
+        assert again.recover(finder(all_pushes))
         continued += again.continued
         for push in rest_of(again, all_pushes):
             again.apply(push)
-        assert again.version == version
-        for got, wanted in zip((again.params, *again.slots), live, strict=True):
-            np.testing.assert_array_equal(got, wanted, f"deaths at {first} and {moment}")
+        same(again, live, f"deaths at {first} and {moment}")
         moment += 1
     assert continued > moment / 4 > WORKERS
 
 
-def test_a_death_of_a_server_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps no old values: nobody goes on from the middle of an update, else as ever."""
-    monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
-    live, version = expected("adam")
-    all_pushes, moment, ends = pushes("adam"), 0, 0
-    while True:
-        memory = Memory(RULES["adam"][0].slots)
-        if not dies(Fate(moment), memory, "adam", monkeypatch, hurried=True):
-            break
-        moment += 1
-        adopted = make(Adopted, 0, memory, "adam")
-        header = memory.view(1, "header")
-        in_work = observe(header, BEGUN) > observe(header, COMMITTED)
-        ends += in_work
-        assert adopted.recover(lambda *what: None) is not in_work
-        if not in_work:
-            for push in all_pushes[sum(observe(adopted.applied, w) for w in range(WORKERS)) :]:
-                adopted.apply(push)
-            assert adopted.version == version
-            for got, wanted in zip((adopted.params, *adopted.slots), live, strict=True):
-                np.testing.assert_array_equal(got, wanted)
-    assert ends >= 3 * len(all_pushes)
-    assert moment - ends >= 2 * len(all_pushes)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "compensated"])
+def test_processes_that_are_killed(name: str) -> None:
+    """Wherever the kernel ends them, in compiled loops too; who adopts the shard is killed next."""
+    size, chance, killed, continued = (1 << 18) + 77, random.Random(3), 0, 0
+    all_pushes = pushes(name, size, 20, "f4")
+    live = expected(name, Memory(name, size, "f4"), all_pushes)
+    memory = Memory(name, size, "f4")
+    server = begin(Journaled, memory, name)
+    warm(server.rule, "f4")
+    while rest := rest_of(server, all_pushes):
+        child = os.fork()
+        if not child:
+            for push in rest:
+                server.apply(push)
+            os._exit(0)
+        time.sleep(chance.uniform(0, 3e-3))
+        os.kill(child, signal.SIGKILL)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        server = make(Adopted, 0, memory, name)
+        assert server.recover(finder(all_pushes))
+        continued += server.continued
+    same(server, live, "after all deaths")
+    assert killed >= continued > 3

@@ -26,7 +26,7 @@ from mpips.planning.tables import JobTable
 from mpips.ps import journal, row_index, shard, table_journal
 from mpips.ps.client import reader_fields
 from mpips.ps.journal import journal_fields
-from mpips.ps.shard import server_fields
+from mpips.ps.shard import FRESH, server_fields
 from mpips.ps.table_journal import AdoptedTables, JournaledTables, row_undo_fields, warm
 from mpips.ps.table_server import TableServer, table_fields
 from mpips.transport.push import Push
@@ -34,6 +34,7 @@ from mpips.transport.rows import Section
 
 WORKERS, SERVER, BASE, N = 2, 1, 7, 100
 ROLES = Roles((0, 1), (2, 3))
+RULE = make_rule("adam")
 
 
 def job_table(name: str, table: Table, optimizer: Any) -> JobTable:
@@ -53,7 +54,7 @@ class Memory:
     """The memory of a node that processes share, which outlasts a rank."""
 
     def __init__(self, some: list[JobTable]) -> None:
-        own = server_fields(N, ("m", "v"), "f8", WORKERS) + journal_fields(N, 2, "f8")
+        own = server_fields(N, RULE.slots, "f8", WORKERS) + journal_fields(N, RULE, FRESH, "f8")
         for table in some:
             own += table_fields(table, 2, SERVER, "f8")
         plans = {1: Plan(own + row_undo_fields(some, "f8")), 2: Plan(reader_fields(2))}
@@ -78,7 +79,7 @@ def make(kind: type[TableServer], some: list[JobTable], memory: Memory) -> Any:
     cluster: Any = SimpleNamespace(
         rank=1, roles=ROLES, nodes=1, near=lambda rank: True, failures=lost, wait=reached
     )
-    how: Any = some, None, False, cluster, memory, SERVER, Shard(0, N), make_rule("adam")
+    how: Any = some, None, False, cluster, memory, SERVER, Shard(0, N), RULE
     return kind(*how, lambda step: 0.1 / step)
 
 
@@ -198,14 +199,11 @@ class Fate(fate.Fate):
         self.passes()
 
 
-def dies(
-    fate: Fate, server: Any, some: list[Push], hurried: bool, monkeypatch: pytest.MonkeyPatch
-) -> bool:
+def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Apply some pushes; returns whether the server has died in one of them."""
     names = ("take_lines", "fill_index")
     loops = {name: getattr(fate, name) for name in names}
     others = {name: value for name, value in vars(rows).items() if name not in names}
-    server.hurried = hurried
     with monkeypatch.context() as patch:
         for module in (journal, shard, table_journal):
             patch.setattr(module, "publish", fate.publish)
@@ -223,11 +221,10 @@ def dies(
     return False
 
 
-@pytest.mark.parametrize("hurried", [False, True])
-def test_a_death_at_any_moment(hurried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each push counts once; and who adopts it dies as well, a few moments later."""
     monkeypatch.setattr(table_journal, "ROW_UNDO_BYTES", 1 << 11)  # some pieces a table
-    monkeypatch.setattr(journal, "UNDO_BYTES", 1 << (12 if hurried else 9))  # one block, or two
+    monkeypatch.setattr(journal, "PIECE_BYTES", 1 << 9)  # two pieces
     some = tables(1)
     all_pushes = pushes(some, 5, 600)
     live, moment, continued = expected_of(some, all_pushes), 0, 0
@@ -236,14 +233,14 @@ def test_a_death_at_any_moment(hurried: bool, monkeypatch: pytest.MonkeyPatch) -
         memory = Memory(some)
         server = make(JournaledTables, some, memory)
         server.start_from(BASE)
-        if not dies(Fate(moment), server, all_pushes, hurried, monkeypatch):
+        if not dies(Fate(moment), server, all_pushes, monkeypatch):
             break
         for later in (moment % 17, moment % 5):
             server = make(AdoptedTables, some, memory)
             assert server.recover(find)
             continued += server.continued
             rest = rest_of(server, all_pushes)
-            if not dies(Fate(later), server, rest, hurried, monkeypatch):
+            if not dies(Fate(later), server, rest, monkeypatch):
                 break
         else:
             server = make(AdoptedTables, some, memory)
@@ -254,31 +251,6 @@ def test_a_death_at_any_moment(hurried: bool, monkeypatch: pytest.MonkeyPatch) -
         moment += 1
     assert moment > 200
     assert continued > moment
-
-
-def test_a_server_that_is_behind_may_die_among_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it keeps no old values of its shard, another goes on from there alone."""
-    monkeypatch.setattr(journal, "UNDO_BYTES", 1 << 8)
-    some = tables(1)
-    all_pushes = pushes(some, 2, 300)
-    live, moment, ends, goes_on = expected_of(some, all_pushes), 0, 0, 0
-    find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
-    while True:
-        memory = Memory(some)
-        server = make(JournaledTables, some, memory)
-        server.start_from(BASE)
-        if not dies(Fate(moment), server, all_pushes, True, monkeypatch):
-            break
-        moment += 1
-        server = make(AdoptedTables, some, memory)
-        if not server.recover(find):
-            ends += 1
-            continue
-        goes_on += server.continued
-        for push in rest_of(server, all_pushes):
-            server.apply(push)
-        same(server, live, f"death at moment {moment}")
-    assert 0 < ends < goes_on
 
 
 def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
