@@ -1,8 +1,10 @@
 """A server that is killed at a chosen one of the moments at which it changes shared memory."""
 
 import numpy as np
+import pytest
 
-from mpips.kernels import atomics
+from mpips.kernels import atomics, kept_rules
+from mpips.ps import journal
 
 
 class Death(BaseException):
@@ -28,3 +30,12 @@ class Fate:
     def publish(self, words: np.ndarray, index: int, value: int) -> None:
         self.passes()
         atomics.publish(words, index, value)
+
+    def store_ordered(self, words: np.ndarray, index: int, value: int) -> None:
+        self.passes()
+        words[index] = value
+
+    def patch_pieces(self, patch: pytest.MonkeyPatch) -> None:
+        """Have a server die before the number of each piece of its shard is written."""
+        patch.setattr(kept_rules, "store_ordered", self.store_ordered, raising=False)
+        patch.setattr(journal, "keeping", kept_rules.keeping.function)

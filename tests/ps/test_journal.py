@@ -79,10 +79,6 @@ class Fate(fate.Fate):
             self.passes()
             out[part] = values[part]
 
-    def store_ordered(self, words: np.ndarray, index: int, value: int) -> None:
-        self.passes()
-        words[index] = value
-
     def copy(self, values: np.ndarray, kept: np.ndarray) -> None:
         self.copyto(kept[: values.size], values)
 
@@ -102,10 +98,9 @@ class Fate(fate.Fate):
         for module in (journal, shard):
             patch.setattr(module, "publish", self.publish)
         patch.setattr(journal.np, "copyto", self.copyto)
+        self.patch_pieces(patch)
         patch.setattr(kept_rules, "copy", self.copy)
-        patch.setattr(kept_rules, "store_ordered", self.store_ordered, raising=False)
         patch.setattr(kept_rules, "update_rules", SimpleNamespace(**loops))
-        patch.setattr(journal, "keeping", kept_rules.keeping.function)
         for rule in {type(rule) for rule, _ in RULES.values()}:
             patch.setattr(rule, "_loop", property(lambda own: loops[own.kernel]))
 

@@ -207,6 +207,7 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         for module in (journal, shard, table_journal):
             patch.setattr(module, "publish", fate.publish)
+        fate.patch_pieces(patch)
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
         patch.setattr(table_journal, "row_undo", keeping)
         patch.setattr(row_index, "rows", SimpleNamespace(**others, **loops))
