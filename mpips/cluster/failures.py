@@ -64,16 +64,17 @@ class Failures:
     Attributes:
         on: Whether a job may go on without them.
         lost: Those that this rank knows of.
+        spared: Those that it goes on without if they die.
         left_out: Those without which the job comes to its end; a later death ends it at once.
     """
 
     def __init__(self, comms: Sequence[Comm]) -> None:
         self.on = switched_on()
         self._comms = list(comms)
-        self._spared: frozenset[int] = frozenset()
         self._but_one: frozenset[int] = frozenset()
         self._news: list[int] = []
         self.lost: set[int] = set()
+        self.spared: frozenset[int] = frozenset()
         self.left_out: frozenset[int] = frozenset()
         if self.on:
             _watched.extend(self._comms)
@@ -84,7 +85,7 @@ class Failures:
         Raises:
             Lost: If another has died before, or all of `but_one` have.
         """
-        self._spared, self._but_one = frozenset(ranks), frozenset(but_one)
+        self.spared, self._but_one = frozenset(ranks), frozenset(but_one)
         self._check()
 
     def leave_out(self, ranks: Iterable[int]) -> None:
@@ -162,7 +163,7 @@ class Failures:
         self._check()
 
     def _check(self) -> None:
-        if self.lost - self._spared or (self._but_one and self._but_one <= self.lost):
+        if self.lost - self.spared or (self._but_one and self._but_one <= self.lost):
             raise _lost(self._comms[0], self.lost)
 
 

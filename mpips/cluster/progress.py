@@ -113,7 +113,7 @@ class Judge:
             now: A time of `time.perf_counter`.
         """
         state = [(r.phase, r.since, r.clock, r.handled, r.saved, r.writing) for r in ranks]
-        paused = now - self._looked > 10 * self._look_s + 5
+        paused = _paused(now - self._looked, self._look_s)
         self._looked = now
         if state != self._state or paused:
             self._state, self._since, self._used = state, now, None
@@ -150,6 +150,31 @@ class Judge:
         )  # fmt: skip
 
 
+class Stopped:
+    """Tells which of a host's ranks have been stopped for `limit_s`, each by itself.
+
+    Time in which nobody looked does not count: this process may have been stopped with the others.
+
+    Args:
+        limit_s: How long.
+        look_s: Between two looks, in each of which a rank that is not stopped beats.
+    """
+
+    def __init__(self, limit_s: float, look_s: float) -> None:
+        self._limit_s, self._look_s = limit_s, look_s
+        self._since: dict[int, float] = {}
+        self._looked = 0.0
+
+    def look(self, ranks: Sequence[Record], now: float) -> list[Record]:
+        """Look at the ranks, at a time of `time.perf_counter`; returns those."""
+        before = {} if _paused(now - self._looked, self._look_s) else self._since
+        self._looked = now
+        silent = [r for r in ranks if now - r.beat > 2 * self._look_s]
+        found = [r for r in silent if trouble(r) == STOPPED]
+        self._since = {r.pid: before.get(r.pid, now) for r in found}
+        return [r for r in found if now - self._since[r.pid] >= self._limit_s]
+
+
 class Overdue:
     """Tells which ranks that another one waits for get no further, each by itself.
 
@@ -183,7 +208,7 @@ class Overdue:
         every_s = min(1.0, self._limit_s / 10)
         if not self._limit_s or now - self._looked < every_s:
             return {}
-        if now - self._looked > 10 * every_s + 5:
+        if _paused(now - self._looked, every_s):
             self._known.clear()
         self._looked = now
         return {rank: why for rank in ranks if (why := self._why(rank, now))}
@@ -217,6 +242,11 @@ class Overdue:
         """Close what was opened."""
         while self._boards:
             self._boards.popitem()[1][0].close()
+
+
+def _paused(seconds: float, look_s: float) -> bool:
+    """Whether so much time between two looks, of which one is due each `look_s`, was a pause."""
+    return seconds > 10 * look_s + 5
 
 
 def _used(record: Record) -> int:

@@ -3,7 +3,8 @@
 Each rank has a thread that beats once a second and makes no call of MPI. One thread of each node
 judges by the words of its ranks (`mpips.cluster.progress.Judge`): that of the first rank whose
 thread beats. What it finds, it tells with the stacks of all ranks, and then ends the job; no rank
-has to answer for that.
+has to answer for that. A rank of its host that is stopped, and that the others go on without
+(`mpips.cluster.failures`), it kills.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from types import FrameType
 from mpips.cluster import ending, failures, process, segments, words
 from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.link import Link
-from mpips.cluster.progress import Judge, table, trouble
+from mpips.cluster.progress import Judge, Stopped, table, trouble
 from mpips.cluster.start import MPI
 from mpips.cluster.waiting import take_turns
 from mpips.cluster.words import Address, Board, Record
@@ -35,6 +36,7 @@ SAVING_S = 10.0  # that the servers have to save what they have
 STACKS_S = 1.5
 FIRST_S = 5.0  # that others leave the one who tells, to end the job
 FAR = 2  # times the limit where the chief is on another node, whose ranks may get on
+SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
 DUMP = signal.SIGUSR2  # as under a supervisor
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
 
@@ -43,7 +45,7 @@ _stacks: list[int] = []  # where this process writes them, for all its life; -1 
 
 @contextlib.contextmanager
 def watched(
-    cluster: Cluster, timeout_s: float, link: Link | None = None
+    cluster: Cluster, timeout_s: float, link: Link | None = None, ends_job: bool = True
 ) -> Iterator[list[Address]]:
     """Show where the ranks are, and end the job when it stands still, within the block.
 
@@ -52,6 +54,7 @@ def watched(
         timeout_s: How long it may stand still; 0 for ever. Evaluators, who have words of their own,
             are judged by the chief (`mpips.cluster.link`).
         link: What joins the sides, where some ranks evaluate.
+        ends_job: Whether it is ended here then, and not from outside.
 
     Yields:
         By rank, where the words of its node are found.
@@ -71,8 +74,8 @@ def watched(
         if link is not None and link.evaluates:
             role, timeout_s = words.EVALUATOR, 0.0
         words.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
-        far = not cluster.near(cluster.roles.chief)
-        thread = _Thread(board, timeout_s * FAR if far else timeout_s)
+        times = 0 if not ends_job else 1 if cluster.near(cluster.roles.chief) else FAR
+        thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s)
     try:
         yield gather_all(
             everyone, (platform.node(), os.getpid(), board.file if board is not None else -1)
@@ -118,14 +121,24 @@ def _is_registered() -> bool:
 
 
 class _Thread:
-    """Beats, judges, and ends this process when the job is over."""
+    """Beats, judges, and ends this process when the job is over.
 
-    def __init__(self, board: Board, limit_s: float) -> None:
-        self._board, self._limit_s = board, limit_s
-        self._look_s = min(BEAT_S, limit_s / 10) if limit_s else BEAT_S
+    Args:
+        board: The words of this host's ranks.
+        deaths: Which of them may die.
+        timeout_s: Of the job.
+        limit_s: After how long it is ended here; 0 if it never is.
+    """
+
+    def __init__(
+        self, board: Board, deaths: failures.Failures, timeout_s: float, limit_s: float
+    ) -> None:
+        self._board, self._deaths, self._limit_s = board, deaths, limit_s
+        self._look_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._judge = Judge(limit_s, self._look_s)
+        self._stopped = Stopped(timeout_s * SOONER, self._look_s) if timeout_s else None
         self._thread = threading.Thread(target=self.tell_and_judge, name="words", daemon=True)
         self._thread.start()
 
@@ -146,10 +159,22 @@ class _Thread:
                 self._leave()
             found = board.read()
             judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
+            stopped = self._stopped.look(found, now) if self._stopped else []
+            if os.getpid() == judges[0]:
+                self._end_stopped(stopped)
             if self._limit_s and os.getpid() in judges:
                 quiet_s = self._judge.look(found, now)
                 if quiet_s and os.getpid() == judges[0] and board.is_first():
                     self._end_job(found, quiet_s)
+
+    def _end_stopped(self, ranks: Sequence[Record]) -> None:
+        """End those of some ranks that the job goes on without as soon as they are dead."""
+        for one in ranks:
+            if one.rank in self._deaths.spared:
+                where = f"process {one.pid} on {platform.node()}"
+                complain(f"warning: {one.name} (rank {one.rank}, {where}) is stopped: ending it")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one.pid, signal.SIGKILL)
 
     def _leave(self) -> None:
         """End with the job; the rank that tells why ends first, and by that all others."""

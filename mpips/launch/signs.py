@@ -34,13 +34,13 @@ class Terms(NamedTuple):
     """What a supervisor does for a job.
 
     Attributes:
-        watched: Whether ranks are ended from outside when they hang.
+        timeout_s: After how long ranks that hang are ended from outside; 0 if they never are.
         restarts: How often the job may be started again.
         program: Whether it is a program of the user's.
         alone: Why MPI is not to let ranks go on where others die; empty if it is.
     """
 
-    watched: bool = True
+    timeout_s: float = 300.0
     restarts: int = 0
     program: bool = False
     alone: str = ""
@@ -135,10 +135,10 @@ def terms() -> Terms | None:
     return Terms()  # the attempt is over: it ends what is left
 
 
-def is_watched() -> bool:
-    """Whether there is a supervisor that ends the job when it hangs."""
+def timeout_s() -> float:
+    """Return after how long a supervisor ends a job that hangs; 0 if there is none that does."""
     found = terms()
-    return found is not None and found.watched
+    return 0.0 if found is None else found.timeout_s
 
 
 def beat() -> None:

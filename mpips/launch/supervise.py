@@ -275,8 +275,8 @@ class Supervisor:
     def _terms(self) -> Terms:
         """Return what the ranks of an attempt are told of this process."""
         order = self._order
-        watched, left = order.timeout_s > 0 and order.begins_run, len(self._attempts)
-        return Terms(watched, order.restarts - left, order.is_program, self._alone)
+        timeout_s, left = order.timeout_s if order.begins_run else 0.0, len(self._attempts)
+        return Terms(timeout_s, order.restarts - left, order.is_program, self._alone)
 
     def _words(self) -> list[str]:
         """Return what Python runs in each rank."""

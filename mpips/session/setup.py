@@ -74,7 +74,8 @@ def shown(
     Under a supervisor that may be the one to end it. Collective: yes, the beginning; with a link,
     over both sides.
     """
-    return watched(ranks, 0.0 if signs.is_watched() else config.timeout, link)
+    outside_s = signs.timeout_s()
+    return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s)
 
 
 def tell_ranks(
@@ -87,7 +88,7 @@ def tell_ranks(
     if ranks.rank == 0:
         place.note_ranks(found.out, where)
     if link is not None and ranks.is_chief:
-        link.overdue = Overdue(where, found.config.timeout, stopped=not signs.is_watched())
+        link.overdue = Overdue(where, found.config.timeout, stopped=not signs.timeout_s())
 
 
 def assign_roles(comm: Comm | Link, config: Config) -> Cluster:

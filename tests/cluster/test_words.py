@@ -14,7 +14,7 @@ import pytest
 from mpips.checkpoint.place import note_ranks
 from mpips.cluster import process, words
 from mpips.cluster.process import GONE, STOPPED
-from mpips.cluster.progress import Judge, Overdue, awaited, table, trouble
+from mpips.cluster.progress import Judge, Overdue, Stopped, awaited, table, trouble
 from mpips.cluster.words import Board, Record
 from mpips.ps import __main__ as command
 
@@ -142,6 +142,23 @@ def test_a_pause_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
     judge.look(ranks, 1.0)
     assert [judge.look(ranks, 1000.0 + k) for k in range(int(LIMIT_S))] == [0.0] * int(LIMIT_S)
     assert judge.look(ranks, 1000.0 + LIMIT_S) == LIMIT_S
+
+
+def test_who_is_stopped_for_long(sleeper: subprocess.Popen[bytes]) -> None:
+    """Not who only does not beat, nor who was seen to be stopped before this process itself was."""
+    one = record(sleeper.pid, 1)._replace(beat=1.0)
+    stopped = Stopped(LIMIT_S, 1.0)
+    assert not any(stopped.look([one], float(now)) for now in range(1, 100))
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    while trouble(one) != STOPPED:
+        time.sleep(0.01)
+    end = 100 + int(LIMIT_S)
+    assert not any(stopped.look([one], float(now)) for now in range(100, end))
+    assert stopped.look([one._replace(beat=end)], float(end)) == [], "it beats"
+    assert not any(stopped.look([one], float(now)) for now in range(end, end + 9))
+    anew = end + 100
+    assert not any(stopped.look([one], float(now)) for now in range(anew, anew + int(LIMIT_S)))
+    assert stopped.look([one], anew + LIMIT_S) == [one]
 
 
 def test_what_is_no_running_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Jobs under a supervisor: ranks that die or hang, and what is left of them in the end."""
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -325,15 +326,20 @@ def outlived(
     ],
 )
 def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) -> None:
-    """The others go on at once, and each batch counts once. One that is stopped dies in time."""
+    """The others go on at once, and each batch counts once. One that is stopped dies in time.
+
+    Another of its host sees to that, by the supervisor's limit, or by the job's if that has none.
+    """
     out, words = tmp_path / "out", counting_words(tmp_path, 40, "--mode", mode, *options.split())
-    with Supervised(tmp_path, 5, words, "--timeout", "12") as job:
+    limits = ("12", "300") if "--trace" in options else ("0", "12")
+    with Supervised(tmp_path, 5, [*words, "--timeout", limits[1]], "--timeout", limits[0]) as job:
         *_, first, second = job.wait_for_training(out, 1)
         os.kill(first, signal.SIGKILL)
         job.wait_for(lambda: LEFT_OUT in job.output)
         os.kill(second, signal.SIGSTOP)
         told = job.wait(0)
-    assert told.count("is stopped: ending it") == 1
+    where = f"process {second} on {platform.node()}"
+    assert told.count(f"warning: worker 3 (rank 4, {where}) is stopped: ending it") == 1
     assert "starting again" not in told
     assert starts_of(out) == 1
     assert_counts(final(out), N, 40)

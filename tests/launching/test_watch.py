@@ -232,22 +232,22 @@ def test_half_a_line_is_read_later(job: Signs) -> None:
     assert (job.ranks[0].trouble, job.alive()) == ("", []), "of another host nothing is known"
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("timeout_s", [12.0, 0.0])
 def test_ranks_know_what_the_supervisor_does(
-    watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it does not watch them, they end a job that stands still; without one, too."""
     monkeypatch.setattr(signs, "_files", [])
-    assert not signs.is_watched()
+    assert not signs.timeout_s()
     assert signs.terms() is None
-    job, terms = Signs(tmp_path / "signs"), Terms(watched, 3, True, "why")
+    job, terms = Signs(tmp_path / "signs"), Terms(timeout_s, 3, True, "why")
     job.begin(terms)
     with (job.folder / "0.jsonl").open("wb") as file:
         monkeypatch.setattr(signs, "_files", [file])
-        assert signs.is_watched() is watched
+        assert signs.timeout_s() == timeout_s
         assert signs.terms() == terms
         job.end()
-        assert signs.is_watched(), "its attempt is over"
+        assert signs.timeout_s(), "its attempt is over"
 
 
 def test_a_checkpoint_is_removed_as_it_is_looked_at(
