@@ -3,7 +3,8 @@
 # mpips.launch starts the ranks, and starts them again; here is what only SLURM knows.
 #
 # These may be set in site.sh or exported before sbatch:
-#   LAUNCHER        srun or mpirun; by default srun, where it has the plugin for the MPI in use
+#   LAUNCHER        srun or mpirun; by default srun, where it has the plugin for the MPI in use.
+#                   By Open MPI's mpirun a job goes on without a worker that dies
 #   LAUNCHER_FLAGS  more words for the launcher, such as --mpi=pmix_v4 or --bind-to none
 #   MPIPS_MAX_REQUEUES  how often a job goes back into the queue at the most; by default 100
 #   MPIPS_ELASTIC   with sbatch --no-kill: ranks with which a job goes on, at least, when nodes fail

@@ -53,10 +53,8 @@ def alone(order: "Order") -> str:
         return "this MPI ends all ranks"
     if not goes_on(order):
         return "it is a program without --ft" if order.is_program else "its mode needs all ranks"
-    if crew is None:
-        return "" if survivors_launcher() else "this Open MPI ends all ranks"
-    if crew.slurm and not order.survives:
-        return "with --hosts slurm others go on by --ft alone"
+    if crew is None and not survivors_launcher():
+        return "this Open MPI ends all ranks"
     return ""
 
 

@@ -82,8 +82,7 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
         ("", {"crew": Crew([], 3, 3)}, True, [], ""),
         ("", {"crew": Crew([], 3, 3)}, False, [], "this MPI ends all ranks"),
         ("", {"crew": Crew([], 3, 3), "launcher": ["srun"]}, True, [], "srun ends all ranks"),
-        ("", {"crew": ALLOCATION}, True, [], "with --hosts slurm others go on by --ft alone"),
-        ("", {"crew": ALLOCATION, "survives": True}, True, [], ""),
+        ("", {"crew": ALLOCATION}, True, [], ""),
         ("--epoch 3", {}, True, ["mpirun"], "its mode needs all ranks"),  # it is refused
     ],
 )
