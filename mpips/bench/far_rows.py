@@ -97,7 +97,7 @@ class _Sides:
             return 0
         rows = self._half.rows
         assert rows is not None, "there is a table"
-        return rows.bytes_sent + rows.bytes_received + self._half.sender.bytes_sent
+        return sum(rows.bytes_moved) + self._half.sender.bytes_sent
 
     def push(self) -> None:
         """Push the gradients of each step, until all are applied."""

@@ -124,9 +124,10 @@ class Worker(Loop):
         So they are on their way while this batch is computed. They are as their servers held them
         when they answered, which may be before this worker's push of the batch in work; rows of
         this node are read when they are pulled. Rows are pulled in the order in which they were
-        asked for: what was asked for before other rows that are pulled is thrown away. In modes
-        ssp and sync, where that would be too early, and where all rows are on this node it does
-        nothing.
+        asked for: what was asked for before other rows that are pulled is thrown away. In mode ssp
+        they are on their way while the next batch's parameters are waited for, and hold what the
+        bound promises: ask for rows of that batch alone. In mode sync, and where all rows are on
+        this node, it does nothing.
 
         Args:
             table: Its name.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpips.datasets import Batch
     from mpips.datasets.loader import Loader
     from mpips.planning.job import Job
+    from mpips.ps.rows import RowsAtWork
 
 
 T = TypeVar("T")
@@ -182,12 +183,25 @@ def taken(job: "Job", loader: "Loader", step: Range) -> "Iterator[Batch]":
             _ask_ahead(job, loader)
 
 
+def ask_early(job: "Job", loader: "Loader") -> bool:
+    """Ask for the far rows of the next batch once its step is read; returns whether it is here."""
+    if job.rows is None or not job.rows.reads_early:
+        return True
+    return _ask_next(job.rows, job.problem, loader)
+
+
 def _ask_ahead(job: "Job", loader: "Loader", before: "Sequence[Batch]" = ()) -> bool:
     """Ask for the far rows of the next batch, behind those before; returns whether it is here."""
     if job.rows is None or not job.rows.reads_ahead:
         return True
+    return _ask_next(job.rows, job.problem, loader, before)
+
+
+def _ask_next(
+    rows: "RowsAtWork", problem: Any, loader: "Loader", before: "Sequence[Batch]" = ()
+) -> bool:
     following = loader.peek()
     if following is None:
         return False
-    job.rows.ask_in_turn(wanted_rows(job.problem, each) for each in (*before, following))
+    rows.ask_in_turn(wanted_rows(problem, each) for each in (*before, following))
     return True

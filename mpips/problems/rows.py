@@ -82,8 +82,9 @@ class TableProblem(Problem):
     def wanted_rows(self, batch: "Batch") -> Mapping[str, np.ndarray]:
         """Return the ids that `loss_and_grad_rows` pulls for a batch, as it does, by table.
 
-        They are asked for while the batch before is computed, where rows are on other nodes. Of a
-        table that is not named nothing is asked for, as of all in a problem without this method.
+        They are asked for while the batch before is computed, where rows are on other nodes, or in
+        mode ssp while its parameters are waited for. Of a table that is not named nothing is asked
+        for, as of all in a problem without this method.
 
         Args:
             batch: The samples of a later step; not written.

@@ -101,9 +101,8 @@ class WorkerHalf(Half):
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
         self.rows: RowsAtWork | None = None
         if design.tables:
-            # Else what is read has to be as new as the step, or is what a record speaks of.
-            ahead = design.bound is None and not design.consistent
-            how = design.replies.codec, ahead, reads.held
+            asks, bounded = not design.consistent, design.bound is not None  # else records miss it
+            how = design.replies.codec, asks and not bounded, reads.held, asks and bounded
             self.rows = RowsAtWork(cluster, window, design.tables, *how)
         self.replicas: list[np.ndarray] = []
         if neighbours or design.stale.origins:

@@ -12,7 +12,8 @@ of them, and holds the others up only if a batch of its takes longer than they n
 
 Nobody waits for ever: the worker that has the first batch not applied may always read. Near servers
 say their clocks in their headers; to far ones the request says what is needed, and they answer when
-that holds.
+that holds. Far rows of tables are asked for at the same time, with the same needs, and not read
+before the shard is (`Clocks.lets`): they are as new, and no farther behind than its clock says.
 
 In rounds (`mpips.ps.quorum`), a worker waits until every shard has a later version than the one
 that its last gradient was computed from, and reads again unless it has got the same one of all.
@@ -193,6 +194,7 @@ class Clocks:
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
         self.held: list[tuple[int, bool, Awaited]] = []
+        self._let: dict[int, Awaited] = {}  # what the last read of a rank has needed
 
     def advance(self, number: int) -> None:
         """Note that the update of a batch is applied."""
@@ -242,14 +244,27 @@ class Clocks:
 
     def hurry(self, rank: int) -> None:
         """Let a far worker read whether its needs are met or not. Blocks: no."""
-        self.held = [(r, c, NOTHING if r == rank else needs) for r, c, needs in self.held]
-        self.let()
+        held, self.held = self.held, []
+        for reader, consistent, needs in held:
+            if reader == rank:
+                self._begin(reader, consistent, needs)
+            else:
+                self.held.append((reader, consistent, needs))
 
     def let(self) -> None:
         """Let those read whose needs are met; call it between two updates. Blocks: no."""
         held, self.held = self.held, []
         for rank, consistent, needs in held:
             if has_arrived(self._header, self._applied, self._workers[rank], needs):
-                self._ask(rank, consistent)
+                self._begin(rank, consistent, needs)
             else:
                 self.held.append((rank, consistent, needs))
+
+    def _begin(self, rank: int, consistent: bool, needs: Awaited) -> None:
+        self._let[rank] = needs
+        self._ask(rank, consistent)
+
+    def lets(self, rank: int, clock: int, own: int) -> bool:
+        """Whether a far worker may read rows that need so much: its read of the shard has begun."""
+        let = self._let.get(rank, NOTHING)
+        return clock <= max(0, let.clock) and own <= let.own

@@ -5,231 +5,25 @@ other nodes' servers come by message (`mpips.transport.far_rows`). Where reads a
 of a step are read while their server holds between two updates, all that a pull wants of it at
 once; what is evaluated in between is read as in other runs. What is pushed goes into the
 buffer of the step's push (`mpips.transport.rows`), and out with it.
+
+Far rows may be asked for before they are pulled: in mode async a step before, in mode ssp when the
+read of the step begins, as those of a step before would lack what it promises.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
-from mpips.errors import UserError, unknown
-from mpips.kernels.vectors import all_finite, scale, sum_squares
-from mpips.layout.tables import Grouped, combine
+from mpips.errors import unknown
+from mpips.kernels.vectors import scale, sum_squares
 from mpips.planning.tables import JobTable
-from mpips.ps.client import ROWS
-from mpips.ps.hashed_rows import HashedRows
-from mpips.ps.row_load import RowLoad
-from mpips.ps.table_server import table_fields
-from mpips.ps.table_shard import Memory, NodeRows
-from mpips.transport.far_rows import ASIDE, FarRows
-from mpips.transport.outbox import BUFFERS
-from mpips.transport.rows import Sections
-
-
-@dataclass
-class Counts:
-    """What a worker has done with a table.
-
-    Attributes:
-        pulled: Ids whose rows it has read.
-        pushed: Ids whose gradients it has pushed.
-        again: Reads of a row that was written meanwhile, which was read again.
-        torn: Rows that were taken torn after many of these.
-        ahead: Of the ids in `pulled` those whose far rows had been asked for before.
-    """
-
-    pulled: int = 0
-    pushed: int = 0
-    again: int = 0
-    torn: int = 0
-    ahead: int = 0
-
-
-class Holds(Protocol):
-    """Has servers hold between two updates; see `mpips.ps.client.Held`."""
-
-    def each(self, servers: Iterable[int], kind: int) -> Iterator[int]:
-        """Yield servers in some order, each of which holds until the next one is asked for."""
-
-
-@dataclass
-class Holding:
-    """What has servers hold while rows are read.
-
-    Attributes:
-        held: It.
-        in_step: Whether what is read is for a step, so that they are to.
-    """
-
-    held: Holds
-    in_step: bool = False
-
-
-class _WorkerTable:
-    """A table as one worker has it."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        window: Window,
-        number: int,
-        table: JobTable,
-        codec: Codec | None,
-        holding: Holding | None,
-    ) -> None:
-        self._holding = holding
-        ranks = cluster.roles.owners
-        self.table, self.counts = table, Counts()
-        self.ownership = table.owned_by(len(ranks))
-        rows = table.table.rows
-        self.hashed = HashedRows(table.name, rows) if table.table.hashed else None
-        self.load = RowLoad(self.ownership)
-        self._sections = Sections(window, cluster.rank, table.name)
-        self._dtype = self._sections.sums.dtype
-        whole = holding is not None
-        self.far = FarRows(cluster, number, table, self._dtype, codec, whole)
-        self._ids = self._places = np.empty(0, np.int64)
-        self._grouped: Grouped | None = None
-        near = {server: rank for server, rank in enumerate(ranks) if cluster.near(rank)}
-        self.all_near, memories = len(near) == len(ranks), dict[int, Memory]()
-        for server, rank in near.items():
-            fields = table_fields(table, len(ranks), server, self._dtype.name)
-            memories[server] = {each.name: window.view(rank, each.name) for each in fields}
-        self._near = NodeRows(self.ownership, memories)
-        self._each: dict[int, NodeRows] = {}
-        if holding is not None:
-            alone = {server: {server: memory} for server, memory in memories.items()}
-            self._each = {k: NodeRows(self.ownership, one) for k, one in alone.items()}
-
-    def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id, shape (n,)."""
-        flat = ids.reshape(-1)
-        return flat if self.hashed is None else self.hashed.find(flat)
-
-    def clear(self, seq: int) -> None:
-        self._sections.starts[seq % BUFFERS] = 0
-
-    def ask(self, ids: np.ndarray) -> None:
-        self.far.begin_ahead(ids.copy(), self.ownership.sort(self.ownership.places(ids)))
-
-    def pull(self, ids: np.ndarray) -> np.ndarray:
-        out = np.empty((len(ids), self.table.dim), self._dtype)
-        if self.all_near:  # nobody else is asked: nothing is sorted
-            self._gather(self._locate(ids), out)
-        else:
-            self._pull_far(ids, out)
-        self.counts.pulled += len(ids)
-        self.load.pull(self._places)
-        return out
-
-    def _pull_far(self, ids: np.ndarray, out: np.ndarray) -> None:
-        coming = self.far.taken(ids)
-        if coming is None:
-            coming = self.far.begin(self._group(ids))
-        else:
-            self._ids, self._grouped = ids.copy(), coming.grouped
-            self._places = coming.grouped.places
-            self.counts.ahead += len(ids)
-        self._gather(self._places, out)
-        self.far.wait(coming)
-        coming.spread(out)
-
-    def _gather(self, places: np.ndarray, out: np.ndarray) -> None:
-        """Read the rows of this node."""
-        for rows in self._readers(places):
-            again, torn = rows.gather(places, out)
-            self.counts.again += again
-            self.counts.torn += torn
-
-    def _readers(self, places: np.ndarray) -> Iterator[NodeRows]:
-        """Yield what reads the rows of this node: of all its servers, or of one that holds."""
-        if self._holding is None or not self._holding.in_step:
-            yield self._near
-            return
-        owners = np.unique(np.searchsorted(self.ownership.begins, places, "right") - 1)
-        asked = [server for server in owners.tolist() if server in self._each]
-        for server in self._holding.held.each(asked, ROWS):
-            yield self._each[server]
-
-    def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
-        k, s = seq % BUFFERS, self._sections
-        given, count = ids, len(ids)
-        if s.starts[k, -1]:  # a further call in this step
-            ids, grads = self._with_earlier(k, ids, grads)
-        grouped = self._group(ids)
-        rows = len(grouped.local)
-        self._check_room(rows)
-        combine(grouped, grads, s.sums[k, :rows])
-        s.places[k, :rows] = grouped.local
-        s.starts[k] = grouped.bounds
-        self.counts.pushed += count
-        self.load.push(given, grouped.bounds)
-
-    def sums(self, seq: int) -> np.ndarray:
-        """Return the gradients in a push as one vector, a view."""
-        k, s = seq % BUFFERS, self._sections
-        vector: np.ndarray = s.sums[k, : s.starts[k, -1]].reshape(-1)
-        return vector
-
-    def _locate(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of ids; most often they are those of the call before."""
-        if not np.array_equal(ids, self._ids):
-            self._places, self._grouped = self.ownership.places(ids), None
-            self._ids = ids.copy()
-        return self._places
-
-    def _group(self, ids: np.ndarray) -> Grouped:
-        """Return the ids sorted, which is done once for those of a step."""
-        places = self._locate(ids)
-        if self._grouped is None:
-            self._grouped = self.ownership.sort(places)
-        return self._grouped
-
-    def _with_earlier(
-        self, k: int, ids: np.ndarray, grads: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and gradients behind those that are in the buffer."""
-        s = self._sections
-        edges = s.starts[k].tolist()
-        earlier = [
-            self.ownership.rows_of(server, s.places[k, begin:end])
-            for server, (begin, end) in enumerate(pairwise(edges))
-        ]
-        return np.concatenate([*earlier, ids]), np.concatenate([s.sums[k, : edges[-1]], grads])
-
-    def _check_room(self, rows: int) -> None:
-        if rows > self.table.push_rows:
-            got = f"{rows:,} rows of table {self.table.name!r} in one push"
-            remedy = f"give the table push_rows={rows}, or take smaller batches"
-            raise UserError(got, f"at most {self.table.push_rows:,}", remedy)
-
-    def check_gradients(self, ids: np.ndarray, grads: Any) -> np.ndarray:
-        """Return gradients as `combine` takes them, shape (len(ids), dim).
-
-        Raises:
-            UserError: If they are of another shape, or not finite; the row is named.
-        """
-        name, dim = self.table.name, self.table.dim
-        found = np.asarray(grads)
-        if found.dtype.kind not in "fiu":
-            raise UserError(f"gradients of table {name!r} of dtype {found.dtype}", "real numbers")
-        if found.shape != (*ids.shape, dim):
-            got = f"gradients of table {name!r} of shape {found.shape}"
-            expected = f"{(*ids.shape, dim)}, a row of {dim} for each id"
-            raise UserError(got, expected)
-        flat = np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
-        if not all_finite(flat.reshape(-1)):
-            at, column = np.argwhere(~np.isfinite(flat))[0].tolist()
-            row = "row" if self.hashed is None else "id"
-            where = f"the gradient of {row} {ids.reshape(-1)[at]} of table {name!r}"
-            raise UserError(f"{flat[at, column]} in {where}", "finite numbers")
-        return flat
+from mpips.ps.worker_table import Holding, Holds, WorkerTable
+from mpips.transport.far_rows import ASIDE
 
 
 class RowsAtWork:
@@ -242,11 +36,13 @@ class RowsAtWork:
         codec: Of pulls from other nodes.
         ahead: Whether rows may be read a step before they are used.
         held: Has servers of this node hold while rows of a step are read, where they do.
+        early: Whether rows may be read when the shards are, before `begin`; see `begin_read`.
 
     Attributes:
         weight: The share that the batch in work has in the step's gradient.
         reads_ahead: Whether it is of any use to ask for rows: some are far, and may be a step old.
-        asks: Whether anything has been asked for before it was pulled.
+        reads_early: Whether it is of any use to ask for rows between `begin_read` and `begin`.
+        asks: Whether anything has been asked for a step before it was pulled.
         alone: Keeps out of MPI what else does anything there, while rows are read.
     """
 
@@ -260,16 +56,31 @@ class RowsAtWork:
         codec: Codec | None = None,
         ahead: bool = False,
         held: Holds | None = None,
+        early: bool = False,
     ) -> None:
         self._holding = Holding(held) if held is not None else None
         self._tables = {
-            table.name: _WorkerTable(cluster, window, number, table, codec, self._holding)
+            table.name: WorkerTable(cluster, window, number, table, codec, self._holding)
             for number, table in enumerate(tables)
         }
         self._seq, self.weight = 1, 1.0
         near = all(table.all_near for table in self._tables.values())
         self.reads_ahead, self.asks = ahead and not near, False
+        self.reads_early, self._reading = early and not near, False
         self.end()
+
+    def begin_read(self, clock: int, own: int) -> None:
+        """Ask for what was to be asked for, now that the next step's read of the shards begins.
+
+        Args:
+            clock: That rows are to be read at, as the shards are.
+            own: Pushes of this worker that they are to hold.
+        """
+        if self.reads_early:
+            self._reading = True
+            for table in self._tables.values():
+                table.far.want(clock, own)
+                table.far.begin_read()
 
     def begin(self, seq: int) -> None:
         """Begin the step of push `seq`, whose buffer is free, with no rows in it."""
@@ -278,10 +89,15 @@ class RowsAtWork:
             table.clear(seq)
         if self._holding is not None:
             self._holding.in_step = True
+        if self._holding is not None or self._reading:
+            self._reading = False
             self.want(0)
 
     def end(self) -> None:
         """End the step: its push is made, or it has none."""
+        if self._reading:  # and no step was begun
+            self._reading = False
+            self.want(0)
         if self._holding is not None:
             self._holding.in_step = False
             self.want(ASIDE)
@@ -303,10 +119,14 @@ class RowsAtWork:
         """Ask for the far rows of a later pull; see `mpips.Worker.ask_rows`."""
         table, found = _find(self._tables, name, ids)
         numbers = table.numbers(found)
-        if self.reads_ahead and not table.all_near:
-            self.asks = True
+        if table.all_near:
+            return
+        if self.reads_ahead or self._reading:
+            self.asks |= self.reads_ahead
             with self.alone():
                 table.ask(numbers)
+        elif self.reads_early:
+            table.ask(numbers, later=True)
 
     def ask_in_turn(self, lists: Iterable[Mapping[str, Any]]) -> None:
         """Ask for what steps will pull, one behind the other, unless that has been asked for.
@@ -349,14 +169,10 @@ class RowsAtWork:
             scale(table.sums(self._seq), factor)
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of requests for rows that this rank has sent to other nodes."""
-        return sum(table.far.bytes_sent for table in self._tables.values())
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of rows that this rank has read from other nodes, as they were sent."""
-        return sum(table.far.bytes_received for table in self._tables.values())
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes of requests that this rank has sent to other nodes, and of the rows that came."""
+        each = [table.far for table in self._tables.values()]
+        return sum(far.bytes_sent for far in each), sum(far.bytes_received for far in each)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what was done with each table."""
@@ -367,9 +183,7 @@ class RowsAtWork:
         return found
 
 
-def _find(
-    tables: Mapping[str, _WorkerTable], name: str, ids: Any
-) -> tuple[_WorkerTable, np.ndarray]:
+def _find(tables: Mapping[str, WorkerTable], name: str, ids: Any) -> tuple[WorkerTable, np.ndarray]:
     if name not in tables:
         raise unknown("table", name, tables)
     found = np.asarray(ids)

@@ -162,6 +162,9 @@ class GradientSteps(Steps):
                 return False
             self._begin(self._sender.seq + 1)
             puller.fetch()
+            if self._rows is not None:
+                needs = puller.controller.needs()
+                self._rows.begin_read(needs.clock, needs.own)
         if not puller.ready():
             return False
         start = time.perf_counter()

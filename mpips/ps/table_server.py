@@ -187,7 +187,8 @@ class TableServer(Server):
         if cluster.nodes > 1:
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
             noted = self._note_far if consistent else None
-            self._far = RowReplies(cluster, served, self.params.dtype, codec, noted)
+            args = cluster, served, self.params.dtype, codec, noted
+            self._far = RowReplies(*args, self.clocks.lets)
         self._grants.noted = self._note_read
         self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
 

@@ -17,7 +17,7 @@ from mpips.datasets.ledger import Range
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.planning.job import STOPPED, Job
-from mpips.problems.accumulate import Left, Tasks, submit, taken
+from mpips.problems.accumulate import Left, Tasks, ask_early, submit, taken
 from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.frozen import Freezing
@@ -176,9 +176,10 @@ class AsyncWorker:
 
     def _has_batch(self, loader: Loader) -> bool:
         """Wait until a batch is here (True) or none will come (False)."""
-        steps, feed = self._steps, self._feed
+        steps, feed, asked = self._steps, self._feed, False
 
         def ready() -> bool:
+            nonlocal asked
             self._attend()
             self._half.sender.resting()
             for batch in feed.news():
@@ -192,7 +193,10 @@ class AsyncWorker:
             if not self._queue:
                 return feed.exhausted
             words.waits_for(words.CLOCKS)
-            return steps.may_read()
+            if steps.may_read():
+                return True
+            asked = asked or ask_early(self._job, loader)
+            return False
 
         pulled_s = self.times.pull_s
         waited_s = self._cluster.wait(ready, words.BATCH) - (self.times.pull_s - pulled_s)

@@ -194,8 +194,9 @@ class RoundLoop:
                 "torn_reads": 0, "tables": job.rows.stats() if job.rows is not None else {},
             }  # fmt: skip
             if job.rows is not None:
-                found["bytes_sent"] += job.rows.bytes_sent
-                found["bytes_received"] += job.rows.bytes_received
+                sent, received = job.rows.bytes_moved
+                found["bytes_sent"] += sent
+                found["bytes_received"] += received
         if self._cluster.rank in self._cluster.roles.owners:
             found |= {
                 "bytes": self._rounds.params.nbytes * (1 + len(self._rounds.slots)),

@@ -155,13 +155,14 @@ def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:
     reason = yield from AsyncWorker(job, half, steps).work()
     if rows is not None:
         rows.end()  # servers hold for nobody any more
+    rows_sent, rows_received = rows.bytes_moved if rows is not None else (0, 0)
     stats = {
         **dataclasses.asdict(steps.times),
         "pushes_sent": sender.seq,
         "bytes_pushed": sender.seq * job.layout.size * job.dtype.itemsize,
         "bytes_pulled": puller.bytes,
-        "bytes_sent": sender.bytes_sent + (rows.bytes_sent if rows else 0),
-        "bytes_received": puller.bytes_received + (rows.bytes_received if rows else 0),
+        "bytes_sent": sender.bytes_sent + rows_sent,
+        "bytes_received": puller.bytes_received + rows_received,
         "torn_reads": puller.torn,
         "joined_reads": puller.joined,
         "clock_distance_max": puller.controller.distance_max if puller.controller else 0,

@@ -11,6 +11,9 @@ A worker may ask for the rows of a later call before it takes those of this one:
 busy while it computes, and does not stand still for a round trip a call. Lists are answered in the
 order in which they were sent, so that rows come in the order in which they are received.
 
+A request says what its rows are to hold, where they have to hold anything: a server that is not
+there yet answers later, and with it what that worker has asked it for since.
+
 Rows go by the codec of pulls where that writes each number on its own.
 
 Where reads are consistent all rows of a call are read between two of the server's updates: it reads
@@ -30,52 +33,16 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROWS, TAG_WANTED
 from mpips.cluster.waiting import all_done
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec, MessageId, buffer_for, codec_for
+from mpips.codecs import Codec
 from mpips.kernels.row_lists import read_places, spread
 from mpips.layout.tables import Grouped
 from mpips.planning.tables import JobTable
-from mpips.transport.far import CHUNK_BYTES, WINDOW
-from mpips.transport.packed_rows import SentList, rows_codec
+from mpips.transport.far import WINDOW
+from mpips.transport.packed_rows import RowChunks, SentList, rows_codec
 
-HEAD = 3  # words of a request: number of the table, how many rows, and the version wanted
+HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
 ASIDE = -1  # in place of a version: the rows are for no step
-
-
-class _Chunks(NamedTuple):
-    """How the rows of an answer are cut and packed.
-
-    Attributes:
-        codec: What they are packed by, or None.
-        step: Rows of a chunk, at least one.
-    """
-
-    codec: Codec | None
-    step: int
-
-    @classmethod
-    def of(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "_Chunks":
-        """Return those of an answer of so many rows."""
-        found = codec_for(codec, rows * dim, dtype)
-        each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
-        return cls(found, max(1, CHUNK_BYTES // each))
-
-    def message(self, chunk: np.ndarray) -> np.ndarray:
-        """Return what to receive for a chunk: itself, or room for its message."""
-        if self.codec is None:
-            return chunk
-        return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
-
-    def pack(self, chunk: np.ndarray) -> np.ndarray:
-        """Return the message of a chunk."""
-        message = self.message(chunk)
-        if self.codec is not None:
-            self.codec.encode(chunk.reshape(-1), message, (), MessageId())
-        return message
-
-    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
-        """Read a message into its chunk, unless that is where it came."""
-        if self.codec is not None:
-            self.codec.decode(message, chunk.reshape(-1))
+Lets = Callable[[int, int, int], bool]
 
 
 class _Asked:
@@ -84,7 +51,7 @@ class _Asked:
     def __init__(self, far: "_FarServer", places: np.ndarray, rows: np.ndarray) -> None:
         self._far, self._places, self.rows = far, places, rows
         self._next = 0  # the first place that has not been asked for
-        self._coming: deque[tuple[Request, _Chunks, np.ndarray, np.ndarray]] = deque()
+        self._coming: deque[tuple[Request, RowChunks, np.ndarray, np.ndarray]] = deque()
         self._sending: list[Request] = []
         self._lists: list[np.ndarray] = []  # alive until sent
 
@@ -105,7 +72,7 @@ class _Asked:
         far, part = self._far, slice(self._next, self._next + self._far.most)
         places, rows = self._places[part], self.rows[part]
         self._next += len(places)
-        chunks = _Chunks.of(far.codec, len(rows), rows.shape[1], rows.dtype)
+        chunks = RowChunks.of(far.codec, len(rows), rows.shape[1], rows.dtype)
         begin = far.cluster.arrays.begin_receive
         for at in range(0, len(rows), chunks.step):
             chunk = rows[at : at + chunks.step]
@@ -113,7 +80,7 @@ class _Asked:
             request = begin(message, far.rank, TAG_ROWS)
             self._coming.append((request, chunks, message, chunk))
             far.bytes_received += message.nbytes
-        head = np.array([far.table, len(places), far.version], np.int64).view("u1")
+        head = np.array([far.table, len(places), *far.wanted], np.int64).view("u1")
         request_bytes = np.concatenate([head, far.sent.encode(places)])
         far.bytes_sent += request_bytes.nbytes
         self._lists.append(request_bytes)
@@ -129,7 +96,8 @@ class _FarServer:
     ) -> None:  # fmt: skip
         self.cluster, self.table, self.server, self.rank = cluster, table, server, rank
         self.most, self.codec, self.sent = most, codec, SentList(rows)
-        self.bytes_sent = self.bytes_received = self.version = 0
+        self.bytes_sent = self.bytes_received = 0
+        self.wanted = 0, 0
 
 
 class Coming:
@@ -180,7 +148,8 @@ class FarRows:
         ranks = cluster.roles.owners
         self._cluster, owned = cluster, table.owned_by(len(ranks))
         self._dim, self._dtype = table.dim, dtype
-        self._ahead: deque[tuple[np.ndarray, Coming]] = deque()
+        self._ahead: deque[tuple[np.ndarray | None, Coming]] = deque()
+        self._later: list[tuple[np.ndarray, Grouped]] = []
         most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
         self._far = [
             _FarServer(cluster, number, k, rank, most(k), owned.count(k), rows_codec(codec))
@@ -198,10 +167,15 @@ class FarRows:
         """Bytes of rows that were asked for, as they are sent."""
         return sum(far.bytes_received for far in self._far)
 
-    def want(self, version: int) -> None:
-        """Read rows from now on that hold so many updates at least, where owners count them."""
+    def want(self, version: int, own: int = 0) -> None:
+        """Read rows from now on that hold so much at least.
+
+        Args:
+            version: Updates, where owners count them; in mode ssp the clock.
+            own: Pushes of this worker, in mode ssp.
+        """
         for far in self._far:
-            far.version = version
+            far.wanted = version, own
 
     def begin(self, grouped: Grouped) -> Coming:
         """Ask for the far rows of a call. Blocks: no.
@@ -225,16 +199,28 @@ class FarRows:
 
     def has_asked(self, ids: np.ndarray) -> bool:
         """Whether the rows of these ids were asked for ahead, and not taken yet."""
-        return any(np.array_equal(asked, ids) for asked, _ in self._ahead)
+        return any(_alike(asked, ids) for asked, _ in self._ahead)
+
+    def begin_later(self, ids: np.ndarray, grouped: Grouped) -> None:
+        """Have `begin_read` ask for the far rows of a call, unless it comes before that."""
+        self._later.append((ids, grouped))
+
+    def begin_read(self) -> None:
+        """Ask for what is to be asked for now. What was before nobody takes: it is too old."""
+        self._ahead = deque((None, coming) for _, coming in self._ahead)
+        later, self._later = self._later, []
+        for ids, grouped in later:
+            self.begin_ahead(ids, grouped)
 
     def taken(self, ids: np.ndarray) -> Coming | None:
         """Return what was asked for ahead with these ids; what was before that, nobody wants.
 
         Blocks: until the latter is here.
         """
+        self._later = [each for each in self._later if not _alike(each[0], ids)]
         while self._ahead:
             asked, coming = self._ahead.popleft()
-            if np.array_equal(asked, ids):
+            if _alike(asked, ids):
                 return coming
             self.wait(coming)
         return None
@@ -252,6 +238,10 @@ class FarRows:
     def wait(self, coming: Coming) -> None:
         """Wait until rows that were asked for are here. Blocks: never for servers' updates."""
         self._cluster.wait(coming.advance, words.SHARD)
+
+
+def _alike(asked: np.ndarray | None, ids: np.ndarray) -> bool:
+    return asked is not None and np.array_equal(asked, ids)
 
 
 class Served(NamedTuple):
@@ -274,7 +264,7 @@ class _Answer:
         places: np.ndarray, count: int, codec: Codec | None, at_once: bool,
     ) -> None:  # fmt: skip
         self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
-        self._chunks = _Chunks.of(codec, count, served.dim, dtype)
+        self._chunks = RowChunks.of(codec, count, served.dim, dtype)
         self._places, self._cursor, self._left = places, np.zeros(2, np.int64), count
         self._sending: deque[tuple[Request, np.ndarray]] = deque()
         self._rows: np.ndarray | None = None
@@ -326,6 +316,8 @@ class RowReplies:
         dtype: Of rows.
         codec: Of pulls from other nodes.
         noted: Called with the rank of who reads rows for a step, where reads are consistent.
+        lets: Called with a rank and the two words of `FarRows.want`: whether rows hold that. By
+            default `version` says so.
 
     Attributes:
         version: Updates that its rows hold, where workers count them; who wants more waits.
@@ -333,9 +325,10 @@ class RowReplies:
 
     def __init__(
         self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None,
-        noted: Callable[[int], object] | None = None,
+        noted: Callable[[int], object] | None = None, lets: Lets | None = None,
     ) -> None:  # fmt: skip
         self.version, self._noted = 0, noted
+        self._lets = lets or (lambda rank, version, own: version <= self.version)
         self._cluster, self._tables = cluster, tables
         self._dtype, self._codec = dtype, rows_codec(codec)
         self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
@@ -369,19 +362,19 @@ class RowReplies:
         """Begin to answer requests that are here, those of a rank in their order."""
         coming, self._coming, behind = self._coming, [], set[int]()
         for rank, request, message in coming:
-            if rank in behind or not request.Test() or self._is_early(message):
+            if rank in behind or not request.Test() or self._is_early(rank, message):
                 behind.add(rank)
                 self._coming.append((rank, request, message))
             else:
                 self._answers.append(self._answer(rank, message))
 
-    def _is_early(self, message: np.ndarray) -> bool:
+    def _is_early(self, rank: int, message: np.ndarray) -> bool:
         """Whether a request wants updates that are still to come."""
-        return bool(message[: 8 * HEAD].view("i8")[HEAD - 1] > self.version)
+        return not self._lets(rank, *message[: 8 * HEAD].view("i8")[2:].tolist())
 
     def _answer(self, rank: int, message: np.ndarray) -> _Answer:
         head, places = message[: 8 * HEAD].view("i8").tolist(), message[8 * HEAD :]
-        table, count, version = head
+        table, count, version, _ = head
         if self._noted is not None and version != ASIDE:
             self._noted(rank)
         if places.size:

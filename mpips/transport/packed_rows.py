@@ -17,6 +17,7 @@ from mpips.codecs import Codec, MessageId, buffer_for, codec_for
 from mpips.codecs.base import TwoBytes
 from mpips.kernels.row_lists import most_bytes, read_places, write_places
 from mpips.planning.tables import JobTable
+from mpips.transport.far import CHUNK_BYTES
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Section, Sections
 
@@ -27,6 +28,43 @@ WORD = 8  # bytes: numbers begin at a multiple
 def rows_codec(codec: Codec | None) -> Codec | None:
     """Return what rows are packed by: a codec that writes each number on its own, or None."""
     return codec if isinstance(codec, TwoBytes) else None
+
+
+class RowChunks(NamedTuple):
+    """How the rows of an answer to who reads them (`mpips.transport.far_rows`) are cut and packed.
+
+    Attributes:
+        codec: What they are packed by, or None.
+        step: Rows of a chunk, at least one.
+    """
+
+    codec: Codec | None
+    step: int
+
+    @classmethod
+    def of(cls, codec: Codec | None, rows: int, dim: int, dtype: np.dtype) -> "RowChunks":
+        """Return those of an answer of so many rows."""
+        found = codec_for(codec, rows * dim, dtype)
+        each = dim * dtype.itemsize if found is None else found.wire_bytes(dim, dtype)
+        return cls(found, max(1, CHUNK_BYTES // each))
+
+    def message(self, chunk: np.ndarray) -> np.ndarray:
+        """Return what to receive for a chunk: itself, or room for its message."""
+        if self.codec is None:
+            return chunk
+        return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
+
+    def pack(self, chunk: np.ndarray) -> np.ndarray:
+        """Return the message of a chunk."""
+        message = self.message(chunk)
+        if self.codec is not None:
+            self.codec.encode(chunk.reshape(-1), message, (), MessageId())
+        return message
+
+    def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
+        """Read a message into its chunk, unless that is where it came."""
+        if self.codec is not None:
+            self.codec.decode(message, chunk.reshape(-1))
 
 
 class SentList:

@@ -54,14 +54,14 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
     cluster.wait(half.sender.sent)
     while half.puller.pull(out).min() < workers * n:
         pass
-    rng, received = np.random.default_rng(cluster.rank), rows.bytes_received
+    rng, received = np.random.default_rng(cluster.rank), rows.bytes_moved[1]
     for name, most, dim in (("wide", ROWS, 40), ("long", 5, LONG), ("few", ROWS, 1)):
         ids = rng.integers(0, most, (3, most))
         sent = []
         for _ in range(2):
-            before = rows.bytes_sent
+            before = rows.bytes_moved[0]
             found = rows.pull(name, ids)
-            sent.append(rows.bytes_sent - before)
+            sent.append(rows.bytes_moved[0] - before)
             expected = workers * values(ids.reshape(-1), dim).reshape(found.shape)
             if not np.array_equal(found, expected):
                 wrong.append((name, found, expected))
@@ -69,9 +69,9 @@ def work(cluster: Cluster, half: WorkerHalf) -> list[object]:
         if any(sent) and (sent[1] == sent[0]) != (name == "few"):
             wrong.append((name, sent))
     if any(not cluster.near(rank) for rank in cluster.roles.servers) == (
-        rows.bytes_received == received
+        rows.bytes_moved[1] == received
     ):
-        wrong.append((received, rows.bytes_received))
+        wrong.append((received, rows.bytes_moved[1]))
     wrong += asked_ahead(half, rng, workers)
     cluster.barrier()
     return wrong
@@ -98,12 +98,12 @@ def asked_ahead(half: WorkerHalf, rng: np.random.Generator, workers: int) -> lis
     for name, *_ in sizes:
         rows.ask(name, lists[name][5])
         half.advance()
-    before = rows.bytes_received
+    before = rows.bytes_moved[1]
     half.abandon()
     ids = lists["few"][5]
     if not np.array_equal(rows.pull("few", ids), workers * values(ids, 1)):
         wrong.append("after what was abandoned")
-    if rows.asks and rows.bytes_received == before:
+    if rows.asks and rows.bytes_moved[1] == before:
         wrong.append(("asked for again", before))
     return wrong
 

@@ -4,16 +4,20 @@ Every line of ``clocks`` has a place for each training sample, and sgd with rate
 a batch of one sample in every line, so that each shard shows what was applied to it. Samples are
 handed out in their order (``--no-shuffle --epochs 1``), so their numbers are those of the batches.
 ``--hidden R,W,SLOW`` gives R lines in a job of W workers, and makes rank SLOW slow, if it is one.
+Of `ClockRows` a table has a row for each sample, which shows the same of each server's rows.
 """
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
 from mpips.config import Config
 from mpips.datasets import Batch, DataInfo
 from mpips.layout import Layout
+from mpips.layout.tables import Table, Zeros
 from mpips.problems.base import Arrays, Problem
+from mpips.problems.rows import RowReads, Rows, TableProblem
 
 PAUSE_S = 0.1
 
@@ -34,14 +38,8 @@ class Clocks(Problem):
     def loss_and_grad(self, params: Arrays, batch: Batch, out: Arrays) -> float:
         from mpi4py import MPI
 
-        (number,), counts = batch.ids, params["clocks"]
-        clock = number // self._workers
-        promised = max(0, self._workers * (clock - self._bound))
-        if (counts[:, :promised] != 1).any():
-            missing = np.flatnonzero((counts[:, :promised] != 1).any(0))
-            raise ValueError(f"at clock {clock} updates {missing[:5]} are missing")
-        if (counts[:, self._own] != 1).any():
-            raise ValueError(f"at clock {clock} own pushes are missing")
+        (number,) = batch.ids
+        self.check(number, params["clocks"])
         if MPI.COMM_WORLD.rank == self._slow:
             time.sleep(PAUSE_S)
         self._own.append(number)
@@ -49,5 +47,37 @@ class Clocks(Problem):
         out["clocks"][:, number] = -1
         return 1.0
 
+    def check(self, number: int, counts: np.ndarray) -> None:
+        """Raise unless lines of counts, shape (lines, samples), have what sample `number` needs."""
+        clock = number // self._workers
+        promised = max(0, self._workers * (clock - self._bound))
+        if (counts[:, :promised] != 1).any():
+            missing = np.flatnonzero((counts[:, :promised] != 1).any(0))
+            raise ValueError(f"at clock {clock} updates {missing[:5]} are missing")
+        if (counts[:, self._own] != 1).any():
+            raise ValueError(f"at clock {clock} own pushes are missing")
+
     def evaluate(self, params: Arrays, batch: Batch) -> dict[str, float]:
+        return {"loss": 0.0}
+
+
+class ClockRows(Clocks, TableProblem):
+    """The same with rows, all of which each step reads."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        self._all = np.arange(data.n_train)
+        rows = Table(rows=data.n_train, dim=3, init=Zeros())
+        self.tables = {"clocks": rows}
+
+    def wanted_rows(self, batch: Batch) -> Mapping[str, np.ndarray]:
+        return {"clocks": self._all}
+
+    def loss_and_grad_rows(self, params: Arrays, rows: Rows, batch: Batch, out: Arrays) -> float:
+        (number,) = batch.ids
+        self.check(number, rows.pull("clocks", self._all).T)
+        rows.push("clocks", batch.ids, np.full((1, 3), -1.0))
+        return super().loss_and_grad(params, batch, out)
+
+    def evaluate_rows(self, params: Arrays, rows: RowReads, batch: Batch) -> dict[str, float]:
         return {"loss": 0.0}

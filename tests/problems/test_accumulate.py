@@ -27,13 +27,14 @@ from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.planning.job import initial_vector
 from mpips.problems import load_problem
-from mpips.problems.accumulate import Accumulator, follow, submit, taken
+from mpips.problems.accumulate import Accumulator, ask_early, follow, submit, taken
 
 
 class Asked:
     """Far rows that are asked for, once each, as `mpips.ps.rows.RowsAtWork` does."""
 
     reads_ahead = True
+    reads_early = False
 
     def __init__(self) -> None:
         self.lists: list[int] = []
@@ -68,13 +69,18 @@ def test_rows_of_the_next_batch_are_asked_for() -> None:
             assert batch.ids[0] == 40
             submit(job, loader, (0, 50, 60))  # comes while it is computed
         assert rows.lists == [0, 10, 20, 30, 40, 50]
-        rows.reads_ahead = False
+        rows.reads_ahead, rows.reads_early = False, True  # when its step is read
         submit(job, loader, (0, 60, 70))
         assert [batch.ids[0] for batch in taken(job, loader, (0, 50, 60))] == [50]
         assert rows.lists[-1] == 50
+        assert ask_early(job, loader)
+        assert rows.lists[-1] == 60
         rows.reads_ahead, job.problem = True, None  # which says nothing
         submit(job, loader, (0, 70, 80))
         assert [batch.ids[0] for batch in taken(job, loader, (0, 60, 70))] == [60]
+        assert ask_early(job, loader)
+        assert loader.take().ids[0] == 70
+        assert not ask_early(job, loader)  # it is not here
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

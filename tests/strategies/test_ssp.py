@@ -23,6 +23,7 @@ from runs import (
 pytestmark = pytest.mark.launch
 
 CLOCKS = f"{HERE / 'problems' / 'clocks.py'}:Clocks"
+CLOCK_ROWS = f"{HERE / 'problems' / 'clocks.py'}:ClockRows"
 BATCHES = 64
 NOBODY = 9
 LINES = 24
@@ -36,17 +37,23 @@ CASES = {  # ranks, servers, slow rank, options
     "means of nodes": (6, 2, 4, "--staleness-bound 1 --node-size 3 --node-aggregation"),
     "private": (4, 1, 2, "--staleness-bound 2 --window private"),
     "nobody slow": (5, 1, NOBODY, ""),
+    "rows": (6, 2, 3, "--staleness-bound 2 --node-size 2"),
+    "rows, nobody slow": (5, 2, NOBODY, "--staleness-bound 1 --node-size 1"),
+    "rows in lock step": (4, 1, 2, "--staleness-bound 0 --node-size 1"),
 }
-BOTH = ("near", "means of nodes")
+BOTH = ("near", "means of nodes", "rows")
 
 
-def options(data: str, ranks: int, servers: int, slow: int, text: str) -> list[str]:
+def options(
+    data: str, ranks: int, servers: int, slow: int, text: str, rows: bool = False
+) -> list[str]:
     """Return a job of counted clocks; servers are the first ranks."""
     where = ["--servers", str(servers), "--server-ranks", ",".join(map(str, range(servers)))]
     files = ["--dataset", data, "--test-dataset", data.replace("train-", "test-")]
     size = ["--hidden", f"{LINES},{ranks - servers},{slow}", "--batch-size", "1"]
     once = ["--epochs", "1", "--no-shuffle"]
-    return ["--problem", CLOCKS, *COUNT, *files, *where, *size, *once, *text.split()]
+    problem = CLOCK_ROWS if rows else CLOCKS
+    return ["--problem", problem, *COUNT, *files, *where, *size, *once, *text.split()]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     data = samples_file(plan.folder, BATCHES)
     for name in filter(names_asked(request).__contains__, CASES):
         ranks, servers, slow, text = CASES[name]
-        words = options(data, ranks, servers, slow, text)
+        words = options(data, ranks, servers, slow, text, rows=name.startswith("rows"))
         plan.add(name, ranks, [*words, "--mode", "ssp", "--checkpoint-every", "7steps"])
     plan.run(200)
     return plan
@@ -70,6 +77,9 @@ def test_reads_hold_what_their_clocks_say(name: str, runs: Plan) -> None:
     assert 0 <= s["clock_distance_max"] <= bound
     if CASES[name][2] != NOBODY:  # the others run ahead of the slow worker as far as they may
         assert s["clock_distance_max"] == bound
+    for table in s.get("tables", {}).values():  # rows of far servers were asked for before steps
+        assert table["ahead"] > 0
+        assert table["pulled"] == BATCHES**2
 
 
 def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
@@ -79,12 +89,12 @@ def test_without_a_bound_the_check_bites(tmp_path: Path) -> None:
     assert re.search(r"updates .* are missing|own pushes are missing", done.output), done.output
 
 
-@pytest.mark.parametrize("node_size", [0, 1])
-def test_stop_at_the_gate(node_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("node_size", "rows"), [(0, False), (1, False), (1, True)])
+def test_stop_at_the_gate(node_size: int, rows: bool, tmp_path: Path) -> None:
     """Workers that wait for a slow one stop with it; what they were to do is handed out again."""
     out = tmp_path / "out"
     text = f"--mode ssp --staleness-bound 0 --node-size {node_size}"
-    words = [*options(samples_file(tmp_path, 3000), 4, 1, 1, text), "--out", str(out)]
+    words = [*options(samples_file(tmp_path, 3000), 4, 1, 1, text, rows), "--out", str(out)]
     with Running(4, ["-m", "mpips.train", *words], tmp_path) as job:
         wait_until_training(job, out, 1)
         time.sleep(0.1)

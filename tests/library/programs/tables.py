@@ -395,11 +395,19 @@ def torn(folder: Path) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Servers whose shard is empty take pushes, have clocks, and save their rows."""
+    """Servers whose shard is empty take pushes, have clocks, and save their rows.
+
+    Rows that are asked for come with the next step's clock, and hold all that this worker pushed.
+    """
     out, options = folder / "empty", {"tables": {"one": TABLES["one"]}, "mode": "ssp"}
+    every = np.arange(N)
 
     def train(worker: mpips.Worker) -> None:
+        own = np.zeros(N)
         for batch in worker.batches(N, batch_size=7, epochs=2 + (worker.workers == 1)):
+            assert (worker.pull_rows("one", every)[:, 0] >= own).all(), "own pushes are missing"
+            worker.ask_rows("one", every)
+            own[batch.ids] += 1
             worker.grads["counts"][:] = -len(batch)
             worker.push_rows("one", batch.ids, -np.ones((len(batch), 1)))
             worker.push(0.0)
@@ -411,8 +419,10 @@ def empty(folder: Path) -> None:
         if WORLD.rank == 0:
             assert done(result).summary["clock_distance_max"] == 0
             assert all(each["applied"] for each in done(result).summary["per_server"])
+            asked = done(result).summary["tables"]["one"]["ahead"]
+            assert asked > 0 if size else asked == 0
             assert done(result).params["counts"] == N * epochs
-            rows = done(result).rows("one", np.arange(N))
+            rows = done(result).rows("one", every)
             np.testing.assert_array_equal(rows, np.full((N, 1), epochs))
 
 
