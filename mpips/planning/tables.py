@@ -128,10 +128,9 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
     evicting = [table.name for table in tables if table.table.evict_after is not None]
-    if evicting and (c.mode == "sync" or c.record):
-        what = "mode 'sync'" if c.mode == "sync" else "record"
-        got = f"evict_after of table {evicting[0]!r} with {what}"
-        raise UserError(got, "mode async or ssp, without record", "leave evict_after out")
+    if evicting and c.record:
+        got = f"evict_after of table {evicting[0]!r} with record"
+        raise UserError(got, "a run without record", "leave evict_after out, or record")
     options = {
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
     }  # fmt: skip

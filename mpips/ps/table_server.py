@@ -153,6 +153,29 @@ def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSave
     return TableSaver(take, *saved, counts=counts)
 
 
+def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint) -> None:
+    """Fill the rows that a checkpoint has, whoever has saved them, in pieces.
+
+    Args:
+        tables: Those of one owner, before anybody reads them.
+        saved: The checkpoint.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    for served in tables:
+        if served.shard.ages:
+            served.shard.ages.epoch = int(saved.state["handout"]["cursor"][0])
+        for piece in saved.read_table(served.table.name):
+            served.fill(piece)
+
+
+def evicted_of(tables: Sequence[ServedTable]) -> dict[str, int]:
+    """Return how many rows were evicted, of each table of which any are."""
+    ages = {each.table.name: each.shard.ages for each in tables}
+    return {name: found.evicted for name, found in ages.items() if found}
+
+
 class TableServer(Server):
     """A server's half of a store with tables; see `mpips.ps.shard.Server`. Collective: no.
 
@@ -218,8 +241,7 @@ class TableServer(Server):
     @property
     def rows_evicted(self) -> dict[str, int]:
         """See `Server.rows_evicted`."""
-        tables = {each.table.name: each.shard.ages for each in self.tables}
-        return {name: ages.evicted for name, ages in tables.items() if ages}
+        return evicted_of(self.tables)
 
     def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
         """See `Server.epochs_over`: rows are evicted, once all is applied and no cut is taken."""
@@ -233,11 +255,8 @@ class TableServer(Server):
         Raises:
             UserError: If the checkpoint cannot be read.
         """
-        for served in self.tables:
-            if saved is not None and served.shard.ages:
-                served.shard.ages.epoch = int(saved.state["handout"]["cursor"][0])
-            for piece in saved.read_table(served.table.name) if saved is not None else ():
-                served.fill(piece)
+        if saved is not None:
+            fill_tables(self.tables, saved)
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""

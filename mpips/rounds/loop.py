@@ -15,7 +15,7 @@ import numpy as np
 
 from mpips.cluster import signals, words
 from mpips.cut.saver import Snapshots
-from mpips.datasets.ledger import Range, split
+from mpips.datasets.ledger import Range, epochs_over, split
 from mpips.planning.job import STOPPED, Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
@@ -112,6 +112,10 @@ class RoundLoop:
         if n not in self._weights:
             parts = split(batch, len(self._cluster.roles.workers))
             self._weights[n] = np.array([(e - b) / n for _, b, e in parts])
+        self._handout.applied(0, batch)
+        tables = self._rounds.tables
+        if tables is not None and tables.of_epoch(batch[0], epochs_over(self._handout)):
+            self._checkpoints.finish()  # before rows are evicted
         transfers = self._rounds.transfers
         start, waited = time.perf_counter(), transfers.waited_s
         words.enter(words.SUMMING, start)
@@ -126,7 +130,6 @@ class RoundLoop:
         words.enter(words.BETWEEN, end)
         self._job.versions[0] = self._step
         self._samples += n
-        self._handout.applied(0, batch)
         self._log.count(agreed.loss_sum / n, n)
         if found[1]:
             yield None
@@ -207,6 +210,7 @@ class RoundLoop:
             if tables is not None and tables.owned is not None:
                 found["bytes"] += tables.owned.nbytes
                 found["rows_changed"] = tables.owned.rows_changed
+                found["rows_evicted"] = tables.owned.rows_evicted
         return found
 
     def _release(self) -> None:

@@ -15,6 +15,9 @@ Rows are read while workers compute: those of the node in its memory, which nobo
 ones by request (`mpips.transport.far_rows`). A node may be a round ahead of another one. So a
 request says how many rounds the rows are to hold, and an owner that is behind answers later; owners
 answer whenever they wait, and in a thread while they compute.
+
+Old rows are evicted with the last round of an epoch, behind its update, when nobody reads: which
+they are follows from the epochs of their pushes, whoever owns them.
 """
 
 from collections.abc import Sequence
@@ -28,13 +31,20 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROW_SUMS
 from mpips.cluster.waiting import Background
 from mpips.cluster.window import Field, Plan, Window
+from mpips.datasets.ledger import epochs_over
 from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable, tables_of
 from mpips.ps.room import Lines, lines_of
 from mpips.ps.rows import RowsAtWork
-from mpips.ps.table_server import BLOCK_ROWS, ServedTable, table_fields
+from mpips.ps.table_server import (
+    BLOCK_ROWS,
+    ServedTable,
+    evicted_of,
+    fill_tables,
+    table_fields,
+)
 from mpips.rounds.base import Transfers
 from mpips.rounds.update import BLOCK_BYTES
 from mpips.transport.far_rows import RowReplies, Served
@@ -65,6 +75,8 @@ class RoundTables:
         plans = [Plan(_fields(job, tables, rank, lines)) for rank in range(cluster.world)]
         shared = job.config.window == "shared"
         self._window = Window(cluster, plans, shared, far_reads=False)
+        self._evicts = any(table.table.evict_after is not None for table in tables)
+        self._over = epochs_over(job.handout())
         self.rows: RowsAtWork | None = None
         self.owned: OwnedTables | None = None
         self._sender = _Sender(job, tables, self._window, transfers)
@@ -83,6 +95,22 @@ class RoundTables:
     def serving(self) -> AbstractContextManager[None]:
         """Return what lets far workers read this rank's rows while it computes."""
         return nullcontext() if self._background is None else self._background
+
+    def of_epoch(self, epoch: int, over: int) -> bool:
+        """Say of which epoch the next round is.
+
+        Args:
+            epoch: It.
+            over: How many epochs are over with it.
+
+        Returns:
+            Whether old rows are evicted with it: no checkpoint may be being written then.
+        """
+        ends = self._evicts and over > self._over
+        self._over = over
+        if self.owned is not None:
+            self.owned.of_epoch(epoch, over if ends else None)
+        return ends
 
     def begin(self, step: int) -> list[Request]:
         """Begin round `step`: send this worker's rows to far owners, receive those of far workers.
@@ -183,6 +211,8 @@ class OwnedTables:
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
         self._replies = RowReplies(cluster, served, dtype, None)
         self._replies.version, self._lock = NOTHING_YET, Lock()
+        self._ages = [each.shard.ages for each in self.tables if each.shard.ages]
+        self._over: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -194,16 +224,26 @@ class OwnedTables:
         """How many rows of each table have been changed."""
         return {each.table.name: each.shard.touched for each in self.tables}
 
+    @property
+    def rows_evicted(self) -> dict[str, int]:
+        """How many rows were evicted, of each table of which any are."""
+        return evicted_of(self.tables)
+
     def fill(self, job: Job) -> None:
         """Fill the rows that the run's checkpoint has, and let them be read.
 
         Raises:
             UserError: If the checkpoint cannot be read.
         """
-        for served in self.tables:
-            for piece in job.checkpoint.read_table(served.table.name) if job.checkpoint else ():
-                served.fill(piece)
+        if job.checkpoint:
+            fill_tables(self.tables, job.checkpoint)
         self._replies.version = job.base_step
+
+    def of_epoch(self, epoch: int, over: int | None) -> None:
+        """Say of which epoch the next update is, and how many are over if old rows go with it."""
+        self._over = over
+        for ages in self._ages:
+            ages.epoch = epoch
 
     def serve(self) -> None:
         """Answer far workers, unless another thread of this rank does just now. Blocks: no."""
@@ -234,7 +274,7 @@ class OwnedTables:
             scale(sums.rows.reshape(-1), factor)
 
     def apply(self, step: int, factor: float) -> None:
-        """Make update `step` of what was added up, with the rates times `factor`."""
+        """Make update `step` at `factor` times the rates, and then evict old rows if they go."""
         start, far = perf_counter(), self._cluster.nodes > 1
         for served, sums in zip(self.tables, self._sums, strict=True):
             local, rows = sums.local, sums.rows
@@ -246,6 +286,9 @@ class OwnedTables:
                 served.shard.apply(local[at : at + block], rows[at : at + block], rate)
                 if far:
                     self._cluster.progress()
+        if self._over is not None:
+            done = [ages.evict(self._over) for ages in self._ages]
+            assert all(done), "a checkpoint is being written"
         self._replies.version = step
         self._transfers.busy_s += perf_counter() - start
 

@@ -185,6 +185,86 @@ def weighed(folder: Path) -> None:
         np.testing.assert_allclose(weights, [-0.4, -0.4, -0.4, -0.4, -0.2], rtol=1e-12)
 
 
+COME, LAST, GLOBAL = 120, 7, 12  # rows that come and go, epochs, and samples of a round
+TARGETS = np.stack([np.arange(COME), 1 - np.arange(COME)], 1)
+RULE = mpips.Adagrad(0.1)
+PAIR = {"pair": mpips.Table(rows=COME, dim=2, init=ZEROS, optimizer=RULE, evict_after=2)}
+
+
+def comes(ids: np.ndarray, epoch: int) -> np.ndarray:
+    """Whether rows are pushed: always, in epochs 0 and 1, in 0 and from 5 on, in every second."""
+    kinds = [True, epoch < 2, epoch == 0 or epoch >= 5, epoch % 2 == 0]
+    return np.array(kinds)[ids % 4]
+
+
+def serial() -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, int]:
+    """Return rows before and behind each epoch's pushes, when each was last, and how many went."""
+    rows, sums, seen = np.zeros((COME, 2)), np.zeros((COME, 2)), np.full(COME, -1)
+    before, behind, count = list[np.ndarray](), list[np.ndarray](), 0
+    for epoch in range(LAST):
+        before.append(rows.copy())
+        some = comes(np.arange(COME), epoch)
+        grad = (rows[some] - TARGETS[some]) / GLOBAL
+        sums[some] += grad**2
+        rows[some] -= 0.1 * grad / (np.sqrt(sums[some]) + 1e-8)
+        seen[some] = epoch
+        behind.append(rows.copy())
+        gone = (seen >= 0) & (seen < epoch + 1 - 2)
+        rows[gone], sums[gone], seen[gone] = 0, 0, -1
+        count += int(gone.sum())
+    return before, behind, seen, count
+
+
+def passing(stop: int) -> Train:
+    """Return a training function that looks at all rows in each step, and pushes some."""
+    before, behind, *_ = serial()
+
+    def train(worker: mpips.Worker) -> None:
+        every, size = np.arange(COME), GLOBAL // worker.workers
+        for pushed, batch in enumerate(worker.batches(COME, batch_size=size, epochs=LAST), 1):
+            rows, epoch = worker.pull_rows("pair", every), batch.epoch
+            known = np.isclose(rows, before[epoch]) | np.isclose(rows, behind[epoch])
+            assert known.all(), (epoch, np.flatnonzero(~known.all(1)))
+            some = batch.ids[comes(batch.ids, epoch)]
+            worker.push_rows("pair", some, (rows[some] - TARGETS[some]) / size)
+            worker.push(0.0)
+            if pushed == stop and worker.id == 0:
+                worker.stop()
+
+    return train
+
+
+def evicted(folder: Path) -> None:
+    """Old rows go with an epoch's last round, as in a serial run: on all owners, through stops."""
+    _, behind, seen, count = serial()
+    often: dict[str, Any] = {"checkpoint_every": "1steps", **CHAIN}
+    whole: dict[str, Any] = {**SYNC, "params": {}, "tables": PAIR, "dtype": "float64"}
+    cases: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+        "servers": [(4, -1, {"servers": 2, **often})],
+        "stops": [
+            (4, 20, {"node_size": 1}),
+            (5, 25, {"servers": 1, **often}),
+            (4, -1, {"node_size": 2, "servers": 0, **often}),
+        ],
+    }
+    for name, parts in cases.items():
+        out, total = folder / f"evicted-{name}", 0
+        for ranks, stop, options in parts:
+            result = run(passing(stop), ranks, out, resume="auto", **{**whole, **options})
+            if WORLD.rank == 0:
+                total += done(result).summary["tables"]["pair"]["evicted"]
+        if WORLD.rank == 0:
+            found, _ = newest_whole(out)
+            assert found is not None
+            assert not verify(found.path)
+            numbers, columns = rows_of(found, "pair")
+            np.testing.assert_array_equal(numbers, np.flatnonzero(seen >= 0))
+            np.testing.assert_array_equal(columns["slots/seen"], seen[numbers])
+            np.testing.assert_allclose(columns["params"], behind[-1][numbers], rtol=1e-12)
+            assert done(result).summary["tables"]["pair"]["changed"] == len(numbers)
+            assert total == count > COME // 4
+
+
 def evaluated(folder: Path) -> None:
     """An evaluation in the loop reads rows of this round on every node; an empty push is none."""
 
@@ -258,5 +338,7 @@ def slow(out: Path, servers: int = 0) -> None:
 
 if __name__ == "__main__":
     main(
-        (exact, without_samples, placed, weighed, evaluated, diverged, refused), slow, check_counts
+        (exact, without_samples, placed, weighed, evicted, evaluated, diverged, refused),
+        slow,
+        check_counts,
     )
