@@ -165,11 +165,12 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
         index = array_at(where[INDEX] + size * numbers.itemsize, numbers, size)
         keys = array_at(where[KEYS], numbers, load_acquire(header, COUNT))
         at = home_of(local, bits)
-        while index[at] != 0:
-            slot = np.int64(index[at]) - 1
-            if np.int64(keys[slot]) == local:
-                return slot
+        found = np.int64(index[at])  # once: between two reads its page may be given back
+        while found != 0:
+            if np.int64(keys[found - 1]) == local:
+                return found - 1
             at = (at + 1) & (size - 1)
+            found = np.int64(index[at])
         if load_acquire(header, BITS) == bits:
             return np.int64(-1)
 
