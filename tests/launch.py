@@ -66,8 +66,8 @@ def run(
     timeout_s: float = LIMIT_S,
     env: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run ``mpirun -n ranks python *args`` in `cwd`."""
-    with Running(ranks, args, cwd, env) as job:
+    """Run ``mpirun -n ranks python *args`` in `cwd`; a line that is flushed is written whole."""
+    with Running(ranks, args, cwd, {"PYTHONUNBUFFERED": "", **(env or {})}) as job:
         return job.wait(timeout_s)
 
 
