@@ -170,7 +170,7 @@ def forget(out: Path) -> None:
     """Remove what a job has made that was refused before it saved anything."""
     if _was_saved(out):
         return
-    for name in (CONFIG, DATA, METRICS, LOCK):
+    for name in (CONFIG, DATA, WORDS, METRICS, LOCK):
         (out / name).unlink(missing_ok=True)
     places.forget(out / DATA)
     for folder in (out / CHECKPOINTS, out):
