@@ -114,6 +114,7 @@ class AsyncWorker:
         """Act on what has come: messages, signals."""
         for source, kind, payload in self._cluster.poll():
             self._handle(source, kind, payload)
+        self._stopping |= self._job.stopping
         name = signals.received() or (STOPPED if self._job.stopping else None)
         if name is not None and not self._told_signal:
             self._told_signal = True

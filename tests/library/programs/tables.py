@@ -69,6 +69,7 @@ def trainer(stop: int = -1, pause_s: float = 0.0, epochs: int = EPOCHS) -> Calla
     def train(worker: mpips.Worker) -> None:
         batches = worker.batches(N, batch_size=7, epochs=epochs)
         for pushed, batch in enumerate(batches, 1):
+            assert stop < 0 or worker.id or pushed <= stop, "a batch behind its stop"
             ids = batch.ids
             if pushed % 2:
                 worker.ask_rows("slots", ids)
