@@ -17,6 +17,7 @@ class RowAges:
         stripes: Its stripe words.
 
     Attributes:
+        seen: As given.
         epoch: Of the updates that come.
         evicted: Rows that were, by this object.
         shrunk: Whether any was since the last cut.
@@ -30,7 +31,7 @@ class RowAges:
         lines: np.ndarray,
         stripes: np.ndarray,
     ) -> None:
-        self._seen, self._after, self._index = seen, after, index
+        self.seen, self._after, self._index = seen, after, index
         self._lines, self._stripes = lines, stripes
         self._cut: RowCut | None = None
         self.epoch = self.evicted = 0
@@ -41,13 +42,14 @@ class RowAges:
         """Whether nobody was stopped in the midst of an eviction."""
         return self._index.whole
 
-    def of(self, slot: np.ndarray) -> np.ndarray:
-        """Return the epochs of lines."""
-        return self._seen[slot]
+    @property
+    def in_cut(self) -> bool:
+        """Whether a cut is being taken: no row may be evicted then."""
+        return self._cut is not None and not self._cut.over
 
     def note(self, slot: np.ndarray, epochs: np.ndarray | None = None) -> None:
         """Note when lines were pushed; None for the epoch of the updates, or later."""
-        self._seen[slot] = np.maximum(self._seen[slot], self.epoch) if epochs is None else epochs
+        self.seen[slot] = np.maximum(self.seen[slot], self.epoch) if epochs is None else epochs
 
     def begin_cut(self, cut: RowCut) -> None:
         """Note a cut, by whose lines rows are found until it is over."""
@@ -62,10 +64,10 @@ class RowAges:
         Returns:
             Whether that was done; not while a cut is taken.
         """
-        if self._cut is not None and not self._cut.over:
+        if self.in_cut:
             return False
         limit = over - self._after
-        count = self._index.evict(limit, self._seen, self._lines, self._stripes)
+        count = self._index.evict(limit, self.seen, self._lines, self._stripes)
         self.evicted += count
         self.shrunk |= count > 0
         return True

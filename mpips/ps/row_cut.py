@@ -23,14 +23,15 @@ class RowCut:
     Args:
         lines: Of the shard, shape (at least n, width).
         wanted: Which of them are taken, shape (n,), dtype bool; changed.
+        beside: What else is taken of each, shape (at least n,), such as when it was pushed.
 
     Attributes:
         count: How many are.
     """
 
-    def __init__(self, lines: np.ndarray, wanted: np.ndarray) -> None:
-        self._lines, self._wanted, self._lock = lines, wanted, Lock()
-        self._aside: deque[tuple[np.ndarray, np.ndarray]] = deque()
+    def __init__(self, lines: np.ndarray, wanted: np.ndarray, *beside: np.ndarray) -> None:
+        self._arrays, self._wanted, self._lock = (lines, *beside), wanted, Lock()
+        self._aside: deque[tuple[np.ndarray, ...]] = deque()
         self._waiting = 0  # lines in it
         self._most = max(1, PIECE_BYTES // (lines.shape[1] * lines.itemsize))
         self.count = int(np.count_nonzero(wanted))
@@ -52,13 +53,16 @@ class RowCut:
             slot = slot[slot < len(self._wanted)]
             slot = slot[self._wanted[slot]]
             if len(slot):
-                self._aside.append((slot, self._take(slot)))
+                self._aside.append((slot, *self._take(slot)))
                 self._waiting += len(slot)
 
-    def pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield which lines, and copies of them, until the cut has all; once. First come none."""
+    def pieces(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield which lines, and copies of them and of what is beside, until the cut has all; once.
+
+        First come none.
+        """
         none = np.empty(0, np.int64)
-        yield none, self._lines[none]
+        yield none, *(array[none] for array in self._arrays)
         for begin in range(0, len(self._wanted), SCANNED):
             with self._lock:  # NumPy counts them first, and refuses if they have become fewer
                 left = begin + np.flatnonzero(self._wanted[begin : begin + SCANNED])
@@ -66,8 +70,8 @@ class RowCut:
                 some = left[at : at + self._most]
                 with self._lock:
                     some = some[self._wanted[some]]
-                    lines = self._take(some)
-                yield some, lines
+                    taken = self._take(some)
+                yield some, *taken
                 yield from self._set_aside(self._most)
         yield from self._set_aside(1)
         self.close()
@@ -79,19 +83,17 @@ class RowCut:
             self._aside.clear()
             self._waiting = 0
 
-    def _take(self, slot: np.ndarray) -> np.ndarray:
+    def _take(self, slot: np.ndarray) -> list[np.ndarray]:
         self._wanted[slot] = False
-        taken: np.ndarray = self._lines[slot]
-        return taken
+        return [array[slot] for array in self._arrays]
 
-    def _set_aside(self, least: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _set_aside(self, least: int) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield what was set aside, until it is fewer lines than `least`."""
         while self._waiting >= least:
-            some, count = list[tuple[np.ndarray, np.ndarray]](), 0
+            some, count = list[tuple[np.ndarray, ...]](), 0
             while self._aside and count < self._most:
                 some.append(self._aside.popleft())
                 count += len(some[-1][0])
             with self._lock:
                 self._waiting -= count
-            slots, lines = zip(*some, strict=True)
-            yield np.concatenate(slots), np.concatenate(lines)
+            yield tuple(np.concatenate(each) for each in zip(*some, strict=True))

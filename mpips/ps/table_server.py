@@ -67,15 +67,17 @@ class ServedTable:
 
     def changed_rows(self) -> TableRows:
         """Return copies of all rows that have been changed."""
-        slots, lines = zip(*self.shard.cut().pieces(), strict=True)
-        return self.named(np.concatenate(slots), np.concatenate(lines))
+        pieces = zip(*self.shard.cut().pieces(), strict=True)
+        return self.named(*(np.concatenate(each) for each in pieces))
 
-    def named(self, slot: np.ndarray, lines: np.ndarray) -> TableRows:
-        """Return lines, and which they are, as rows by their numbers."""
+    def named(
+        self, slot: np.ndarray, lines: np.ndarray, seen: np.ndarray | None = None
+    ) -> TableRows:
+        """Return lines, which they are and when they were pushed, as rows by their numbers."""
         numbers = self._ownership.rows_of(self._server, self.shard.places(slot))
         params, slots = self._parts(lines)
-        if self.shard.ages:
-            slots[SEEN] = self.shard.ages.of(slot)
+        if seen is not None:
+            slots[SEEN] = seen
         return TableRows(numbers, params, slots)
 
     def _parts(self, lines: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -120,8 +122,8 @@ class CutTable:
 
     def pieces(self) -> Iterator[TableRows]:
         """Yield them; once."""
-        for slot, lines in self._cut.pieces():
-            yield self._served.named(slot, lines)
+        for piece in self._cut.pieces():
+            yield self._served.named(*piece)
 
     def close(self) -> None:
         """Let go of them; may be called twice."""

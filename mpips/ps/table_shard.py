@@ -293,7 +293,7 @@ class TableShard(TableRows):
                 wanted[self._touched_slots(part)] = True
         if self._marks is not None:
             self.begin_marking()
-        self._cut = RowCut(self._lines, wanted)
+        self._cut = RowCut(self._lines, wanted, *([self.ages.seen] if self.ages else []))
         if self.ages:
             self.ages.begin_cut(self._cut)
         return self._cut
@@ -343,7 +343,7 @@ def warm(table: Table, rule: RowRule, dtype: str) -> None:
     grouped = ownership.group(ids)
     shard.apply(grouped.local, combine(grouped, np.zeros((2, table.dim), dtype)), rule.rate)
     shard.pull(ids, np.empty((2, table.dim), dtype))
-    for slot, lines in shard.cut().pieces():
+    for slot, lines, *_ in shard.cut().pieces():
         shard.put(shard.places(slot), lines)
     if shard.ages:
         shard.ages.evict(MOST_EPOCHS + 1)
