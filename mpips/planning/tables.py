@@ -127,10 +127,6 @@ def _check_world(job: "Job", tables: Sequence[JobTable]) -> None:
     if ranks.nodes > 1 and c.node_aggregation:
         got = f"node_aggregation with tables, on {ranks.nodes} nodes"
         raise UserError(got, "each worker's rows sent by itself", "leave node_aggregation out")
-    evicting = [table.name for table in tables if table.table.evict_after is not None]
-    if evicting and c.record:
-        got = f"evict_after of table {evicting[0]!r} with record"
-        raise UserError(got, "a run without record", "leave evict_after out, or record")
     options = {
         "delay_compensation": c.delay_compensation > 0, "backup_workers": c.backup_workers > 0,
     }  # fmt: skip

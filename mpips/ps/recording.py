@@ -8,7 +8,8 @@ says as well which samples it was made of, and its loss. So the whole order of a
 what each gradient was computed from.
 
 Where there are tables each push has as well which reads of rows its worker has made of the server
-since its push before: a byte a read, how many updates before this one it was.
+since its push before: a byte a read, how many updates before this one it was. Where old rows were
+evicted between that update and the one before, it has by how many epochs that were over.
 
 By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
 replay sees at which push it goes another way. A piece is of `PIECE` lines: as many are lost at
@@ -44,6 +45,7 @@ PIECE = 64  # lines
 HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both
 NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
 FAR, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
+EVICTED = NONE | MORE  # and the epochs, before the reads
 AGE = struct.Struct("<I")
 SHORT_DTYPE: Final = np.dtype([("worker", "<u4"), ("stale", "<u4"), ("line", "<u1")])
 WHOLE_DTYPE: Final = np.dtype(
@@ -89,10 +91,19 @@ class Recorder:
         self._made = np.array([0, whole, number])
         self._pushes, self._read_at = 0, dict[int, list[int]]()
         self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
+        self._over: int | None = None
 
     def note_read(self, worker: int) -> None:
         """Note that a worker reads rows of tables at this version."""
         self._read_at.setdefault(worker, []).append(self._pushes)
+
+    def note_eviction(self, over: int) -> None:
+        """Note that old rows are evicted between all that was noted and the next push.
+
+        Args:
+            over: How many epochs are over.
+        """
+        self._over = over
 
     def note(self, push: Push, staleness: int, version: int) -> None:
         """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
@@ -115,8 +126,10 @@ class Recorder:
 
     def _note_reads_of(self, worker: int) -> None:
         """Note the reads of rows that a worker has made since its push before."""
-        self._reads += encoded([self._pushes - at for at in self._read_at.pop(worker, ())])
+        ages = [self._pushes - at for at in self._read_at.pop(worker, ())]
+        self._reads += encoded(ages, self._over)
         self._pushes += 1
+        self._over = None
 
     def flush(self) -> None:
         """Write what is not written yet."""
@@ -133,8 +146,10 @@ class Recorder:
         self._words = self._words[:0].copy()
 
 
-def encoded(ages: Sequence[int]) -> bytes:
-    """Return the bytes of a push's reads of rows; see `decoded`."""
+def encoded(ages: Sequence[int], over: int | None = None) -> bytes:
+    """Return the bytes of a push's reads of rows, and of an eviction before it; see `decoded`."""
+    if over is not None:
+        return bytes([EVICTED]) + AGE.pack(over) + encoded(ages)
     if len(ages) == 1 and ages[0] < FAR:  # as most are
         return bytes(ages)
     found = bytearray() if ages else bytearray([NONE])
@@ -145,25 +160,31 @@ def encoded(ages: Sequence[int]) -> bytes:
     return bytes(found)
 
 
-def decoded(codes: bytes, workers: np.ndarray) -> np.ndarray:
-    """Return which worker read rows after how many updates, of `READ_DTYPE`.
+def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:
+    """Return who read rows, and when old ones were evicted.
 
     Args:
         codes: The bytes of all pushes.
         workers: Whose push each was.
+
+    Returns:
+        Which worker read after how many updates, of `READ_DTYPE`; and after how many updates rows
+        were evicted, with the epochs that were over.
     """
-    found, at = list[tuple[int, int]](), 0
+    found, evicted, at = list[tuple[int, int]](), dict[int, int](), 0
     for push, worker in enumerate(workers.tolist()):
         more = MORE
         while more:
             code, at = codes[at], at + 1
             age, more = code & ~MORE, code & MORE
+            if code == EVICTED:
+                (evicted[push],), at = AGE.unpack_from(codes, at), at + AGE.size
             if age == NONE:
                 continue
             if age == FAR:
                 (age,), at = AGE.unpack_from(codes, at), at + AGE.size
             found.append((worker, push - age))
-    return np.array(found, READ_DTYPE)
+    return np.array(found, READ_DTYPE), evicted
 
 
 def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
@@ -244,12 +265,14 @@ class Recorded:
         records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
         whole: Whether the file ends with a piece, and not within one.
         reads: Of rows: see `decoded`.
+        evicted: Likewise.
     """
 
     about: dict[str, Any]
     records: np.ndarray
     whole: bool
     reads: np.ndarray
+    evicted: dict[int, int]
 
 
 def read(path: Path) -> Recorded:
@@ -280,10 +303,8 @@ def read(path: Path) -> Recorded:
         codes += data[middle:end]
         at = end
     records = _records_of(np.concatenate(pieces), whole, max(1, about["samples"][0]))
-    reads = decoded(
-        bytes(codes), records["worker"] if about.get("tables") else records["worker"][:0]
-    )
-    return Recorded(about, records, at == len(data), reads)
+    workers = records["worker"] if about.get("tables") else records["worker"][:0]
+    return Recorded(about, records, at == len(data), *decoded(bytes(codes), workers))
 
 
 def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:

@@ -155,21 +155,37 @@ def row_saver(job: Job, tables: Sequence[ServedTable], *saved: Any) -> TableSave
     return TableSaver(take, *saved, counts=counts)
 
 
-def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint) -> None:
+def fill_tables(tables: Sequence[ServedTable], saved: Checkpoint | None) -> None:
     """Fill the rows that a checkpoint has, whoever has saved them, in pieces.
 
     Args:
         tables: Those of one owner, before anybody reads them.
-        saved: The checkpoint.
+        saved: The checkpoint, or None where the run begins.
 
     Raises:
         UserError: If it cannot be read.
     """
+    if saved is None:
+        return
     for served in tables:
         if served.shard.ages:
             served.shard.ages.epoch = int(saved.state["handout"]["cursor"][0])
         for piece in saved.read_table(served.table.name):
             served.fill(piece)
+
+
+def evict_old(tables: Sequence[ServedTable], over: int) -> bool:
+    """Have old rows of an owner's tables be untouched again, where so many epochs are over.
+
+    Returns:
+        Whether that was done; not while a cut is taken.
+    """
+    ages = [each.shard.ages for each in tables if each.shard.ages]
+    if any(each.in_cut for each in ages):
+        return False
+    for each in ages:
+        each.evict(over)
+    return True
 
 
 def evicted_of(tables: Sequence[ServedTable]) -> dict[str, int]:
@@ -211,7 +227,8 @@ class TableServer(Server):
         self._far: RowReplies | None = None
         if cluster.nodes > 1:
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-            noted = self._note_far if consistent else None
+            number = cluster.roles.workers.index
+            noted = (lambda rank: self._note_read(number(rank))) if consistent else None
             args = cluster, served, self.params.dtype, codec, noted
             self._far = RowReplies(*args, self.clocks.lets)
         self._grants.noted = self._note_read
@@ -221,9 +238,6 @@ class TableServer(Server):
         """Note that a worker reads rows at this version."""
         if self.recorder is not None:
             self.recorder.note_read(worker)
-
-    def _note_far(self, rank: int) -> None:
-        self._note_read(self._cluster.roles.workers.index(rank))
 
     @property
     def idle(self) -> bool:
@@ -246,25 +260,35 @@ class TableServer(Server):
         return evicted_of(self.tables)
 
     def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
-        """See `Server.epochs_over`: rows are evicted, once all is applied and no cut is taken."""
-        ages = [each.shard.ages for each in self.tables if each.shard.ages]
-        done = (self.applied >= pushes).all() and all(each.evict(epochs) for each in ages)
-        self._over = None if done else (epochs, pushes)
+        """See `Server.epochs_over`: rows are evicted, once all is applied and no cut is taken.
 
-    def restore(self, saved: Checkpoint | None) -> None:
-        """Fill the rows that a checkpoint has, whichever servers have saved them, in pieces.
-
-        Raises:
-            UserError: If the checkpoint cannot be read.
+        Where that is recorded it is right before a push, behind all reads of the version before.
         """
-        if saved is not None:
-            fill_tables(self.tables, saved)
+        self._over = epochs, pushes
+        if self.recorder is None:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Evict rows if any are to be, and may be now."""
+        if self._over is None:
+            return
+        epochs, pushes = self._over
+        if (self.applied >= pushes).all() and evict_old(self.tables, epochs):
+            self._over = None
+            if self.recorder is not None:
+                self.recorder.note_eviction(epochs)
+
+    def apply(self, push: Push) -> int:
+        """See `Server.apply`."""
+        if self.recorder is not None:
+            self._evict()
+        return super().apply(push)
 
     def serve_reads(self) -> bool:
         """See `Server.serve_reads`."""
         super().serve_reads()
-        if self._over is not None:
-            self.epochs_over(*self._over)
+        if self.recorder is None:
+            self._evict()
         return self.serve_rows()
 
     def serve_rows(self) -> bool:

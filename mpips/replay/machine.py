@@ -17,7 +17,7 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
-from mpips.ps.table_server import TableServer
+from mpips.ps.table_server import TableServer, evict_old
 from mpips.replay.apart import Apart
 from mpips.replay.compare import (
     compare_line,
@@ -274,6 +274,8 @@ class Replay:
         made = worker.made.get(seq)
         if made is None:
             return False
+        if isinstance(store, TableServer) and at in self._part.evicted[k]:
+            evict_old(store.tables, self._part.evicted[k][at])
         store.apply(worker.maker.push(made, seq, k, store.version - stale))
         self._applied[k][number], self._read[k] = seq, 0
         if worker.maker.applied(made):

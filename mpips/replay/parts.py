@@ -17,7 +17,7 @@ from mpips.problems.accumulate import follow
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
-from mpips.ps.table_server import TableServer, table_fields
+from mpips.ps.table_server import TableServer, fill_tables, table_fields
 from mpips.ps.worker import make_loader
 from mpips.replay.apart import Apart, Area, Asked
 from mpips.replay.computing import Computed
@@ -134,7 +134,7 @@ def make_server(job: Job, memory: Memory) -> Server:
     place = job.cluster, memory, number, job.shard
     if design.tables:
         tables = TableServer(design.tables, None, True, *place, *how)
-        tables.restore(job.checkpoint)
+        fill_tables(tables.tables, job.checkpoint)
     server = tables if design.tables else Server(*place, *how)
     job.fill(server.params, server.slots, job.shard)
     server.start_from(job.base_step)

@@ -30,6 +30,7 @@ class Part:
         records: Of each server, in the order in which it applied pushes; empty for empty shards.
         whole: Whether no file ends within a piece.
         reads: Who read rows of each server, and when; see `Recorded.reads`.
+        evicted: After how many of its updates each server has evicted rows; see `Recorded`.
     """
 
     folder: Path
@@ -37,6 +38,7 @@ class Part:
     records: tuple[np.ndarray, ...]
     whole: bool
     reads: tuple[np.ndarray, ...]
+    evicted: tuple[dict[int, int], ...]
 
     @property
     def number(self) -> int:
@@ -104,7 +106,9 @@ def _read_part(folder: Path) -> Part | None:
     records = [found[k].records if k in found else none[k] for k in range(servers)]
     none_read = np.zeros(0, recording.READ_DTYPE)
     reads = [found[k].reads if k in found else none_read for k in range(servers)]
-    return Part(folder, about, tuple(records), all(r.whole for r in found.values()), tuple(reads))
+    evicted = tuple(found[k].evicted if k in found else {} for k in range(servers))
+    whole = all(recorded.whole for recorded in found.values())
+    return Part(folder, about, tuple(records), whole, tuple(reads), evicted)
 
 
 Saved = dict[int, dict[int, Checkpoint]]

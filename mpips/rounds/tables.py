@@ -41,6 +41,7 @@ from mpips.ps.rows import RowsAtWork
 from mpips.ps.table_server import (
     BLOCK_ROWS,
     ServedTable,
+    evict_old,
     evicted_of,
     fill_tables,
     table_fields,
@@ -211,7 +212,6 @@ class OwnedTables:
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
         self._replies = RowReplies(cluster, served, dtype, None)
         self._replies.version, self._lock = NOTHING_YET, Lock()
-        self._ages = [each.shard.ages for each in self.tables if each.shard.ages]
         self._over: int | None = None
 
     @property
@@ -235,15 +235,15 @@ class OwnedTables:
         Raises:
             UserError: If the checkpoint cannot be read.
         """
-        if job.checkpoint:
-            fill_tables(self.tables, job.checkpoint)
+        fill_tables(self.tables, job.checkpoint)
         self._replies.version = job.base_step
 
     def of_epoch(self, epoch: int, over: int | None) -> None:
         """Say of which epoch the next update is, and how many are over if old rows go with it."""
         self._over = over
-        for ages in self._ages:
-            ages.epoch = epoch
+        for served in self.tables:
+            if served.shard.ages:
+                served.shard.ages.epoch = epoch
 
     def serve(self) -> None:
         """Answer far workers, unless another thread of this rank does just now. Blocks: no."""
@@ -286,9 +286,8 @@ class OwnedTables:
                 served.shard.apply(local[at : at + block], rows[at : at + block], rate)
                 if far:
                     self._cluster.progress()
-        if self._over is not None:
-            done = [ages.evict(self._over) for ages in self._ages]
-            assert all(done), "a checkpoint is being written"
+        if self._over is not None and not evict_old(self.tables, self._over):
+            raise AssertionError("rows are evicted while a checkpoint is being written")
         self._replies.version = step
         self._transfers.busy_s += perf_counter() - start
 

@@ -34,7 +34,7 @@ from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
 from mpips.ps.succession import succeed
 from mpips.ps.survival import adopts, keeps, spared
-from mpips.ps.table_server import TableServer
+from mpips.ps.table_server import TableServer, fill_tables
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
@@ -110,7 +110,7 @@ def _fill(job: Job, server: Server) -> None:
     """Fill what a server owns."""
     job.fill(server.params, server.slots, job.shard)
     if isinstance(server, TableServer):
-        server.restore(job.checkpoint)
+        fill_tables(server.tables, job.checkpoint)
 
 
 def _release(job: Job, half: ServerHalf) -> None:

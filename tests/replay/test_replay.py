@@ -223,10 +223,11 @@ def test_a_push_takes_64_bytes(
 
 
 def test_reads_of_rows_are_kept() -> None:
-    ages = [[], [0], [1, 0], [125, 126, 127, 128, 70_000, 0], [126], []]
-    codes = b"".join(map(recording.encoded, ages))
-    found = recording.decoded(codes, np.arange(len(ages)))
+    ages, over = [[], [0], [1, 0], [125, 126, 127, 128, 70_000, 0], [126], []], {0: 1, 3: 2, 5: 300}
+    codes = b"".join(recording.encoded(each, over.get(k)) for k, each in enumerate(ages))
+    found, evicted = recording.decoded(codes, np.arange(len(ages)))
     assert found.tolist() == [(k, k - age) for k, each in enumerate(ages) for age in each]
+    assert evicted == over
     assert recording.encoded([3]) == b"\3"
 
 
@@ -386,6 +387,9 @@ def test_programs_are_replayed(tmp_path: Path) -> None:
     for name in ("rows", "net"):
         text = assert_replayed(tmp_path / name, 1, *words[name])
         assert "2 workers, 2 servers: equal bits" in text
+    for server in range(2):
+        path = recording.part_folder(tmp_path / "rows", 1) / f"server-{server:05d}"
+        assert list(recording.read(path).evicted.values()) == list(range(1, 5)), "old rows went"
     other = replayed(tmp_path / "net", *words["rows"], code=2)
     assert "a run of rows.py:train, expected that of net.py:train" in other
 

@@ -1,4 +1,7 @@
-"""A run whose loop reads rows of two tables, more often here than there, and evaluates by them."""
+"""A run whose loop reads rows of two tables, more often here than there, and evaluates by them.
+
+In the epochs between the first and the last few rows of one are pushed: the others are evicted.
+"""
 
 import sys
 
@@ -7,9 +10,9 @@ import numpy as np
 import mpips
 from mpips.datasets import Batch
 
-N, ROWS, DIM = 300, 90, 4
+N, ROWS, DIM, FEW, EPOCHS = 300, 90, 4, 30, 5
 TABLES = {
-    "item": mpips.Table(ROWS, DIM, capacity="lazy"),
+    "item": mpips.Table(ROWS, DIM, evict_after=1),
     "user": mpips.Table(ROWS, DIM, optimizer=mpips.Adagrad(0.1)),
 }
 
@@ -21,8 +24,9 @@ def train(worker: mpips.Worker) -> None:
         items = worker.pull_rows("item", batch.ids % ROWS)
         return {"loss": float(np.square(items).mean() + params["b"])}
 
-    for number, batch in enumerate(worker.batches(N, batch_size=10, epochs=4)):
-        items, users = batch.ids % ROWS, batch.ids * 7 % ROWS
+    for number, batch in enumerate(worker.batches(N, batch_size=10, epochs=EPOCHS)):
+        often = batch.epoch in (0, EPOCHS - 1)
+        items, users = batch.ids % (ROWS if often else FEW), batch.ids * 7 % ROWS
         ours, theirs = worker.pull_rows("item", items), worker.pull_rows("user", users)
         if number % 5 == worker.id:
             ours = ours + worker.evaluate(means, 20)["loss"] * worker.pull_rows("item", items)
