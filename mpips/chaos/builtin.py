@@ -95,7 +95,7 @@ def options(mode: str, ranks: int, plan: Sequence[Fault], timeout_s: float) -> l
         kind = "HeldMatrix"
     config = load([*words, "--problem", _problem(f"{kind}Counting")])
     roles = assign(config.mode, ["here"] * ranks, [0] * ranks, config.servers)
-    workers = len(with_spares(roles, config.spares).workers)
+    workers = len(with_spares(roles, config.spares, [0] * ranks).workers)
     problem, rate, n_train = f"{kind}Counting", 1, DIGITS - HELD_OUT
     if config.in_rounds:  # of which each is to be whole: a mean over fewer samples counts for more
         n_train -= n_train % (BATCH * workers * config.round_steps)

@@ -83,7 +83,7 @@ class Mailbox:
 
     def __init__(self, comm: Comm, failures: Failures) -> None:
         self._rank, self._failures = comm.rank, failures
-        self._isend, self._find = failures.guard(comm.Isend), failures.guard(comm.Improbe)
+        self._isend, self._find = comm.Isend, failures.guard(comm.Improbe)
         self._status = Status()
         self._sending: list[tuple[Request, bytes]] = []
         self._later: list[tuple[int, str, Any]] = []
@@ -102,7 +102,7 @@ class Mailbox:
     def _send(self, dest: int, tag: int, value: object) -> None:
         self.empty()
         message = MPI.pickle.dumps(value)
-        request = self._isend(message, dest, tag)
+        request = self._failures.begin_send(self._isend, message, dest, tag)
         if request is not None:
             self._sending.append((request, message))
 

@@ -75,8 +75,8 @@ class Config:
         unset="any host",
     )  # fmt: skip
     spares: int = setting(
-        "cluster", 0, "servers beside the others that own nothing: one goes on for server 0 if it "
-        "dies, where the MPI lets ranks go on", ">= 0", modes=("async", "ssp"),
+        "cluster", 0, "servers beside the others that own nothing: one goes on for a server of its "
+        "node if it dies, where the MPI lets ranks go on", ">= 0", modes=("async", "ssp"),
     )  # fmt: skip
     node_size: int = setting("cluster", 0, "consecutive ranks of a node; 0: the real nodes", ">= 0")
     evaluators: int = setting(

@@ -10,11 +10,13 @@ own, they come first, and say how many pushes are in the cut: see `mpips.cut.wor
 
 The maximum is found by an Allreduce; or, where a job goes on without a server that dies, in shared
 memory: a server posts its ``applied`` beside the number of the cut, and reads the others' when all
-have posted. The next cut comes when all have answered for this one, and so have read.
+have posted. The next cut comes when all have answered for this one, and so have read. Servers of
+other nodes are told by message what was posted: who goes on for a dead one tells them once more,
+and as it lies in memory it is the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import numpy as np
@@ -57,18 +59,25 @@ class Reduced(Maximum):
 
 
 class Posted(Maximum):
-    """By what each server posts in the memory of their node.
+    """By what each server posts in the memory of its node.
 
     Args:
-        posts: Of each server, shape (1 + workers,), dtype int64: a number, and its values.
+        posts: Of each server, shape (1 + workers,), dtype int64: a number, and its values. Those
+            of other nodes are copies, which `hear` writes.
         own: Number of the server.
+        tell: Tells servers of other nodes what is posted.
 
     Attributes:
         number: Of the maxima begun so far.
     """
 
-    def __init__(self, posts: Sequence[np.ndarray], own: int) -> None:
-        self._posts, self._post = posts, posts[own]
+    def __init__(
+        self,
+        posts: Sequence[np.ndarray],
+        own: int,
+        tell: Callable[[int, list[int]], object] = lambda own, post: None,
+    ) -> None:
+        self._posts, self._post, self._own, self._tell = posts, posts[own], own, tell
         self._out = np.zeros(0)
         self.number = 0
 
@@ -83,6 +92,13 @@ class Posted(Maximum):
         if observe(self._post, 0) < number:
             self._post[1:] = values
             publish(self._post, 0, number)
+        if number:
+            self._tell(self._own, [self.posted, *self._post[1:].tolist()])
+
+    @property
+    def posted(self) -> int:
+        """The number of what is posted last, perhaps by one that has died."""
+        return observe(self._post, 0)
 
     def done(self) -> bool:
         """See `Maximum.done`."""
@@ -90,6 +106,12 @@ class Posted(Maximum):
             return False
         np.max([post[1:] for post in self._posts], axis=0, out=self._out)
         return True
+
+
+def hear(copies: Sequence[np.ndarray], server: int, said: Sequence[int]) -> None:
+    """Note what a server of another node has posted, perhaps once more."""
+    if said[0] > copies[server][0]:
+        copies[server][:] = said
 
 
 class Phase(Enum):
@@ -135,10 +157,10 @@ class Cut:
             self.phase = Phase.LAST
 
     def catch_up(self, number: int) -> None:
-        """Have taken part in so many cuts, of a shard whose server has died and posted its part."""
+        """Have taken part in so many cuts, or in all that its server has posted for, which died."""
         assert isinstance(self._maximum, Posted), "no server dies without an end"
+        self.begun = number = max(number, self._maximum.posted)
         self._maximum.catch_up(number, [observe(self._applied, w) for w in range(self._mine.size)])
-        self.begun = number
 
     def advance(self, bodies: int) -> bool:
         """Get on; returns whether the cut is reached just now. Blocks: no.

@@ -74,7 +74,7 @@ class Pending:
         state: What goes into its index beside the arrays.
         folder: Where it is written; None until it is made, and if it cannot be.
         keepers: The ranks that write beside the owners.
-        shards: The owners' answers.
+        shards: The owners' answers, by the owner's number.
         own: Those of the keepers.
     """
 
@@ -82,7 +82,7 @@ class Pending:
     state: dict[str, Any]
     folder: Path | None
     keepers: tuple[int, ...]
-    shards: list[Answer] = field(default_factory=list)
+    shards: dict[int, Answer] = field(default_factory=dict)
     own: list[Answer] = field(default_factory=list)
 
 
@@ -156,10 +156,14 @@ class Committer:
         """Whether the last checkpoint is that of `step`, and its folder is not removed."""
         return self.saved_step == step and self._place.where() is not None
 
-    def collect(self, answer: Answer) -> None:
+    def collect(self, owner: int, answer: Answer) -> None:
         """Take an owner's answer."""
         assert self._pending is not None, "no checkpoint is under way"
-        self._pending.shards.append(answer)
+        self._pending.shards[owner] = answer
+
+    def lacks(self, owner: int) -> bool:
+        """Whether an owner's answer is to come."""
+        return self._pending is not None and owner not in self._pending.shards
 
     def collect_own(self, answer: Answer) -> None:
         """Take the answer for what is one rank's own."""
@@ -209,7 +213,8 @@ class Committer:
             self._tell_writers(pending)
 
     def _all_here(self, pending: Pending) -> None:
-        answers, c = [*pending.shards, *pending.own], self._plan
+        shards = pending.shards.values()
+        answers, c = [*shards, *pending.own], self._plan
         if None in answers:
             _discard(pending)
             self.refused, self._pending = True, None
@@ -218,7 +223,7 @@ class Committer:
         if failures:
             self._fail(pending, self.failure or failures[0])
             return
-        files = [answer for answer in pending.shards if isinstance(answer, tuple)]
+        files = [answer for answer in shards if isinstance(answer, tuple)]
         own = [answer[0] for answer in pending.own if isinstance(answer, tuple)]
         assert pending.folder is not None, "its files are written"
         self._committing = self._thread.submit(

@@ -14,7 +14,7 @@ others wrote and warns; training goes on, and a later cut is tried (`mpips.cut.c
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -113,7 +113,11 @@ class Snapshots(ABC):
         self._step = self._folder = self._writing = None
         words.tell(words.WRITING, 0)
         self._taken, self._copies = False, []  # between checkpoints a server has its state once
-        self._cluster.send(self._cluster.roles.chief, self.kind, answer)
+        self._cluster.send(self._cluster.roles.chief, self.kind, self._said(answer))
+
+    def _said(self, answer: Answer) -> Any:
+        """Return what the chief is sent."""
+        return answer
 
 
 def _answer(writing: Future[Files | None]) -> Answer:
@@ -152,6 +156,10 @@ class Saver(Snapshots):
         super().__init__(cluster, [params, *slots.values()], stall)
         self._shard, self._names = shard, tuple(slots)
         self.owner = cluster.roles.owners.index(cluster.rank) if owner is None else owner
+
+    def _said(self, answer: Answer) -> tuple[int, Answer]:
+        """See `Snapshots._said`; and whose it is."""
+        return self.owner, answer
 
     def committed(self, step: int) -> None:
         """Learn from the chief that the checkpoint of a step is committed."""

@@ -18,7 +18,8 @@ class Roles:
     """The ranks of each role.
 
     Attributes:
-        servers: Rank of server 0, 1, ...; increasing. Empty where every rank is a worker.
+        servers: Rank of server 0, 1, ...; increasing, and then those of spares. Empty where every
+            rank is a worker.
         workers: Rank of worker 0, 1, ...; increasing.
         spares: How many of the servers, the last ones, own nothing: they wait for a death.
         heir: The rank that goes on with owner 0's second duty after its death; None while it lives.
@@ -102,21 +103,27 @@ def assign(
     return Roles(chosen, tuple(r for r in range(world) if r not in chosen))
 
 
-def with_spares(roles: Roles, count: int) -> Roles:
-    """Have the first workers behind the last server be spares.
+def with_spares(roles: Roles, count: int, node_of: Sequence[int]) -> Roles:
+    """Have the first workers behind the last server of a node be spares, node by node in turn.
+
+    Where there are no more of those, they are the first behind all servers.
 
     Raises:
         UserError: If there are not as many, or no worker is left.
     """
     if not count:
         return roles
-    behind = [rank for rank in roles.workers if rank > roles.servers[-1]][:count]
-    left = tuple(rank for rank in roles.workers if rank not in behind)
-    if len(behind) < count or not left:
+    last = {node_of[rank]: rank for rank in roles.servers}
+    beside = [rank for rank in roles.workers if rank > last.get(node_of[rank], rank)]
+    near = _spread(min(count, len(beside)), beside, node_of)
+    behind = [rank for rank in roles.workers if rank > roles.servers[-1] and rank not in near]
+    spares = (*near, *behind[: count - len(near)])
+    workers = tuple(rank for rank in roles.workers if rank not in spares)
+    if len(spares) < count or not workers:
         got = f"spares={count} with {len(roles.workers)} other ranks"
         remedy = "use more ranks, or fewer --spares"
         raise UserError(got, "a worker beside them, and servers before them", remedy)
-    return Roles((*roles.servers, *behind), left, count)
+    return Roles((*roles.servers, *spares), workers, count)
 
 
 def shares(size: int, roles: Roles, itemsize: int) -> tuple[Shard, ...]:

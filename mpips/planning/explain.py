@@ -130,7 +130,7 @@ def case_of(config: Config, topology: Topology) -> Case:
         mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts,
         c.evaluators,
     )  # fmt: skip
-    roles = with_spares(roles, c.spares if has("spares", mode) else 0)
+    roles = with_spares(roles, c.spares if has("spares", mode) else 0, topology.node_of)
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
     given = {k: getattr(c, k) for k in CODEC_OPTIONS if has(k, mode)}

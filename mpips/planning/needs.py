@@ -132,7 +132,7 @@ def needs(config: Config, measured: Measured, nodes: int, ranks_per_node: int) -
     roles = assign(
         config.mode, hosts, node_of, count, config.server_ranks, evaluators=config.evaluators
     )
-    roles = with_spares(roles, config.spares)
+    roles = with_spares(roles, config.spares, node_of)
     vector = measured.parameters * np.dtype(config.dtype).itemsize
     state = vector * (1 + len(make_rule(config.optimizer).slots)) + measured.table_bytes
     shard = 1 / (len(roles.owners) - roles.spares)

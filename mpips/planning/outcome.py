@@ -23,7 +23,7 @@ class Outcome:
         release: Frees windows and communicators. Collective: yes.
         unsaved: On the chief, why the last state is in no checkpoint; empty if it is.
         lost: On the chief, pushes of each worker that has died, by rank.
-        adopted: Likewise what `stats` says of the shard of each server that has died.
+        adopted: Likewise what there is to say of the shard of each server that has died.
     """
 
     reason: str

@@ -1,47 +1,56 @@
-"""Going on for a server that has died: the chief takes its shard over, where it lies.
+"""Going on for a server that has died: another one of its node takes its shard over, where it lies.
 
-On one node everything that the dead server needed to know is in shared memory, or is known to the
-chief as well: each push is announced to all servers by one word, and what workers send by message
-they send to every server. So the chief serves a second shard by a second `Served`, and workers read
-and push as before, to the same memory. In this order,
+That is the chief on its node, and elsewhere a spare, or the first server that lives (the
+**adopter**). All that the dead server needed to know is in the memory of its node, or comes once
+more: each push is announced to all servers by one word, what workers send by message they send to
+every server, and those of other nodes keep their pushes until they are applied
+(`mpips.transport.kept`). So the adopter serves a second shard by a second `Served`, and workers of
+the node read and push as before, to the same memory. In this order,
 
 1. the dead process is killed, and is gone: nobody else writes the shard, and its rows of tables;
 2. the update that it may have been in is finished (`mpips.ps.journal`), and then the ledger is
-   exact; where rows of a table were just being evicted that cannot be (`mpips.ps.table_journal`),
-   and the job ends for a restart; readers that it had let have read;
-3. its clock becomes that of the batches handed out, but for those that the shard is without;
-4. if a cut is under way and the dead server has posted nothing for it, the chief does, so that the
-   others come to its end. The shard is in the next cut: unless the dead server's answer has come,
-   the chief gives this checkpoint up, and begins another one at once.
+   exact; that of a far worker's push, when this comes again: until then nothing else is applied,
+   and nobody let read. Where rows of a table were just being evicted that cannot be
+   (`mpips.ps.table_journal`), and the job ends for a restart. Readers that it had let have read;
+3. its clock stays as it was shown. The chief says which batches are open, and it becomes theirs
+   when all is applied here that the chief's shard has;
+4. if a cut is under way and the dead server has posted nothing for it, the adopter does, so that
+   the others come to its end. The shard is in the next cut: unless the dead server's answer has
+   come, the chief gives this checkpoint up, and begins another one at once;
+5. far workers are told how many of their pushes are applied, by which they see who serves: they
+   send what is open again, and ask again for what they wanted to read. For those that have died
+   their trustee is asked (`mpips.ps.bequest`);
+6. the chief is told, which from the death until then begins no cut and does not end the run.
 
-A second server that dies is adopted after the first, and an adopted shard again if the chief dies
-(`mpips.ps.succession`). A worker that dies has announced what it has, whoever serves. A death
-behind the chief's "end" ends the job for a restart. What the dead server alone knew, its
-statistics, is lost. Where workers have frozen arrays the job ends too: from which push on they hold
-for the dead server is not known.
+An adopter that dies is followed by the next one, for all that it served. A worker that dies has
+announced what it has, whoever serves. A death behind the chief's "end" ends the job for a restart,
+and so does that of the last server of a node. What the dead server alone knew, its statistics, is
+lost. Where workers have frozen arrays the job ends too: from which push on they hold for the dead
+server is not known.
 """
 
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpips.cluster.failures import Lost
 from mpips.cluster.process import GONE, trouble
 from mpips.cluster.window import Window
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
-from mpips.datasets.ledger import HandOut
 from mpips.kernels.atomics import observe
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
+from mpips.ps.bequest import Afar
 from mpips.ps.journal import process_of, process_space
 from mpips.ps.served import Served
 from mpips.ps.shard import Server
+from mpips.ps.survival import adopter_of
 from mpips.ps.table_server import TableServer, row_saver
-from mpips.transport.channel import Receiver
 
 GONE_S = 10.0  # in which a process that is killed is gone
 
@@ -66,15 +75,72 @@ class Adoption:
     version: int
     continued: bool
 
+    def told(self, dead: set[int]) -> tuple[Any, ...]:
+        """Return what the chief is told.
 
-def adopt(
-    job: Job,
-    half: ServerHalf,
-    own: Served,
-    rank: int,
-    cuts: int,
-    still_open: Callable[[Server, Receiver], tuple[int, set[int]]],
-) -> Adoption:
+        Args:
+            dead: The servers that have died, as far as this rank knows.
+        """
+        begun, ledger = self.served.cut.begun, ledger_of(self.served.store)
+        return dead, self.rank, begun, ledger, self.seconds, self.continued
+
+
+class Adopter:
+    """Takes the shards over that are this server's to take. Collective: no.
+
+    Args:
+        job: The run.
+        half: This server's half of the store.
+        shards: All that this server serves; its own is the first.
+        afar: Asks for what far workers leave that have died.
+
+    Attributes:
+        adoptions: So far.
+    """
+
+    def __init__(self, job: Job, half: ServerHalf, shards: list[Served], afar: Afar) -> None:
+        self._job, self._half, self._shards, self._afar = job, half, shards, afar
+        self.adoptions: list[Adoption] = []
+
+    def take_dead(self, rank: int, final: Mapping[int, int]) -> None:
+        """Take over what a server has served that has died, if that is for this one to do.
+
+        Args:
+            rank: Of the server.
+            final: Pushes of each worker that has finished, by rank.
+
+        Raises:
+            Lost: If the job cannot go on.
+        """
+        ranks, taken = self._job.cluster, {adoption.rank for adoption in self.adoptions}
+        if adopter_of(self._job, rank) != ranks.rank:
+            return
+        dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.near(r)]
+        left = [r for r in dead if r not in taken]
+        for one in left:  # one of them may have served another
+            fence(self._half.window, one)
+        for one in left:
+            self.take(adopt(self._job, self._half, self._shards[0], one), final)
+
+    def take(self, adoption: Adoption, final: Mapping[int, int]) -> None:
+        """Serve a shard that was just taken over; see `take_dead`."""
+        self.adoptions.append(adoption)
+        self._shards.append(adoption.served)
+        self._tell(adoption)
+        self._afar.catch_up(adoption.served, final)
+
+    def tell(self) -> None:
+        """Tell the chief, which is another one now, of all."""
+        for adoption in self.adoptions:
+            self._tell(adoption)
+
+    def _tell(self, adoption: Adoption) -> None:
+        ranks = self._job.cluster
+        dead = ranks.failures.lost.intersection(ranks.roles.servers)
+        ranks.send(ranks.roles.chief, "adopted", adoption.told(dead))
+
+
+def adopt(job: Job, half: ServerHalf, own: Served, rank: int) -> Adoption:
     """Take over the shard of a server of this node that has died.
 
     Args:
@@ -82,9 +148,6 @@ def adopt(
         half: This server's half of the store.
         own: Its own shard.
         rank: Of the server that has died.
-        cuts: How many cuts have begun.
-        still_open: Returns how many batches were handed out, and the numbers of those that the
-            shard is without.
 
     Raises:
         Lost: If the job cannot go on.
@@ -98,10 +161,11 @@ def adopt(
     store, receiver = half.adopt(number)
     if not store.recover(receiver.find):
         raise cannot(rank, "in the middle of what no other can finish")
-    store.clocks.adopt(own.store.clocks, *still_open(store, receiver))
+    store.clocks.adopt(own.store.clocks)
     cut = Cut(half.posted(number), store.applied, store.idle, beyond=False)
-    cut.catch_up(cuts)
+    cut.catch_up(own.cut.begun)
     served = Served(rank, store, receiver, cut, saver_of(job, store, number))
+    receiver.tell_all()
     seconds = time.perf_counter() - start
     return Adoption(rank, number, served, seconds, store.version, store.continued)
 
@@ -139,26 +203,6 @@ def fence(window: Window, rank: int) -> None:
 def ledger_of(store: Server) -> list[int]:
     """Return how many pushes of each worker are applied to a shard."""
     return [observe(store.applied, worker) for worker in range(store.applied.size)]
-
-
-def open_on(
-    store: Server, receiver: Receiver, handout: HandOut, chief: Server
-) -> tuple[int, set[int]]:
-    """Return how many batches were handed out, and the numbers of those that a shard is without.
-
-    Args:
-        store: The shard, of a server that has died.
-        receiver: Where its pushes come from.
-        handout: What was handed out; its open batches are those that the chief's shard is without.
-        chief: That shard. Headers of pushes that one of the two has not applied yet still lie in
-            the workers' buffers.
-    """
-    missing, ledgers = set[int](), zip(ledger_of(chief), ledger_of(store), strict=True)
-    for worker, (there, its) in enumerate(() if store.idle else ledgers):
-        beyond = handout.open_to(worker)[max(0, its - there) :]
-        missing.update(number for _, number in beyond)
-        missing.update(receiver.find(worker, seq).number for seq in range(its + 1, there + 1))
-    return handout.issued, missing
 
 
 def cannot(rank: int, why: str) -> Lost:

@@ -18,7 +18,7 @@ from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.cut.agreement import Maximum, Posted, Reduced
+from mpips.cut.agreement import Maximum, Posted, Reduced, hear
 from mpips.ps import far_choice
 from mpips.ps.bequest import Trustee
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller
@@ -34,9 +34,10 @@ from mpips.ps.table_server import TableServer
 from mpips.transport.channel import KeptSender, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.inbox import Arrival
-from mpips.transport.kept import REPLIES, tag_of
+from mpips.transport.kept import REPLIES, KeptOutbox, tag_of
 from mpips.transport.kept_reads import KeptReads
 from mpips.transport.neighbours import Neighbour, SharedReads
+from mpips.transport.outbox import Outbox
 
 
 class Half:
@@ -90,7 +91,7 @@ class WorkerHalf(Half):
         args = design.aggregate, design.pushes, design.stale.origins, design.tables
         kind = KeptSender if design.kept else Sender
         self.sender = kind(cluster, window, worker, design.shards, *args)
-        reads = _Reads(cluster, window, design, worker)
+        reads = _Reads(cluster, window, design, worker, self.sender.outbox)
         self._plain = reads.puller("get")  # waits for nobody
         cluster.barrier()  # the parameters are there
         times = far_choice.agree(cluster, design, reads.puller, cluster.wait_request)
@@ -160,7 +161,6 @@ class ServerHalf(Half):
         receiver: Where they come from.
         servers: The communicator of all servers.
         maximum: What the servers agree by on a cut.
-        trustee: Sends what workers of this node leave that have died.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
@@ -171,7 +171,7 @@ class ServerHalf(Half):
         if design.backup is not None:
             needed = len(cluster.roles.workers) - design.backup
             self.server = QuorumServer(*self._parts(number), needed=needed)
-        elif design.adopts:
+        elif cluster.rank in design.adopts:
             kind = JournaledTables if design.tables else Journaled
             self.server = journaled = kind(*self._tables(), *self._parts(number))
             journaled.sign()
@@ -180,8 +180,12 @@ class ServerHalf(Half):
         else:
             self.server = Server(*self._parts(number))
         self.receiver = self._receiver(number, self.server)
-        self.maximum: Maximum = self.posted(number) if design.adopts else Reduced(servers)
-        self.trustee = Trustee(cluster, window, design)
+        self._posts: list[np.ndarray] = []
+        self.maximum: Maximum = Reduced(servers)
+        if design.adopts:
+            self._posts = [self._post(rank) for rank in cluster.roles.servers]
+            self.maximum = self.posted(number)
+        self._trustee = Trustee(cluster, window, design)
 
     def _parts(self, number: int) -> tuple[Any, ...]:
         """Return what a server of that number is made of."""
@@ -212,8 +216,24 @@ class ServerHalf(Half):
 
     def posted(self, number: int) -> Posted:
         """Return what a server of that number agrees by, where others may die."""
-        ranks = self._cluster.roles.servers
-        return Posted([self.window.view(rank, "post") for rank in ranks], number)
+        return Posted(self._posts, number, self._tell_far)
+
+    def _post(self, rank: int) -> np.ndarray:
+        """Return what a server posts, or the copy of that of another node."""
+        if self._cluster.near(rank):
+            return self.window.view(rank, "post")
+        return np.zeros(1 + len(self._cluster.roles.workers), "i8")
+
+    def _tell_far(self, number: int, post: list[int]) -> None:
+        for rank in self._cluster.roles.servers:
+            if not self._cluster.near(rank):
+                self._cluster.send(rank, "post", (number, post))
+
+    def handle(self, source: int, kind: str, payload: Any) -> bool:
+        """Act on a message of a server of another node; returns whether it was one for this."""
+        if kind == "post":
+            hear(self._posts, *payload)
+        return kind == "post" or self._trustee.handle(source, kind, payload)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.
@@ -263,8 +283,11 @@ class _Reads:
         held: Has servers of this node hold, where reads are consistent.
     """
 
-    def __init__(self, cluster: Cluster, window: Window, design: Design, worker: int) -> None:
+    def __init__(
+        self, cluster: Cluster, window: Window, design: Design, worker: int, outbox: Outbox | None
+    ) -> None:
         self._cluster, self._window, self._design = cluster, window, design
+        self._outbox = outbox
         self._worker, shards = worker, design.shards
         ranks = enumerate(cluster.roles.servers)
         owners: list[Owner] = [
@@ -307,9 +330,9 @@ class _Reads:
         if not self._far:
             return None
         codec = self._design.replies.codec
-        if self._design.kept:
+        if isinstance(self._outbox, KeptOutbox):
             needs = controller.needs if controller is not None else tuple
-            return KeptReads(*args, consistent, codec, needs)
+            return KeptReads(*args, consistent, codec, needs, self._outbox.serving)
         if way == "get" and not consistent and controller is None:
             return GetReads(*args, self._window)
         if controller is None:

@@ -16,11 +16,12 @@ one server owns all parameters, what it has got is all there is: it says so to t
 batches of the rest go to other workers. With several, one of them may have applied a push that no
 other can get: the job ends, and starts again.
 
-Where a server dies, the job ends, and starts again. At the end of a run workers read the parameters
+A server that dies has nothing to leave: see `mpips.ps.adoption`. What comes of it in part, as a
+trustee's, is dropped, and the next trustee asked. At the end of a run workers read the parameters
 by message, and servers serve until each has said ``whole``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpips.cluster.window import Window
@@ -28,6 +29,7 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
 from mpips.ps.design import Design
 from mpips.ps.served import Served
+from mpips.ps.shard import Server
 from mpips.transport.kept import Sending
 from mpips.transport.outbox import PUSHED, Announced
 
@@ -95,14 +97,20 @@ class Afar:
         """Act on a message; returns whether it was one for this."""
         if kind == "read of":
             number, *request = payload
-            rank = self._cluster.roles.servers[number]
-            store = next(served.store for served in self._shards if served.rank == rank)
-            store.want_read(source, tuple(request))
+            self._store(number).want_read(source, tuple(request))
+        elif kind == "open":
+            number, *learned = payload
+            self._store(number).clocks.learn(*learned)
         elif kind == "whole":
             self._whole.add(source)
         else:
             return False
         return True
+
+    def _store(self, number: int) -> Server:
+        """Return what serves the shard of the server of that number here."""
+        rank = self._cluster.roles.servers[number]
+        return next(served.store for served in self._shards if served.rank == rank)
 
     def answered(self, rank: int) -> None:
         """Note that it is known how many pushes there are of a worker that has died."""
@@ -119,11 +127,30 @@ class Afar:
         Raises:
             Lost: If nobody can.
         """
-        workers = self._cluster.roles.workers
-        if rank in workers and not self._cluster.near(rank):
-            self._ask(rank)
+        if not self._cluster.near(rank):
+            for served in self._shards:
+                served.receiver.lose(rank)
+            if rank in self._cluster.roles.workers:
+                self._ask(rank)
         for worker in [worker for worker, asked in self._asked.items() if asked == rank]:
             self._ask(worker)
+
+    def catch_up(self, taken: Served, final: Mapping[int, int]) -> None:
+        """Ask for what a shard that is taken over is without of far workers that have died.
+
+        Args:
+            taken: The shard.
+            final: Pushes of each worker that has finished, or died, by rank.
+
+        Raises:
+            Lost: If nobody has it.
+        """
+        for worker, rank in enumerate(self._cluster.roles.workers):
+            if rank not in self._cluster.failures.lost or self._cluster.near(rank):
+                continue
+            whole = final.get(rank) == observe(taken.store.applied, worker)
+            if not (whole or taken.store.idle):
+                self._ask(rank)
 
     def _ask(self, rank: int) -> None:
         """Ask for what the shards are without of a far worker that has died.
@@ -136,7 +163,7 @@ class Afar:
         for served in self._shards:
             if not served.store.idle:
                 number = cluster.roles.servers.index(served.rank)
-                lacking.append((number, served.receiver.lose(worker, rank)))
+                lacking.append((number, served.receiver.received(worker)))
         trustee = trustee_of(cluster, rank)
         if trustee is not None:
             self._asked[rank] = trustee

@@ -193,6 +193,7 @@ class Clocks:
         self._shown = 0  # the clock in the header
         self._later: set[int] = set()  # those applied beyond it
         self._last: dict[int, int] = {}  # pushes in all of each worker that has finished
+        self._learned: tuple[int, set[int], list[int]] | None = None
         self.held: list[tuple[int, bool, Awaited]] = []
         self._let: dict[int, Awaited] = {}  # what the last read of a rank has needed
 
@@ -210,20 +211,37 @@ class Clocks:
         """Note that a worker will have made so many pushes, and no more."""
         self._last[self._workers[rank]] = pushes
 
-    def adopt(self, other: "Clocks", issued: int, missing: Iterable[int]) -> None:
-        """Begin where a server has ended.
+    def adopt(self, other: "Clocks") -> None:
+        """Begin where a server has ended: its clock stays as it was shown, until `learn`.
 
         Args:
             other: Clocks of another server: which workers have finished.
-            issued: How many batches were handed out.
-            missing: The numbers of those that may yet be pushed, or are, and are not applied.
         """
-        missing = set(missing)
-        self._first = min(missing, default=issued)
-        self._later = set(range(self._first, issued)) - missing
         self._last = dict(other._last)
         self._shown = observe(self._header, CLOCK)
+        self._first = self._shown * len(self._workers)
+
+    def learn(self, issued: int, missing: Iterable[int], ledger: list[int]) -> None:
+        """Learn which batches there are, of a shard that was adopted.
+
+        Args:
+            issued: How many were handed out.
+            missing: The numbers of those that were neither applied here when this was asked for,
+                nor to the shard whose ledger is told.
+            ledger: Pushes of each worker: when these are applied here, the others are as well.
+        """
+        self._learned = issued, set(missing), ledger
         self.publish()
+
+    def _use_learned(self, issued: int, missing: set[int], ledger: list[int]) -> None:
+        if any(observe(self._applied, worker) < count for worker, count in enumerate(ledger)):
+            return
+        self._learned = None
+        left = {number for number in missing - self._later if number >= self._first}
+        self._first = max(self._first, min(left, default=issued))
+        later = {number for number in self._later if number >= self._first}
+        self._later = later | set(range(self._first, issued)) - left
+        self.advance(-1)
 
     def live(self) -> set[int]:
         """Return the workers that may still push."""
@@ -232,6 +250,8 @@ class Clocks:
 
     def publish(self) -> None:
         """Show the clock to all who read, after the parameters that it is about."""
+        if self._learned is not None:
+            self._use_learned(*self._learned)
         clock = self._first // len(self._workers)
         if clock > self._shown:
             self._shown = clock

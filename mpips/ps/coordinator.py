@@ -13,11 +13,10 @@ from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut, epochs_over
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.ps.adoption import Adoption, ledger_of, open_on
+from mpips.ps.adoption import ledger_of
 from mpips.ps.feed import Granter
 from mpips.ps.record import Record
 from mpips.ps.shard import Server
-from mpips.transport.channel import Receiver
 from mpips.transport.push import Push
 
 if TYPE_CHECKING:
@@ -63,9 +62,9 @@ class Chief:
         self._ended = False
         self._tries = 0  # to write the last checkpoint
         self.cuts = 0  # begun
-        self._adopted: set[int] = set()  # ranks of servers that have died
-        self._answered: set[int] = set()  # ranks that have answered for the checkpoint under way
-        self._absent: set[int] = set()  # ranks without which it is being cut
+        self._serving: dict[int, int] = {}  # by rank of a server that has died, that of who serves
+        self._gone: set[int] = set()  # servers of which nothing is heard any more
+        self._absent: set[int] = set()  # shards without which a checkpoint is being cut
         self._again = False  # it is given up, and another one is due
         committer.saved_step = job.base_step if job.checkpoint else None
         if job.checkpoint:
@@ -87,6 +86,8 @@ class Chief:
         self.samples = self.handout.samples_done + state["samples_more"]
         self._saved_samples = -1  # what the last checkpoint holds is not known
         self.lost, self._stop, self.diverged = state["lost"], state["stop"], state["diverged"]
+        self._serving = state["serving"]
+        self._gone.update(self._serving)
         self._settling = settling
         self._log.start_at(self.samples)
         for rank in self._cluster.roles.servers:
@@ -100,14 +101,11 @@ class Chief:
         if self._record is not None:
             more = {
                 "stop": self._stop, "diverged": self.diverged, "lost": self.lost,
+                "serving": self._serving,
                 "samples_more": self.samples - self.handout.samples_done,
                 "warnings": list(self._log.warnings), "eval": self._log.last_eval,
             }  # fmt: skip
             self._record.save(self.handout, more)
-
-    def still_open(self, store: Server, receiver: Receiver) -> tuple[int, set[int]]:
-        """Return how many batches were handed out, and which of them another shard is without."""
-        return open_on(store, receiver, self.handout, self.server)
 
     @property
     def step(self) -> int:
@@ -122,19 +120,24 @@ class Chief:
 
     def handle(self, source: int, kind: str, payload: Any) -> None:
         """Act on a message to the chief."""
-        if source in self._adopted:
+        if source in self._gone:
             return  # sent before it died, and answered for
         if self._settling is not None and self._settling.handle(source, kind, payload):
             return
         if kind == "more":
             self._granter.answer(source)
+        elif kind == "asked":
+            self._granter.go_on_afar(source, *payload)
         elif kind == "stop":
             self.stop(payload)
         elif kind == "done":
             self._done.add(payload)
+        elif kind == "adopted":
+            dead, *adoption = payload
+            self._gone |= dead
+            self._lose_server(source, *adoption)
         elif kind == "shard":
-            self._answered.add(source)
-            self._committer.collect(payload)
+            self._committer.collect(*payload)
         elif kind == "own":
             self._committer.collect_own(payload)
         elif kind == "eval":
@@ -183,26 +186,53 @@ class Chief:
         self._log.warn(text + "go to the others")
         self._log.event("lost", self.step, rank=rank, worker=worker, batches=len(numbers))
 
-    def lose_server(self, adoption: "Adoption") -> None:
-        """Go on without a server whose shard has just been taken over."""
-        rank, number = adoption.rank, adoption.server
-        self._adopted.add(rank)
+    def _lose_server(
+        self, source: int, rank: int, begun: int, ledger: list[int], took: float, continued: bool
+    ) -> None:
+        """Go on without a server whose shard has just been taken over.
+
+        Args:
+            source: By whom.
+            rank: Of the server that has died.
+            begun: Cuts that have begun for the shard; it is in the next one.
+            ledger: Its pushes of each worker.
+            took: Seconds that it took.
+            continued: Whether an update was under way.
+        """
+        number, host = self._cluster.roles.servers.index(rank), self._cluster.hosts[rank]
         self._done.discard(rank)
-        mine = self._cluster.roles.servers.index(self._cluster.rank)
-        if self._cutting:
-            self._absent.add(rank)
-        elif self._committer.busy and rank not in self._answered:
-            self._give_up(rank)
-        host, took = self._cluster.hosts[rank], adoption.seconds
-        text = f"server {number} (rank {rank} on {host}) has died; server {mine} has taken its "
+        if begun >= self.cuts and self._cutting:
+            self._absent.add(number)
+        elif begun >= self.cuts and self._committer.lacks(number):
+            self._give_up(number)
+        self._cluster.send(source, "open", (number, *self._still_open(ledger)))
+        if self._serving.get(rank) == source:
+            return  # which the chief before has heard as well
+        self._serving[rank] = source
+        self.note()
+        its = self._cluster.roles.servers.index(source)
+        text = f"server {number} (rank {rank} on {host}) has died; server {its} has taken its "
         self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
         known = {"rank": rank, "server": number, "seconds": round(took, 6)}
-        self._log.event("lost", self.step, **known, continued=adoption.continued)
+        self._log.event("lost", self.step, **known, continued=continued)
 
-    def _give_up(self, rank: int) -> None:
+    def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
+        """Return what `Clocks.learn` takes, for a shard of that ledger."""
+        there, missing = ledger_of(self.server), list[int]()
+        for worker, (ours, its) in enumerate(zip(there, ledger, strict=True)):
+            missing += [number for _, number in self.handout.open_to(worker)[max(0, its - ours) :]]
+        return self.handout.issued, missing, there
+
+    def _give_up(self, number: int) -> None:
         """Have the checkpoint under way fail, for which a server has not answered."""
         self._again = True
-        self._committer.collect(f"rank {rank} has died")
+        self._committer.collect(number, f"rank {self._cluster.roles.servers[number]} has died")
+
+    @property
+    def _orphaned(self) -> bool:
+        """Whether a shard is to be taken over still."""
+        lost, servers = self._cluster.failures.lost, self._cluster.roles.servers
+        return bool(lost) and any(self._serving.get(rank, rank) in lost for rank in servers)
 
     def _evaluated(self, metrics: dict[str, float]) -> None:
         self._log.heard("eval", metrics)
@@ -232,6 +262,8 @@ class Chief:
             recent = self.server.tally.recent()
             self._log.progress(self.step, self.handout.epochs_done, self.samples, staleness=recent)
         if self._cutting or self._committer.busy or self._ended or self._settling is not None:
+            return
+        if self._orphaned:
             return
         if len(self._done) == len(self._cluster.roles.servers):
             self._end()
@@ -293,9 +325,8 @@ class Chief:
         if self._job.evaluations is not None:
             state |= self._job.evaluations.at_cut(step, self.handout.epochs_done)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))
-        self._answered.clear()
-        for rank in self._absent:
-            self._give_up(rank)
+        for number in self._absent:
+            self._give_up(number)
         self._absent.clear()
 
     def _end(self) -> None:
@@ -315,4 +346,4 @@ class Chief:
         if self.diverged is not None:
             reason = "diverged"
         for rank in range(self._cluster.world):
-            self._cluster.send(rank, "end", (reason, sorted({*self.lost, *self._adopted})))
+            self._cluster.send(rank, "end", (reason, sorted({*self.lost, *self._serving})))

@@ -51,7 +51,7 @@ class Design:
         ahead: Batches granted beside those taken.
         shared: Whether ranks of a node share memory; else each node is of one rank.
         tables: Of rows, which all servers have beside their shards.
-        adopts: Whether servers go on with the shards of others that die (`mpips.ps.survival`).
+        adopts: Ranks of the servers with whose shards others go on (`mpips.ps.survival`).
         kept: Whether ranks of several nodes may die (`mpips.transport.kept`): far shards are read
             by reply, by each worker for itself.
     """
@@ -74,7 +74,7 @@ class Design:
     ahead: int = AHEAD
     shared: bool = True
     tables: Sequence[JobTable] = ()
-    adopts: bool = False
+    adopts: Sequence[int] = ()
     kept: bool = False
 
     @classmethod
@@ -156,10 +156,11 @@ class Design:
                 fields += table_fields(table, servers, server, dtype, most)
             if self.adopts:
                 fields += (Field("post", "i8", (1 + workers,)),)
+            if rank in self.adopts:
                 fields += journal_fields(size, self.rule, self.stale, dtype)
                 fields += row_undo_fields(self.tables, dtype)
             if rank == roles.servers[0]:
-                fields += feed.chief_fields(workers) + record_fields() * self.adopts
+                fields += feed.chief_fields(workers) + record_fields() * (rank in self.adopts)
             return Plan(fields)
         fields = outbox.worker_fields(self.size, servers, dtype)
         fields += reader_fields(servers) + feed.worker_fields()

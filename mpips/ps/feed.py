@@ -101,7 +101,8 @@ class Granter:
         Args:
             lost: Workers whose batches were taken back.
         """
-        for worker in range(self._handout.workers):
+        self._gone.update(lost)
+        for worker in self._near.tolist():
             ring = self._grants[worker]
             given = observe(ring, COUNT)
             self._behind[worker] = given - self._ahead
@@ -112,6 +113,23 @@ class Granter:
             elif self._handout.given(worker) > given:
                 batch, number = self._handout.open_to(worker)[-1]
                 self._put(worker, (*batch, number))
+
+    def go_on_afar(self, rank: int, waits: int, got: int) -> None:
+        """Give on to a far worker where a chief has died.
+
+        Args:
+            rank: Of the worker.
+            waits: How many batches it has asked for that have not come.
+            got: How many have come: those that were on their way are given once more.
+        """
+        worker = self._cluster.roles.workers.index(rank)
+        if worker in self._gone:
+            return
+        lost = self._handout.given(worker) - got
+        for batch, number in self._handout.open_to(worker)[-lost:] if lost else ():
+            self._cluster.send(rank, "grant", (*batch, number))
+        for _ in range(waits - lost):
+            self._give_far(worker)
 
     def take_back(self, worker: int, pushes: int) -> list[int]:
         """Give a worker that has died no more, and what it had to others, but for its pushes.
@@ -178,6 +196,7 @@ class Feed:
         self._come: deque[Grant] = deque()
         self.numbers: deque[int] = deque()
         self._seen = self._used = self._more = 0
+        self._waits = self._got = 0  # batches asked for that have not come, and those that have
         self.exhausted = False
 
     def open(self, ahead: int = 0) -> None:
@@ -189,10 +208,22 @@ class Feed:
         self._more = max(0, ahead - self._ahead)
         if self._ring is None:
             for _ in range(self._ahead + self._more):
-                self._cluster.send(self._chief, "more")
+                self._ask()
+
+    def _ask(self) -> None:
+        self._waits += 1
+        self._cluster.send(self._chief, "more")
+
+    def follow(self, chief: int) -> None:
+        """Ask another chief from now on: the one before has died. On its node nothing changes."""
+        if self._ring is None:
+            self._chief = chief
+            self._cluster.send(chief, "asked", (self._waits, self._got))
 
     def granted(self, grant: Grant) -> None:
         """Note a grant that came by message."""
+        self._waits -= 1
+        self._got += grant[:3] != EXHAUSTED
         self._come.append(grant)
 
     def news(self) -> list[Range]:
@@ -222,7 +253,7 @@ class Feed:
         if self._ring is not None:
             self._show_taken()
         elif not self.exhausted:
-            self._cluster.send(self._chief, "more")
+            self._ask()
         return self.numbers.popleft()
 
     def _show_taken(self) -> None:

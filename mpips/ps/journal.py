@@ -136,19 +136,24 @@ class Adopted(Journaled):
     The process that served it must be gone; see `process_of`.
 
     Attributes:
-        continued: Whether an update was under way, and was finished.
+        continued: Whether an update was under way.
     """
 
     def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
         super().__init__(cluster, window, server_id, *args)
         self._rest: list[Block] | None = None  # of the update that was under way
+        self._wanted: list[tuple[int, tuple[Any, ...]]] = []
         self.continued = False
 
-    def recover(self, find: Callable[[int, int], Push]) -> bool:
+    def recover(self, find: Callable[[int, int], Push | None]) -> bool:
         """Bring the shard and its ledger to a version, after which both go on.
 
+        Where an update was under way of a push that is not here, it stays as it is until `apply`
+        gets that push, which has to be the next, and nobody reads meanwhile.
+
         Args:
-            find: Returns the push of a worker and a number, which is not in the ledger.
+            find: Returns the push of a worker and a number, which is not in the ledger, if that is
+                here.
 
         Returns:
             Whether that can be done: with tables it cannot always be.
@@ -161,20 +166,44 @@ class Adopted(Journaled):
         if begun > self.version:
             push = find(worker, seq)
             self._go_back(begun, push)
-            self.apply(push)
-            self._first, self.continued = 0, True
+            self.resumes, self.continued = (worker, seq), True
+            if push is not None:
+                self.apply(push)
         elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
             publish(self.applied, worker, seq)
         self._grants.let_finish()
         self.sign()
         return True
 
-    def _go_back(self, begun: int, push: Push) -> None:
+    def apply(self, push: Push) -> int:
+        """See `Server.apply`; or the rest of the update that was under way."""
+        if self.resumes is not None:
+            assert self.resumes == (push.worker, push.seq), "another push is half applied"
+        version = super().apply(push)
+        self._first, self.resumes = 0, None
+        return version
+
+    def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
+        """See `Server.want_read`."""
+        if self.resumes is None:
+            super().want_read(rank, request)
+        else:
+            self._wanted.append((rank, request))
+
+    def serve_reads(self) -> bool:
+        """See `Server.serve_reads`."""
+        if self.resumes is not None:
+            return False
+        while self._wanted:
+            super().want_read(*self._wanted.pop(0))
+        return super().serve_reads()
+
+    def _go_back(self, begun: int, push: Push | None) -> None:
         """Undo what may be half done of an update, so that the rest of it can be applied.
 
         Args:
             begun: The version that it makes.
-            push: What is applied.
+            push: What is applied, if it is here.
         """
         version, number = divmod(observe(self._journal, PIECE), 1 << NUMBER_BITS)
         if version == begun:

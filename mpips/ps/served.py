@@ -52,7 +52,11 @@ class Served:
         return busy
 
     def _take(self) -> Push | None:
-        phase = self.cut.phase
+        phase, resumes = self.cut.phase, self.store.resumes
+        if resumes is not None:
+            limit = self.store.applied.copy()
+            limit[resumes[0]] = resumes[1]
+            return self.receiver.take(limit)
         if phase in (Phase.FREE, Phase.LAST):
             return self.receiver.take()
         if phase is Phase.DRAIN:
@@ -82,7 +86,7 @@ class Served:
 
     def reach(self, base_step: int) -> int | None:
         """Get on with a cut; returns the step of its checkpoint when it is reached, and copied."""
-        if not self.cut.advance(self.receiver.bodies):
+        if self.store.resumes is not None or not self.cut.advance(self.receiver.bodies):
             return None
         step = self.store.settle(base_step + int(self.cut.target.sum()))
         self.saver.snapshot(step)

@@ -14,12 +14,12 @@ from mpips.cluster.waiting import take_turns
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import Saver
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, adopt
+from mpips.ps.adoption import Adopter, Adoption
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.bequest import Afar
 from mpips.ps.coordinator import Chief
 from mpips.ps.served import Served
-from mpips.ps.survival import follow_heir, spared
+from mpips.ps.survival import follow_heir, groups, spared
 
 
 class AsyncServer:
@@ -34,7 +34,7 @@ class AsyncServer:
 
     Attributes:
         reason: Why the run ended, once `serve` has returned.
-        adoptions: Of the shards of servers that have died.
+        adopter: Takes over the shards of servers that have died.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AsyncServer:
         self._own = Served(job.cluster.rank, store, half.receiver, cut, saver)
         self._all = [self._own]
         self._afar = Afar(self._cluster, half.design, self._all)
-        self.adoptions: list[Adoption] = []
+        self.adopter = Adopter(job, half, self._all, self._afar)
         self._final: dict[int, int] = {}
         self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
         self._told_signal = self._settling = False
@@ -73,7 +73,7 @@ class AsyncServer:
         Raises:
             Lost: If a rank dies that the run cannot do without.
         """
-        self._cluster.failures.spare(spared(self._job))
+        self._cluster.failures.spare(spared(self._job), groups(self._job))
         words.enter(words.SERVING, time.perf_counter())
         self.serve_until(lambda: self.reason is not None and self._afar.all_whole())
         self.close()
@@ -86,8 +86,8 @@ class AsyncServer:
 
     def close(self) -> None:
         """Serve no more. Collective: over the servers."""
-        for adoption in self.adoptions:
-            adoption.served.close()
+        for served in self._all[1:]:
+            served.close()
         self._half.close()
 
     def turn(self) -> bool:
@@ -137,7 +137,7 @@ class AsyncServer:
         elif kind == "left":
             self._afar.answered(payload[0])
             self._bury(*payload)
-        elif any(one.handle(source, kind, payload) for one in (self._half.trustee, self._afar)):
+        elif any(one.handle(source, kind, payload) for one in (self._half, self._afar)):
             return
         elif self.chief is None:
             assert self._succeed is not None, f"{kind} sent to a server that is not the chief"
@@ -163,9 +163,8 @@ class AsyncServer:
                 served.store.epochs_over(*payload)
         elif kind == "settle":
             self._settling = True
-            self._own.settle(payload)
-            for adoption in self.adoptions:
-                adoption.served.cut.catch_up(payload)
+            for served in self._all:
+                served.settle(payload)
         else:
             self.reason, lost = payload
             self._cluster.failures.leave_out(lost)
@@ -202,11 +201,10 @@ class AsyncServer:
         if rank in workers:
             if self._cluster.near(rank):
                 self._bury(rank, self._own.receiver.announced(workers.index(rank)))
-        elif rank == self._cluster.roles.chief:
+            return
+        if rank == self._cluster.roles.chief:
             self._lose_chief()
-        elif self.chief and rank not in [adoption.rank for adoption in self.adoptions]:
-            args = self._job, self._half, self._own, rank, self.chief.cuts, self.chief.still_open
-            self._take(adopt(*args))
+        self.adopter.take_dead(rank, self._final)
 
     def _bury(self, rank: int, pushes: int) -> None:
         """Count a worker that has died as one that has finished, with all that it has announced."""
@@ -224,20 +222,15 @@ class AsyncServer:
         for served in self._all:
             served.reported_done = False
         self._cluster.send(heir, "begun", self._own.cut.begun)
+        self.adopter.tell()
         if heir != self._cluster.rank:
             return
         assert self._succeed is not None, "else the death of a server ends the job"
         self.chief, adoptions = self._succeed(self._own)
         for adoption in adoptions:
-            self._take(adoption)
+            self.adopter.take(adoption, self._final)
         for rank in set(self._final) & self._cluster.failures.lost - set(self.chief.lost):
             self.chief.lose(rank, self._final[rank])
         for message in self._early:
             self.chief.handle(*message)
         self._early.clear()
-
-    def _take(self, adoption: Adoption) -> None:
-        assert self.chief is not None, "it adopts"
-        self.adoptions.append(adoption)
-        self._all.append(adoption.served)
-        self.chief.lose_server(adoption)

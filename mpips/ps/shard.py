@@ -174,6 +174,8 @@ class Server:
     It has an attribute for each field of its segment, and for each who reads it.
     """
 
+    resumes: tuple[int, int] | None = None  # worker and number of the push that is half applied
+
     def __init__(
         self,
         cluster: Cluster,

@@ -1,4 +1,4 @@
-"""Going on for a chief that has died: the next server becomes the chief.
+"""Going on for a chief that has died: the next server of its node becomes the chief.
 
 What the chief alone knows of its second duty, it notes in the memory of its node
 (`mpips.ps.record`). When it has died, each server tells the next one how many cuts have begun with
@@ -8,15 +8,16 @@ it. That one
    ledger says which of the batches handed out are applied;
 2. repeats the hand-out from the notes. A batch that is noted and not given is given now, to the
    same ring; batches of workers that have died go to the others. Numbers that were taken back are
-   told once more;
+   told once more. A worker of another node says how many batches have come to it and how many it
+   waits for: what was on its way is given again, and the rest anew;
 3. opens the run's folder and goes on with ``metrics.jsonl``;
 4. when all servers have told, has them come to the end of the last cut that any has begun. Its
    checkpoint is given up, as there may be answers that went to the dead; another begins at once.
 
 Workers go on meanwhile: they have batches ahead. What they and the servers have told the dead chief
-and it may not have heard (the run is to be stopped, the loss is not finite, all is applied) they
-tell again. What is lost: lines of evaluations, and of programs' logs, that were on their way to the
-chief; the losses since its last progress line; and statistics of its shard.
+and it may not have heard (the run is to be stopped, the loss is not finite, all is applied, a shard
+is taken over) they tell again. What is lost: lines of evaluations, and of programs' logs, that were
+on their way to the chief; the losses since its last progress line; and statistics of its shard.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,12 @@ from mpips.cut.committer import CheckpointPlan, Committer
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, adopt, cannot, fence, ledger_of, open_on
+from mpips.ps.adoption import Adoption, adopt, cannot, fence, ledger_of
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.ps.feed import Granter
 from mpips.ps.record import Record
 from mpips.ps.served import Served
-from mpips.ps.shard import Server
-from mpips.transport.channel import Receiver
 
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
@@ -94,7 +93,8 @@ def succeed(
     Collective: no. Blocks: until the dead processes are gone.
     """
     ranks, first = job.cluster, job.cluster.roles.servers[0]
-    dead = [rank for rank in ranks.roles.servers if rank in ranks.failures.lost]
+    lost = [rank for rank in ranks.roles.servers if rank in ranks.failures.lost]
+    dead = [rank for rank in lost if ranks.near(rank)]
     for rank in dead:
         fence(half.window, rank)
     record = Record(half.window, first)
@@ -102,17 +102,11 @@ def succeed(
     if found is None:
         raise cannot(first, "its notes are not whole")
     handout, state = found
-
-    def all_open(store: Server, receiver: Receiver) -> tuple[int, set[int]]:
-        handout.catch_up(ledger_of(store))
-        return open_on(store, receiver, handout, store)
-
-    cuts = own.cut.begun
-    home = adopt(job, half, own, first, cuts, all_open)
+    home = adopt(job, half, own, first)
+    handout.catch_up(ledger_of(home.served.store))
     chief = _chief(job, half, home.served, (handout, state), log, (record, ahead))
-    chief.cuts = cuts
-    others = [adopt(job, half, own, rank, cuts, chief.still_open) for rank in dead if rank != first]
-    return chief, [home, *others]
+    chief.cuts = own.cut.begun
+    return chief, [home, *(adopt(job, half, own, rank) for rank in dead if rank != first)]
 
 
 def _chief(

@@ -7,17 +7,19 @@ the old ones never come, for clocks that wait for them. So each batch is applied
 
 What it had for rows of tables lies beside the gradient, and goes the same way.
 
-When a server dies, the chief takes its shard over, and its rows: see `mpips.ps.adoption`. When the
-chief dies, its heir becomes the chief: see `mpips.ps.succession`.
+When a server dies, another one of its node takes its shard over, and its rows: the chief, if it is
+one of them (`mpips.ps.adoption`). When the chief dies, its heir becomes the chief: see
+`mpips.ps.succession`.
 
 On several nodes a worker's pushes to the others are kept until they are applied, and a rank of its
 node sends them after its death: see `mpips.transport.kept` and `mpips.ps.bequest`.
 
-The death of the last server, of a server on several nodes, or of a worker that keeps state of its
-own, ends the job, and so does that of the chief where ranks evaluate: it goes on from a checkpoint.
+The death of the last server of a node, or of a worker that keeps state of its own, ends the job,
+and so does that of the chief where ranks evaluate: it goes on from a checkpoint.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from mpips.cut import worker_state
 from mpips.launch import signs
@@ -30,10 +32,7 @@ def spared(job: Job) -> tuple[int, ...]:
     ranks = job.cluster
     if not ranks.failures.on or needs_all(job):
         return ()
-    servers = adoptable(job)
-    if job.config.evaluators:  # of which server 0 alone knows what they have found
-        servers = servers[1:]
-    return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + servers
+    return tuple(rank for rank in ranks.roles.workers if _is_left(job, rank)) + adoptable(job)
 
 
 def needs_all(job: Job) -> str:
@@ -80,39 +79,62 @@ def _is_left(job: Job, rank: int) -> bool:
 
 
 def adoptable(job: Job) -> tuple[int, ...]:
-    """Return the servers among them: all where there are several, and they share memory."""
-    return () if _needs_servers(job) else job.cluster.roles.servers
+    """Return the servers among them: those that share memory with another one."""
+    c, servers = job.config, job.cluster.roles.servers
+    if c.node_aggregation or c.record:
+        return ()
+    if c.evaluators:  # of which server 0 alone knows what they have found
+        servers = servers[1:]
+    return tuple(rank for rank in servers if len(_servers_beside(job, rank)) > 1)
 
 
 def _needs_servers(job: Job) -> str:
-    """Return why no server goes on with the shard of another; empty if one does."""
+    """Return why no server goes on with the shard of another."""
     c = job.config
     found = {
         "it is the only one": len(job.cluster.roles.servers) == 1,
-        "there are several nodes": job.cluster.nodes > 1,
         "--node-aggregation needs it": c.node_aggregation,
         "each writes its own --record": c.record,
     }
-    return next((why for why, holds in found.items() if holds), "")
+    return next((why for why, holds in found.items() if holds), "each is alone on its node")
 
 
-def adopts(job: Job) -> bool:
-    """Whether a server goes on with the shards of others that die."""
-    return bool(set(adoptable(job)).intersection(spared(job)))
+def _servers_beside(job: Job, rank: int) -> list[int]:
+    """Return the servers of the node of a rank, in their order."""
+    node_of = job.cluster.node_of
+    return [each for each in job.cluster.roles.servers if node_of[each] == node_of[rank]]
+
+
+def adopts(job: Job) -> tuple[int, ...]:
+    """Return the servers with whose shards others go on if they die."""
+    return tuple(rank for rank in spared(job) if rank in job.cluster.roles.servers)
+
+
+def groups(job: Job) -> list[list[int]]:
+    """Return the servers of each node: a run does without no such group."""
+    found = {job.cluster.node_of[rank]: _servers_beside(job, rank) for rank in adoptable(job)}
+    return list(found.values())
+
+
+def adopter_of(job: Job, rank: int) -> int:
+    """Return who takes over what a server served that has died.
+
+    That is the chief on its node, and elsewhere the first spare that lives, or the first server.
+    One lives: else `Failures.spare` has ended the job.
+    """
+    ranks = job.cluster
+    beside = _servers_beside(job, rank)
+    if ranks.roles.chief in beside and ranks.roles.chief not in ranks.failures.lost:
+        return ranks.roles.chief
+    left = [each for each in beside if each not in ranks.failures.lost]
+    spares = ranks.roles.servers[len(ranks.roles.servers) - ranks.roles.spares :]
+    return next((each for each in left if each in spares), left[0])
 
 
 def follow_heir(job: Job) -> int:
-    """Have the first spare that lives be the chief, as the chief has died, or the first server.
-
-    One lives: else `Failures.spare` has ended the job.
-
-    Returns:
-        Its rank.
-    """
+    """Have another server be the chief, as the chief has died; returns its rank."""
     ranks = job.cluster
-    left = [rank for rank in ranks.roles.servers if rank not in ranks.failures.lost]
-    first = len(ranks.roles.servers) - ranks.roles.spares
-    heir = next((rank for rank in left if rank in ranks.roles.servers[first:]), left[0])
+    heir = adopter_of(job, ranks.roles.chief)
     ranks.roles = dataclasses.replace(ranks.roles, heir=heir)
     return heir
 
@@ -137,6 +159,12 @@ def announcement(job: Job) -> str | None:
     return f"{useless}if a rank dies, {_fate(job, terms)}: {why}"
 
 
+def _but(servers: Sequence[int], adopted: Sequence[int]) -> str:
+    """Return which of the servers are adopted, in words; nothing if all are."""
+    beside = " beside another" if set(servers[1:]) - set(adopted) else ""
+    return beside + (" but server 0" if servers[0] not in adopted else "")
+
+
 def _fate(job: Job, terms: signs.Terms | None) -> str:
     """Return what becomes of a job that MPI ends."""
     if terms is None or not terms.restarts:
@@ -156,8 +184,8 @@ def _who_goes_on(job: Job, fate: str) -> str:
         return f"{first}if {'another' if evaluator else 'a'} rank dies, {fate}: {why}"
     beside = "" if workers <= spare else " beside another rank"
     first = f"if {evaluator}a worker{beside} dies, the others go on without it"
-    if adopts(job):
-        server = "a server but server 0" if evaluator else "a server"
+    if adopted := adopts(job):
+        server = f"a server{_but(job.cluster.roles.servers, adopted)}"
         return f"{first}; if {server} dies, another one takes its shard over"
     server = "the server" if len(job.cluster.roles.servers) == 1 else "a server"
     return f"{first}; if {server} dies, {fate}: {_needs_servers(job)}"

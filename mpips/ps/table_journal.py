@@ -129,7 +129,7 @@ class AdoptedTables(JournaledTables, Adopted):
 
     _done = 0  # pieces of the rows of the update that was under way
 
-    def recover(self, find: Callable[[int, int], Push]) -> bool:
+    def recover(self, find: Callable[[int, int], Push | None]) -> bool:
         """See `Adopted.recover`; it cannot be where rows were just being evicted."""
         ages = [each.shard.ages for each in self.tables]
         return all(each is None or each.whole for each in ages) and super().recover(find)
@@ -138,7 +138,7 @@ class AdoptedTables(JournaledTables, Adopted):
         done, self._done = self._done, 0
         return done
 
-    def _go_back(self, begun: int, push: Push) -> None:
+    def _go_back(self, begun: int, push: Push | None) -> None:
         """See `Adopted._go_back`; also where rows were being changed."""
         for served in self.tables:
             served.shard.mend()
@@ -146,6 +146,7 @@ class AdoptedTables(JournaledTables, Adopted):
         if version != begun or number < self.pieces:
             super()._go_back(begun, push)
             return
+        assert push is not None, "tables are of one node"
         self._rest, self._done = [], number - self.pieces
         self._put_back(push, number)
 

@@ -22,7 +22,7 @@ from mpips.problems.evaluation import evaluate, next_evaluation
 from mpips.ps.assemble import WorkerHalf
 from mpips.ps.frozen import Freezing
 from mpips.ps.steps import Steps
-from mpips.ps.survival import follow_heir, spared
+from mpips.ps.survival import follow_heir, groups, spared
 
 
 class AsyncWorker:
@@ -59,7 +59,7 @@ class AsyncWorker:
         Raises:
             UserError: If a batch cannot be read, or a rank dies that the run cannot do without.
         """
-        self._cluster.failures.spare(spared(self._job), self._cluster.roles.servers)
+        self._cluster.failures.spare(spared(self._job), groups(self._job))
         bounded = self._half.puller.controller is not None
         self._feed.open(units_ahead(self._job) + bounded)  # there one that is in work is not taken
         with contextlib.ExitStack() as over:
@@ -124,7 +124,8 @@ class AsyncWorker:
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "grant":
-            self._feed.granted(payload)
+            if source == self._cluster.roles.chief:  # else its heir gives what was on its way
+                self._feed.granted(payload)
         elif kind == "stop":
             self._stopping = True
         elif kind == "end":
@@ -145,6 +146,7 @@ class AsyncWorker:
         """Tell its heir again what the dead chief may not have heard."""
         heir = follow_heir(self._job)
         self._told_signal = False
+        self._feed.follow(heir)
         if self._failed:
             self._cluster.send(heir, "diverged", self._failed)
 

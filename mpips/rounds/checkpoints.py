@@ -162,7 +162,7 @@ class RoundCheckpoints:
                 saver.write_into(payload)
         elif kind == "shard":
             assert self._committer is not None
-            self._committer.collect(payload)  # type: ignore[arg-type]
+            self._committer.collect(*payload)  # type: ignore[misc]
         elif kind == "saved":
             for saver in self._savers:
                 if isinstance(saver, TableSaver):

@@ -112,7 +112,7 @@ def _roles(config: Config, ranks: Cluster) -> Roles:
         config.mode, ranks.hosts, ranks.node_of, config.servers, config.server_ranks,
         config.server_hosts, config.evaluators,
     )  # fmt: skip
-    roles = with_spares(roles, config.spares)
+    roles = with_spares(roles, config.spares, ranks.node_of)
     workers = len(roles.workers)
     check_delays(config.delays, workers)
     if config.tensorboard:

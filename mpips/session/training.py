@@ -240,6 +240,8 @@ def _gather(
         return None
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}
+    for part in [part for part in parts if part is not None]:
+        outcome.adopted |= part.pop("adopted", {})
     for rank, stats in outcome.adopted.items():
         parts[rank] = {"lost": True, "eval": None, **stats}
     means = mean_evaluation(job, [parts[r]["eval"] for r in job.cluster.roles.workers])

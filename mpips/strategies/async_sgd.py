@@ -73,7 +73,7 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     server.start_from(job.base_step)
     server.recorder = recorder = recorder_of(job, half)
     chief = _chief(job, half, log, ahead)
-    heirs = partial(succeed, job, half, log=log, ahead=ahead) if adopts(job) else None
+    heirs = partial(succeed, job, half, log=log, ahead=ahead) if _has_heir(job) else None
     loop = AsyncServer(job, half, saver, chief, heirs)
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
@@ -97,12 +97,14 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
         outcome.epochs, outcome.clocks = chief.handout.epochs_done, chief.handout.clocks
         outcome.lost = chief.lost
     outcome.stats = _stats(server, server.tally.handled)
-    for adoption in loop.adoptions:
+    adopted = dict[int, dict[str, Any]]()
+    for adoption in loop.adopter.adoptions:
         store = adoption.served.store
         begun, seconds = adoption.version - job.base_step, round(adoption.seconds, 6)
         took = {"statistics_from": begun, "adopted_in_s": seconds}
         took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
-        outcome.adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
+        adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
+    outcome.stats["adopted"] = adopted
     return outcome
 
 
@@ -141,12 +143,17 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(cluster, job.place, CheckpointPlan.of(job, own), log)
     handout, holding = job.handout(), Holding(cluster) if own else None
-    record = Record(half.window, cluster.rank) if adopts(job) else None
+    record = Record(half.window, cluster.rank) if _has_heir(job) else None
     back = bool(spared(job))
     granter = Granter(cluster, half.window, handout, ahead, takes_back=back, record=record)
     chief = Chief(job, half.server, granter, handout, committer, log, holding, record)
     chief.note()
     return chief
+
+
+def _has_heir(job: Job) -> bool:
+    """Whether another server goes on for the chief if it dies."""
+    return job.cluster.roles.servers[0] in adopts(job)
 
 
 def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:

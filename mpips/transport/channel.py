@@ -313,18 +313,28 @@ class Receiver:
         """Return how many pushes a near worker has announced; all of them, if it has died."""
         return observe(self._sources[self._near.index(worker)].words, PUSHED)
 
-    def lose(self, worker: int, rank: int) -> int:
-        """Drop what has come in part of a far worker that has died.
+    def lose(self, rank: int) -> None:
+        """Drop what has come in part of a rank of another node that has died."""
+        self._kept.lose(rank)
 
-        Returns:
-            How many of its pushes are applied, or here.
-        """
-        assert isinstance(self._far, KeptInbox), "else its death ends the job"
-        self._far.lose(rank)
-        return self._far.received(worker)
+    def received(self, worker: int) -> int:
+        """Return how many pushes of a far worker are applied, or here."""
+        return self._kept.received(worker)
 
-    def find(self, worker: int, seq: int) -> Push:
-        """Return a near worker's push that is announced, and that some server has not applied."""
+    def tell_all(self) -> None:
+        """Tell the workers of other nodes that this rank takes their pushes from now on."""
+        if self._has_far:
+            self._kept.tell_all()
+
+    @property
+    def _kept(self) -> KeptInbox:
+        assert isinstance(self._far, KeptInbox), "else a death of another node ends the job"
+        return self._far
+
+    def find(self, worker: int, seq: int) -> Push | None:
+        """Return a push that is announced, and that some server has not applied; None of afar."""
+        if worker not in self._near:
+            return None
         return self._slots[self._near.index(worker)][seq % BUFFERS].push()
 
     def close(self) -> None:

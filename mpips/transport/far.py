@@ -222,8 +222,8 @@ class _Reply:
 
     def _send(self, part: np.ndarray) -> None:
         begin = self._cluster.arrays.begin_send
-        attempt = self._cluster.failures.attempt
-        sent = [attempt(begin, part, rank, self._tag) for rank in self._ranks]
+        send = self._cluster.failures.begin_send
+        sent = [send(begin, part, rank, self._tag) for rank in self._ranks]
         requests = [request for request in sent if request is not None]  # else it has died
         self._sending.append((requests, part))  # alive until sent
 

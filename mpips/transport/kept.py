@@ -9,6 +9,10 @@ the word that announces it, and any rank there can send it again (`Sending`).
 When a worker dies, a server drops what has come of it in part, and has a rank of its node send all
 that it announced and the shard's ledger is without (`mpips.ps.bequest`). A push may so come twice.
 The ledger says which, and the second is dropped.
+
+When a server dies and another one of its node takes its shard over (`mpips.ps.adoption`), that one
+says to each far worker how many of its pushes are applied. A worker that hears that of another rank
+than before sends there from now on, and again what the shard is without.
 """
 
 from collections import deque
@@ -25,7 +29,7 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
 from mpips.layout import Shard
 from mpips.transport.inbox import Arrival
-from mpips.transport.outbox import BUFFERS, Announced, Outbox
+from mpips.transport.outbox import BUFFERS, PUSHED, Announced, Outbox
 from mpips.transport.push import HEADER_WORDS, Push
 from mpips.transport.wire import Packer, Packing, Unpacker
 
@@ -63,16 +67,39 @@ class Sending:
         self._packer = Packer(packing, shard, of.grads.dtype, of.worker, BUFFERS)
         self._requests: list[list[Request]] = [[] for _ in range(BUFFERS)]
         self._headers: list[np.ndarray] = [np.zeros(0, "i8")] * BUFFERS
+        self._before: set[int] = set()
+        self._unsent: list[list[Request]] = []  # to those, who may never take it
         self.bytes_sent = 0
+
+    @property
+    def rank(self) -> int:
+        """Of who serves the shard."""
+        return self._rank
+
+    def follow(self, rank: int, got: int) -> None:
+        """Send to another rank, if it is one that has taken the shard over; what is open, again.
+
+        Args:
+            rank: That has said so.
+            got: How many pushes are applied.
+        """
+        if rank == self._rank or rank in self._before:
+            return
+        self._before.add(self._rank)
+        self._rank = rank
+        self._unsent += self._requests
+        self._requests = [[] for _ in range(BUFFERS)]
+        for seq in range(got + 1, observe(self._of.words, PUSHED) + 1):
+            self.send(seq)
 
     def send(self, seq: int) -> None:
         """Send push `seq`, which is announced. Blocks: no; its buffer is to stay as it is."""
         slot, arrays = seq % BUFFERS, self._cluster.arrays
         self._headers[slot] = header = self._of.header(seq, self._server)
         body = self._packer.pack(self._of.grads[slot, self._shard.range], seq, slot)
-        attempt, tag = self._cluster.failures.attempt, tag_of(self._server, BODIES)
-        sent = [attempt(arrays.begin_send, header, self._rank, tag_of(self._server, HEADERS))]
-        sent += [attempt(arrays.begin_send, piece, self._rank, tag) for piece in body]
+        begin, tag = self._cluster.failures.begin_send, tag_of(self._server, BODIES)
+        sent = [begin(arrays.begin_send, header, self._rank, tag_of(self._server, HEADERS))]
+        sent += [begin(arrays.begin_send, piece, self._rank, tag) for piece in body]
         self._requests[slot] += [request for request in sent if request is not None]
         self.bytes_sent += header.nbytes + sum(piece.nbytes for piece in body)
 
@@ -141,11 +168,17 @@ class KeptOutbox(Outbox):
         """See `Outbox.resting`."""
         return self.empty()
 
+    def serving(self, server: int) -> int:
+        """Return the rank that serves a far shard, as far as this rank has heard."""
+        self._hear()
+        return self._shards[server].rank
+
     def _hear(self) -> None:
         """Note what far servers say that they have applied."""
-        for _, rows in self._cluster.arrays.rows(TAG_APPLIED, APPLIED_WORDS):
+        for source, rows in self._cluster.arrays.rows(TAG_APPLIED, APPLIED_WORDS):
             for server, count in rows.tolist():
                 self._told[server] = max(self._told[server], count)
+                self._shards[server].follow(source, count)
 
 
 @dataclass(eq=False)
@@ -258,14 +291,23 @@ class KeptInbox:
         if body is None:
             return
         self._free_place(body)
-        rank = self._cluster.roles.workers[int(body.header[0])]
-        if rank == body.source:
-            word = np.array([self._server, body.header[1]])
-            begin = self._cluster.arrays.begin_send
-            sent = self._cluster.failures.attempt(begin, word, rank, TAG_APPLIED)
-            self._telling = [told for told in self._telling if not self._done(told)]
-            if sent is not None:
-                self._telling.append(([sent], word))
+        worker = int(body.header[0])
+        if self._cluster.roles.workers[worker] == body.source:
+            self._tell(worker, int(body.header[1]))
+
+    def tell_all(self) -> None:
+        """Tell the workers of other nodes what is applied, and so who serves the shard."""
+        for worker, rank in enumerate(self._cluster.roles.workers):
+            if self._places and not self._cluster.near(rank):
+                self._tell(worker, observe(self._applied, worker))
+
+    def _tell(self, worker: int, count: int) -> None:
+        rank, word = self._cluster.roles.workers[worker], np.array([self._server, count])
+        begin = self._cluster.arrays.begin_send
+        sent = self._cluster.failures.begin_send(begin, word, rank, TAG_APPLIED)
+        self._telling = [told for told in self._telling if not self._done(told)]
+        if sent is not None:
+            self._telling.append(([sent], word))
 
     def lose(self, rank: int) -> None:
         """Drop what has come in part of a rank that has died."""

@@ -1,7 +1,7 @@
 """Reads of far shards by message where ranks may die: the worker's half.
 
-Each shard's messages have tags of their own, and each is asked for by itself. A read of a shard
-whose owner has died never ends: the job does.
+Each shard's messages have tags of their own, and each is asked for by itself. A shard whose owner
+has died is asked for once more, of who takes it over.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,11 @@ class _Asked:
 
 
 class KeptReads(ReplyReads):
-    """Reads by message; see `ReplyReads` and this module."""
+    """Reads by message; see `ReplyReads` and this module.
+
+    Args:
+        serving: Returns the rank that serves the shard of a server of that number.
+    """
 
     def __init__(
         self,
@@ -45,19 +49,23 @@ class KeptReads(ReplyReads):
         owners: Sequence[Owner],
         servers: int,
         consistent: bool,
-        codec: Codec | None = None,
-        needs: Callable[[], tuple[int, ...]] = tuple,
+        codec: Codec | None,
+        needs: Callable[[], tuple[int, ...]],
+        serving: Callable[[int], int],
     ) -> None:
         super().__init__(cluster, owners, servers, consistent, codec, needs)
+        self._serving = serving
         self._asked: dict[int, _Asked] = {}
+        self._hurried = False
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
         words.fetched()
-        self._asked = {owner[0]: self._ask(*owner) for owner in self._owners}
+        self._hurried = False
+        self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
-    def _ask(self, server: int, rank: int, shard: Shard) -> _Asked:
-        out = self._out
+    def _ask(self, server: int, shard: Shard) -> _Asked:
+        out, rank = self._out, self._serving(server)
         chunked = Chunked(self._codec, shard, out.dtype, CHUNK_BYTES)
         chunks = chunked.cut(out[shard.range])
         messages = chunked.messages(chunks)
@@ -67,6 +75,8 @@ class KeptReads(ReplyReads):
         comes = [attempt(begin, part, rank, tag) for part in parts]
         self._received += sum(message.nbytes for message in messages)
         self._cluster.send(rank, "read of", (server, self._consistent, *self._needs()))
+        if self._hurried:
+            self._cluster.send(rank, "hurry")
         packed = []
         if messages is not chunks:
             packed = [(chunked, a, b) for a, b in zip(messages, chunks, strict=True)]
@@ -74,16 +84,20 @@ class KeptReads(ReplyReads):
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
-        for asked in self._asked.values():
+        for server, _, shard in self._owners if self._asked else ():
+            asked = self._asked[server]
             if asked.here or not self._cluster.failures.done(asked.requests):
                 continue
             if asked.rank not in self._cluster.failures.lost:
                 asked.here = True
                 for chunked, message, chunk in asked.packed:
                     chunked.unpack(message, chunk)
+            elif self._serving(server) != asked.rank:
+                self._asked[server] = self._ask(server, shard)
         return all(asked.here for asked in self._asked.values())
 
     def hurry(self) -> None:
         """See `ReplyReads.hurry`."""
-        for _, rank, _ in self._owners:
-            self._cluster.send(rank, "hurry")
+        self._hurried = True
+        for asked in self._asked.values():
+            self._cluster.send(asked.rank, "hurry")

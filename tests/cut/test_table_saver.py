@@ -39,7 +39,7 @@ class Saves:
         cluster = SimpleNamespace(
             progress=lambda: None,
             roles=SimpleNamespace(chief=0),
-            send=lambda rank, kind, answer: self.answers.append(answer),
+            send=lambda rank, kind, said: self.answers.append(said[1]),
         )
         args: Any = (cluster, Shard(0, 1), np.zeros(1, "f4"), {}, False, 0)
         counts = lambda: [(self.rows.marked, self.rows.touched)]  # noqa: E731

@@ -146,16 +146,33 @@ def test_owners_are_all_where_there_is_no_server() -> None:
 
 def test_spares_are_servers_that_own_nothing() -> None:
     """They come behind the others, also behind those that are placed by hand."""
-    roles = with_spares(one_node("async", 6, 2), 1)
+    roles = with_spares(one_node("async", 6, 2), 1, [0] * 6)
     assert (roles.servers, roles.workers, roles.spares) == ((0, 1, 2), (3, 4, 5), 1)
     assert [roles.name(rank) for rank in (1, 2, 3)] == ["server 1", "spare 2", "worker 0"]
     assert shares(64, roles, 4) == (Shard(0, 32), Shard(32, 64), Shard(64, 64))
     by_hand = assign("async", ["host"] * 5, [0] * 5, server_ranks=[2])
-    assert with_spares(by_hand, 1).servers == (2, 3)
-    assert with_spares(by_hand, 0) is by_hand
+    assert with_spares(by_hand, 1, [0] * 5).servers == (2, 3)
+    assert with_spares(by_hand, 0, [0] * 5) is by_hand
     for world, servers, spares in ((3, 2, 1), (3, 1, 2), (2, 1, 1)):
         with pytest.raises(UserError, match=f"spares={spares} with "):
-            with_spares(one_node("async", world, servers), spares)
+            with_spares(one_node("async", world, servers), spares, [0] * world)
+
+
+@pytest.mark.parametrize(
+    ("servers", "spares", "chosen"),
+    [(2, 2, (1, 5)), (2, 1, (1,)), (1, 1, (1,)), (1, 2, (1, 2)), (4, 2, (2, 6))],
+)
+def test_spares_are_beside_servers(servers: int, spares: int, chosen: tuple[int, ...]) -> None:
+    """Of two nodes: each has one, before any has two."""
+    node_of = [0] * 4 + [1] * 4
+    roles = assign("async", ["host"] * 8, node_of, servers)
+    assert with_spares(roles, spares, node_of).servers == (*roles.servers, *chosen)
+
+
+def test_spares_are_behind_servers_that_are_alone_on_their_nodes() -> None:
+    roles = assign("async", ["host"] * 8, range(8), 2)
+    assert roles.servers == (0, 4)
+    assert with_spares(roles, 2, range(8)).servers == (0, 4, 5, 6)
 
 
 def test_errors_have_one_form() -> None:

@@ -198,14 +198,21 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
         if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
         adopted = make(Adopted, 0, memory, name)
-        assert adopted.recover(finder(all_pushes))
+        if moment % 2:  # of a far worker, which sends its push once more
+            assert adopted.recover(lambda worker, seq: None)
+            assert (adopted.resumes is not None) == adopted.continued
+            assert adopted.resumes is None or not adopted.serve_reads()
+        else:
+            assert adopted.recover(finder(all_pushes))
         continued += adopted.continued
         header = memory.view(1, "header")
-        assert observe(header, BEGUN) == observe(header, COMMITTED) == adopted.version
+        assert observe(header, COMMITTED) == adopted.version
+        assert observe(header, BEGUN) == adopted.version + (adopted.resumes is not None)
         rest = rest_of(adopted, all_pushes)
         assert len(all_pushes) - len(rest) == adopted.version - BASE
         for push in rest:
             adopted.apply(push)
+        assert adopted.resumes is None
         same(adopted, live, f"death at moment {moment}")
         moment += 1
     pieces = -(-size // BLOCK)
@@ -258,20 +265,22 @@ def test_processes_that_are_killed(name: str) -> None:
     size, chance, killed, continued = (1 << 18) + 77, random.Random(3), 0, 0
     all_pushes = pushes(name, size, 20, "f4")
     live = expected(name, Memory(name, size, "f4"), all_pushes)
-    memory = Memory(name, size, "f4")
-    server = begin(Journaled, memory, name)
-    warm(server.rule, "f4")
-    while rest := rest_of(server, all_pushes):
-        child = os.fork()
-        if not child:
-            for push in rest:
-                server.apply(push)
-            os._exit(0)
-        time.sleep(chance.uniform(0, 3e-3))
-        os.kill(child, signal.SIGKILL)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        server = make(Adopted, 0, memory, name)
-        assert server.recover(finder(all_pushes))
-        continued += server.continued
-    same(server, live, "after all deaths")
-    assert killed >= continued > 3
+    while continued <= 3:
+        memory = Memory(name, size, "f4")
+        server = begin(Journaled, memory, name)
+        warm(server.rule, "f4")
+        while rest := rest_of(server, all_pushes):
+            child = os.fork()
+            if not child:
+                for push in rest:
+                    server.apply(push)
+                os._exit(0)
+            time.sleep(chance.uniform(0, 3e-3))
+            os.kill(child, signal.SIGKILL)
+            killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+            server = make(Adopted, 0, memory, name)
+            assert server.recover(finder(all_pushes))
+            continued += server.continued
+        same(server, live, "after all deaths")
+        assert killed < 1000, "and hardly any of them in an update"
+    assert killed >= continued

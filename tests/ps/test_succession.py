@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mpips.datasets.ledger import EXHAUSTED, HandOut, Range
 from mpips.kernels.atomics import observe, publish
@@ -97,3 +98,40 @@ def test_the_hand_out_goes_on() -> None:
     heir.serve()
     assert feeds[0].news() == [(0, 70, 80)]
     assert observe(ranks.view(0, "grants")[0], 0) == AHEAD + 2
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+def test_a_far_worker_goes_on(came: int) -> None:
+    """What was on its way to it comes again, and what it waits for; nothing comes twice."""
+    chief: Any = Ranks()
+    worker = chief.like(5)
+    chief.near = lambda rank: rank < 4
+    worker.near = lambda rank: False
+    handout = HandOut(1000, 10, 3, epochs=1)
+    record = Record(chief, 0)
+    record.save(handout, {})
+    feed = Feed(worker, chief, 1)
+    feed.open()
+    granter = Granter(chief, chief, handout, takes_back=True, record=record)
+    granter.answer(5)  # to the first of its two requests, and then the chief dies
+    if came == 2:
+        granter.answer(5)
+    grants = [what for _, kind, what in chief.sent if kind == "grant"]
+    for grant in grants[:came]:
+        feed.granted(grant)
+    found = Record(chief, 0).load()
+    assert found is not None
+    heir = Granter(chief, chief, found[0], takes_back=True, record=Record(chief, 0))
+    heir.go_on([])
+    feed.follow(1)
+    told = chief.sent[-1]
+    assert told[:2] == (1, "asked")
+    chief.sent.clear()
+    heir.go_on_afar(5, *told[2])
+    for dest, kind, what in chief.sent:
+        assert (dest, kind) == (5, "grant")
+        feed.granted(what)
+    assert feed.news() == [(0, 0, 10), (0, 10, 20)]
+    assert list(feed.numbers) == [0, 1]
+    assert feed.take() == 0
+    assert chief.sent[-1] == (1, "more", None)

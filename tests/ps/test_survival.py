@@ -29,7 +29,7 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
     node_of = [rank // size for rank in range(RANKS)]
     hosts = ["here"] * RANKS
     roles = assign(config.mode, hosts, node_of, config.servers, config.server_ranks)
-    roles = with_spares(roles, config.spares)
+    roles = with_spares(roles, config.spares, node_of)
     failures = SimpleNamespace(on=on)
     cluster = SimpleNamespace(
         failures=failures, roles=roles, node_of=node_of, nodes=len(set(node_of))
@@ -54,18 +54,20 @@ def job_of(words: str, on: bool, tables: bool = False) -> Any:
         ),
         (
             "--servers 2 --node-size 3",
-            f"{WORKER}; if a server dies, {AGAIN}: there are several nodes",
+            f"{WORKER}; if a server dies, {AGAIN}: each is alone on its node",
         ),
+        ("--mode ssp --servers 4 --node-size 3", f"{WORKER}; {ADOPTED}"),
+        ("--servers 2 --server-ranks 0,1 --node-size 5", f"{BESIDE}; {ADOPTED}"),
         (
-            "--servers 2 --server-ranks 0,1 --node-size 5",
-            f"{BESIDE}; if a server dies, {AGAIN}: there are several nodes",
+            "--servers 3 --node-size 3",
+            f"{WORKER}; if a server beside another dies, another one takes its shard over",
         ),
         ("--servers 2 --node-size 1", f"{ALL}: each worker is alone on its node"),
         (
             "--servers 1 --spares 1 --node-size 2",
-            f"--spares 1 has no effect here; {WORKER}; if a server dies, {AGAIN}: "
-            "there are several nodes",
+            f"{WORKER}; {ADOPTED}",
         ),
+        ("--servers 2 --spares 2 --node-size 3", f"{WORKER}; {ADOPTED}"),
         ("--codec fp16 --node-size 2 --servers 1", f"{WORKER}; if the server dies, {AGAIN}: it is"),
         ("--codec topk --node-size 2", f"{ALL}: codec topk keeps a state between nodes"),
         ("--codec topk --servers 2", f"{WORKER}; {ADOPTED}"),  # nothing crosses nodes
