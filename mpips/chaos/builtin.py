@@ -18,6 +18,7 @@ MODES = {
     "ssp-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1",
     "async-nodes": "--mode async --servers 2 --server-ranks 2,3 --node-size 2",
     "ssp-nodes": "--mode ssp --staleness-bound 2 --servers 1 --node-size 1",
+    "ssp-nodes-spare": "--mode ssp --staleness-bound 2 --servers 1 --spares 1 --node-size 2",
     "sync": "--mode sync",
     "local_sgd": "--mode local_sgd --local-steps 2",
     "easgd": "--mode easgd --tau 2 --hidden 1000 --keep 1000 --checkpoint-every 25steps",

@@ -25,6 +25,7 @@ SHARES = {
         *("ssp", "easgd", "async-fp16", "async-topk", "sync-topk", "async-tables", "sync-tables"),
         *("async-bf16", "async-int8", "async-aggregated-topk"),
         *("program-sync", "program-local_sgd", "program-easgd", "ssp-nodes-tables"),
+        "ssp-nodes-spare",
     ),
     203: (
         *("backup", "local_sgd", "ssp-topk", "async", "async-onebit", "sync"),
