@@ -33,13 +33,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mpips.cluster.failures import Lost
 from mpips.cluster.process import GONE, trouble
 from mpips.cluster.window import Window
+from mpips.cluster.world import Cluster
 from mpips.cut.agreement import Cut
 from mpips.cut.saver import Saver
 from mpips.kernels.atomics import observe
@@ -115,11 +116,7 @@ class Adopter:
         ranks, taken = self._job.cluster, {adoption.rank for adoption in self.adoptions}
         if adopter_of(self._job, rank) != ranks.rank:
             return
-        dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.near(r)]
-        left = [r for r in dead if r not in taken]
-        for one in left:  # one of them may have served another
-            fence(self._half.window, one)
-        for one in left:
+        for one in fence_all(ranks, self._half.window, taken):
             self.take(adopt(self._job, self._half, self._shards[0], one), final)
 
     def take(self, adoption: Adoption, final: Mapping[int, int]) -> None:
@@ -198,6 +195,24 @@ def fence(window: Window, rank: int) -> None:
         raise cannot(rank, "its process was of another container")
     if not ended(process.pid, process.started):
         raise cannot(rank, "its process does not end")
+
+
+def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> list[int]:
+    """See `fence`, for all servers of this node that have died: one may have served another's.
+
+    Args:
+        ranks: The job's ranks.
+        window: Of the store.
+        taken: Those whose shards this process serves itself.
+
+    Returns:
+        The ranks of the others.
+    """
+    dead = [r for r in ranks.roles.servers if r in ranks.failures.lost and ranks.near(r)]
+    left = [rank for rank in dead if rank not in taken]
+    for rank in left:
+        fence(window, rank)
+    return left
 
 
 def ledger_of(store: Server) -> list[int]:

@@ -43,7 +43,7 @@ class AsyncServer:
         half: ServerHalf,
         saver: Saver,
         chief: Chief | None = None,
-        succeed: Callable[[Served], tuple[Chief, list[Adoption]]] | None = None,
+        succeed: Callable[[Served], tuple[Chief, Adoption]] | None = None,
     ) -> None:
         self._job, self._cluster, self._half, self.store = job, job.cluster, half, half.server
         self.chief, self._succeed, store = chief, succeed, half.server
@@ -202,7 +202,7 @@ class AsyncServer:
             if self._cluster.near(rank):
                 self._bury(rank, self._own.receiver.announced(workers.index(rank)))
             return
-        if rank == self._cluster.roles.chief:
+        if self._cluster.roles.chief in self._cluster.failures.lost:  # before what it has served
             self._lose_chief()
         self.adopter.take_dead(rank, self._final)
 
@@ -215,7 +215,7 @@ class AsyncServer:
     def _lose_chief(self) -> None:
         """Have another server be the chief, and tell it again what the dead one may not have heard.
 
-        If it is this one: take over all that dead servers did.
+        If it is this one: take over what that did.
         """
         heir = follow_heir(self._job)
         self._told_signal = self._settling = False
@@ -226,9 +226,8 @@ class AsyncServer:
         if heir != self._cluster.rank:
             return
         assert self._succeed is not None, "else the death of a server ends the job"
-        self.chief, adoptions = self._succeed(self._own)
-        for adoption in adoptions:
-            self.adopter.take(adoption, self._final)
+        self.chief, home = self._succeed(self._own)
+        self.adopter.take(home, self._final)
         for rank in set(self._final) & self._cluster.failures.lost - set(self.chief.lost):
             self.chief.lose(rank, self._final[rank])
         for message in self._early:

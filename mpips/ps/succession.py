@@ -31,7 +31,7 @@ from mpips.cut.committer import CheckpointPlan, Committer
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, adopt, cannot, fence, ledger_of
+from mpips.ps.adoption import Adoption, adopt, cannot, fence_all, ledger_of
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.ps.feed import Granter
@@ -77,8 +77,8 @@ class Settling:
 
 def succeed(
     job: Job, half: ServerHalf, own: Served, log: "Log", ahead: int
-) -> tuple[Chief, list[Adoption]]:
-    """Become the chief, and take the shards of all servers over that have died.
+) -> tuple[Chief, Adoption]:
+    """Become the chief, and take the shard of server 0 over.
 
     Args:
         job: The run.
@@ -92,11 +92,8 @@ def succeed(
 
     Collective: no. Blocks: until the dead processes are gone.
     """
-    ranks, first = job.cluster, job.cluster.roles.servers[0]
-    lost = [rank for rank in ranks.roles.servers if rank in ranks.failures.lost]
-    dead = [rank for rank in lost if ranks.near(rank)]
-    for rank in dead:
-        fence(half.window, rank)
+    first = job.cluster.roles.servers[0]
+    fence_all(job.cluster, half.window)
     record = Record(half.window, first)
     found = record.load()
     if found is None:
@@ -106,7 +103,7 @@ def succeed(
     handout.catch_up(ledger_of(home.served.store))
     chief = _chief(job, half, home.served, (handout, state), log, (record, ahead))
     chief.cuts = own.cut.begun
-    return chief, [home, *(adopt(job, half, own, rank) for rank in dead if rank != first)]
+    return chief, home
 
 
 def _chief(
