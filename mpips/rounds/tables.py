@@ -170,7 +170,7 @@ class _Sender:
         """Begin to send the rows of round `step`."""
         requests = []
         for rank, packer in self._packers:
-            for piece in packer.pack(step):
+            for piece in pieces_of(packer.pack(step), packer.most):
                 requests.append(self._arrays.begin_send(piece, rank, TAG_ROW_SUMS))
                 self._transfers.bytes_sent += piece.nbytes
         return requests

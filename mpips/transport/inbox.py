@@ -22,19 +22,19 @@ import numpy as np
 from mpips.cluster.messages import ANY_SOURCE, ANY_TAG, begin_receive_found
 from mpips.cluster.start import Request, Status
 from mpips.cluster.tags import BODY_TAGS, TAG_HEADER, TAG_REST
-from mpips.cluster.waiting import all_done
 from mpips.cluster.window import transfer_pieces
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
 from mpips.kernels.atomics import observe
 from mpips.planning.tables import JobTable
-from mpips.transport.packed_rows import RowsUnpacker
-from mpips.transport.push import HEADER_WORDS, Push
+from mpips.transport.packed_rows import RowsUnpacker, pieces_in_turn
+from mpips.transport.push import HEADER_WORDS, ROWS_BYTES, Push
 from mpips.transport.wire import Unpacker
 
 # MPICH 5.0 never matches some eager messages of other nodes with a receive that is already posted
 # to any source (seen below 64 kB, over UCX on TCP); a probe finds all of them.
 PROBED_MAX_BYTES = 1 << 16
+IN_TURN = 6  # pieces that come at a time from each sender
 PATIENCE_S = 0.25  # after which a body that was announced is looked for by a probe,
 CROWD_PATIENCE = 20  # or so many times that where more are announced than there are receives
 
@@ -55,6 +55,7 @@ class _Body:
         status: Of the first piece.
         key: Rank that sent it and tag, once the first piece is here.
         probed: Whether a probe had found it: it is here, or coming.
+        rest: The pieces that are not asked for yet; None until the header says which they are.
     """
 
     place: Place
@@ -62,6 +63,7 @@ class _Body:
     status: Status
     key: Key | None = None
     probed: bool = False
+    rest: list[np.ndarray] | None = None
 
 
 def _pieces(place: Place) -> list[np.ndarray]:
@@ -325,13 +327,29 @@ class Inbox:
             if not body.requests[0].Test(body.status):
                 waiting.append(body)
             elif not body.status.Is_cancelled():
-                body.key = rank, tag = body.status.source, body.status.tag
-                rest = _pieces(body.place)[1:]
-                tag += TAG_REST
-                body.requests = [self._arrays.begin_receive(p, rank, tag) for p in rest]
+                body.key, body.requests = (body.status.source, body.status.tag), []
                 self._bodies.append(body)
         self._posted = waiting
         return bool(waiting)
+
+    def _ask_on(self) -> None:
+        """Have more pieces of bodies come, of each sender a few at a time, and one body's first.
+
+        If its two bodies shared the link, both would be over at once, and nothing on its way then.
+        """
+        coming = dict.fromkeys(self._sources, 0)
+        for body in self._bodies:
+            assert body.key is not None, "a body of nobody"
+            rank, tag = body.key
+            if body.rest is None and body.key in self._announced.headers:
+                nbytes = self._announced.headers[body.key][0, ROWS_BYTES]
+                rows = [] if self._rows is None else pieces_in_turn(body.place[1][:nbytes])
+                body.rest = rows or _pieces(body.place)[1:]
+            body.requests = [request for request in body.requests if not request.Test()]
+            while body.rest and coming[rank] + len(body.requests) < IN_TURN:
+                piece = body.rest.pop(0)
+                body.requests.append(self._arrays.begin_receive(piece, rank, tag + TAG_REST))
+            coming[rank] += len(body.requests)
 
     def take(self, limit: np.ndarray | None = None) -> Push | None:
         """Return a push that is here, of each sender in its order; it is lent until `give_back`.
@@ -340,14 +358,13 @@ class Inbox:
             limit: Return only those of ranks that have not sent all ``seq <= limit[worker]``,
                 shape (workers,).
         """
+        self._ask_on()
         for body in self._bodies:
             assert body.key is not None, "a body of nobody"
             rank, tag = body.key
-            if not self._owes(rank, limit):
-                continue
-            if tag != self._announced.next_tag(rank) or body.key not in self._announced.headers:
-                continue  # an earlier body of this rank, or the header, is still coming
-            if not all_done(body.requests):
+            if not self._owes(rank, limit) or tag != self._announced.next_tag(rank):
+                continue  # an earlier body of this rank may be coming
+            if body.rest is None or body.rest or body.requests:
                 continue
             self._bodies.remove(body)
             header = self._announced.take(body.key)

@@ -38,7 +38,7 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import addresses_of, sum_rows
 from mpips.layout import Shard
-from mpips.transport.push import HEADER_WORDS
+from mpips.transport.push import HEADER_WORDS, ROWS_BYTES
 from mpips.transport.wire import Packer, Packing
 
 if TYPE_CHECKING:
@@ -241,11 +241,13 @@ class Direct(Outbox):
         parts = []
         for k, (server, rank, shard) in enumerate(self._far):
             body = self.packers[k].pack(grad[shard.range], seq, seq % BUFFERS)
+            header = me.header(seq, server)
             if self._rows:
-                body = (body or [grad[shard.range]]) + self._rows[k].pack(seq)
+                header[ROWS_BYTES], pieces = self._rows[k].pack_in_turn(seq)
+                body = (body or [grad[shard.range]]) + pieces
             if (origin := me.origin(seq, shard)) is not None:
                 body += transfer_pieces(origin)
-            parts.append((rank, me.header(seq, server)[None], body))
+            parts.append((rank, header[None], body))
         self.packed += 1
         self._messages[seq % BUFFERS].send(seq, parts)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpips.cluster.library import is_open_mpi
 from mpips.cluster.window import TRANSFER_MAX_BYTES, Window
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for
 from mpips.codecs.base import TwoBytes
@@ -23,6 +24,10 @@ from mpips.transport.rows import Section, Sections
 
 HEAD_BYTES = 16  # of each table in a message: how many rows, and the bytes of their places
 WORD = 8  # bytes: numbers begin at a multiple
+# More than what MPI sends before it is received: 64 KB by Open MPI on TCP, 32 KB by MPICH, whose
+# pieces of more than 64 KB do not keep a link busy.
+PIECE_BYTES = (96 if is_open_mpi() else 60) << 10
+MOST_PIECES = 1 << 10
 
 
 def rows_codec(codec: Codec | None) -> Codec | None:
@@ -127,6 +132,12 @@ def pieces_of(message: np.ndarray, most: int) -> list[np.ndarray]:
     return [message[b : b + step] for b in range(0, most, step)]
 
 
+def pieces_in_turn(message: np.ndarray) -> list[np.ndarray]:
+    """Cut a message into transfers, of which a server receives few at a time."""
+    step = max(PIECE_BYTES, -(-message.size // MOST_PIECES))
+    return [message[b : b + step] for b in range(0, message.size, step)]
+
+
 class RowsPacker:
     """Packs the rows of a worker's pushes for a server of another node. Collective: no.
 
@@ -137,6 +148,9 @@ class RowsPacker:
         servers: Number of servers.
         server: Which of them.
         codec: Of pushes to other nodes.
+
+    Attributes:
+        most: Bytes that a message may have.
     """
 
     def __init__(
@@ -152,14 +166,11 @@ class RowsPacker:
         self._sections = [Sections(window, rank, table.name) for table in tables]
         shares = [_Share.of(table, servers, server) for table in tables]
         self._lists = [SentList(share.rows) for share in shares]
-        self._most = sum(share.nbytes(self._sections[0].sums.itemsize) for share in shares)
+        self.most = sum(share.nbytes(self._sections[0].sums.itemsize) for share in shares)
         self._messages = [buffer_for(0) for _ in range(BUFFERS)]
 
-    def pack(self, seq: int) -> list[np.ndarray]:
-        """Return what to send of push `seq`, as pieces of one transfer each.
-
-        They are kept until the buffer of the push is used again.
-        """
+    def pack(self, seq: int) -> np.ndarray:
+        """Return what to send of push `seq`; it is kept until the push's buffer is used again."""
         found = [sections.of(seq, self._server) for sections in self._sections]
         pairs = zip(self._lists, found, strict=True)
         lists = [sent.encode(section.places) for sent, section in pairs]
@@ -173,7 +184,12 @@ class RowsPacker:
             at += padded(len(coded))
             _write(section.sums.reshape(-1), message[at:], self._codec)
             at += size
-        return pieces_of(message, self._most)
+        return message
+
+    def pack_in_turn(self, seq: int) -> tuple[int, list[np.ndarray]]:
+        """Return the bytes of what `pack` returns, and that by `pieces_in_turn`."""
+        message = self.pack(seq)
+        return message.size, pieces_in_turn(message)
 
     def _room(self, slot: int, nbytes: int) -> np.ndarray:
         if self._messages[slot].size < nbytes:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # Worker, seq, epoch, begin, end, samples, loss, version read, number of the batch, rate factor.
 _HEADER = struct.Struct("@6qd2qd")
-HEADER_WORDS = _HEADER.size // 8
+ROWS_BYTES = _HEADER.size // 8  # word: bytes of the rows that follow the gradient to another node
+HEADER_WORDS = ROWS_BYTES + 1
 
 
 @dataclass(slots=True)  # not frozen: that takes a microsecond more for each

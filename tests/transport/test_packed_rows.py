@@ -45,8 +45,8 @@ def sent(packer: RowsPacker, unpacker: RowsUnpacker, seq: int, worker: int = 0) 
     return arrived(packer.pack(seq), unpacker, worker)
 
 
-def arrived(pieces: list[np.ndarray], unpacker: RowsUnpacker, worker: int) -> tuple[Any, int]:
-    place, message = unpacker.place(), np.concatenate(pieces)
+def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int) -> tuple[Any, int]:
+    place = unpacker.place()
     place[: len(message)] = message
     place[len(message) :] = 255
     return unpacker.unpack(worker, place), len(message)
@@ -96,17 +96,26 @@ def test_lists_are_each_worker_s_own() -> None:
 def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows of the server in one push, which takes several transfers."""
     monkeypatch.setattr(packed_rows, "TRANSFER_MAX_BYTES", 100_000)
+    monkeypatch.setattr(packed_rows, "PIECE_BYTES", 5_000)
+    monkeypatch.setattr(packed_rows, "MOST_PIECES", 20)
     memory = Memory()
     packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, None)  # type: ignore[arg-type]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
     memory.put(1, "wide", np.arange(3000), np.ones((3000, 16)))
     memory.put(1, "thin", np.arange(13), np.ones((13, 1)))
-    pieces = packer.pack(1)
+    message = packer.pack(1)
+    pieces = packed_rows.pieces_of(message, packer.most)
     transfers = -(-unpacker.place().size // 100_000)
     assert len(pieces) == transfers > 1
-    (wide, thin), _ = arrived(pieces, unpacker, 0)
+    (wide, thin), _ = arrived(message, unpacker, 0)
+    for found in (pieces, packed_rows.pieces_in_turn(message)):
+        np.testing.assert_array_equal(np.concatenate(found), message)
+    assert len(found) == 20
     assert wide.sums.sum() == 3000 * 16
     np.testing.assert_array_equal(thin.places, np.arange(13))
     memory.put(2, "wide", np.zeros(0, "i8"), np.ones((0, 16)))
     memory.put(2, "thin", np.zeros(0, "i8"), np.ones((0, 1)))
-    assert [len(piece) for piece in packer.pack(2)] == [32] + [0] * (transfers - 1)
+    pieces = packed_rows.pieces_of(packer.pack(2), packer.most)
+    assert [len(piece) for piece in pieces] == [32] + [0] * (transfers - 1)
+    nbytes, (piece,) = packer.pack_in_turn(2)
+    assert nbytes == len(piece) == 32
