@@ -93,13 +93,8 @@ def store_ordered(typing: Any, words: Any, index: Any, value: Any) -> Any:
     return types.void(words, types.int64, types.int64), emit
 
 
-@_intrinsic
-def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
-    """Have the cache line that is `skip` bytes behind the beginning of a row on its way.
-
-    It comes as far as the second-level cache: of the first level's lines on their way there are
-    so few that rows would wait for one another.
-    """
+def _prefetch(array: Any, write: int) -> Any:
+    """Return what an intrinsic does that has a line of the cache on its way."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.args[0]
@@ -109,10 +104,26 @@ def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
         line = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [args[2]])
         signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], signature)
-        builder.call(function, [line, I32(0), I32(2), I32(1)])
+        builder.call(function, [line, I32(write), I32(2), I32(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), emit
+
+
+@_intrinsic
+def prefetch(typing: Any, array: Any, row: Any, skip: Any) -> Any:
+    """Have the cache line that is `skip` bytes behind the beginning of a row on its way.
+
+    It comes as far as the second-level cache: of the first level's lines on their way there are
+    so few that rows would wait for one another.
+    """
+    return _prefetch(array, 0)
+
+
+@_intrinsic
+def prefetch_write(typing: Any, array: Any, row: Any, skip: Any) -> Any:
+    """Do as `prefetch` for a line that is to be written: other cores let go of it at once."""
+    return _prefetch(array, 1)
 
 
 @_intrinsic
@@ -142,8 +153,11 @@ def scratch(typing: Any, count: Any) -> Any:
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 NAMES = {
-    f.__name__: f for f in (store_release, store_ordered, load_acquire, prefetch, array_at, scratch)
-}
+    f.__name__: f
+    for f in (
+        store_release, store_ordered, load_acquire, prefetch, prefetch_write, array_at, scratch,
+    )
+}  # fmt: skip
 NAMES["sched_yield"] = sched_yield
 
 

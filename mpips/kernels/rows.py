@@ -16,7 +16,14 @@ from mpips.kernels.compiled import Vector, kernel
 from mpips.kernels.row_keys import FIRST, make_row
 
 if TYPE_CHECKING:  # where a loop is compiled, these are among its names
-    from mpips.kernels.compiler import array_at, load_acquire, prefetch, scratch, store_ordered
+    from mpips.kernels.compiler import (
+        array_at,
+        load_acquire,
+        prefetch,
+        prefetch_write,
+        scratch,
+        store_ordered,
+    )
 
 Matrix = np.ndarray
 
@@ -240,10 +247,10 @@ def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
 
 @kernel(quick=True)
 def fetch(slot: int, lines: Matrix, stripes: Vector) -> None:
-    """Have a line, or its beginning, and its stripe's word on their way."""
-    prefetch(stripes, slot >> STRIPE_BITS, 0)
+    """Have a line that is to be written, or its beginning, and its stripe's word on their way."""
+    prefetch_write(stripes, slot >> STRIPE_BITS, 0)
     for skip in range(0, min(lines.shape[1] * lines.itemsize, MOST_LINES * 64), 64):
-        prefetch(lines, slot, skip)
+        prefetch_write(lines, slot, skip)
 
 
 @kernel(quick=True)
