@@ -118,9 +118,12 @@ class WorkerTable:
             self._each = {k: NodeRows(self.ownership, one) for k, one in alone.items()}
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id, shape (n,)."""
+        """Return the row of each id, shape (n,), of an integer dtype."""
         flat = ids.reshape(-1)
-        return flat if self.hashed is None else self.hashed.find(flat)
+        if self.hashed is not None:
+            return self.hashed.find(flat)
+        self.ownership.check(flat)  # also where they equal those of the call before
+        return flat
 
     def clear(self, seq: int) -> None:
         """Have no rows in a push."""

@@ -456,6 +456,10 @@ BAD: dict[str, tuple[str, Callable[[mpips.Worker], object]]] = {
     "an id below": ("id -1 ", lambda w: w.pull_rows("wide", [0, -1])),
     "an id behind": ("id 17 ", lambda w: w.push_rows("wide", [17], np.ones((1, WIDE)))),
     "floats": ("dtype float64, expected an integer", lambda w: w.pull_rows("wide", [1.0])),
+    "floats that equal what was read": (
+        "dtype float64, expected an integer",
+        lambda w: (w.pull_rows("wide", [1]), w.push_rows("wide", [1.0], np.ones((1, WIDE)))),
+    ),
     "asks no table": ("did you mean 'wide'", lambda w: w.ask_rows("wid", [0])),
     "no table": ("did you mean 'wide'", lambda w: w.pull_rows("wid", [0])),
     "shape": (
