@@ -58,7 +58,8 @@ def table(ranks: Sequence[Record], chief: int, host: str, now: float, whole: boo
     pushed = sum(r.clock for r in ranks if r.role == words.WORKER)
     rows: list[tuple[str, ...]] = [HEADER]
     for one in ranks:
-        queue = f"{max(0, pushed - one.handled)}" if one.is_server and whole else "-"
+        serves = one.is_server and trouble(one) != process.GONE
+        queue = f"{max(0, pushed - one.handled)}" if serves and whole else "-"
         since, beat = _seconds(now - one.since), _seconds(now - one.beat)
         phase = " ".join([words.PHASES.get(one.phase, "?"), *_remark(one, ranks, chief)])
         row = (one.name, host, one.pid, phase, one.call or "-", since, one.clock, queue, beat)

@@ -111,6 +111,19 @@ def test_who_is_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
     assert trouble(slow) == GONE
 
 
+def test_pushes_wait_for_a_server_that_lives(sleeper: subprocess.Popen[bytes]) -> None:
+    def queue() -> str:
+        text = table(ranks, 0, "here", 3.0, whole=True)
+        return text.splitlines()[1].split()[-3]  # its beat is a number and "s"
+
+    worker = record(os.getpid(), 1)._replace(clock=7)
+    ranks = [record(sleeper.pid, 0, words.SERVING)._replace(handled=4), worker]
+    assert queue() == "3"
+    sleeper.kill()
+    sleeper.wait()
+    assert queue() == "-", "another one has its shard"
+
+
 def test_who_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
     asleep = record(sleeper.pid, 1)
     waits, computes = record(os.getpid(), 2, words.ROUND), record(os.getpid(), 2)
