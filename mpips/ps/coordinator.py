@@ -211,10 +211,10 @@ class Chief:
         self._serving[rank] = source
         self.note()
         its = self._cluster.roles.servers.index(source)
-        text = f"server {number} (rank {rank} on {host}) has died; server {its} has taken its "
-        self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
         known = {"rank": rank, "server": number, "seconds": round(took, 6)}
         self._log.event("lost", self.step, **known, continued=continued)
+        text = f"server {number} (rank {rank} on {host}) has died; server {its} has taken its "
+        self._log.warn(f"{text}{'shard' if number else 'duties'} over in {took:.3f} s")
 
     def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
         """Return what `Clocks.learn` takes, for a shard of that ledger."""
