@@ -67,7 +67,7 @@ def _say_resumed(job: Job, log: Log) -> None:
     if all(left.next(taker) is None for taker in range(left.workers)):
         length = "steps" if job.config.steps else "epochs"
         asked = getattr(job.config, length)
-        log.say(f"nothing is left to do: {asked} {length} are over; --{length} with more goes on")
+        log.say(f"nothing is left to do: {asked} {length} are over, and no more are asked for")
 
 
 def say_left_out(job: Job, log: Log) -> None:

@@ -391,7 +391,7 @@ def test_a_run_in_the_default_folder(tmp_path: Path) -> None:
     short = train(2, "--resume", "--epochs", "1", cwd=tmp_path, timeout_s=LIMIT_S).check(2).output
     assert short.count("epochs 1 on resume, expected at least 2: 2.00 are over; leave out") == 1
     over = train(2, "--resume", cwd=tmp_path, timeout_s=LIMIT_S).check().output
-    assert over.count("nothing is left to do: 2 epochs are over; --epochs with more goes on\n") == 1
+    assert over.count("nothing is left to do: 2 epochs are over, and no more are asked for\n") == 1
     assert summary(out) == ended, "the figures of the run that trained"
     words = ("job.toml", "--epochs", "1", "--accumulate", "99", "--out", "huge")
     huge = train(2, *words, cwd=tmp_path, timeout_s=LIMIT_S).check().output
