@@ -337,7 +337,7 @@ class Inbox:
 
         If its two bodies shared the link, both would be over at once, and nothing on its way then.
         """
-        coming = dict.fromkeys(self._sources, 0)
+        coming = dict[int, int]()  # by sender
         for body in self._bodies:
             assert body.key is not None, "a body of nobody"
             rank, tag = body.key
@@ -346,10 +346,11 @@ class Inbox:
                 rows = [] if self._rows is None else pieces_in_turn(body.place[1][:nbytes])
                 body.rest = rows or _pieces(body.place)[1:]
             body.requests = [request for request in body.requests if not request.Test()]
-            while body.rest and coming[rank] + len(body.requests) < IN_TURN:
+            before = coming.get(rank, 0)
+            while body.rest and before + len(body.requests) < IN_TURN:
                 piece = body.rest.pop(0)
                 body.requests.append(self._arrays.begin_receive(piece, rank, tag + TAG_REST))
-            coming[rank] += len(body.requests)
+            coming[rank] = before + len(body.requests)
 
     def take(self, limit: np.ndarray | None = None) -> Push | None:
         """Return a push that is here, of each sender in its order; it is lent until `give_back`.
