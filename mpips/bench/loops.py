@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 from numba import njit
 
-MAP_NORESERVE = 0x4000  # of Linux, which Python does not name before 3.13
+from mpips.cluster.pages import MAP_NORESERVE
 
 
 @njit(error_model="numpy", nogil=True)

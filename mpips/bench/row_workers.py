@@ -20,6 +20,7 @@ from mpips.bench import jobs
 from mpips.bench.loops import gather, scatter_adagrad, scatter_add, zeros
 from mpips.bench.measure import Options, Row
 from mpips.bench.peers.script import ROW_DIM, ROW_IDS, row_ids
+from mpips.bench.rows_program import warm_steps
 from mpips.cluster.process import keep_freed_memory
 
 WORKERS = 2
@@ -162,7 +163,7 @@ def _loop(
     keep_freed_memory()  # as a worker does
     rng, ends = np.random.default_rng(number), list[float]()
     found = np.zeros((lists.shape[1], dim), table.dtype)
-    warm = 2 * len(lists)  # as in `rows_program`
+    warm = warm_steps(steps)
     for step in range(warm + steps):
         if step == warm:
             together.wait(jobs.LIMIT_S)

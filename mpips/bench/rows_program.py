@@ -15,6 +15,16 @@ import mpips
 from mpips.bench.peers.script import ROW_LISTS, row_ids
 
 OUT = "worker-{}.json"
+MOST_WARM = 900
+
+
+def warm_steps(steps: int) -> int:
+    """Return how many steps are made before those that are counted.
+
+    Pages of rows are made in the first pass over the lists, and mapped in the second; then they are
+    put into large ones.
+    """
+    return max(2 * ROW_LISTS, min(steps, MOST_WARM))
 
 
 def work(drawn: str, rows: int, ids: int, dim: int, servers: int, steps: int) -> None:
@@ -33,7 +43,7 @@ def work(drawn: str, rows: int, ids: int, dim: int, servers: int, steps: int) ->
                 ends.append(time.monotonic())
         Path(OUT.format(worker.id)).write_text(json.dumps(ends))
 
-    warm = 2 * ROW_LISTS  # the pages of rows are made in the first pass, and mapped in the second
+    warm = warm_steps(steps)
     table = mpips.Table(
         rows=rows, dim=dim, init=mpips.Zeros(), optimizer=mpips.Adagrad(0.01), push_rows=ids
     )

@@ -19,6 +19,7 @@ import numpy as np
 from mpips.cluster import segments
 from mpips.cluster.agreement import together
 from mpips.cluster.library import is_open_mpi
+from mpips.cluster.pages import MAP_NORESERVE, Remapped
 from mpips.cluster.segments import SHARED_MEMORY
 from mpips.cluster.start import MPI
 from mpips.cluster.world import Cluster
@@ -26,7 +27,6 @@ from mpips.errors import UserError, human_bytes
 from mpips.layout import CACHE_LINE_BYTES
 
 TRANSFER_MAX_BYTES = 1 << 30
-MAP_NORESERVE = 0x4000  # of Linux: memory is not set aside, but given where it is written
 # Open MPI's Get of more than 64 KiB over TCP sends twice the payload upstream.
 GET_MAX_BYTES = 1 << 16 if is_open_mpi() else TRANSFER_MAX_BYTES
 
@@ -113,10 +113,11 @@ class Window:
         self._cluster, self._plans = cluster, plans
         self._near: MPI.Win | None = None
         self._far: MPI.Win | None = None
+        self._remapped = list[Remapped]()
         if shared:
             together(cluster.comm, _too_small(cluster, plans))
         if len(cluster.my_node) > 1:
-            segments = self._allocate_shared(plans[cluster.rank].nbytes)
+            segments = self._allocate_shared()
         else:
             segments = {cluster.rank: _own_memory(plans[cluster.rank])}
         self._views = {
@@ -133,18 +134,22 @@ class Window:
             self._far.Lock_all(MPI.MODE_NOCHECK)
         self.make_visible()
 
-    def _allocate_shared(self, nbytes: int) -> dict[int, np.ndarray]:
+    def _allocate_shared(self) -> dict[int, np.ndarray]:
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        size = nbytes + CACHE_LINE_BYTES
+        size = self._plans[self._cluster.rank].nbytes + CACHE_LINE_BYTES
         with segments.noted():
             self._near = MPI.Win.Allocate_shared(size, 1, info, self._cluster.node)
         info.Free()
         self._near.Lock_all(MPI.MODE_NOCHECK)
-        query = self._near.Shared_query
-        # Aligned by every reader alike: mappings of one segment differ by whole pages.
-        return {
-            rank: _aligned(np.asarray(query(k)[0])) for k, rank in enumerate(self._cluster.my_node)
-        }
+        found = dict[int, np.ndarray]()
+        for k, rank in enumerate(self._cluster.my_node):
+            memory = np.asarray(self._near.Shared_query(k)[0])
+            if any(field.sparse for field in self._plans[rank].fields):
+                self._remapped.append(Remapped(memory))
+                memory = self._remapped[-1].memory
+            # Aligned by every reader alike: mappings of one segment differ by whole pages.
+            found[rank] = _aligned(memory)
+        return found
 
     def make_visible(self) -> None:
         """Let all ranks see what any has stored before. Collective: yes."""
@@ -195,6 +200,8 @@ class Window:
                 window.Unlock_all()
                 window.Free()
         self._far = self._near = None
+        for each in self._remapped:
+            each.free()
 
 
 def shared_bytes_free() -> int:

@@ -1,10 +1,8 @@
 """The index of a lazy table: which line a row has, in memory that others read while it grows."""
 
-import ctypes
-import mmap
-
 import numpy as np
 
+from mpips.cluster.pages import give_back
 from mpips.kernels import row_eviction, row_undo, rows
 
 FIRST_BITS = 10  # of the index, at first
@@ -38,9 +36,9 @@ class RowIndex:
         return int(self._header[rows.COUNT])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the index in use."""
-        return self._index.itemsize << int(self._header[rows.BITS])
+    def in_use(self) -> np.ndarray:
+        """The part of the index that is in use."""
+        return self._part(int(self._header[rows.BITS]))
 
     def local(self, slot: np.ndarray) -> np.ndarray:
         """Return the places in the server of the rows that have these lines."""
@@ -82,7 +80,7 @@ class RowIndex:
         evicted = row_eviction.count_older(limit, before, seen)
         if not evicted:
             return 0
-        old, bits = self._part(int(header[rows.BITS])), bits_for(before - evicted)
+        old, bits = self.in_use, bits_for(before - evicted)
         bits += bits == header[rows.BITS]
         row_eviction.evict(limit, header, keys, seen, lines, stripes)
         self._fill(bits)
@@ -119,23 +117,3 @@ class RowIndex:
         bits = int(self._header[rows.BITS])
         self._fill(bits + 1)
         give_back(self._part(bits))
-
-
-def give_back(array: np.ndarray) -> bool:
-    """Have the kernel take back the pages that lie in an array; what is read there then is zero.
-
-    Returns:
-        Whether it could: memory of another kind keeps what it holds, and stays.
-    """
-    page = mmap.PAGESIZE
-    begin = -(-array.ctypes.data // page) * page
-    size = (array.ctypes.data + array.nbytes) // page * page - begin
-    if size <= 0:
-        return False
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Shared memory is the file's, which MADV_REMOVE makes a hole in; other memory knows the second.
-    return any(not advise(begin, size, advice) for advice in (_REMOVE, mmap.MADV_DONTNEED))
-
-
-_REMOVE = 9  # MADV_REMOVE, which Python does not name

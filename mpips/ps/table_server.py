@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, TableRows
+from mpips.cluster.pages import LargePages
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
@@ -48,6 +49,7 @@ class ServedTable:
     Attributes:
         table: The table.
         shard: Its rows.
+        pages: Puts them into large pages.
     """
 
     def __init__(
@@ -56,6 +58,12 @@ class ServedTable:
         self.table, self._server = table, server
         self._ownership = table.owned_by(servers)
         self.shard = TableShard(self._ownership, server, memory, table.rule)
+        self.pages = LargePages(self.shard.used)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
+        return sum(array.nbytes for array in self.shard.used())
 
     def cut(self, since: bool = False) -> "CutTable":
         """Return the rows that have been changed, as they are now; see `TableShard.cut`.
@@ -247,7 +255,7 @@ class TableServer(Server):
     @property
     def nbytes(self) -> int:
         """See `Server.nbytes`."""
-        return super().nbytes + sum(served.shard.nbytes for served in self.tables)
+        return super().nbytes + sum(served.nbytes for served in self.tables)
 
     @property
     def rows_changed(self) -> dict[str, int]:
@@ -289,6 +297,8 @@ class TableServer(Server):
         super().serve_reads()
         if self.recorder is None:
             self._evict()
+        for served in self.tables:
+            served.pages.look()
         return self.serve_rows()
 
     def serve_rows(self) -> bool:

@@ -201,14 +201,6 @@ class TableShard(TableRows):
             return self._index.count
         return sum(len(self._touched_slots(part)) for part in self._parts())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the rows take: of a lazy table those touched, with keys, ages and index."""
-        if not self._index:
-            return sum(array.nbytes for array in self._memory)
-        keys = self._memory[rows.KEYS].itemsize * (2 if self.ages else 1)
-        return self._index.count * (self._lines[:1].nbytes + keys) + self._index.nbytes
-
     def apply(
         self, local: np.ndarray, grads: np.ndarray, rate: float, undo: Undo | None = None
     ) -> None:
@@ -297,6 +289,15 @@ class TableShard(TableRows):
         if self.ages:
             self.ages.begin_cut(self._cut)
         return self._cut
+
+    def used(self) -> list[np.ndarray]:
+        """Return the memory of the rows; of a lazy table of those touched, with what finds them."""
+        if self._index is None:
+            return list(self._memory)
+        count = self._index.count
+        found = [self._lines[:count], self._stripes[: -(-count // rows.STRIPE)]]
+        found += [self._memory[rows.KEYS][:count], self._index.in_use]
+        return found + ([self.ages.seen[:count]] if self.ages else [])
 
     def places(self, slot: np.ndarray) -> np.ndarray:
         """Return the places in the server of the rows that have these lines."""

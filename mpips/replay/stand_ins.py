@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from mpips.cluster.messages import Arrays
+from mpips.cluster.pages import MAP_NORESERVE
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.layout.roles import Roles
 from mpips.replay.record import Part
-
-NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
 class Ranks(Cluster):
@@ -77,7 +76,7 @@ class Memory(Window):
 
 def _zeros(field: Field) -> np.ndarray:
     """Return an array in memory that costs what is written of it."""
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NO_RESERVE
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, max(1, field.nbytes), flags=flags)
     return np.frombuffer(
         memory, field.dtype, field.nbytes // np.dtype(field.dtype).itemsize

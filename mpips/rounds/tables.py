@@ -217,7 +217,7 @@ class OwnedTables:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory reserved for them."""
-        return sum(served.shard.nbytes for served in self.tables)
+        return sum(served.nbytes for served in self.tables)
 
     @property
     def rows_changed(self) -> dict[str, int]:
@@ -286,6 +286,7 @@ class OwnedTables:
                 served.shard.apply(local[at : at + block], rows[at : at + block], rate)
                 if far:
                     self._cluster.progress()
+            served.pages.look()
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
         self._replies.version = step

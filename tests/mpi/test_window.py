@@ -7,6 +7,7 @@ from verdict import check
 
 from mpips.cluster import window as windows
 from mpips.cluster.agreement import Agreed
+from mpips.cluster.pages import LargePages, large_page
 from mpips.cluster.window import Field, Plan, Window
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError
@@ -205,6 +206,60 @@ def test_a_sparse_field_takes_what_is_written(cluster: Cluster) -> None:
     cluster.barrier()
     window.free()
     check(cluster.comm, not wrong, touched)
+
+
+def large_bytes() -> int:
+    """Return the memory that this process has mapped in large pages."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    names = ("AnonHugePages:", "ShmemPmdMapped:")
+    return 1024 * sum(int(text.partition(name)[2].split()[0]) for name in names)
+
+
+def mappings() -> int:
+    """Return how many mappings this process has."""
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_sparse_fields_are_in_large_pages_for_all_who_read(cluster: Cluster) -> None:
+    """Also a field behind others; who reads before sees the same after."""
+    fields = (Field("words", "i8", (777,)), Field("sparse", "i8", (1 << 20,), sparse=True))
+    window = Window(cluster, [Plan(fields)] * cluster.world)
+    mine = window.view(cluster.rank, "sparse")
+    mine[:] = np.arange(mine.size) + cluster.rank
+    cluster.barrier()
+    expected = {
+        rank: int(mine.sum()) + mine.size * (rank - cluster.rank) for rank in cluster.my_node
+    }
+
+    def wrong() -> list[int]:
+        found = {rank: int(window.view(rank, "sparse").sum()) for rank in cluster.my_node}
+        return [rank for rank in expected if found[rank] != expected[rank]]
+
+    first, small = wrong(), large_bytes()
+    cluster.barrier()
+    large = LargePages(lambda: [mine])
+    large.look()
+    cluster.barrier()
+    second, added = wrong(), large_bytes() - small
+    cluster.barrier()
+    check(cluster.comm, not first + second, (first, second))
+    everyone = sum(cluster.comm.allgather(large.nbytes))
+    check(cluster.comm, added > 0 or not everyone, f"of {everyone} bytes none is mapped")
+    if everyone:
+        check(cluster.comm, added >= len(cluster.my_node) * (large.nbytes - large_page()), added)
+    window.free()
+
+
+def test_no_mapping_is_left(cluster: Cluster) -> None:
+    plan = Plan((Field("sparse", "i8", (1 << 20,), sparse=True),))
+    Window(cluster, [plan] * cluster.world).free()
+    before = mappings()
+    for _ in range(5):
+        window = Window(cluster, [plan] * cluster.world)
+        window.view(cluster.rank, "sparse")[:] = 1
+        window.free()
+    left = mappings() - before
+    check(cluster.comm, left < 5, left)
 
 
 def test_too_little_shared_memory_is_refused_on_all_ranks(

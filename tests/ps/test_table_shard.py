@@ -12,7 +12,6 @@ from mpips.kernels.compiled import Kernel
 from mpips.layout.tables import Normal, Ownership, Table, Uniform, Zeros, combine
 from mpips.library.optimizers import SGD, Adagrad
 from mpips.optim.row_rules import make_row_rule
-from mpips.ps.row_index import give_back
 from mpips.ps.table_shard import (
     NodeRows,
     Reads,
@@ -398,16 +397,21 @@ def test_an_index_that_was_left_is_given_back():
     assert np.count_nonzero(index[:size]) < 10_000, "but for pages that are not its own"
 
 
-@pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
-def test_memory_is_given_back(kind):
-    memory = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, kind), "u1")
-    memory[:] = 1
-    inside = memory[100:-100]
-    assert give_back(inside)
-    assert not memory[mmap.PAGESIZE : -mmap.PAGESIZE].any()
-    assert memory[: mmap.PAGESIZE].all()
-    assert memory[-mmap.PAGESIZE :].all()
-    assert not give_back(memory[10:100])
+@pytest.mark.parametrize("evict_after", [None, 1])
+def test_what_is_in_use_is_what_rows_have(evict_after):
+    servers = Servers(Table(100_000, 4, capacity="lazy", evict_after=evict_after), 1, Adagrad(0.1))
+    shard, ids = servers.shards[0], np.arange(5000)
+    servers.push(ids, np.ones((len(ids), 4), "f4"))
+    used, whole = shard.used(), servers.memories[0]
+    line, words = whole["tables/item/lines"][:1].nbytes, 8 * (len(ids) // 32 + 1)
+    most = len(ids) * (line + 4 + 4 * bool(evict_after)) + words + 4 * 4 * len(ids)
+    assert sum(array.nbytes for array in used) <= most
+    parts = ["lines", "stripes", "keys", "index", *(["seen"] if evict_after else [])]
+    assert [array.dtype for array in used] == [whole[f"tables/item/{n}"].dtype for n in parts]
+    assert all(map(np.shares_memory, used, (whole[f"tables/item/{name}"] for name in parts)))
+    assert np.count_nonzero(used[3]) == len(ids)
+    full = Servers(Table(100_000, 4, capacity="full"), 1, Adagrad(0.1))
+    assert [len(array) for array in full.shards[0].used()] == [100_000, 3125]
 
 
 def test_a_lazy_table_that_is_full_says_so():

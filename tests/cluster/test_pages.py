@@ -1,0 +1,217 @@
+"""Memory that is mapped a second time, put into large pages, and given back."""
+
+import mmap
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpips.cluster import pages
+from mpips.cluster.pages import LargePages, Remapped, give_back, large_page
+
+LARGE = large_page() or 1 << 21
+FULL, MOST, HALF, NONE = LARGE, LARGE * 15 // 16, LARGE // 2, 0
+
+
+def file_memory(size: int, skip: int = 0) -> np.ndarray:
+    """Return shared memory of a file, at an address that is in no large page as it is there."""
+    number = os.memfd_create("pages")
+    os.ftruncate(number, size + skip)
+    memory = mmap.mmap(number, size, offset=skip)
+    os.close(number)
+    return np.frombuffer(memory, np.uint8)
+
+
+def remapped_rooms() -> int:
+    """Return how many mappings this process has of such files."""
+    return Path("/proc/self/maps").read_text().count("/memfd:pages")
+
+
+def in_large_pages() -> int:
+    """Return the bytes of shared memory that this process has mapped in large pages."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(text.partition("ShmemPmdMapped:")[2].split()[0]) * 1024
+
+
+@pytest.fixture
+def remapped() -> Iterator[Remapped]:
+    given = Remapped(file_memory(4 * LARGE))
+    yield given
+    given.free()
+
+
+@pytest.fixture(scope="module")
+def puts_together() -> bool:
+    """Whether this kernel does it at once where it is asked to."""
+    given = Remapped(file_memory(2 * LARGE))
+    given.memory[:] = 1
+    LargePages(lambda: [given.memory]).look()
+    found = in_large_pages() > 0
+    given.free()
+    return found
+
+
+@pytest.mark.parametrize("skip", [0, 3 * mmap.PAGESIZE])
+def test_the_second_mapping_is_of_the_same_memory(skip: int) -> None:
+    memory = file_memory(3 * LARGE + mmap.PAGESIZE, skip)[40:-100]
+    before = remapped_rooms()
+    remapped = Remapped(memory)
+    other = remapped.memory
+    assert remapped_rooms() == before + 1
+    assert other.shape == memory.shape
+    assert other.ctypes.data != memory.ctypes.data
+    assert (other.ctypes.data - skip - 40) % LARGE == 0
+    other[[0, LARGE, -1]] = 1, 2, 3
+    memory[1] = 4
+    assert memory[[0, LARGE, -1]].tolist() == [1, 2, 3]
+    assert other[1] == 4
+    remapped.free()
+    remapped.free()
+    assert remapped_rooms() == before
+    assert memory[LARGE] == 2
+
+
+def test_memory_of_one_process_is_mapped_once() -> None:
+    private = np.frombuffer(mmap.mmap(-1, 2 * LARGE, mmap.MAP_PRIVATE), np.uint8)
+    for memory in (private, np.zeros(2 * LARGE, np.uint8), file_memory(LARGE - 1)):
+        remapped = Remapped(memory)
+        assert remapped.memory is memory
+        remapped.free()
+
+
+def test_a_limit_of_addresses_leaves_the_first_mapping() -> None:
+    memory, (soft, hard) = file_memory(64 * LARGE), resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    rooms = remapped_rooms()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 32 * LARGE, hard))
+    try:
+        remapped = Remapped(memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert remapped.memory is memory
+    assert remapped_rooms() == rooms
+
+
+def test_what_is_in_use_is_put_into_large_pages(remapped: Remapped, puts_together: bool) -> None:
+    memory, filled = remapped.memory, (FULL, HALF, MOST, NONE)
+    for k, size in enumerate(filled):
+        memory[k * LARGE : k * LARGE + size] = k + 1
+    before, small = memory_in_use(memory), in_large_pages()
+    large = LargePages(lambda: [memory])
+    large.look()
+    assert large.nbytes == 2 * LARGE or not puts_together
+    added = memory_in_use(memory) - before
+    assert added == (LARGE - MOST if puts_together else 0)
+    for k, size in enumerate(filled):
+        part = memory[k * LARGE : (k + 1) * LARGE]
+        assert (part[:size] == k + 1).all()
+        assert not part[size:].any()
+    assert in_large_pages() - small == (2 * LARGE if puts_together else 0)
+
+
+def memory_in_use(memory: np.ndarray) -> int:
+    """Return the bytes of the pages that are there."""
+    here = np.zeros(memory.nbytes // mmap.PAGESIZE, np.uint8)
+    assert not pages._library().mincore(memory.ctypes.data, memory.nbytes, here.ctypes.data)
+    return int((here & 1).sum()) * mmap.PAGESIZE
+
+
+def test_private_memory_that_was_to_be_of_small_pages(puts_together: bool) -> None:
+    room = mmap.mmap(-1, 4 * LARGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_NOHUGEPAGE)
+    memory = np.frombuffer(room, np.uint8)
+    memory[: 3 * LARGE] = 7
+    large = LargePages(lambda: [memory])
+    large.look()
+    assert (memory[: 3 * LARGE] == 7).all()
+    assert not memory[3 * LARGE :].any()
+    assert large.nbytes >= 2 * LARGE or not puts_together
+
+
+def test_looks_are_far_apart_where_there_is_nothing_to_do(
+    remapped: Remapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [0.0], list[float]()
+    monkeypatch.setattr(pages, "perf_counter", lambda: now[0])
+
+    def used() -> list[np.ndarray]:
+        asked.append(now[0])
+        return [remapped.memory]
+
+    large = LargePages(used)
+    while now[0] < 1000:
+        large.look()
+        now[0] += 0.01
+    gaps = np.diff(asked)
+    assert (gaps[1:] >= gaps[:-1] - 0.02).all()
+    assert len(gaps) < 30
+    assert gaps.max() == pytest.approx(pages.MOST_WAIT_S, abs=0.02)
+
+
+def test_what_fills_later_is_found_and_what_is_given_back_is_forgotten(
+    remapped: Remapped, puts_together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, count = [0.0], [1]
+    monkeypatch.setattr(pages, "perf_counter", lambda: now[0])
+    large = LargePages(lambda: [remapped.memory[: count[0] * LARGE]])
+
+    def look() -> int:
+        now[0] += 1000
+        large.look()
+        return large.nbytes if puts_together else expected
+
+    for part in range(4):
+        count[0], expected = part + 1, (part + 1) * LARGE
+        remapped.memory[part * LARGE : expected] = 1
+        assert look() == expected
+    count[0], expected = 2, 2 * LARGE
+    assert give_back(remapped.memory[2 * LARGE :])
+    assert look() == expected
+    count[0] = 3
+    assert look() == expected, "what is empty"
+    remapped.memory[2 * LARGE : 3 * LARGE] = 1
+    expected = 3 * LARGE
+    assert look() == expected
+    assert remapped.memory[: 3 * LARGE].all()
+
+
+def test_who_writes_meanwhile_loses_nothing(remapped: Remapped) -> None:
+    memory = remapped.memory.view(np.int64)
+    memory[:] = 1
+    over, rounds = threading.Event(), [0]
+
+    def write() -> None:
+        while not over.is_set():
+            np.add(memory, 1, out=memory)
+            rounds[0] += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    for _ in range(20):
+        LargePages(lambda: [remapped.memory]).look()
+        give_back(remapped.memory[:0])
+    over.set()
+    thread.join()
+    assert (memory == 1 + rounds[0]).all()
+
+
+@pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
+def test_memory_is_given_back(kind: int) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, kind), "u1")
+    memory[:] = 1
+    inside = memory[100:-100]
+    assert give_back(inside)
+    assert not memory[mmap.PAGESIZE : -mmap.PAGESIZE].any()
+    assert memory[: mmap.PAGESIZE].all()
+    assert memory[-mmap.PAGESIZE :].all()
+    assert not give_back(memory[10:100])
+
+
+def test_runs() -> None:
+    runs = pages._runs([2, 4, 6, 10, 14, 16], 2)
+    assert list(runs) == [(2, 3), (10, 1), (14, 2)]
+    assert list(pages._runs([], 2)) == []
