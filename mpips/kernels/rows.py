@@ -89,6 +89,8 @@ def gather(
             if where[owner, LINES]:
                 slot = places[i] - begins[owner]
                 if where[owner, HEADER]:
+                    if i + AHEAD < n:
+                        fetch_entry(places[i + AHEAD], begins, where, numbers)
                     slot = find_line(slot, where[owner], begins, numbers)
                 found[at] += max(slot, 0) * size
                 found[at + 1] = where[owner, STRIPES] + 8 * (max(slot, 0) >> STRIPE_BITS)
@@ -180,6 +182,16 @@ def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.i
             found = np.int64(index[at])
         if load_acquire(header, BITS) == bits:
             return np.int64(-1)
+
+
+@kernel(quick=True)
+def fetch_entry(place: int, begins: Vector, where: Matrix, numbers: Vector) -> None:
+    """Have the entry of the index that a row is looked for in first on its way; see `gather`."""
+    owner = owner_of(place, begins)
+    if where[owner, HEADER]:
+        bits = array_at(where[owner, HEADER], begins, HEADER_WORDS)[BITS]
+        at = (1 << bits) + home_of(place - begins[owner], bits)
+        prefetch(array_at(where[owner, INDEX] + at * numbers.itemsize, numbers, 1), 0, 0)
 
 
 @kernel(quick=True)
