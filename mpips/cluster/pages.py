@@ -196,8 +196,10 @@ class LargePages:
 
     def _end(self, now: float) -> None:
         """All was looked at: wait, longer each time where there was nothing to do."""
-        self._wait = LEAST_WAIT_S if self._made else min(2 * self._wait, MOST_WAIT_S)
+        self._wait = min(2 * self._wait, MOST_WAIT_S)
         self._next = now + max(self._wait, min(WAIT * self._took, MOST_WAIT_S))
+        if self._made:
+            self._wait, self._next = LEAST_WAIT_S, now + LEAST_WAIT_S
         self._took = 0.0
 
     def _is_full(self, at: int) -> bool:

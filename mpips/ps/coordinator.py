@@ -56,6 +56,7 @@ class Chief:
         self._granter, self.handout, self._committer, self._log = granter, handout, committer, log
         self._done: set[int] = set()
         self.lost: dict[int, int] = {}  # pushes of each rank that has died
+        self._period = job.config.checkpoint_period
         self._last_s, self._last_step = time.perf_counter(), job.base_step
         self._cutting = False
         self._stop: str | None = None
@@ -288,7 +289,7 @@ class Chief:
         self._diverge(f"parameters not finite at step {self.step}")
 
     def _due(self) -> bool:
-        seconds, steps = self._job.config.checkpoint_period
+        seconds, steps = self._period
         if self._again:
             self._again = False
             return True
