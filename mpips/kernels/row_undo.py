@@ -8,10 +8,12 @@ from mpips.kernels.rows import (
     BIT_MASK,
     BITS,
     COUNT,
+    LINE_BITS,
     STRIPE_BITS,
     WRITING,
     Matrix,
     copy_line,
+    entry_of,
     fetch,
     home_of,
 )
@@ -54,11 +56,12 @@ def put_back(slot: Vector, kept: Matrix, touched: Vector, lines: Matrix, stripes
 @kernel()
 def mend_index(header: Vector, index: Vector, keys: Vector) -> None:
     """See to it that the line given last is in the index; see `mpips.kernels.rows.take_lines`."""
-    size, count = 1 << header[BITS], header[COUNT]
+    bits, count = header[BITS], header[COUNT]
     if count == 0:
         return
-    entries = index[size : 2 * size]
-    at = home_of(keys[count - 1], header[BITS])
-    while entries[at] != 0 and entries[at] != count:
+    size = 1 << bits
+    entries, last = index[size : 2 * size], keys[count - 1]
+    at, entry = home_of(last, bits), entry_of(last, count - 1, bits, header[LINE_BITS])
+    while entries[at] != 0 and entries[at] != entry:
         at = (at + 1) & (size - 1)
-    entries[at] = count
+    entries[at] = entry

@@ -35,9 +35,9 @@ TORN = 1 << 32  # what `gather` adds for such a row
 AHEAD, RING = 32, 64  # rows
 MOST_LINES = 8  # of the cache, that are fetched ahead
 LINES, STRIPES, HEADER, INDEX, KEYS = range(5)  # HEADER is 0 where a row's line is its place
-# Words of the header: the size of the index, lines, and how often these were taken from rows: twice
-# a sweep, so that it is odd in one (`mpips.kernels.row_eviction`).
-BITS, COUNT, MOVES, HEADER_WORDS = 0, 1, 2, 3
+# Words of the header: the size of the index, lines, how often these were taken from rows, twice a
+# sweep, so that it is odd in one (`mpips.kernels.row_eviction`), and the bits of a line's number.
+BITS, COUNT, MOVES, LINE_BITS, HEADER_WORDS = range(5)
 FULL, FULL_OF = 3, 4  # of an index
 MOST_PLACES = (1 << 32) - 2  # of an index: what stands in it, and in the keys, is of 32 bits
 FREE = (1 << 32) - 1  # key of a line that was taken from its row
@@ -160,24 +160,26 @@ def copy_line(line: Vector, out: Vector) -> None:
 def find_line(local: int, where: Vector, words: Vector, numbers: Vector) -> np.int64:
     """Return the line of a row, or -1 where it has none; see `gather`.
 
-    An entry of the index is a line's number and one more, or 0; it stands at its row's home, or
-    behind it. A larger index is made elsewhere, and then its size is published: a row that is not
-    found is looked for again if that has changed. What is found is a line of the row for ever, but
-    where rows are evicted.
+    An entry of the index is what `entry_of` says, or 0; it stands at its row's home, or behind it.
+    A larger index is made elsewhere, and then its size is published: a row that is not found is
+    looked for again if that has changed. What is found is a line of the row for ever, but where
+    rows are evicted.
     """
     if where[HEADER] == 0:
         return np.int64(local)
     header = array_at(where[HEADER], words, HEADER_WORDS)
+    line_bits = header[LINE_BITS]
     while True:
         bits = load_acquire(header, BITS)
         size = 1 << bits
         index = array_at(where[INDEX] + size * numbers.itemsize, numbers, size)
         keys = array_at(where[KEYS], numbers, load_acquire(header, COUNT))
-        at = home_of(local, bits)
+        at, mark = home_of(local, bits), entry_of(local, -1, bits, line_bits)
         found = np.int64(index[at])  # once: between two reads its page may be given back
         while found != 0:
-            if np.int64(keys[found - 1]) == local:
-                return found - 1
+            line = line_of(found, mark, line_bits)
+            if line >= 0 and np.int64(keys[line]) == local:
+                return line
             at = (at + 1) & (size - 1)
             found = np.int64(index[at])
         if load_acquire(header, BITS) == bits:
@@ -200,6 +202,32 @@ def home_of(local: int, bits: int) -> np.int64:
     return np.int64((_U(local) * _SPREADING) >> _U(64 - bits))
 
 
+@kernel(quick=True)
+def entry_of(local: int, line: int, bits: int, line_bits: int) -> np.int64:
+    """Return the entry of a row in an index of ``2**bits`` entries.
+
+    It is the line's number and one more. Above that, as far as there is room in 32 bits, are those
+    of the row's hash that its home leaves over: most rows that are not looked for are known by them
+    before their keys are here.
+    """
+    mark = ((_U(local) * _SPREADING) << _U(bits)) >> _U(32)
+    return np.int64(((mark >> _U(line_bits)) << _U(line_bits)) | _U(line + 1))
+
+
+@kernel(quick=True)
+def line_of(entry: np.int64, mark: np.int64, line_bits: int) -> np.int64:
+    """Return the line that an entry has if it may be a row's, -1 if not.
+
+    Args:
+        entry: It, not 0.
+        mark: `entry_of` the row and line -1.
+        line_bits: See `LINE_BITS`.
+    """
+    if (entry ^ mark) >> line_bits != 0:
+        return np.int64(-1)
+    return np.int64(entry & ((1 << line_bits) - 1)) - 1
+
+
 @kernel()
 def take_lines(
     local: Vector, first: int, header: Vector, index: Vector, keys: Vector, slot: Vector
@@ -217,27 +245,32 @@ def take_lines(
     Returns:
         n, or the first row for which there was no room in the index or in `keys`.
     """
-    size, count = 1 << header[BITS], header[COUNT]
+    bits, line_bits, count = header[BITS], header[LINE_BITS], header[COUNT]
+    size, lines = 1 << bits, (1 << line_bits) - 1
     most = min(FULL * size // FULL_OF, keys.size)
     entries = index[size : 2 * size]
     for i in range(first, local.size):
         if i + 2 * AHEAD < local.size:
-            prefetch(entries, home_of(local[i + 2 * AHEAD], header[BITS]), 0)
+            prefetch(entries, home_of(local[i + 2 * AHEAD], bits), 0)
         if i + AHEAD < local.size:
-            at = home_of(local[i + AHEAD], header[BITS])
-            prefetch(keys, max(np.int64(entries[at]) - 1, 0), 0)
-        at = home_of(local[i], header[BITS])
-        while entries[at] != 0 and np.int64(keys[np.int64(entries[at]) - 1]) != local[i]:
+            at = home_of(local[i + AHEAD], bits)
+            prefetch(keys, max((np.int64(entries[at]) & lines) - 1, 0), 0)
+        at, mark = home_of(local[i], bits), entry_of(local[i], -1, bits, line_bits)
+        slot[i] = -1
+        while entries[at] != 0:
+            line = line_of(np.int64(entries[at]), mark, line_bits)
+            if line >= 0 and np.int64(keys[line]) == local[i]:
+                slot[i] = line
+                break
             at = (at + 1) & (size - 1)
-        slot[i] = np.int64(entries[at]) - 1
-        if entries[at] == 0:
+        if slot[i] < 0:
             if count == most:
                 return i
             keys[count] = local[i]
             slot[i] = count
             count += 1
             store_ordered(header, COUNT, count)
-            entries[at] = count
+            entries[at] = mark + count
     return local.size
 
 
@@ -250,7 +283,7 @@ def fill_index(bits: int, header: Vector, index: Vector, keys: Vector) -> None:
         at = home_of(keys[slot], bits)
         while entries[at] != 0:
             at = (at + 1) & (size - 1)
-        entries[at] = slot + 1
+        entries[at] = entry_of(keys[slot], slot, bits, header[LINE_BITS])
     store_ordered(header, BITS, bits)
 
 

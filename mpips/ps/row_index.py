@@ -28,6 +28,7 @@ class RowIndex:
     def __init__(self, header: np.ndarray, index: np.ndarray, keys: np.ndarray) -> None:
         self._header, self._index, self._keys = header, index, keys
         if not header[rows.BITS]:
+            header[rows.LINE_BITS] = len(keys).bit_length()
             rows.fill_index(FIRST_BITS, header, index, keys)
 
     @property

@@ -178,7 +178,8 @@ class Fate(fate.Fate):
         done = rows.take_lines(local[:half], first, header, index, keys, slot[:half])
         if header[rows.COUNT] > count:
             size = 1 << int(header[rows.BITS])
-            (at,) = np.flatnonzero(index[size : 2 * size] == header[rows.COUNT])
+            lines = index[size : 2 * size] & ((1 << int(header[rows.LINE_BITS])) - 1)
+            (at,) = np.flatnonzero(lines == header[rows.COUNT])
             entry = index[size + at]
             index[size + at] = 0
             self.passes()
