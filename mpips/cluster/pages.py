@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,23 @@ def large_page() -> int:
         return int(LARGE_SIZE.read_text())
     except (OSError, ValueError):
         return 0
+
+
+def shared_page() -> int:
+    """Return the bytes of the large pages that shared memory is put into here; 0 if it is not."""
+    large = large_page()
+    if not large:
+        return 0
+    file = os.memfd_create("mpips-pages", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, large)
+        remapped = Remapped(np.frombuffer(mmap.mmap(file, large), np.uint8))
+    finally:
+        os.close(file)
+    remapped.memory[:: mmap.PAGESIZE] = 1
+    done = _advise(remapped.memory.ctypes.data, large, MADV_COLLAPSE)
+    remapped.free()
+    return large if done else 0
 
 
 def give_back(array: np.ndarray) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpips.cluster import segments
+from mpips.cluster.pages import shared_page
 from mpips.cluster.segments import SHARED_MEMORY
 
 LIMITS = {
@@ -36,6 +37,7 @@ class Facts:
         shared_free: Free bytes of the file system that holds shared memory.
         shared_total: All its bytes.
         stale: Bytes in it of dead jobs of this user.
+        large_page: Of shared memory that is put into large pages; 0 where it is not.
         limits: Soft limits (`getrlimit`); infinite where there is none.
         core_pattern: Where the kernel puts core files.
         variables: Of the environment: SLURM's, the MPIs', the thread limits.
@@ -50,6 +52,7 @@ class Facts:
     shared_free: int
     shared_total: int
     stale: int
+    large_page: int
     limits: Mapping[str, float]
     core_pattern: str
     variables: Mapping[str, str]
@@ -69,6 +72,7 @@ def gather_facts() -> Facts:
         shared_free=shared.f_bavail * shared.f_frsize if shared else 0,
         shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
         stale=sum(segments.left_over().values()),
+        large_page=shared_page(),
         limits={name: _limit(number) for name, number in LIMITS.items()},
         core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
         variables=kept,

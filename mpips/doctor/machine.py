@@ -1,6 +1,7 @@
 """Judges what ranks see of their hosts: cores, threads, memory, limits. Nothing here acts."""
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 from mpips.doctor.facts import SHARED_MEMORY, THREADS, Facts
@@ -30,6 +31,7 @@ def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
         *per_host(hosts, judge_cores),
         *per_host(hosts, judge_threads),
         *per_host(hosts, judge_leftovers),
+        *per_host(hosts, judge_pages),
         *per_host(hosts, lambda ranks: judge_limits(ranks[0], world)),
     ]
 
@@ -86,6 +88,14 @@ def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
         return ok("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}")
     remedy = "python -m mpips.doctor --clean, on that host"
     return warn("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}", remedy)
+
+
+def judge_pages(ranks: Sequence[Facts]) -> Finding:
+    """Tell which pages tables of rows lie on; to change it is not a job's."""
+    if size := ranks[0].large_page:
+        return ok("pages", f"tables of rows are put into pages of {size >> 20} MiB")
+    text = f"tables of rows stay in pages of {mmap.PAGESIZE >> 10} KiB"
+    return ok("pages", f"{text}: Linux 6.1 and later put shared memory into large ones")
 
 
 def judge_limits(rank: Facts, world: int) -> list[Finding]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpips.cluster import pages
-from mpips.cluster.pages import LargePages, Remapped, give_back, large_page
+from mpips.cluster.pages import LargePages, Remapped, give_back, large_page, shared_page
 
 LARGE = large_page() or 1 << 21
 FULL, MOST, HALF, NONE = LARGE, LARGE * 15 // 16, LARGE // 2, 0
@@ -47,12 +47,7 @@ def remapped() -> Iterator[Remapped]:
 @pytest.fixture(scope="module")
 def puts_together() -> bool:
     """Whether this kernel does it at once where it is asked to."""
-    given = Remapped(file_memory(2 * LARGE))
-    given.memory[:] = 1
-    LargePages(lambda: [given.memory]).look()
-    found = in_large_pages() > 0
-    given.free()
-    return found
+    return shared_page() > 0
 
 
 @pytest.mark.parametrize("skip", [0, 3 * mmap.PAGESIZE])
@@ -197,6 +192,14 @@ def test_who_writes_meanwhile_loses_nothing(remapped: Remapped) -> None:
     over.set()
     thread.join()
     assert (memory == 1 + rounds[0]).all()
+
+
+def test_what_is_tried_leaves_nothing(puts_together: bool) -> None:
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    files = len(os.listdir("/proc/self/fd"))
+    assert {shared_page() for _ in range(5)} == {LARGE if puts_together else 0}
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= before + 1
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.mark.parametrize("kind", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])

@@ -119,6 +119,7 @@ HEALTHY = Facts(
     shared_free=32 * GB,
     shared_total=32 * GB,
     stale=0,
+    large_page=2 << 20,
     limits={
         "open files": 4096,
         "locked memory": 8 * MB,
@@ -143,7 +144,7 @@ def pinned(*masks: set[int]) -> list[Facts]:
 def test_a_healthy_host_is_ok() -> None:
     found = judge_machines(ranks(4))
     assert {f.verdict for f in found} == {OK}
-    assert [f.check for f in found] == ["cores", "threads", "leftovers", "limits"]
+    assert [f.check for f in found] == ["cores", "threads", "leftovers", "pages", "limits"]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,16 @@ def test_what_dead_jobs_have_left() -> None:
     found = {f.check: f for f in judge_machines(ranks(1, stale=GB))}["leftovers"]
     assert found.verdict == WARN
     assert found.found == "a: 1.0 GB of dead jobs in /dev/shm"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(2 << 20, "put into pages of 2 MiB"), (0, "stay in pages of 4 KiB: Linux 6.1 and later")],
+)
+def test_pages_of_tables(size: int, text: str) -> None:
+    found = {f.check: f for f in judge_machines(ranks(2, large_page=size))}["pages"]
+    assert found.verdict == OK
+    assert text in found.found
 
 
 # What a rank sees ----------------------------------------------------------------------------
@@ -635,6 +646,7 @@ def failed(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 ALWAYS = {
     *("world", "slurm", "mpi", "software", "processor", "start", "cores", "threads", "leftovers"),
+    "pages",
     *("limits", "clocks", "folder", "writing", "locks", "hdf5", "file times", "sharing"),
     *("kernels", "memory", "window", "far get", "ulfm"),
 }
