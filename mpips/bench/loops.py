@@ -40,7 +40,7 @@ def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate:
 
 
 def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of memory of the kind that windows have: in small pages, as it is touched."""
+    """Return an array of memory of the kind that windows have at first: in small pages."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize, flags)
     return np.frombuffer(memory, dtype).reshape(shape)
