@@ -13,6 +13,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,9 @@ LARGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MADV_REMOVE, MADV_COLLAPSE = 9, 25  # of Linux, which Python does not name
 MAP_NORESERVE = 0x4000  # memory is not set aside, but given where it is written
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+# Numbers of the call. The function of the C library is not it where UCX before 1.15 watches over
+# memory: there the new address is lost (https://github.com/openucx/ucx/issues/8820).
+SYS_MREMAP = {"x86_64": 25, "aarch64": 216, "riscv64": 216, "ppc64le": 163, "s390x": 163}
 FULL, FULL_OF = 7, 8  # of a large page are in use: what it adds is less than a seventh
 # Of large pages at once: the kernel waits for all cores before each. And how many times as long
 # other work goes on behind it.
@@ -35,9 +39,9 @@ LEAST_WAIT_S, MOST_WAIT_S, WAIT = 0.01, 60.0, 10  # until all is looked at again
 def _library() -> ctypes.CDLL:
     library, address, size = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p, ctypes.c_size_t
     number = ctypes.c_int
-    library.mmap.restype = library.mremap.restype = address
+    library.mmap.restype, library.syscall.restype = address, ctypes.c_long
     library.mmap.argtypes = (address, size, number, number, number, ctypes.c_long)
-    library.mremap.argtypes = (address, size, size, number, address)
+    library.syscall.argtypes = (ctypes.c_long, address, size, size, ctypes.c_long, address)
     library.munmap.argtypes = (address, size)
     library.madvise.argtypes = (address, size, number)
     library.mincore.argtypes = (address, size, address)
@@ -143,7 +147,9 @@ def _map_again(first: int, size: int, skip: int) -> int | None:
     Returns:
         The address; None where the kernel does not: memory of another kind, or a limit.
     """
-    library, large = _library(), large_page()
+    library, large, call = _library(), large_page(), SYS_MREMAP.get(platform.machine())
+    if call is None:
+        return None
     room, none = size + large, ctypes.c_void_p(-1).value
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     held = library.mmap(None, room, 0, flags, -1, 0)
@@ -151,7 +157,7 @@ def _map_again(first: int, size: int, skip: int) -> int | None:
         return None
     at: int = held + (skip - held) % large
     # Of size 0: a further mapping of the same pages (mremap(2)), in place of what is held there.
-    found = library.mremap(first, 0, size, MREMAP_MAYMOVE | MREMAP_FIXED, at)
+    found = library.syscall(call, first, 0, size, MREMAP_MAYMOVE | MREMAP_FIXED, at)
     for begin, end in ((held, at), (at + size if found == at else at, held + room)):
         if begin < end:
             library.munmap(begin, end - begin)
@@ -179,7 +185,7 @@ class LargePages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were put into large pages."""
+        """Bytes that were put into large pages, or are left to the kernel."""
         return (len(self._done) + len(self._made)) * self._large
 
     def look(self) -> None:

@@ -78,6 +78,15 @@ def test_memory_of_one_process_is_mapped_once() -> None:
         remapped.free()
 
 
+def test_a_processor_whose_calls_are_not_known_leaves_the_first_mapping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pages.platform, "machine", lambda: "pdp11")
+    memory, rooms = file_memory(2 * LARGE), remapped_rooms()
+    assert Remapped(memory).memory is memory
+    assert remapped_rooms() == rooms
+
+
 def test_a_limit_of_addresses_leaves_the_first_mapping() -> None:
     memory, (soft, hard) = file_memory(64 * LARGE), resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
