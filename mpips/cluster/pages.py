@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import platform
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -109,6 +110,8 @@ class Remapped:
 
     def __init__(self, given: np.ndarray) -> None:
         self.memory, self._mapping = given, (0, 0)
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return  # who has a limit of addresses needs them for something else
         page, large, begin = mmap.PAGESIZE, large_page(), given.ctypes.data
         if not 0 < large <= given.nbytes:
             return

@@ -91,7 +91,7 @@ def test_a_limit_of_addresses_leaves_the_first_mapping() -> None:
     memory, (soft, hard) = file_memory(64 * LARGE), resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     rooms = remapped_rooms()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 32 * LARGE, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + 1024 * LARGE, hard))
     try:
         remapped = Remapped(memory)
     finally:
