@@ -1,13 +1,15 @@
 """Errors that every rank raises, so that a job ends with one message and nobody waits for ever."""
 
+import sys
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 from mpips.cluster.collectives import begin_barrier, broadcast, gather_all
 from mpips.cluster.start import Comm
 from mpips.cluster.waiting import Backoff
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 
 T = TypeVar("T")
 
@@ -17,6 +19,22 @@ class Agreed(UserError):
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
+
+
+def tell_once(comm: Comm) -> None:
+    """Have rank 0 alone tell of an `Agreed` that a program does not catch, and in one line."""
+    before, first = sys.excepthook, comm.rank == 0
+    if getattr(before, "tells_once", False):
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Agreed):
+            before(kind, error, trace)
+        elif first:
+            complain(error)
+
+    tell.tells_once = True  # type: ignore[attr-defined]
+    sys.excepthook = tell
 
 
 def together(comm: Comm, error: Exception | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpips.checkpoint import newest_whole
 from mpips.cluster import ending, failures, signals
-from mpips.cluster.agreement import Agreed
+from mpips.cluster.agreement import Agreed, everywhere, tell_once
 from mpips.cluster.start import Comm, whole_world
 from mpips.errors import UserError
 from mpips.layout.tables import Table
@@ -113,7 +113,7 @@ def run(
 
     Raises:
         UserError: If an option, the parameters, the data or the run's folder cannot be: the same
-            on every rank, and nothing was started.
+            on every rank, and nothing was started. One that is not caught is told by rank 0.
 
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
@@ -178,8 +178,9 @@ def run_program(
     if instead is not None:
         instead(program, given, name)
     world = whole_world() if comm is None else comm
+    tell_once(world)
     with signals.noted():
-        start = Start(world, name, checked(options, optimizer), given)
+        start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)
         program.begin(start)
         try:
             ended, late = _train(program, start)

@@ -147,8 +147,11 @@ def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
-    found = run(3, args, tmp_path).check()
+    found = run(3, args, tmp_path).check(1)
+    assert found.output.count("mpips: unknown mode 'asnc', expected one of ") == 1, "nobody catches it"
+    assert "Traceback" not in found.output
     told = dict(line.split(": ", 1) for line in found.output.splitlines() if ": " in line)
+    told.pop("mpips")
     assert set(told) == set(REFUSED)
     for name, pattern in REFUSED.items():
         assert " | " not in told[name], "one text on all ranks"

@@ -99,3 +99,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    mpips.run(train, INIT, mode="asnc")  # what nobody catches
