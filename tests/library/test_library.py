@@ -148,7 +148,7 @@ def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
     found = run(3, args, tmp_path).check(1)
-    assert found.output.count("mpips: unknown mode 'asnc', expected one of ") == 1, "nobody catches it"
+    assert found.output.count("mpips: unknown mode 'asnc', expected") == 1, "nobody catches it"
     assert "Traceback" not in found.output
     told = dict(line.split(": ", 1) for line in found.output.splitlines() if ": " in line)
     told.pop("mpips")
