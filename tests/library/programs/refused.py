@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"file", "w.npz"}, "no folder is left"
     result = mpips.run(train, INIT, epochs=1, out=folder / "good", quiet=True)
     if WORLD.rank == 0:
-        print(f"good: {result.reason}", flush=True)
+        print(f"good: {result.reason} behind {len(CASES)} refused", flush=True)
 
 
 if __name__ == "__main__":
