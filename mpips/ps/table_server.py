@@ -49,7 +49,6 @@ class ServedTable:
     Attributes:
         table: The table.
         shard: Its rows.
-        pages: Puts them into large pages.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class ServedTable:
         self.table, self._server = table, server
         self._ownership = table.owned_by(servers)
         self.shard = TableShard(self._ownership, server, memory, table.rule)
-        self.pages = LargePages(self.shard.used)
 
     @property
     def nbytes(self) -> int:
@@ -202,6 +200,11 @@ def evicted_of(tables: Sequence[ServedTable]) -> dict[str, int]:
     return {name: found.evicted for name, found in ages.items() if found}
 
 
+def large_pages(tables: Sequence[ServedTable]) -> LargePages:
+    """Return what puts the rows of an owner's tables into large pages, one table after another."""
+    return LargePages(lambda: [array for each in tables for array in each.shard.used()])
+
+
 class TableServer(Server):
     """A server's half of a store with tables; see `mpips.ps.shard.Server`. Collective: no.
 
@@ -232,6 +235,7 @@ class TableServer(Server):
             fields = table_fields(table, len(ranks), server_id, dtype)
             memory = {field.name: window.view(ranks[server_id], field.name) for field in fields}
             self.tables.append(ServedTable(table, len(ranks), server_id, memory))
+        self._pages = large_pages(self.tables)
         self._far: RowReplies | None = None
         if cluster.nodes > 1:
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
@@ -297,8 +301,7 @@ class TableServer(Server):
         super().serve_reads()
         if self.recorder is None:
             self._evict()
-        for served in self.tables:
-            served.pages.look()
+        self._pages.look()
         return self.serve_rows()
 
     def serve_rows(self) -> bool:

@@ -44,6 +44,7 @@ from mpips.ps.table_server import (
     evict_old,
     evicted_of,
     fill_tables,
+    large_pages,
     table_fields,
 )
 from mpips.rounds.base import Transfers
@@ -204,6 +205,7 @@ class OwnedTables:
             fields = table_fields(table, count, me, dtype.name)
             memory = {field.name: window.view(cluster.rank, field.name) for field in fields}
             self.tables.append(ServedTable(table, count, me, memory))
+        self._pages = large_pages(self.tables)
         self._incoming = [
             _Incoming(job, tables, window, me, rank) for rank in cluster.roles.workers
         ]
@@ -286,7 +288,7 @@ class OwnedTables:
                 served.shard.apply(local[at : at + block], rows[at : at + block], rate)
                 if far:
                     self._cluster.progress()
-            served.pages.look()
+        self._pages.look()
         if self._over is not None and not evict_old(self.tables, self._over):
             raise AssertionError("rows are evicted while a checkpoint is being written")
         self._replies.version = step
