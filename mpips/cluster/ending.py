@@ -92,8 +92,9 @@ def _heard(ranks: Iterable[int], seconds: float) -> bool:
 
 def another_speaks() -> bool:
     """Whether another rank ends the job, and what it says is to be the last that is printed."""
-    on = failures.switched_on()  # then whoever speaks has revoked, and nothing gets on
-    return not on and MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
+    if failures.switched_on():  # then whoever speaks has revoked
+        return failures.revoked()
+    return MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, TAG_SPEAKS)
 
 
 def raised(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from mpips.cluster.waiting import all_done
 from mpips.errors import UserError, complain
 
 FT_ENABLE = "OMPI_MCA_mpi_ft_enable"  # which mpirun sets
+REVOKED_S = 0.3
 HEARD_S = 0.5
 SPOKEN_S = 5.0
 DIED = 128 + signal.SIGKILL  # exit code of a rank that ends as another one has died
@@ -234,28 +235,39 @@ def end_all(message: str) -> NoReturn:
     MPI_Abort ends nobody here, and who ends by an exit code is waited for: this process is killed,
     when its communicators are revoked, by which the others see that they are to end. Who has
     nothing to say waits for that: a further death would be told of as well. What is said is the
-    last that is printed: who says it revokes first, and whoever has heard of that keeps still.
+    last that is printed: who says it revokes first and speaks a little later, and whoever has
+    heard of that keeps still.
 
     Blocks: for half a second, or some seconds until another rank has spoken.
     """
     sys.stdout.flush()
-    if message and not _is_revoked():
+    if message and not revoked():
         for comm in _watched:
             with contextlib.suppress(MPI.Exception):  # it may be revoked already
                 comm.Revoke()
+        _listen(REVOKED_S, lambda: False)
         complain(message)
-    end = time.monotonic() + (HEARD_S if message else SPOKEN_S)
-    while time.monotonic() < end and (message or not _is_revoked()):
-        with contextlib.suppress(MPI.Exception):  # the dead are listened to as well
-            MPI.COMM_WORLD.Iprobe()
-        time.sleep(HEARD_S / 100)
+    if message:
+        _listen(HEARD_S, lambda: False)
+    else:
+        _listen(SPOKEN_S, revoked)
     segments.remove_noted()
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("this process is killed")
 
 
-def _is_revoked() -> bool:
+def revoked() -> bool:
+    """Whether a rank ends the job, as far as this one has heard."""
     return any(comm.Is_revoked() for comm in _watched)
+
+
+def _listen(seconds: float, heard: Callable[[], bool]) -> None:
+    """Let MPI get on for so long, or until what is waited for has been heard."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not heard():
+        with contextlib.suppress(MPI.Exception):  # the dead are listened to as well
+            MPI.COMM_WORLD.Iprobe()
+        time.sleep(HEARD_S / 100)
 
 
 def leave(code: int) -> NoReturn:
