@@ -171,14 +171,11 @@ def run_program(
     if failures.any_seen():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
-    held_out, callbacks = _held_out_of(program), Callbacks(program.callbacks)
-    initial = Parameters(params, program.statistics, program.make_state, program.tables)
-    given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
-    name = _name(program.train)
     if instead is not None:
-        instead(program, given, name)
+        instead(program, *_given(program, params, started))
     world = whole_world() if comm is None else comm
     tell_once(world)
+    given, name = everywhere(world, lambda: _given(program, params, started))
     with signals.noted():
         start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)
         program.begin(start)
@@ -198,6 +195,18 @@ def run_program(
         start.part(ended.code)
         start.free()
     return result
+
+
+def _given(program: Program, params: Mapping[str, Any], started: float) -> tuple[Given, str]:
+    """Return what a program gives a run, and the run's name.
+
+    Raises:
+        UserError: If it cannot be.
+    """
+    held_out, callbacks = _held_out_of(program), Callbacks(program.callbacks)
+    initial = Parameters(params, program.statistics, program.make_state, program.tables)
+    given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
+    return given, _name(program.train)
 
 
 def _train(program: Program, start: Start) -> tuple[Ended, list[Note]]:

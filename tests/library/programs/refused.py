@@ -43,6 +43,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "a rule by name": lambda out: mpips.run(train, INIT, "adam", out=out),
     "no parameters": lambda out: mpips.run(train, {}, out=out),
     "words as parameters": lambda out: mpips.run(train, {"w": "zero"}, out=out),
+    "words on one rank": lambda out: mpips.run(
+        train, {"w": "zero" if WORLD.rank == 1 else np.zeros(4)}, out=out
+    ),
     "shapes that differ": lambda out: mpips.run(train, {"w": np.zeros(1 + WORLD.rank)}, out=out),
     "no server": lambda out: mpips.run(train, INIT, servers=WORLD.size, out=out),
     "one of two": lambda out: mpips.run(train, INIT, held_out=10, out=out),
@@ -99,4 +102,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    mpips.run(train, INIT, mode="asnc")  # what nobody catches
+    mpips.run(train, {"w": "zero"})  # what nobody catches
