@@ -1,5 +1,6 @@
 """Worlds of one's own: the command line of ``mpirun``, and jobs that leave nothing behind."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -34,7 +35,7 @@ SURVIVING = (
     *("--with-ft", "ulfm", "--mca", "coll", "^han,hcoll,portals4"),
     *("--mca", "btl_tcp_flags", "send,inplace"),
 )
-TRY_S = 60.0  # for a start of processes that do nothing
+TRIES_S = 20.0, 60.0  # for a start of processes that do nothing
 
 
 @functools.cache
@@ -78,13 +79,16 @@ def survivors_launcher() -> list[str]:
 
 
 def trial(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
-    """Run a command; returns None if that takes too long."""
-    try:
-        return subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=TRY_S
-        )
-    except subprocess.TimeoutExpired:
-        return None
+    """Run a command, and once more if that takes too long; returns None if it does again.
+
+    Open MPI's mpirun may hang at its start, now and then (open-mpi/ompi 10586, 12939).
+    """
+    for seconds in TRIES_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return subprocess.run(
+                words, env=environment(), capture_output=True, text=True, timeout=seconds
+            )
+    return None
 
 
 def environment() -> dict[str, str]:

@@ -79,7 +79,9 @@ def refusal(launcher: Sequence[str], ranks: int, fabrics: bool) -> str:
         fabrics: Whether hosts may have InfiniBand, which Open MPI does not use then.
     """
     tried = trial([*launcher, "-n", f"{ranks}", "sh", "-c", f"ls -d {FABRICS}* 2> /dev/null; true"])
-    if tried is None or tried.returncode != 0:
+    if tried is None:
+        return "Open MPI's mpirun hung twice as it was tried"
+    if tried.returncode != 0:
         return "this Open MPI ends all ranks"
     if FABRICS in tried.stdout and not fabrics:
         return "Open MPI would leave InfiniBand aside to go on without it, which --ft allows"

@@ -107,15 +107,17 @@ INFINIBAND = ["sh", "-c", "echo /sys/class/infiniband/mlx5_0"]
     [
         (["true"], False, ""),
         (["false"], True, "this Open MPI ends all ranks"),
-        (["sh", "-c", "sleep 60"], False, "this Open MPI ends all ranks"),
+        (["sh", "-c", "sleep 60"], False, "mpirun hung twice as it was tried"),
+        (["sh", "-c", "test -e hung || { touch hung; sleep 60; }"], False, ""),
         (INFINIBAND, False, "InfiniBand aside to go on without it, which --ft allows"),
         (INFINIBAND, True, ""),
     ],
 )
 def test_what_hosts_allow_is_tried_there(
-    launcher: list[str], ft: bool, why: str, monkeypatch: pytest.MonkeyPatch
+    launcher: list[str], ft: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpirun, "TRY_S", 2.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpirun, "TRIES_S", (1.0, 2.0))
     found = survivors.refusal(launcher, 3, ft)
     assert found.endswith(why)
     assert bool(found) == bool(why)
