@@ -173,7 +173,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
     made = among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options)) or []
     for count in (1, 2) if apart else ():
         ranks = [server, *workers[:count]]
-        for codec in ("none", "fp16") if len(ranks) > count else ():
+        for codec in ("none", "fp16", "int8") if len(ranks) > count else ():
             wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
             made += among(cluster, ranks, wire) or []
     return made

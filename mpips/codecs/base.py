@@ -67,6 +67,13 @@ class Codec(ABC):
         """Names of what it keeps between two messages: vectors like the gradient."""
         return ()
 
+    def for_rows(self, dim: int) -> "Codec | None":
+        """Return what rows of `dim` numbers are packed by, or None where this packs no rows.
+
+        A vector of rows is another one each time, so that nothing can be kept of it.
+        """
+        return None
+
     def fresh_state(self, n: int, dtype: np.typing.DTypeLike) -> State:
         """Return the state before the first message: zeroes, shape (n,) each."""
         return tuple(np.zeros(n, dtype) for _ in self.state)
@@ -116,6 +123,10 @@ class Codec(ABC):
 
 class TwoBytes(Codec):
     """A codec that writes each element in two bytes and keeps nothing."""
+
+    def for_rows(self, dim: int) -> Codec:
+        """See `Codec.for_rows`: each number is packed by itself."""
+        return self
 
     @abstractmethod
     def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:

@@ -26,9 +26,9 @@ class Int4(Int8):
     """
 
     name: ClassVar[str] = "int4"
-    bucket: ClassVar[int] = BUCKET
     stored: ClassVar[str] = "u1"
     in_one: ClassVar[int] = 2
+    bucket: int = BUCKET
 
     def _pack(self, *args: Any) -> None:
         pack(*args)
@@ -45,12 +45,13 @@ def pack(
     scale_bits: np.ndarray,
     pairs: np.ndarray,
     key: np.uint64,
+    bucket: int,
 ) -> None:
     """Write scales and pairs of levels."""
     for b in range(scales.size):
-        block = x[b * BUCKET : (b + 1) * BUCKET]
-        out = pairs[b * (BUCKET // 2) : (b + 1) * (BUCKET // 2)]
-        scale_bits[b] = largest_of(x_bits[b * BUCKET : (b + 1) * BUCKET])
+        block = x[b * bucket : (b + 1) * bucket]
+        out = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
+        scale_bits[b] = largest_of(x_bits[b * bucket : (b + 1) * bucket])
         scale = scales[b]
         out[:] = ZERO + 16 * ZERO
         if not 0 < scale < np.inf:
@@ -64,12 +65,12 @@ def pack(
 
 
 @kernel()
-def unpack(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray) -> None:
+def unpack(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket: int) -> None:
     """Read them; the largest of a bucket is exact."""
     real = out.dtype.type
     for b in range(scales.size):
-        block = out[b * BUCKET : (b + 1) * BUCKET]
-        pair = pairs[b * (BUCKET // 2) : (b + 1) * (BUCKET // 2)]
+        block = out[b * bucket : (b + 1) * bucket]
+        pair = pairs[b * (bucket // 2) : (b + 1) * (bucket // 2)]
         scale, half = scales[b], pair.size
         for i in range(half):
             block[i] = real(np.int32(pair[i] & 15) - ZERO) / real(LEVELS) * scale

@@ -1,6 +1,6 @@
 """QSGD with 8 bits: stochastic rounding against a scale per bucket."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +10,7 @@ from mpips.kernels.compiled import kernel
 
 BUCKET = 512
 LEVELS = 127  # s of the paper
+ROWS_LEAST = 16  # elements of a bucket of whole rows, so that scales are few beside them
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,24 @@ class Int8(Codec):
 
     xi is ``|x| s / m`` rounded down, or up with the probability that makes its mean ``|x| s / m``:
     unbiased. ``|Q(x) - x| < m / s`` for each element, and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``. A
-    bucket is 512 elements; one with a NaN or an infinity is decoded as NaN.
+    bucket is 512 elements, of rows a row, or as many short ones as have 16; one with a NaN or an
+    infinity is decoded as NaN.
+
+    Attributes:
+        bucket: Elements of a bucket: whole ones of what has the levels.
 
     References: Alistarh et al., NeurIPS 2017, sections 3.1 (Q) and 4 (buckets, m for the norm).
     """
 
     name: ClassVar[str] = "int8"
-    bucket: ClassVar[int] = BUCKET
     stored: ClassVar[str] = "i1"  # dtype of what has the levels
     in_one: ClassVar[int] = 1  # levels in an element of that
+    bucket: int = BUCKET
+
+    def for_rows(self, dim: int) -> "Int8":
+        """See `Codec.for_rows`: rows differ in size, so that each has a scale of its own."""
+        rows = -(-ROWS_LEAST // dim)
+        return replace(self, bucket=dim * (rows + dim * rows % self.in_one))
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
         """See `Codec.wire_bytes`: a scale a bucket, then the levels."""
@@ -40,13 +50,14 @@ class Int8(Codec):
     def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         scales, levels = self._parts(out, grad)
-        self._pack(grad, bits_of(grad), scales, bits_of(scales), levels, message_id.key)
+        key = message_id.key
+        self._pack(grad, bits_of(grad), scales, bits_of(scales), levels, key, self.bucket)
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         """See `Codec.decode`."""
         scales, levels = self._parts(data, out)
-        self._unpack(scales, levels, out)
+        self._unpack(scales, levels, out, self.bucket)
 
     def _pack(self, *args: Any) -> None:
         pack(*args)
@@ -102,12 +113,13 @@ def pack(
     scale_bits: np.ndarray,
     levels: np.ndarray,
     key: np.uint64,
+    bucket: int,
 ) -> None:
     """Write scales and levels."""
     for b in range(scales.size):
-        block = x[b * BUCKET : (b + 1) * BUCKET]
-        out = levels[b * BUCKET : (b + 1) * BUCKET]
-        scale_bits[b] = largest_of(x_bits[b * BUCKET : (b + 1) * BUCKET])
+        block = x[b * bucket : (b + 1) * bucket]
+        out = levels[b * bucket : (b + 1) * bucket]
+        scale_bits[b] = largest_of(x_bits[b * bucket : (b + 1) * bucket])
         scale = scales[b]
         if not 0 < scale < np.inf:
             out[:] = 0
@@ -118,12 +130,12 @@ def pack(
 
 
 @kernel()
-def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray) -> None:
+def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int) -> None:
     """Read them; the largest of a bucket is exact."""
     real = out.dtype.type
     for b in range(scales.size):
-        block = out[b * BUCKET : (b + 1) * BUCKET]
-        level = levels[b * BUCKET : (b + 1) * BUCKET]
+        block = out[b * bucket : (b + 1) * bucket]
+        level = levels[b * bucket : (b + 1) * bucket]
         scale = scales[b]
         for i in range(block.size):
             block[i] = real(level[i]) / real(LEVELS) * scale

@@ -8,7 +8,7 @@ links, and computing where its time is known, allow at best.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,6 @@ ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
 CODEC_OPTIONS = ("codec", "pull_codec")
-ROW_CODECS = ("fp16", "bf16")  # two bytes a number; rows are packed by no other
 
 
 @dataclass(frozen=True)
@@ -151,16 +150,21 @@ def case_of(config: Config, topology: Topology) -> Case:
         hidden=c.overlap_steps / c.round_steps,
         grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
         params=0.0 if low_rank else vectors * packed.get(given.get(results, ""), 1.0),
-        rows=Rows.of(topology.tables, item, *(_of_rows(c, given, k) for k in CODEC_OPTIONS)),
+        rows=Rows.of(topology.tables, item, *(_of_rows(c, given.get(k)) for k in CODEC_OPTIONS)),
     )
 
 
-def _of_rows(config: Config, given: Mapping[str, str], option: str) -> float:
-    """Return the bytes of rows on the wire over those in memory, by the codec of an option."""
-    codec = given.get(option, "none")
-    if codec not in ROW_CODECS:
-        return 1.0
-    return 2 / np.dtype(config.dtype).itemsize
+def _of_rows(config: Config, codec: str | None) -> Callable[[int], float]:
+    """Return what gives the bytes of rows on the wire over those in memory, by their numbers."""
+    packs = make_codec(codec) if codec in CODECS else None
+
+    def share(dim: int) -> float:
+        found = packs and packs.for_rows(dim)
+        many = dim << 10  # so that a bucket that is not full does not count
+        nbytes = many * np.dtype(config.dtype).itemsize
+        return found.wire_bytes(many, config.dtype) / nbytes if found else 1.0
+
+    return share
 
 
 def moved_vectors(config: Config) -> float:

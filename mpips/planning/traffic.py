@@ -32,13 +32,14 @@ Where k batches are accumulated before a push or a round, all is divided by k. W
 gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mpips.kernels.row_lists import most_bytes
 from mpips.layout.roles import Roles
 
 SERVERS, WORKERS = "servers", "workers"
+Share = Callable[[int], float]
 Tables = tuple[tuple[int, int, float], ...]  # of each its rows, their numbers, rows a batch needs
 
 
@@ -95,20 +96,22 @@ class Rows:
     params: float = 0.0
 
     @classmethod
-    def of(cls, tables: Tables, itemsize: int, grads: float, params: float) -> "Rows":
+    def of(cls, tables: Tables, itemsize: int, grads: Share, params: Share) -> "Rows":
         """Return those of some tables.
 
         Args:
             tables: Of each its rows, their numbers, and how many different rows a batch needs.
             itemsize: Bytes of a number.
-            grads: Bytes of a gradient on the wire over those in memory.
-            params: Likewise, of parameters.
+            grads: Returns of rows of so many numbers the bytes of their gradients on the wire
+                over those in memory.
+            params: Likewise, of what is read.
         """
-        numbers = lists = 0.0
+        pushed = read = 0.0
         for rows, dim, needed in tables:
-            numbers += needed * dim * itemsize
-            lists += 2 * needed * most_bytes(int(rows / max(1.0, needed)))
-        return cls(numbers * grads + lists, numbers * params)
+            nbytes = needed * dim * itemsize
+            pushed += nbytes * grads(dim) + 2 * needed * most_bytes(int(rows / max(1.0, needed)))
+            read += nbytes * params(dim)
+        return cls(pushed, read)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ class ServerHalf(Half):
     def _tables(self) -> tuple[Any, ...]:
         """Return what a server with tables is made of beside that; nothing without any."""
         design = self.design
-        args = design.tables, design.replies.codec, design.consistent
+        args = design.tables, design.replies, design.consistent
         return args if design.tables else ()
 
     def _receiver(self, number: int, server: Server) -> Receiver:

@@ -23,7 +23,6 @@ import numpy as np
 
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec
 from mpips.kernels import row_undo
 from mpips.kernels.atomics import observe, publish
 from mpips.layout.tables import Ownership, Table
@@ -33,6 +32,7 @@ from mpips.ps.journal import HALVES, NUMBER_BITS, PIECE, Adopted, Journaled
 from mpips.ps.table_server import ServedTable, TableServer
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.push import Push
+from mpips.transport.wire import Packing
 
 ROW_UNDO_BYTES = 1 << 18  # of lines in a piece: with those that they are of, within an L2 cache
 
@@ -97,14 +97,14 @@ class JournaledTables(TableServer, Journaled):
     def __init__(
         self,
         tables: Sequence[JobTable],
-        codec: Codec | None,
+        replies: Packing,
         consistent: bool,
         cluster: Cluster,
         window: Window,
         server_id: int,
         *args: Any,
     ) -> None:
-        super().__init__(tables, codec, consistent, cluster, window, server_id, *args)
+        super().__init__(tables, replies, consistent, cluster, window, server_id, *args)
         rank = cluster.roles.servers[server_id]
         undo, touched = window.view(rank, "row_undo"), window.view(rank, "touched")
         self._row_undo = RowUndo((undo, touched, self._journal))

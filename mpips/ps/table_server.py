@@ -15,7 +15,6 @@ from mpips.checkpoint import Checkpoint, TableRows
 from mpips.cluster.pages import LargePages
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec
 from mpips.cut.table_saver import TableSaver
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
@@ -24,6 +23,7 @@ from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.push import Push
+from mpips.transport.wire import Packing
 
 SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
 BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
@@ -210,7 +210,7 @@ class TableServer(Server):
 
     Args:
         tables: Of the job.
-        codec: Of pulls from other nodes.
+        replies: How rows for workers of other nodes are packed.
         consistent: Whether rows of a step are read between two updates.
         args: See `Server`.
 
@@ -221,7 +221,7 @@ class TableServer(Server):
     def __init__(
         self,
         tables: Sequence[JobTable],
-        codec: Codec | None,
+        replies: Packing,
         consistent: bool,
         cluster: Cluster,
         window: Window,
@@ -241,7 +241,7 @@ class TableServer(Server):
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
             number = cluster.roles.workers.index
             noted = (lambda rank: self._note_read(number(rank))) if consistent else None
-            args = cluster, served, self.params.dtype, codec, noted
+            args = cluster, served, self.params.dtype, replies, server_id, noted
             self._far = RowReplies(*args, self.clocks.lets)
         self._grants.noted = self._note_read
         self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do

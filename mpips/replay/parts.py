@@ -25,7 +25,7 @@ from mpips.replay.record import Part
 from mpips.replay.stand_ins import Memory, Ranks
 from mpips.session.folder import Run
 from mpips.session.setup import initial_of
-from mpips.transport.packed_rows import arrived, rows_codec
+from mpips.transport.packed_rows import SumsPacker
 from mpips.transport.push import Push
 from mpips.transport.rows import Section, rows_fields
 from mpips.transport.wire import Packer
@@ -133,7 +133,7 @@ def make_server(job: Job, memory: Memory) -> Server:
     how = design.rule, design.rate, design.replies, design.stale
     place = job.cluster, memory, number, job.shard
     if design.tables:
-        tables = TableServer(design.tables, None, True, *place, *how)
+        tables = TableServer(design.tables, design.replies, True, *place, *how)
         fill_tables(tables.tables, job.checkpoint)
     server = tables if design.tables else Server(*place, *how)
     job.fill(server.params, server.slots, job.shard)
@@ -182,9 +182,12 @@ class Maker:
         far = [(k, shard) for k, (rank, shard) in owners if shard.size and not ranks.near(rank)]
         taking = [k for k, shard in enumerate(job.shards) if shard.size or design.tables]
         self._shards: dict[int, Shard] = {k: job.shards[k] for k in taking}
-        servers = enumerate(ranks.roles.servers)
-        codec = rows_codec(design.pushes.codec)
-        self._row_codecs = {k: None if ranks.near(rank) else codec for k, rank in servers}
+        dims = [table.dim for table in design.tables]
+        self._row_packers = {
+            k: [SumsPacker(design.pushes, dim, self._worker, k, n) for n, dim in enumerate(dims)]
+            for k, rank in enumerate(ranks.roles.servers)
+            if not ranks.near(rank)
+        }
         self.packers = {
             k: Packer(design.pushes, shard, job.dtype, self._worker, 1) for k, shard in far
         }
@@ -230,9 +233,10 @@ class Maker:
         origin = made.replica[part] if self._job.staleness.origins else None
         samples = made.batch[2] - made.batch[1]
         who = self._worker, number, made.batch, samples, made.loss
-        sections = made.computed.rows[server] if made.computed.rows else ()
-        codec = self._row_codecs[server]
-        rows = tuple(Section(places, arrived(sums, codec)) for places, sums in sections)
+        rows = made.computed.rows[server] if made.computed.rows else ()
+        if rows and server in self._row_packers:
+            pairs = zip(self._row_packers[server], rows, strict=True)
+            rows = tuple(Section(each.places, p.arrived(each.sums, number)) for p, each in pairs)
         return Push(*who, version, grad, origin, factor=made.computed.factor, rows=rows)
 
     def applied(self, made: Made) -> bool:

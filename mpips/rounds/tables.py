@@ -52,6 +52,7 @@ from mpips.rounds.update import BLOCK_BYTES
 from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
 from mpips.transport.rows import Section, Sections, rows_fields
+from mpips.transport.wire import Packing
 
 NOTHING_YET = -1  # version of rows that nobody may read
 
@@ -162,7 +163,7 @@ class _Sender:
         cluster, owners = job.cluster, job.cluster.roles.owners
         self._arrays, self._transfers = cluster.arrays, transfers
         self._packers = [
-            (rank, RowsPacker(window, cluster.rank, tables, len(owners), owner, None))
+            (rank, RowsPacker(window, cluster.rank, tables, len(owners), owner, Packing()))
             for owner, rank in enumerate(owners)
             if job.worker_id is not None and not cluster.near(rank)
         ]
@@ -212,7 +213,7 @@ class OwnedTables:
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-        self._replies = RowReplies(cluster, served, dtype, None)
+        self._replies = RowReplies(cluster, served, dtype, Packing(), me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
 

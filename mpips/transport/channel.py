@@ -88,7 +88,7 @@ class Sender:
             args = tables, len(cluster.roles.servers)
             numbers = [server for server, *_ in far if tables]
             me = cluster.rank
-            rows = [RowsPacker(window, me, *args, k, packing.codec) for k in numbers]
+            rows = [RowsPacker(window, me, *args, k, packing, self._worker) for k in numbers]
             return Direct(cluster, far, self._me, packing, rows)
         carried = window.view(carrier, "carried")
         if carrier != cluster.rank:

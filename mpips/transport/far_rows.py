@@ -14,7 +14,7 @@ order in which they were sent, so that rows come in the order in which they are 
 A request says what its rows are to hold, where they have to hold anything: a server that is not
 there yet answers later, and with it what that worker has asked it for since.
 
-Rows go by the codec of pulls where that writes each number on its own.
+Rows go by the codec of pulls where that packs rows.
 
 Where reads are consistent all rows of a call are read between two of the server's updates: it reads
 them when it takes the request, which it does between two, and keeps them until they are sent. A
@@ -23,6 +23,7 @@ call is one request then, whatever its length.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -33,12 +34,13 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROWS, TAG_WANTED
 from mpips.cluster.waiting import all_done
 from mpips.cluster.world import Cluster
-from mpips.codecs import Codec
+from mpips.codecs import Codec, MessageId
 from mpips.kernels.row_lists import read_places, spread
 from mpips.layout.tables import Grouped
 from mpips.planning.tables import JobTable
 from mpips.transport.far import WINDOW
 from mpips.transport.packed_rows import RowChunks, SentList, rows_codec
+from mpips.transport.wire import Packing
 
 HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
 ASIDE = -1  # in place of a version: the rows are for no step
@@ -151,8 +153,9 @@ class FarRows:
         self._ahead: deque[tuple[np.ndarray | None, Coming]] = deque()
         self._later: list[tuple[np.ndarray, Grouped]] = []
         most = lambda k: max(1, owned.count(k)) if whole else table.push_rows  # noqa: E731
+        packed = rows_codec(codec, table.dim)
         self._far = [
-            _FarServer(cluster, number, k, rank, most(k), owned.count(k), rows_codec(codec))
+            _FarServer(cluster, number, k, rank, most(k), owned.count(k), packed)
             for k, rank in enumerate(ranks)
             if not cluster.near(rank)
         ]
@@ -261,10 +264,11 @@ class _Answer:
 
     def __init__(
         self, rank: int, send: Callable[[np.ndarray], Request], served: Served, dtype: np.dtype,
-        places: np.ndarray, count: int, codec: Codec | None, at_once: bool,
+        places: np.ndarray, count: int, codec: Codec | None, message_id: MessageId, at_once: bool,
     ) -> None:  # fmt: skip
         self.rank, self._send, self._served, self._dtype = rank, send, served, dtype
         self._chunks = RowChunks.of(codec, count, served.dim, dtype)
+        self._message_id = message_id
         self._places, self._cursor, self._left = places, np.zeros(2, np.int64), count
         self._sending: deque[tuple[Request, np.ndarray]] = deque()
         self._rows: np.ndarray | None = None
@@ -291,7 +295,8 @@ class _Answer:
             else:
                 at = len(self._rows) - self._left
                 chunk = self._rows[at : at + count]
-            message = self._chunks.pack(chunk)
+            # What is left tells chunks apart, and no slice of the parameters begins there.
+            message = self._chunks.pack(chunk, replace(self._message_id, begin=-self._left))
             self._sending.append((self._send(message), message))
             self._left -= count
             yield
@@ -314,7 +319,8 @@ class RowReplies:
         cluster: The job's ranks.
         tables: Its rows, in the order of the job's tables.
         dtype: Of rows.
-        codec: Of pulls from other nodes.
+        packing: Of answers.
+        server: Number of the server.
         noted: Called with the rank of who reads rows for a step, where reads are consistent.
         lets: Called with a rank and the two words of `FarRows.want`: whether rows hold that. By
             default `version` says so.
@@ -324,13 +330,15 @@ class RowReplies:
     """
 
     def __init__(
-        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, codec: Codec | None,
-        noted: Callable[[int], object] | None = None, lets: Lets | None = None,
+        self, cluster: Cluster, tables: Sequence[Served], dtype: np.dtype, packing: Packing,
+        server: int, noted: Callable[[int], object] | None = None, lets: Lets | None = None,
     ) -> None:  # fmt: skip
         self.version, self._noted = 0, noted
         self._lets = lets or (lambda rank, version, own: version <= self.version)
         self._cluster, self._tables = cluster, tables
-        self._dtype, self._codec = dtype, rows_codec(codec)
+        self._dtype, self._packing = dtype, packing
+        self._codecs = [rows_codec(packing.codec, served.dim) for served in tables]
+        self._source, self._count = -1 - server, 0  # of messages; workers count from 0
         self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
         self._answers: list[_Answer] = []
@@ -382,8 +390,11 @@ class RowReplies:
         served, begin = self._tables[table], self._cluster.arrays.begin_send
         send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
         places = self._lists[rank, table]
+        self._count += 1
+        p = self._packing
+        packed = self._codecs[table], MessageId(p.seed, self._source, p.before + self._count)
         at_once = self._noted is not None
-        return _Answer(rank, send, served, self._dtype, places, count, self._codec, at_once)
+        return _Answer(rank, send, served, self._dtype, places, count, *packed, at_once)
 
 
 def warm(dtype: str) -> None:

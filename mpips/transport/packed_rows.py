@@ -3,11 +3,12 @@
 They go in one message behind the gradient of the server's shard: of each table how many there are,
 their places as the gaps between them, and the sums. Places that are those of the worker's push
 before are not sent again (Li et al., OSDI 2014, section 5.1: key caching): a server takes a
-worker's pushes in their order. Sums go by the codec of pushes where that writes each number on
-its own.
+worker's pushes in their order. Sums go by the codec of pushes where that packs rows
+(`mpips.codecs.Codec.for_rows`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +16,12 @@ import numpy as np
 from mpips.cluster.library import is_open_mpi
 from mpips.cluster.window import TRANSFER_MAX_BYTES, Window
 from mpips.codecs import Codec, MessageId, buffer_for, codec_for
-from mpips.codecs.base import TwoBytes
 from mpips.kernels.row_lists import most_bytes, read_places, write_places
 from mpips.planning.tables import JobTable
 from mpips.transport.far import CHUNK_BYTES
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.rows import Section, Sections
+from mpips.transport.wire import Packing
 
 HEAD_BYTES = 16  # of each table in a message: how many rows, and the bytes of their places
 WORD = 8  # bytes: numbers begin at a multiple
@@ -30,9 +31,9 @@ PIECE_BYTES = (96 if is_open_mpi() else 60) << 10
 MOST_PIECES = 1 << 10
 
 
-def rows_codec(codec: Codec | None) -> Codec | None:
-    """Return what rows are packed by: a codec that writes each number on its own, or None."""
-    return codec if isinstance(codec, TwoBytes) else None
+def rows_codec(codec: Codec | None, dim: int) -> Codec | None:
+    """Return what rows of `dim` numbers are packed by, or None where they go as they are."""
+    return None if codec is None else codec.for_rows(dim)
 
 
 class RowChunks(NamedTuple):
@@ -59,11 +60,11 @@ class RowChunks(NamedTuple):
             return chunk
         return buffer_for(self.codec.wire_bytes(chunk.size, chunk.dtype))
 
-    def pack(self, chunk: np.ndarray) -> np.ndarray:
+    def pack(self, chunk: np.ndarray, message_id: MessageId) -> np.ndarray:
         """Return the message of a chunk."""
         message = self.message(chunk)
         if self.codec is not None:
-            self.codec.encode(chunk.reshape(-1), message, (), MessageId())
+            self.codec.encode(chunk.reshape(-1), message, (), message_id)
         return message
 
     def unpack(self, message: np.ndarray, chunk: np.ndarray) -> None:
@@ -138,6 +139,46 @@ def pieces_in_turn(message: np.ndarray) -> list[np.ndarray]:
     return [message[b : b + step] for b in range(0, message.size, step)]
 
 
+class SumsPacker:
+    """Packs the sums of one table's rows in a worker's pushes to one server of another node.
+
+    Args:
+        packing: Of pushes to other nodes.
+        dim: Numbers of a row.
+        worker: Number of the worker.
+        server: Of the server.
+        number: Of the table, in the order of the job's.
+    """
+
+    def __init__(self, packing: Packing, dim: int, worker: int, server: int, number: int) -> None:
+        self._codec, self._before = rows_codec(packing.codec, dim), packing.before
+        # No slice of the parameters begins there, so that no other message has these draws.
+        begin = -1 - (number << 32) - server
+        self._message_id = MessageId(packing.seed, worker, 0, begin)
+
+    def nbytes(self, sums: np.ndarray) -> int:
+        """Return what `write` takes of a message."""
+        return _nbytes(sums.size, sums.dtype, self._codec)
+
+    def write(self, sums: np.ndarray, message: np.ndarray, seq: int) -> None:
+        """Write the sums of push `seq` to the head of a message, shape (k, dim)."""
+        vector = sums.reshape(-1)
+        codec = codec_for(self._codec, vector.size, vector.dtype)
+        if codec is None:
+            message[: vector.nbytes].view(vector.dtype)[:] = vector
+            return
+        message_id = replace(self._message_id, number=self._before + seq)
+        part = message[: codec.wire_bytes(vector.size, vector.dtype)]
+        codec.encode(vector, part, (), message_id)
+
+    def arrived(self, sums: np.ndarray, seq: int) -> np.ndarray:
+        """Return what arrives of the sums of push `seq`, shape (k, dim); they stay as they are."""
+        message = buffer_for(self.nbytes(sums))
+        self.write(sums, message, seq)
+        out = np.empty_like(sums)
+        return _read(message, out.reshape(-1), self._codec).reshape(sums.shape)
+
+
 class RowsPacker:
     """Packs the rows of a worker's pushes for a server of another node. Collective: no.
 
@@ -147,7 +188,8 @@ class RowsPacker:
         tables: Of the job.
         servers: Number of servers.
         server: Which of them.
-        codec: Of pushes to other nodes.
+        packing: Of pushes to other nodes.
+        worker: Number of the worker.
 
     Attributes:
         most: Bytes that a message may have.
@@ -160,10 +202,14 @@ class RowsPacker:
         tables: Sequence[JobTable],
         servers: int,
         server: int,
-        codec: Codec | None,
+        packing: Packing,
+        worker: int = 0,
     ) -> None:
-        self._server, self._codec = server, rows_codec(codec)
+        self._server = server
         self._sections = [Sections(window, rank, table.name) for table in tables]
+        self._packers = [
+            SumsPacker(packing, table.dim, worker, server, k) for k, table in enumerate(tables)
+        ]
         shares = [_Share.of(table, servers, server) for table in tables]
         self._lists = [SentList(share.rows) for share in shares]
         self.most = sum(share.nbytes(self._sections[0].sums.itemsize) for share in shares)
@@ -175,15 +221,15 @@ class RowsPacker:
         pairs = zip(self._lists, found, strict=True)
         lists = [sent.encode(section.places) for sent, section in pairs]
         at = HEAD_BYTES * len(found)
-        sizes = [_nbytes(s.sums.size, s.sums.dtype, self._codec) for s in found]
+        sizes = [each.nbytes(s.sums) for each, s in zip(self._packers, found, strict=True)]
         message = self._room(seq % BUFFERS, at + sum(map(padded, map(len, lists))) + sum(sizes))
         head = message[:at].view("i8").reshape(-1, 2)
-        for row, section, coded, size in zip(head, found, lists, sizes, strict=True):
+        for row, section, coded, packer in zip(head, found, lists, self._packers, strict=True):
             row[:] = len(section.places), len(coded)
             message[at : at + len(coded)] = coded
             at += padded(len(coded))
-            _write(section.sums.reshape(-1), message[at:], self._codec)
-            at += size
+            packer.write(section.sums, message[at:], seq)
+            at += packer.nbytes(section.sums)
         return message
 
     def pack_in_turn(self, seq: int) -> tuple[int, list[np.ndarray]]:
@@ -197,36 +243,22 @@ class RowsPacker:
         return self._messages[slot][:nbytes]
 
 
-def arrived(sums: np.ndarray, codec: Codec | None) -> np.ndarray:
-    """Return what arrives of the sums of one table's rows in a push.
-
-    Args:
-        sums: Shape (k, dim).
-        codec: What `rows_codec` returns; None also for a server of the worker's node.
-    """
-    found = codec_for(codec, sums.size, sums.dtype)
-    if found is None:
-        return sums
-    message, out = buffer_for(found.wire_bytes(sums.size, sums.dtype)), np.empty_like(sums)
-    found.encode(sums.reshape(-1), message, (), MessageId())
-    found.decode(message, out.reshape(-1))
-    return out
-
-
 def _nbytes(n: int, dtype: np.dtype, codec: Codec | None) -> int:
     """Return what so many numbers take in a message."""
     found = codec_for(codec, n, dtype)
     return padded(found.wire_bytes(n, dtype) if found is not None else n * dtype.itemsize)
 
 
-def _write(vector: np.ndarray, message: np.ndarray, codec: Codec | None) -> None:
-    """Write numbers to the head of a message."""
-    found = codec_for(codec, vector.size, vector.dtype)
+def _read(message: np.ndarray, out: np.ndarray, codec: Codec | None) -> np.ndarray:
+    """Return the numbers at the head of a message, as many as `out` has.
+
+    They are in `out` where they were packed, and else where they came.
+    """
+    found = codec_for(codec, out.size, out.dtype)
     if found is None:
-        message[: vector.nbytes].view(vector.dtype)[:] = vector
-    else:
-        part = message[: found.wire_bytes(vector.size, vector.dtype)]
-        found.encode(vector, part, (), MessageId())
+        return message[: out.nbytes].view(out.dtype)
+    found.decode(message[: found.wire_bytes(out.size, out.dtype)], out)
+    return out
 
 
 class RowsUnpacker:
@@ -249,10 +281,10 @@ class RowsUnpacker:
         codec: Codec | None,
     ) -> None:
         self._shares = [_Share.of(table, servers, server) for table in tables]
-        self._dtype, self._codec = np.dtype(dtype), rows_codec(codec)
+        self._dtype = np.dtype(dtype)
+        self._codecs = [rows_codec(codec, share.dim) for share in self._shares]
         self._places = [np.empty(share.most, "i8") for share in self._shares]
-        unpacked = [share.most * share.dim * (self._codec is not None) for share in self._shares]
-        self._sums = [np.empty(n, dtype) for n in unpacked]
+        self._sums = [np.empty(share.most * share.dim, dtype) for share in self._shares]
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by worker and table
         self._nbytes = sum(share.nbytes(self._dtype.itemsize) for share in self._shares)
 
@@ -277,16 +309,8 @@ class RowsUnpacker:
             if count:
                 read = read_places(self._lists[worker, number], np.zeros(2, np.int64), places)
                 assert read == count, f"{read} places, expected {count}"
-            sums = self._read(message[at:], number, count * dim)
-            at += _nbytes(sums.size, self._dtype, self._codec)
+            codec = self._codecs[number]
+            sums = _read(message[at:], self._sums[number][: count * dim], codec)
+            at += _nbytes(sums.size, self._dtype, codec)
             found.append(Section(places, sums.reshape(count, dim)))
         return tuple(found)
-
-    def _read(self, message: np.ndarray, number: int, n: int) -> np.ndarray:
-        """Return the numbers at the head of a message."""
-        codec, dtype = codec_for(self._codec, n, self._dtype), self._dtype
-        if codec is None:
-            return message[: n * dtype.itemsize].view(dtype)
-        out = self._sums[number][:n]
-        codec.decode(message[: codec.wire_bytes(n, dtype)], out)
-        return out

@@ -440,7 +440,8 @@ def test_packing_is_vectorised(name: str) -> None:
         scales, levels = message[:32].view("f4"), message[32:4128]
         levels = levels.view("i1") if name == "int8" else levels[:2048]
         bits = (x.view("i4"), scales, scales.view("i4"), levels, np.uint64(1))
-        arguments = {"pack": (x, *bits), "unpack": (scales, levels, x)}
+        bucket = LEVELS[name].BUCKET
+        arguments = {"pack": (x, *bits, bucket), "unpack": (scales, levels, x, bucket)}
     for loop, args in arguments.items():
         fresh = compiler.dispatcher(getattr(module, loop))
         fresh.compile(tuple(map(typeof, args)))

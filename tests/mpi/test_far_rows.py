@@ -21,7 +21,7 @@ from mpips.transport.wire import Packing
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
 ROWS, LONG, FEW = 2000, CHUNK_BYTES // 8 + 3, 100  # a row of LONG numbers is more than a chunk
-CODECS = [None, make_codec("fp16")]
+CODECS = [None, make_codec("fp16"), make_codec("int8")]
 TABLES = [
     JobTable("wide", Table(ROWS, 40, Zeros()), Sgd(1.0), 0, ROWS, lambda version: -1.0),
     JobTable("long", Table(5, LONG, Zeros()), Sgd(1.0), 0, 5, lambda version: -1.0),
@@ -30,7 +30,7 @@ TABLES = [
 
 
 def values(ids: np.ndarray, dim: int) -> np.ndarray:
-    """Return gradients that any format of two bytes writes as they are."""
+    """Return gradients that any codec of rows writes as they are."""
     return np.repeat(ids[:, None] % 64 + 1.0, dim, axis=1)
 
 
@@ -120,7 +120,7 @@ def serve(cluster: Cluster, half: ServerHalf) -> None:
     cluster.progress()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=["whole", "fp16"])
+@pytest.mark.parametrize("codec", CODECS, ids=["whole", "fp16", "int8"])
 def test_far_rows_are_all_there(
     cluster: Cluster, codec: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

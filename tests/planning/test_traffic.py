@@ -165,8 +165,9 @@ def test_rows_go_between_each_worker_and_each_owner(found: Case, every: int) -> 
 
 def test_rows_of_tables() -> None:
     """Ten rows of a hundred take a byte each in either list, of a million two or three."""
-    assert Rows.of(((100, 8, 10.0),), 4, 0.5, 1.0) == Rows(160.0 + 20, 320.0)
-    found = Rows.of(((100, 8, 10.0), (1_000_000, 1, 100.0)), 8, 1.0, 1.0)
+    whole = lambda dim: 1.0  # noqa: E731
+    assert Rows.of(((100, 8, 10.0),), 4, lambda dim: dim / 16, whole) == Rows(160.0 + 20, 320.0)
+    found = Rows.of(((100, 8, 10.0), (1_000_000, 1, 100.0)), 8, whole, whole)
     assert found == Rows(1440.0 + 20 + 400, 1440.0)
 
 

@@ -323,12 +323,13 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     words = (chance.integers(0, 60, 12) for _ in range(80))
     text.write_text("".join(" ".join(f"w{k}" for k in line) + "\n" for line in words))
     sparse, common = ["--dataset", str(samples)], ["--batch-size", "16", *RECORDED]
+    long_rows = ["--problem", "skipgram", "--dataset", str(text), "--dim", "1200"]
     runs = {
         "wide deep": [["--problem", "wide_deep", *sparse, "--clip", "0.5", "--accumulate", "2"]]
         * 2,
         "skipgram": [
-            ["--problem", "skipgram", "--dataset", str(text), "--node-size", "2", *more]
-            for more in (["--mode", "ssp"], ["--codec", "fp16"])
+            [*long_rows, "--node-size", "2", *more]
+            for more in (["--mode", "ssp"], ["--codec", "int8"])
         ],
         "factors": [
             ["--problem", "factorization_machine", *sparse, "--dtype", dtype, "--node-size", "1"]
@@ -342,6 +343,8 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     plan.run(200)
     for name in runs:
         assert "2 servers: equal bits" in assert_replayed(plan.out(name), 2)
+    packed = summary(plan.out("skipgram"))
+    assert packed["bytes_sent"] < packed["bytes_received"] / 2
     path = recording.part_folder(plan.out("wide deep"), 1) / "server-00000"
     data = path.read_bytes()
     head, _, pieces = data.partition(b"\n")

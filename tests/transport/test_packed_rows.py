@@ -10,8 +10,9 @@ from mpips.layout.tables import Table
 from mpips.optim.row_rules import Sgd
 from mpips.planning.tables import JobTable
 from mpips.transport import packed_rows
-from mpips.transport.packed_rows import RowsPacker, RowsUnpacker
+from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, SumsPacker
 from mpips.transport.rows import rows_fields
+from mpips.transport.wire import Packing
 
 SERVERS, SERVER, MOST = 3, 1, 6000
 TABLES = [
@@ -52,17 +53,20 @@ def arrived(message: np.ndarray, unpacker: RowsUnpacker, worker: int) -> tuple[A
     return unpacker.unpack(worker, place), len(message)
 
 
-@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8", "int4", "onebit"])
 def test_rows_arrive(codec: str) -> None:
     memory, rng = Memory(), np.random.default_rng(1)
     made = make_codec(codec)
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, made)  # type: ignore[arg-type]
+    packing = Packing(made)
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, packing)  # type: ignore[arg-type]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", made)
     wide, thin = np.sort(rng.choice(3000, 1500, replace=False)), np.array([0, 7, 12])
     took = []
     for seq, (first, second) in enumerate([(wide, thin), (wide, thin), (wide[:40], thin[:0])], 1):
-        # Numbers that both formats of two bytes write as they are.
-        sums = [rng.integers(-64, 64, (len(p), d)) for p, d in ((first, 16), (second, 1))]
+        # Numbers that all formats write as they are: of a row, all are as large.
+        shapes = [(len(p), d) for p, d in ((first, 16), (second, 1))]
+        signs = [rng.choice([-1, 1], shape) for shape in shapes]
+        sums = [each * rng.integers(1, 64, (len(each), 1)) for each in signs]
         for table, places, values in zip(TABLES, (first, second), sums, strict=True):
             memory.put(seq, table.name, places, values)
         found, nbytes = sent(packer, unpacker, seq)
@@ -72,16 +76,43 @@ def test_rows_arrive(codec: str) -> None:
             np.testing.assert_array_equal(section.sums, values)
             assert section.sums.dtype == np.float32
             assert section.sums.shape == values.shape
-    numbers = 1500 * 16 * (2 if codec in ("fp16", "bf16") else 4)
+    each = {"fp16": 32, "bf16": 32, "int8": 4 + 16, "int4": 4 + 8}.get(codec, 64)
+    numbers = 1500 * each
     assert took[1] == 32 + numbers + 16, "no list, and 3 numbers of 4 bytes to the next word"
     assert took[1] + 1500 <= took[0] <= took[1] + 2 * 1500 + 16
     assert took[2] <= 32 + 2 * 40 + 8 + 40 * 16 * 4, "a small message is not packed"
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dim", [1, 17, 32])
+def test_rows_are_rounded_each_by_its_own_size(name: str, dim: int) -> None:
+    """Without a bias, as others in each push; again the same ones in a replay of that push."""
+    levels, rng = {"int8": 127, "int4": 7}[name], np.random.default_rng(dim)
+    size = 10.0 ** rng.integers(-6, 6, (1 << 15, 1))
+    rows = (rng.standard_normal((1 << 15, dim)) * size).astype("f4")
+    packing = Packing(make_codec(name), seed=3, before=10)
+    packer, total, pushes = SumsPacker(packing, dim, 2, 1, 0), np.zeros(rows.shape), 40
+    together = 16 if dim == 1 else 1  # rows that have a size in common
+    if dim == 17 and name == "int4":
+        together = 2  # two levels are a byte
+    first = np.arange(0, len(rows), together)
+    largest = np.repeat(np.maximum.reduceat(np.abs(rows).max(1), first), together)
+    step = largest[: len(rows), None] / levels
+    for seq in range(1, pushes + 1):
+        came = packer.arrived(rows, seq)
+        assert (np.abs(came - rows) <= step * (1 + 1e-5)).all()
+        total += came
+    np.testing.assert_array_equal(SumsPacker(packing, dim, 2, 1, 0).arrived(rows, pushes), came)
+    error = ((total / pushes - rows) / step).mean(1)
+    assert abs(error.mean()) < 5 * 0.5 / np.sqrt(pushes * rows.size)
+    for others in ((3, 1, 0), (2, 0, 0), (2, 1, 1)):
+        assert (SumsPacker(packing, dim, *others).arrived(rows, pushes) != came).any()
+
+
 def test_lists_are_each_worker_s_own() -> None:
     memories = [Memory(), Memory()]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
-    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, None) for m in memories]  # type: ignore[arg-type]
+    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, Packing()) for m in memories]  # type: ignore[arg-type]
     for seq in (1, 2, 3, 4):
         for worker, memory in enumerate(memories):
             places = np.array([3, 9 + worker]) if seq != 3 else np.zeros(0, np.int64)
@@ -99,7 +130,7 @@ def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", 5_000)
     monkeypatch.setattr(packed_rows, "MOST_PIECES", 20)
     memory = Memory()
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, None)  # type: ignore[arg-type]
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, Packing())  # type: ignore[arg-type]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
     memory.put(1, "wide", np.arange(3000), np.ones((3000, 16)))
     memory.put(1, "thin", np.arange(13), np.ones((13, 1)))
