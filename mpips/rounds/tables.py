@@ -31,6 +31,7 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROW_SUMS
 from mpips.cluster.waiting import Background
 from mpips.cluster.window import Field, Plan, Window
+from mpips.codecs import Codec
 from mpips.datasets.ledger import epochs_over
 from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
@@ -52,7 +53,7 @@ from mpips.rounds.update import BLOCK_BYTES
 from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
 from mpips.transport.rows import Section, Sections, rows_fields
-from mpips.transport.wire import Packing
+from mpips.transport.wire import Packing, pull_codec, push_codec
 
 NOTHING_YET = -1  # version of rows that nobody may read
 
@@ -82,12 +83,14 @@ class RoundTables:
         self._over = epochs_over(job.handout())
         self.rows: RowsAtWork | None = None
         self.owned: OwnedTables | None = None
-        self._sender = _Sender(job, tables, self._window, transfers)
+        c = job.config
+        sums, reads = Packing(push_codec(c), c.seed), Packing(pull_codec(c), c.seed, job.base_step)
+        self._sender = _Sender(job, tables, self._window, transfers, sums)
         if job.worker_id is not None:
-            self.rows = RowsAtWork(cluster, self._window, tables)
+            self.rows = RowsAtWork(cluster, self._window, tables, reads.codec)
             self.rows.want(job.base_step)
         if cluster.rank in cluster.roles.owners:
-            self.owned = OwnedTables(job, tables, self._window, transfers)
+            self.owned = OwnedTables(job, tables, self._window, transfers, sums, reads)
             if cluster.nodes > 1:
                 cluster.serving = self.owned.serve
         self._background: Background | None = None  # of a rank that computes while far ones read
@@ -158,12 +161,18 @@ class _Sender:
     """Sends a worker's rows to owners on other nodes; nothing on servers."""
 
     def __init__(
-        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
+        self,
+        job: Job,
+        tables: Sequence[JobTable],
+        window: Window,
+        transfers: Transfers,
+        sums: Packing,
     ) -> None:
         cluster, owners = job.cluster, job.cluster.roles.owners
+        how = tables, len(owners)
         self._arrays, self._transfers = cluster.arrays, transfers
         self._packers = [
-            (rank, RowsPacker(window, cluster.rank, tables, len(owners), owner, Packing()))
+            (rank, RowsPacker(window, cluster.rank, *how, owner, sums, job.worker_id))
             for owner, rank in enumerate(owners)
             if job.worker_id is not None and not cluster.near(rank)
         ]
@@ -190,13 +199,21 @@ class OwnedTables:
         tables: Its tables.
         window: The memory of its ranks.
         transfers: Where waiting is counted.
+        sums: How rows from other nodes are packed.
+        reads: How rows for other nodes are.
 
     Attributes:
         tables: Its rows of each.
     """
 
     def __init__(
-        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
+        self,
+        job: Job,
+        tables: Sequence[JobTable],
+        window: Window,
+        transfers: Transfers,
+        sums: Packing,
+        reads: Packing,
     ) -> None:
         cluster, dtype, owners = job.cluster, job.dtype, job.cluster.roles.owners
         me, count = owners.index(cluster.rank), len(owners)
@@ -208,12 +225,12 @@ class OwnedTables:
             self.tables.append(ServedTable(table, count, me, memory))
         self._pages = large_pages(self.tables)
         self._incoming = [
-            _Incoming(job, tables, window, me, rank) for rank in cluster.roles.workers
+            _Incoming(job, tables, window, me, rank, sums.codec) for rank in cluster.roles.workers
         ]
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-        self._replies = RowReplies(cluster, served, dtype, Packing(), me)
+        self._replies = RowReplies(cluster, served, dtype, reads, me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
 
@@ -300,7 +317,13 @@ class _Incoming:
     """What one worker brings into rounds for one owner: near it lies there, else it is received."""
 
     def __init__(
-        self, job: Job, tables: Sequence[JobTable], window: Window, owner: int, rank: int
+        self,
+        job: Job,
+        tables: Sequence[JobTable],
+        window: Window,
+        owner: int,
+        rank: int,
+        codec: Codec | None,
     ) -> None:
         cluster = job.cluster
         self._begin, self._rank, self._owner = cluster.arrays.begin_receive, rank, owner
@@ -310,7 +333,7 @@ class _Incoming:
             self._near = [Sections(window, rank, table.name) for table in tables]
         else:
             owners = len(cluster.roles.owners)
-            self._unpacker = RowsUnpacker(tables, owners, owner, job.dtype.name, None)
+            self._unpacker = RowsUnpacker(tables, owners, owner, job.dtype.name, codec)
             self._place = self._unpacker.place()
 
     def receive(self) -> list[Request]:

@@ -21,7 +21,7 @@ them when it takes the request, which it does between two, and keeps them until 
 call is one request then, whatever its length.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -296,7 +296,8 @@ class _Answer:
                 at = len(self._rows) - self._left
                 chunk = self._rows[at : at + count]
             # What is left tells chunks apart, and no slice of the parameters begins there.
-            message = self._chunks.pack(chunk, replace(self._message_id, begin=-self._left))
+            begin = -(self.rank << 32) - self._left
+            message = self._chunks.pack(chunk, replace(self._message_id, begin=begin))
             self._sending.append((self._send(message), message))
             self._left -= count
             yield
@@ -338,7 +339,8 @@ class RowReplies:
         self._cluster, self._tables = cluster, tables
         self._dtype, self._packing = dtype, packing
         self._codecs = [rows_codec(packing.codec, served.dim) for served in tables]
-        self._source, self._count = -1 - server, 0  # of messages; workers count from 0
+        self._source = -1 - server  # of messages; workers count from 0
+        self._counts: Counter[int] = Counter()  # of answers, by rank: in any order they are alike
         self._coming: list[tuple[int, Request, np.ndarray]] = []  # or here, but for a later version
         self._lists: dict[tuple[int, int], np.ndarray] = {}  # by rank and table
         self._answers: list[_Answer] = []
@@ -390,9 +392,10 @@ class RowReplies:
         served, begin = self._tables[table], self._cluster.arrays.begin_send
         send = lambda chunk: begin(chunk, rank, TAG_ROWS)  # noqa: E731
         places = self._lists[rank, table]
-        self._count += 1
+        self._counts[rank] += 1
         p = self._packing
-        packed = self._codecs[table], MessageId(p.seed, self._source, p.before + self._count)
+        number = p.before + self._counts[rank]
+        packed = self._codecs[table], MessageId(p.seed, self._source, number)
         at_once = self._noted is not None
         return _Answer(rank, send, served, self._dtype, places, count, *packed, at_once)
 

@@ -85,7 +85,7 @@ def test_tables_in_rounds_equal_a_serial_run(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_rows_in_rounds_in_one_world(tmp_path: Path) -> None:
     found = run(5, [PROGRAM, "all", str(tmp_path)], tmp_path, 240).check()
-    assert found.output.count(" is done") == 8, found.output
+    assert found.output.count(" is done") == 9, found.output
 
 
 @pytest.mark.launch

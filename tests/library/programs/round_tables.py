@@ -157,6 +157,32 @@ def placed(folder: Path) -> None:
             np.testing.assert_array_equal(column, first[1][name], strict=True)
 
 
+def packed(folder: Path) -> None:
+    """By a codec rows are the same bits in each run, whoever comes first, and near whole ones."""
+    found, sent, rng = list[np.ndarray](), list[int](), np.random.default_rng(WORLD.rank)
+
+    def train(worker: mpips.Worker) -> None:
+        for batch in worker.batches(600, batch_size=150, epochs=6):
+            time.sleep(rng.uniform(0, 3e-3))
+            rows = worker.pull_rows("long", batch.ids)
+            worker.push_rows("long", batch.ids, (rows - np.sin(batch.ids)[:, None]) * 4)
+            worker.push(0.0)
+
+    init = mpips.Normal(0.5)
+    table = mpips.Table(rows=600, dim=1001, init=init, optimizer=mpips.SGD(0.5))
+    for number, codec in enumerate(("int8", "int8", "none")):
+        codecs = {"codec": codec, "pull_codec": codec, "node_size": 2}
+        tables = {"params": {}, "tables": {"long": table}}
+        result = run(train, 4, folder / f"packed-{number}", **{**SYNC, **tables, **codecs})
+        if WORLD.rank == 0:
+            found.append(done(result).rows("long", np.arange(600)))
+            sent.append(done(result).summary["bytes_sent"])
+    if WORLD.rank == 0:
+        np.testing.assert_array_equal(found[0], found[1], strict=True)
+        assert sent[0] == sent[1] < 0.27 * sent[2], sent
+        assert 0 < np.abs(found[0] - found[2]).max() < 0.1
+
+
 def weighed(folder: Path) -> None:
     """A norm is bounded over parameters and rows; batches of a step weigh by their samples."""
 
@@ -338,7 +364,7 @@ def slow(out: Path, servers: int = 0) -> None:
 
 if __name__ == "__main__":
     main(
-        (exact, without_samples, placed, weighed, evicted, evaluated, diverged, refused),
+        (exact, without_samples, placed, packed, weighed, evicted, evaluated, diverged, refused),
         slow,
         check_counts,
     )
