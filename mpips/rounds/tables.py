@@ -31,7 +31,6 @@ from mpips.cluster.start import Request
 from mpips.cluster.tags import TAG_ROW_SUMS
 from mpips.cluster.waiting import Background
 from mpips.cluster.window import Field, Plan, Window
-from mpips.codecs import Codec
 from mpips.datasets.ledger import epochs_over
 from mpips.kernels.row_sums import COUNT, PLACES, SUMS, WORDS, merge_rows
 from mpips.kernels.vectors import scale, sum_squares
@@ -83,14 +82,12 @@ class RoundTables:
         self._over = epochs_over(job.handout())
         self.rows: RowsAtWork | None = None
         self.owned: OwnedTables | None = None
-        c = job.config
-        sums, reads = Packing(push_codec(c), c.seed), Packing(pull_codec(c), c.seed, job.base_step)
-        self._sender = _Sender(job, tables, self._window, transfers, sums)
+        self._sender = _Sender(job, tables, self._window, transfers)
         if job.worker_id is not None:
-            self.rows = RowsAtWork(cluster, self._window, tables, reads.codec)
+            self.rows = RowsAtWork(cluster, self._window, tables, _reads(job).codec)
             self.rows.want(job.base_step)
         if cluster.rank in cluster.roles.owners:
-            self.owned = OwnedTables(job, tables, self._window, transfers, sums, reads)
+            self.owned = OwnedTables(job, tables, self._window, transfers)
             if cluster.nodes > 1:
                 cluster.serving = self.owned.serve
         self._background: Background | None = None  # of a rank that computes while far ones read
@@ -157,19 +154,24 @@ def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tu
     return found
 
 
+def _sums(job: Job) -> Packing:
+    """Return how rows that workers push to other nodes are packed."""
+    return Packing(push_codec(job.config), job.config.seed)
+
+
+def _reads(job: Job) -> Packing:
+    """Return how rows that they read from there are."""
+    return Packing(pull_codec(job.config), job.config.seed, job.base_step)
+
+
 class _Sender:
     """Sends a worker's rows to owners on other nodes; nothing on servers."""
 
     def __init__(
-        self,
-        job: Job,
-        tables: Sequence[JobTable],
-        window: Window,
-        transfers: Transfers,
-        sums: Packing,
+        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
     ) -> None:
         cluster, owners = job.cluster, job.cluster.roles.owners
-        how = tables, len(owners)
+        how, sums = (tables, len(owners)), _sums(job)
         self._arrays, self._transfers = cluster.arrays, transfers
         self._packers = [
             (rank, RowsPacker(window, cluster.rank, *how, owner, sums, job.worker_id))
@@ -199,21 +201,13 @@ class OwnedTables:
         tables: Its tables.
         window: The memory of its ranks.
         transfers: Where waiting is counted.
-        sums: How rows from other nodes are packed.
-        reads: How rows for other nodes are.
 
     Attributes:
         tables: Its rows of each.
     """
 
     def __init__(
-        self,
-        job: Job,
-        tables: Sequence[JobTable],
-        window: Window,
-        transfers: Transfers,
-        sums: Packing,
-        reads: Packing,
+        self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
     ) -> None:
         cluster, dtype, owners = job.cluster, job.dtype, job.cluster.roles.owners
         me, count = owners.index(cluster.rank), len(owners)
@@ -225,12 +219,12 @@ class OwnedTables:
             self.tables.append(ServedTable(table, count, me, memory))
         self._pages = large_pages(self.tables)
         self._incoming = [
-            _Incoming(job, tables, window, me, rank, sums.codec) for rank in cluster.roles.workers
+            _Incoming(job, tables, window, me, rank) for rank in cluster.roles.workers
         ]
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-        self._replies = RowReplies(cluster, served, dtype, reads, me)
+        self._replies = RowReplies(cluster, served, dtype, _reads(job), me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
 
@@ -317,15 +311,9 @@ class _Incoming:
     """What one worker brings into rounds for one owner: near it lies there, else it is received."""
 
     def __init__(
-        self,
-        job: Job,
-        tables: Sequence[JobTable],
-        window: Window,
-        owner: int,
-        rank: int,
-        codec: Codec | None,
+        self, job: Job, tables: Sequence[JobTable], window: Window, owner: int, rank: int
     ) -> None:
-        cluster = job.cluster
+        cluster, codec = job.cluster, _sums(job).codec
         self._begin, self._rank, self._owner = cluster.arrays.begin_receive, rank, owner
         self._near: list[Sections] = []
         self._unpacker: RowsUnpacker | None = None
