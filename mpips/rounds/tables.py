@@ -84,7 +84,7 @@ class RoundTables:
         self.owned: OwnedTables | None = None
         self._sender = _Sender(job, tables, self._window, transfers)
         if job.worker_id is not None:
-            self.rows = RowsAtWork(cluster, self._window, tables, _reads(job).codec)
+            self.rows = RowsAtWork(cluster, self._window, tables, _read_packing(job).codec)
             self.rows.want(job.base_step)
         if cluster.rank in cluster.roles.owners:
             self.owned = OwnedTables(job, tables, self._window, transfers)
@@ -154,12 +154,12 @@ def _fields(job: Job, tables: Sequence[JobTable], rank: int, lines: Lines) -> tu
     return found
 
 
-def _sums(job: Job) -> Packing:
+def _push_packing(job: Job) -> Packing:
     """Return how rows that workers push to other nodes are packed."""
     return Packing(push_codec(job.config), job.config.seed)
 
 
-def _reads(job: Job) -> Packing:
+def _read_packing(job: Job) -> Packing:
     """Return how rows that they read from there are."""
     return Packing(pull_codec(job.config), job.config.seed, job.base_step)
 
@@ -171,7 +171,7 @@ class _Sender:
         self, job: Job, tables: Sequence[JobTable], window: Window, transfers: Transfers
     ) -> None:
         cluster, owners = job.cluster, job.cluster.roles.owners
-        how, sums = (tables, len(owners)), _sums(job)
+        how, sums = (tables, len(owners)), _push_packing(job)
         self._arrays, self._transfers = cluster.arrays, transfers
         self._packers = [
             (rank, RowsPacker(window, cluster.rank, *how, owner, sums, job.worker_id))
@@ -224,7 +224,7 @@ class OwnedTables:
         self._sums = [_Sums(table.dim, dtype) for table in tables]
         self._coming: list[Request] = []
         served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-        self._replies = RowReplies(cluster, served, dtype, _reads(job), me)
+        self._replies = RowReplies(cluster, served, dtype, _read_packing(job), me)
         self._replies.version, self._lock = NOTHING_YET, Lock()
         self._over: int | None = None
 
@@ -313,7 +313,7 @@ class _Incoming:
     def __init__(
         self, job: Job, tables: Sequence[JobTable], window: Window, owner: int, rank: int
     ) -> None:
-        cluster, codec = job.cluster, _sums(job).codec
+        cluster, codec = job.cluster, _push_packing(job).codec
         self._begin, self._rank, self._owner = cluster.arrays.begin_receive, rank, owner
         self._near: list[Sections] = []
         self._unpacker: RowsUnpacker | None = None

@@ -203,7 +203,7 @@ class RowsPacker:
         servers: int,
         server: int,
         packing: Packing,
-        worker: int = 0,
+        worker: int,
     ) -> None:
         self._server = server
         self._sections = [Sections(window, rank, table.name) for table in tables]

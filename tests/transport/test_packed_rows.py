@@ -58,7 +58,7 @@ def test_rows_arrive(codec: str) -> None:
     memory, rng = Memory(), np.random.default_rng(1)
     made = make_codec(codec)
     packing = Packing(made)
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, packing)  # type: ignore[arg-type]
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, packing, 0)  # type: ignore[arg-type]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", made)
     wide, thin = np.sort(rng.choice(3000, 1500, replace=False)), np.array([0, 7, 12])
     took = []
@@ -112,7 +112,7 @@ def test_rows_are_rounded_each_by_its_own_size(name: str, dim: int) -> None:
 def test_lists_are_each_worker_s_own() -> None:
     memories = [Memory(), Memory()]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
-    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, Packing()) for m in memories]  # type: ignore[arg-type]
+    packers = [RowsPacker(m, 0, TABLES, SERVERS, SERVER, Packing(), 0) for m in memories]  # type: ignore[arg-type]
     for seq in (1, 2, 3, 4):
         for worker, memory in enumerate(memories):
             places = np.array([3, 9 + worker]) if seq != 3 else np.zeros(0, np.int64)
@@ -130,7 +130,7 @@ def test_the_largest_push_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", 5_000)
     monkeypatch.setattr(packed_rows, "MOST_PIECES", 20)
     memory = Memory()
-    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, Packing())  # type: ignore[arg-type]
+    packer = RowsPacker(memory, 0, TABLES, SERVERS, SERVER, Packing(), 0)  # type: ignore[arg-type]
     unpacker = RowsUnpacker(TABLES, SERVERS, SERVER, "float32", None)
     memory.put(1, "wide", np.arange(3000), np.ones((3000, 16)))
     memory.put(1, "thin", np.arange(13), np.ones((13, 1)))
