@@ -90,7 +90,7 @@ def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
             got = f"table {name!r} of {has}, and not of {lacks}"
             raise UserError(got, "the same tables", remedy)
         for key, value in wanted[name].items():
-            before = saved[name].get(key)
+            before = saved[name].get(key, value)  # which older versions did not save
             if key == "rows" and isinstance(before, int) and isinstance(value, int):
                 if value < before:
                     got = f"table {name!r} of {value:,} rows on resume"

@@ -150,10 +150,15 @@ class HandOut:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned, perhaps with another number of workers."""
+        """Go on from what `state` returned, perhaps with another number of workers.
+
+        What was larger than a batch is now, as that of a round of more workers, comes in parts:
+        whoever takes one may have room for a batch and no more.
+        """
         epoch, position = state["cursor"]
         self.cursor = (int(epoch), int(position))
-        self.pending = deque((int(e), int(b), int(n)) for e, b, n in state["pending"])
+        left = [(int(e), int(b), int(n)) for e, b, n in state["pending"]]
+        self.pending = deque(each for batch in left for each in pieces(batch, self.batch_size))
         self.clocks = share_clocks([int(c) for c in state["clocks"]], self.workers)
         self.before = list(self.clocks)
         self._count()

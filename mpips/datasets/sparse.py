@@ -189,7 +189,7 @@ def parse(text: bytes, features: bool = True) -> tuple[Parsed, np.ndarray]:
     Returns:
         The samples before the first line that is none, and the facts of `kernel.read_lines`.
     """
-    lines, stored = text.count(b"\n") + 1, text.count(b":") if features else 0
+    lines, stored = text.count(b"\n") + 1, text.count(b":") + 1 if features else 0
     labels, starts = np.empty(lines), np.empty(lines + 1, np.int64)
     indices, values = np.empty(stored, np.int32), np.empty(stored)
     facts = np.array([1, kernel.MOST_INDEX, 0, -1])

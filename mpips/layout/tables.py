@@ -138,6 +138,7 @@ class Table:
                 raise UserError(f"{name}={value!r} of a table", "a whole number")
             if not 1 <= value <= most:
                 raise UserError(f"{name}={value} of a table", f"{name} from 1 to {most}")
+            object.__setattr__(self, name, int(value))  # NumPy's go into no JSON
         if not isinstance(self.init, Init):
             remedy = "such as mpips.Normal(0.01)"
             raise UserError(f"init={self.init!r} of a table", "Normal, Uniform or Zeros", remedy)

@@ -127,7 +127,8 @@ class Worker(Loop):
         asked for: what was asked for before other rows that are pulled is thrown away. In mode ssp
         they are on their way while the next batch's parameters are waited for, and hold what the
         bound promises: ask for rows of that batch alone. In mode sync, and where all rows are on
-        this node, it does nothing.
+        this node, it does nothing. Of more than 64 calls that nobody has pulled the oldest is
+        thrown away.
 
         Args:
             table: Its name.
@@ -136,7 +137,7 @@ class Worker(Loop):
         Raises:
             UserError: As `pull_rows`.
 
-        Collective: no. Blocks: no.
+        Collective: no. Blocks: no, but for a call that is thrown away.
         """
         self._tables("ask_rows").ask(table, ids)
 

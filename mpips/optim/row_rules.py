@@ -16,6 +16,7 @@ from mpips.errors import UserError, unknown
 from mpips.kernels import row_rules
 
 SHARES = ("beta1", "beta2")  # hyperparameters below 1
+POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
 
 
 class Named(Protocol):
@@ -52,6 +53,11 @@ class RowRule(ABC):
     @abstractmethod
     def numbers(self, rate: float) -> tuple[float, ...]:
         """Return what the loop takes as its numbers."""
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """The numbers that slots belong to: a run that goes on has to have them, too."""
+        return {}
 
     def width(self, dim: int) -> int:
         """Return how many numbers a line has: a row's and its slots'."""
@@ -169,9 +175,14 @@ class Ftrl(RowRule):
         """See `RowRule.slots`."""
         return ("z", dim), ("n", dim)
 
+    @property
+    def kept(self) -> dict[str, float]:
+        """See `RowRule.kept`: with others, z would be that of another row."""
+        return {"lr": self.rate, "beta": self.beta, "l1": self.l1, "l2": self.l2}
+
     def numbers(self, rate: float) -> tuple[float, ...]:
         """See `RowRule.numbers`; the rate is left as it was given."""
-        return self.rate, self.beta, self.l1, self.l2
+        return tuple(self.kept.values())
 
 
 ROW_RULES: dict[str, type[RowRule]] = {
@@ -196,8 +207,8 @@ def make_row_rule(optimizer: Named) -> RowRule:
     for key, value in given.items():
         if key not in legal:
             raise unknown(f"number of {name} for tables", key, legal)
-        least = "> 0" if key in ("lr", "beta") else ">= 0"
-        if not 0 <= value < math.inf or (key in ("lr", "beta") and not value):
+        least = "> 0" if key in POSITIVE else ">= 0"
+        if not 0 <= value < math.inf or (key in POSITIVE and not value):
             raise UserError(f"{key}={value} of a table's {name}", f"a finite {key} {least}")
         if key in SHARES and value >= 1:
             raise UserError(f"{key}={value} of a table's {name}", f"0 <= {key} < 1")

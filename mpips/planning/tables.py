@@ -58,6 +58,7 @@ class JobTable:
         init = self.table.init
         made = {"init": type(init).__name__, "scale": init.scale, "seed": self.seed}
         told = {"rows": self.table.rows, "dim": self.dim, "rule": self.rule.name, **made}
+        told |= self.rule.kept
         return told | ({"hashed": True} if self.table.hashed else {})
 
     def nbytes(self, itemsize: int) -> int:

@@ -96,6 +96,8 @@ def _found(
 ) -> np.ndarray:
     """Return rows, of which some are in pieces: see `_in_order`."""
     owned = _ownership(name, checkpoint.tables[name])
+    if not ids.size:  # of an empty list they are no integers
+        return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
     flat = ids.reshape(-1)
     if owned.table.hashed:
         flat = rows_of(digests_of(name, flat), owned.table.rows)
@@ -109,4 +111,4 @@ def _found(
         found[here] = params[at[here]]
     out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
     out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
-    return out.reshape(*ids.shape, -1)
+    return out.reshape(*ids.shape, owned.table.dim)

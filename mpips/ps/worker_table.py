@@ -185,9 +185,9 @@ class WorkerTable:
         self._check_room(rows)
         combine(grouped, grads, s.sums[k, :rows])
         s.places[k, :rows] = grouped.local
-        s.starts[k] = grouped.bounds
         self.counts.pushed += count
-        self.load.push(given, grouped.bounds)
+        self.load.push(given, grouped.bounds - s.starts[k])
+        s.starts[k] = grouped.bounds
 
     def sums(self, seq: int) -> np.ndarray:
         """Return the gradients in a push as one vector, a view."""
@@ -214,6 +214,9 @@ class WorkerTable:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and gradients behind those that are in the buffer."""
         s = self._sections
+        if ids.dtype != np.int64:  # uint64 and int64 would be floats
+            self._locate(ids)
+            ids = ids.astype(np.int64)
         edges = s.starts[k].tolist()
         earlier = [
             self.ownership.rows_of(server, s.places[k, begin:end])

@@ -42,6 +42,7 @@ from mpips.transport.far import WINDOW
 from mpips.transport.packed_rows import RowChunks, SentList, rows_codec
 from mpips.transport.wire import Packing
 
+MOST_AHEAD = 64  # calls of a table that are asked for; nobody may come for them
 HEAD = 4  # words of a request: number of the table, how many rows, and two that `want` is given
 ASIDE = -1  # in place of a version: the rows are for no step
 Lets = Callable[[int, int, int], bool]
@@ -197,7 +198,12 @@ class FarRows:
         return coming
 
     def begin_ahead(self, ids: np.ndarray, grouped: Grouped) -> None:
-        """Ask for the far rows of a later call, whose ids are given. Blocks: no."""
+        """Ask for the far rows of a later call, whose ids are given.
+
+        Blocks: no, but where `MOST_AHEAD` are open: until the oldest is here, which is dropped.
+        """
+        while len(self._ahead) >= MOST_AHEAD:
+            self.wait(self._ahead.popleft()[1])
         self._ahead.append((ids, self.begin(grouped)))
 
     def has_asked(self, ids: np.ndarray) -> bool:

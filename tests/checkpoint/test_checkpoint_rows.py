@@ -25,6 +25,9 @@ from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.fits import check_tables
 from mpips.errors import UserError
 from mpips.layout import Layout, cut
+from mpips.layout.tables import Table
+from mpips.optim.row_rules import Adagrad, Ftrl, RowRule
+from mpips.planning.tables import JobTable
 
 LAYOUT = Layout.of({"w": (13,)})
 OWNERS, STEP, DIM = 3, 5, 4
@@ -197,6 +200,23 @@ def test_tables_on_resume(change: dict[str, Any], told: str | None) -> None:
     else:
         with pytest.raises(UserError, match=told):
             check_tables(Path("there"), TOLD, wanted)
+
+
+def test_slots_of_ftrl_belong_to_its_numbers() -> None:
+    """Of other rules rows go on with others, as do those that older versions have saved."""
+
+    def told(rule: RowRule) -> dict[str, dict[str, object]]:
+        table = JobTable("item", Table(90, DIM), rule, 0, 1, lambda version: 1.0)
+        return {"item": table.description}
+
+    check_tables(Path("there"), told(Ftrl()), told(Ftrl(0.1)))
+    check_tables(Path("there"), told(Adagrad(0.1)), told(Adagrad(0.2)))
+    for other, was in ((Ftrl(0.2), "lr 0.2 on resume, expected 0.1"), (Ftrl(l1=1.0), "l1 1.0 on")):
+        with pytest.raises(UserError, match=f"table 'item' of {was}"):
+            check_tables(Path("there"), told(Ftrl()), told(other))
+    before = told(Ftrl())
+    del before["item"]["lr"]
+    check_tables(Path("there"), before, told(Ftrl(0.2)))
 
 
 def test_a_table_on_one_side_alone_is_refused_on_resume() -> None:

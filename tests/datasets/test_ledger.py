@@ -146,6 +146,16 @@ def test_another_batch_size_on_resume() -> None:
     assert sorted(samples) == list(range(20))
 
 
+def test_rounds_of_more_workers_come_in_parts() -> None:
+    """Whoever goes on takes no more at once than a batch of its own."""
+    handout = HandOut(20, 12, 1, epochs=1)
+    handout.next(0)
+    resumed = HandOut(20, 5, 2, epochs=1)
+    resumed.restore(handout.state())
+    assert drain(resumed) == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (0, 12, 17), (0, 17, 20)]
+    assert resumed.samples_done == 20
+
+
 def test_applying_out_of_order_is_refused() -> None:
     handout = HandOut(20, 2, 1, epochs=1)
     handout.next(0)

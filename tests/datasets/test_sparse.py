@@ -99,6 +99,12 @@ def test_a_malformed_line_is_named_as_the_dense_reader_does(line: str, tmp_path:
     assert refused(f"{path}::sparse", test_fraction=0) == told
 
 
+def test_text_without_a_colon_is_malformed_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.svm"
+    path.write_text("1\n0 0.2 0.1\n")
+    assert "line 2" in refused(f"{path}::sparse", test_fraction=0)
+
+
 def test_files_that_are_refused(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.svm", "wb") as file:
         file.write(b"1 1:1\n0 1:1\n")

@@ -1,5 +1,7 @@
 """Tables: who owns which row, ids of a step by server and row, gradients summed."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -189,6 +191,12 @@ def test_what_is_no_row_is_refused(ids, message):
 def test_tables_that_cannot_be_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Table(**{"rows": 10, "dim": 4, **options})
+
+
+def test_numbers_of_numpy_are_whole_numbers_too():
+    found = Table(np.arange(64).max() + 1, np.int32(2), push_rows=np.uint8(9))
+    assert json.dumps([found.rows, found.dim, found.push_rows]) == "[64, 2, 9]"
+    assert Ownership("item", found, 2).count(1) == 32
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1"])

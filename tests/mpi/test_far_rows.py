@@ -21,6 +21,7 @@ from mpips.transport.wire import Packing
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4, min_nodes=2)]
 
 ROWS, LONG, FEW = 2000, CHUNK_BYTES // 8 + 3, 100  # a row of LONG numbers is more than a chunk
+MOST = 7  # calls that are asked for ahead
 CODECS = [None, make_codec("fp16"), make_codec("int8")]
 TABLES = [
     JobTable("wide", Table(ROWS, 40, Zeros()), Sgd(1.0), 0, ROWS, lambda version: -1.0),
@@ -98,8 +99,15 @@ def asked_ahead(half: WorkerHalf, rng: np.random.Generator, workers: int) -> lis
     for name, *_ in sizes:
         rows.ask(name, lists[name][5])
         half.advance()
-    before = rows.bytes_moved[1]
     half.abandon()
+    for asked in (MOST, MOST + 1):  # of one more the oldest is dropped
+        earlier, ids = rows.stats()["few"]["ahead"], rng.integers(0, ROWS, (asked, 3))
+        for each in ids:
+            rows.ask("few", each)
+        rows.pull("few", ids[0])
+        if rows.asks and (rows.stats()["few"]["ahead"] > earlier) == (asked > MOST):
+            wrong.append(("asked for", asked))
+    before = rows.bytes_moved[1]
     ids = lists["few"][5]
     if not np.array_equal(rows.pull("few", ids), workers * values(ids, 1)):
         wrong.append("after what was abandoned")
@@ -125,6 +133,7 @@ def test_far_rows_are_all_there(
     cluster: Cluster, codec: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pushed in small pieces and in one large one; read in several requests, and in long rows."""
+    monkeypatch.setattr(far_rows, "MOST_AHEAD", MOST)
     monkeypatch.setattr(far_rows, "WINDOW", 2)  # so that an answer does not leave at once
     servers = min(2, cluster.world - 1)
     cluster.roles = assign("async", cluster.hosts, cluster.node_of, servers)

@@ -170,6 +170,7 @@ def test_adam_counts_the_updates_of_a_row():
         (mpips.SGD(0), "lr=0"),
         (mpips.Adam(beta2=1.0), "0 <= beta2 < 1"),
         (mpips.FTRL(l1=-1), "l1=-1 of a table's ftrl"),
+        (mpips.Adagrad(eps=0), "eps=0 of a table's adagrad, expected a finite eps > 0"),
         ("adagrad", "optimizer='adagrad' of a table, expected one such as"),
     ],
 )

@@ -407,7 +407,8 @@ def empty(folder: Path) -> None:
             worker.ask_rows("one", every)
             own[batch.ids] += 1
             worker.grads["counts"][:] = -len(batch)
-            worker.push_rows("one", batch.ids, -np.ones((len(batch), 1)))
+            for part in batch.ids[:3], batch.ids[3:]:
+                worker.push_rows("one", part, -np.ones((len(part), 1)))
             worker.push(0.0)
 
     for ranks, servers, epochs, size in ((5, 3, 2, 2), (3, 2, 3, 0)):
@@ -417,11 +418,15 @@ def empty(folder: Path) -> None:
         if WORLD.rank == 0:
             assert done(result).summary["clock_distance_max"] == 0
             assert all(each["applied"] for each in done(result).summary["per_server"])
+            rows = sum(each["rows_pushed"]["one"] for each in done(result).summary["per_server"])
+            assert rows <= N * epochs, "what a push had before is not counted again"
             asked = done(result).summary["tables"]["one"]["ahead"]
             assert asked > 0 if size else asked == 0
             assert done(result).params["counts"] == N * epochs
             rows = done(result).rows("one", every)
             np.testing.assert_array_equal(rows, np.full((N, 1), epochs))
+            assert done(result).rows("one", []).shape == (0, 1)
+            assert done(result).rows("one", np.zeros((2, 0), "i8")).shape == (2, 0, 1)
 
 
 def weighed(folder: Path) -> None:
@@ -495,7 +500,8 @@ def bad(folder: Path) -> None:
     def train(worker: mpips.Worker) -> None:
         assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
         for _ in worker.batches(8, batch_size=1, epochs=1):
-            worker.push_rows("few", [2, 2, 3], np.ones((3, 1)))
+            worker.push_rows("few", [2, 2], np.ones((2, 1)))
+            worker.push_rows("few", np.array([3], "u8"), np.ones((1, 1)))
             for name, (told, call) in BAD.items():
                 found = told_by(call, worker)
                 assert told in found, (name, found)
