@@ -6,6 +6,7 @@ state of its own), `commit` (once, after all of them). Reading: `newest_whole` o
 number of shards was, and `.read_worker`. Nothing here knows MPI.
 """
 
+from mpips.checkpoint.chain import Ordered
 from mpips.checkpoint.files import begin_step, list_checkpoints, remove_checkpoint
 from mpips.checkpoint.index import commit
 from mpips.checkpoint.mapping import boxes
@@ -16,6 +17,7 @@ from mpips.checkpoint.workers import Pieces, write_worker
 
 __all__ = [
     "Checkpoint",
+    "Ordered",
     "Pieces",
     "RowSource",
     "ShardRecord",

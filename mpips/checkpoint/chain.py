@@ -6,19 +6,49 @@ The newest comes first: a row counts where it is found first, and is left out of
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from mpips.checkpoint.files import damaged
 from mpips.checkpoint.index import Contents, Link, links
 from mpips.checkpoint.rows import (
     ROWS,
     TableRows,
     column_pieces,
+    map_params,
     read_column,
     read_columns,
     read_rows,
 )
 from mpips.checkpoint.shards import ShardRecord
+
+
+class Ordered(NamedTuple):
+    """Some rows of a table by their numbers.
+
+    Attributes:
+        rows: Their numbers, increasing, shape (k,), dtype int64.
+        places: Where each is in `params`, shape (k,), dtype int64.
+        params: Values, shape (at least k, dim), perhaps of others as well.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    params: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, places: np.ndarray, params: np.ndarray) -> "Ordered":
+        """Return rows of which `rows` are the numbers of those at `places`, in any order."""
+        order = np.argsort(rows)
+        return cls(rows[order], places[order], params)
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Read those of some rows that are here, each into its place of `out`, shape (n, dim)."""
+        at = np.searchsorted(self.rows, numbers)
+        inside = np.flatnonzero(at < len(self.rows))
+        here = inside[self.rows[at[inside]] == numbers[inside]]
+        out[here] = self.params[self.places[at[here]]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,20 @@ class Counted:
             at += len(piece.rows)
             slots = {name: slot[kept] for name, slot in piece.slots.items()}
             yield TableRows(piece.rows[kept], piece.params[kept], slots)
+
+    def ordered(self) -> Ordered:
+        """Return them by their numbers; their values are read from the file when they are wanted.
+
+        Raises:
+            UserError: As `pieces`.
+        """
+        args = self.link.folder, self.record, self.link.step, self.table
+        rows, params = read_column(*args, ROWS), map_params(*args)
+        places = np.arange(len(rows)) if self.keep is None else np.flatnonzero(self.keep)
+        if len(params) != len(rows):
+            got = f"{self.link.folder}: {len(params)} rows of table {self.table}"
+            raise damaged(got, str(len(rows)))
+        return Ordered.of(rows[places], places, params)
 
     @property
     def count(self) -> int:

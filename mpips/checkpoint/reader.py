@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint.chain import counted_rows
+from mpips.checkpoint.chain import Ordered, counted_rows
 from mpips.checkpoint.files import (
     INDEX,
     PathLike,
@@ -169,6 +169,18 @@ class Checkpoint:
             raise unknown("table", name, tuple(self.tables))
         for some in counted_rows(self.path, self.contents, name):
             yield from some.pieces()
+
+    def ordered_rows(self, name: str) -> list[Ordered]:
+        """Return the rows of a table that have been changed by their numbers, each once.
+
+        They take 16 bytes of memory each: values are read from the files when they are wanted.
+
+        Raises:
+            UserError: As `read_table`.
+        """
+        if name not in self.tables:
+            raise unknown("table", name, tuple(self.tables))
+        return [some.ordered() for some in counted_rows(self.path, self.contents, name)]
 
     def count_rows(self, name: str) -> int:
         """Return how many rows of a table have been changed; of a chain their numbers are read.

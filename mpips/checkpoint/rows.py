@@ -160,6 +160,24 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
             yield TableRows(numbers[some], params[some], kept)
 
 
+def map_params(folder: Path, record: ShardRecord, step: int, table: str) -> np.ndarray:
+    """Return the values of a table's rows in an owner's file, where they stay until they are read.
+
+    Pages that are read are in memory once a host, as long as it has no better use for it.
+
+    Raises:
+        UserError: As `read_rows`.
+    """
+    path = folder / record.file
+    with reading(path, f"table {table}") as file:
+        check_identity(path, file, record, step)
+        dataset = file[_place(table, PARAMS)]
+        offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
+        if offset is None:  # so short that it lies elsewhere, or of no rows
+            return np.asarray(dataset[:])
+        return np.memmap(path, dtype, "r", offset, shape)  # which a file that is too short refuses
+
+
 def read_columns(
     folder: Path, record: ShardRecord, step: int, table: str
 ) -> dict[str, tuple[int, tuple[int, ...], np.dtype]]:

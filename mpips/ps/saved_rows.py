@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint import Checkpoint, TableRows
+from mpips.checkpoint import Checkpoint, Ordered
 from mpips.errors import unknown
 from mpips.layout.hashed_ids import digests_of, rows_of
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
@@ -58,12 +58,13 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
     """
     if name not in checkpoint.tables:
         raise unknown("table", name, tuple(checkpoint.tables))
-    pieces = map(_in_order, checkpoint.read_table(name))
+    read = checkpoint.read_table(name)
+    pieces = (Ordered.of(piece.rows, np.arange(piece.count), piece.params) for piece in read)
     return _found(checkpoint, name, ids, pieces)
 
 
 class SavedRows:
-    """The rows of a checkpoint, those of a table all in memory from its first use on.
+    """The rows of a checkpoint. Of a table numbers are in memory from its first use on, not values.
 
     Args:
         checkpoint: Where they are.
@@ -71,30 +72,22 @@ class SavedRows:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._kept: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._kept: dict[str, list[Ordered]] = {}
 
     def pull(self, name: str, ids: Any) -> np.ndarray:
         """Return rows of a table; see `find_rows`."""
-        if name not in self._checkpoint.tables:
-            raise unknown("table", name, tuple(self._checkpoint.tables))
         if name not in self._kept:
-            self._kept[name] = list(map(_in_order, self._checkpoint.read_table(name)))
+            self._kept[name] = self._checkpoint.ordered_rows(name)
         return _found(self._checkpoint, name, np.asarray(ids), self._kept[name])
-
-
-def _in_order(piece: TableRows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of some rows, increasing, and what these hold."""
-    order = np.argsort(piece.rows)
-    return piece.rows[order], piece.params[order]
 
 
 def _found(
     checkpoint: Checkpoint,
     name: str,
     ids: np.ndarray,
-    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    pieces: Iterable[Ordered],
 ) -> np.ndarray:
-    """Return rows, of which some are in pieces: see `_in_order`."""
+    """Return rows, of which those that have been changed are in pieces."""
     owned = _ownership(name, checkpoint.tables[name])
     if not ids.size:  # of an empty list they are no integers
         return np.empty((*ids.shape, owned.table.dim), checkpoint.dtype)
@@ -104,11 +97,8 @@ def _found(
     grouped = owned.group(flat)
     numbers = owned.rows_of(0, grouped.local)
     found = _untouched(owned, grouped, checkpoint.dtype)
-    for rows, params in pieces:
-        at = np.searchsorted(rows, numbers)
-        inside = np.flatnonzero(at < len(rows))
-        here = inside[rows[at[inside]] == numbers[inside]]
-        found[here] = params[at[here]]
+    for piece in pieces:
+        piece.read(numbers, found)
     out = np.empty((ids.size, owned.table.dim), checkpoint.dtype)
     out[grouped.order] = np.repeat(found, np.diff(grouped.starts), axis=0)
     return out.reshape(*ids.shape, owned.table.dim)
