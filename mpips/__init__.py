@@ -45,6 +45,8 @@ Importing this package starts nothing, nor does looking at it: MPI is started wh
 
 from typing import TYPE_CHECKING
 
+from mpips.cluster import uncaught
+
 if TYPE_CHECKING:
     from mpips.config.groups import Group
     from mpips.errors import UserError
@@ -102,6 +104,8 @@ _MODULES = {
     "run": "library.run",
 }
 _START_MPI = {"Result", "Store", "Worker", "run"}
+
+uncaught.arm()
 
 
 def __getattr__(name: str) -> object:

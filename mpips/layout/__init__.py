@@ -5,6 +5,7 @@ from mpips.layout.arrays import (
     Layout,
     Shard,
     aligned_zeros,
+    check_alike,
     cut,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "Layout",
     "Shard",
     "aligned_zeros",
+    "check_alike",
     "cut",
 ]

@@ -5,12 +5,14 @@ lies in it; `cut` divides it into one contiguous shard an owner, wherever the cu
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from mpips.errors import UserError
 
 if TYPE_CHECKING:
     from mpips.layout.tables import Table
@@ -118,3 +120,19 @@ def aligned_zeros(n: int, dtype: np.dtype) -> np.ndarray:
     memory = np.zeros(n * dtype.itemsize + CACHE_LINE_BYTES, "u1")
     skip = -memory.ctypes.data % CACHE_LINE_BYTES
     return memory[skip : skip + n * dtype.itemsize].view(dtype)
+
+
+def check_alike(layouts: Sequence[Layout]) -> None:
+    """Check that the parameters and tables of all ranks, in their order, are the same.
+
+    Raises:
+        UserError: If they do not.
+    """
+    first = layouts[0]
+    for rank, layout in enumerate(layouts):
+        if (layout.names, layout.shapes) != (first.names, first.shapes):
+            got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"
+            raise UserError(got, "names and shapes as on rank 0", "make them alike on every rank")
+        if list(layout.tables.items()) != list(first.tables.items()):
+            got = f"tables {layout.tables} on rank {rank}"
+            raise UserError(got, f"{first.tables}, as on rank 0", "give the same on every rank")

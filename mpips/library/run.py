@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from mpips.checkpoint import newest_whole
-from mpips.cluster import ending, failures, signals
+from mpips.cluster import ending, failures, signals, uncaught
 from mpips.cluster.agreement import Agreed, everywhere, tell_once
 from mpips.cluster.start import Comm, whole_world
 from mpips.errors import UserError
@@ -27,6 +27,8 @@ from mpips.library.worker import Worker
 from mpips.problems.accumulate import follow
 from mpips.ps.saved_rows import find_rows
 from mpips.session.training import Ended
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,18 @@ class Program:
 instead: Callable[[Program, Given, str], NoReturn] | None = None
 
 
+def agreed(comm: Comm | None, make: Callable[[], T]) -> T:
+    """Call `make` on every rank before a run begins; an error on any is raised on all.
+
+    Collective: yes, over `comm`, but where another process makes a run of the program again.
+    """
+    if instead is not None:
+        return make()
+    world = whole_world() if comm is None else comm
+    tell_once(world)
+    return everywhere(world, make)
+
+
 def run_program(
     program: Program,
     params: Mapping[str, Any],
@@ -176,6 +190,7 @@ def run_program(
     world = whole_world() if comm is None else comm
     tell_once(world)
     given, name = everywhere(world, lambda: _given(program, params, started))
+    uncaught.disarm()
     with signals.noted():
         start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)
         program.begin(start)

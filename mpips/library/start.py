@@ -20,7 +20,7 @@ from mpips.config.groups import text_of
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, nearest
-from mpips.layout import Layout
+from mpips.layout import check_alike
 from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
@@ -127,7 +127,7 @@ class Start:
         self.config: Config = on_root(self.comm, self._first_look)
         layouts = gather_all(self.comm, given.params.layout)
         states = gather_all(self.comm, given.params.make_state is not None)
-        everywhere(self.comm, lambda: check_layouts(layouts))
+        everywhere(self.comm, lambda: check_alike(layouts))
         everywhere(self.comm, lambda: _check_states(states))
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None
@@ -272,22 +272,6 @@ class Start:
         self.ranks.free()
         if self._link is not None:
             self._link.free()
-
-
-def check_layouts(layouts: list[Layout]) -> None:
-    """Check that the parameters and tables of all ranks have the same names and shapes.
-
-    Raises:
-        UserError: If they do not.
-    """
-    first = layouts[0]
-    for rank, layout in enumerate(layouts):
-        if (layout.names, layout.shapes) != (first.names, first.shapes):
-            got = f"params {dict(zip(layout.names, layout.shapes, strict=True))} on rank {rank}"
-            raise UserError(got, "names and shapes as on rank 0", "make them alike on every rank")
-        if list(layout.tables.items()) != list(first.tables.items()):
-            got = f"tables {layout.tables} on rank {rank}"
-            raise UserError(got, f"{first.tables}, as on rank 0", "give the same on every rank")
 
 
 def _check_states(given: list[bool]) -> None:

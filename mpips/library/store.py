@@ -21,12 +21,12 @@ from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
-from mpips.layout import aligned_zeros
+from mpips.layout import aligned_zeros, check_alike
 from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving
-from mpips.library.start import check_layouts, checked
+from mpips.library.start import checked
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
@@ -88,7 +88,7 @@ class Store:
         first = everywhere(world, lambda: Parameters(params))
         config = on_root(world, partial(_config, given, first.dtype, world.size))
         layouts = gather_all(world, first.layout)
-        everywhere(world, lambda: check_layouts(layouts))
+        everywhere(world, lambda: check_alike(layouts))
         self._cluster = assign_roles(world, config)
         self._job = _job(self._cluster, config, first)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)

@@ -156,7 +156,7 @@ class RowsAtWork:
         checked = table.check_gradients(found, grads)
         if self.weight != 1:
             checked = checked * checked.dtype.type(self.weight)
-        table.push(self._seq, table.numbers(found), checked)
+        table.push(self._seq, table.numbers(found), checked, found.reshape(-1))
 
     def sum_squares(self) -> float:
         """Return the square of the norm of what is pushed with the step, all tables together."""

@@ -174,8 +174,21 @@ class WorkerTable:
         for server in self._holding.held.each(asked, ROWS):
             yield self._each[server]
 
-    def push(self, seq: int, ids: np.ndarray, grads: np.ndarray) -> None:
-        """Add the gradients of rows to a push."""
+    def push(
+        self, seq: int, ids: np.ndarray, grads: np.ndarray, named: np.ndarray | None = None
+    ) -> None:
+        """Add the gradients of rows to a push.
+
+        Args:
+            seq: The push.
+            ids: What `numbers` returned.
+            grads: What `check_gradients` returned.
+            named: The ids as they were given, if they are others.
+
+        Raises:
+            UserError: If there are too many rows, or the sum of one is not finite; then the push is
+                as it was.
+        """
         k, s = seq % BUFFERS, self._sections
         given, count = ids, len(ids)
         if s.starts[k, -1]:  # a further call in this step
@@ -183,7 +196,12 @@ class WorkerTable:
         grouped = self._group(ids)
         rows = len(grouped.local)
         self._check_room(rows)
-        combine(grouped, grads, s.sums[k, :rows])
+        room = s.sums[k, :rows]
+        sums = combine(grouped, grads, None if s.starts[k, -1] else room)
+        if not all_finite(sums.reshape(-1)):
+            self._refuse(grouped, sums, grads, given if named is None else named)
+        if sums is not room:
+            room[:] = sums
         s.places[k, :rows] = grouped.local
         self.counts.pushed += count
         self.load.push(given, grouped.bounds - s.starts[k])
@@ -224,6 +242,27 @@ class WorkerTable:
         ]
         return np.concatenate([*earlier, ids]), np.concatenate([s.sums[k, : edges[-1]], grads])
 
+    def _refuse(
+        self, grouped: Grouped, sums: np.ndarray, grads: np.ndarray, ids: np.ndarray
+    ) -> None:
+        """Raise that a sum is not finite, by the last of the ids that it is of.
+
+        Args:
+            grouped: Of all ids of the step; those of this call are the last ones.
+            sums: Of their rows.
+            grads: Of the ids.
+            ids: Those of this call, as they were given.
+        """
+        found, column = np.argwhere(~np.isfinite(sums))[0].tolist()
+        alike = grouped.order[grouped.starts[found] : grouped.starts[found + 1]]
+        wrong = alike[~np.isfinite(grads[alike, column])]
+        at = int(wrong[0] if len(wrong) else alike[-1])
+        what = "the gradient of" if len(wrong) else f"the sum of {len(alike)} gradients of"
+        row, id_ = "row" if self.hashed is None else "id", ids[at - (len(grads) - len(ids))]
+        value = grads[at, column] if len(wrong) else sums[found, column]
+        where = f"{what} {row} {id_} of table {self.table.name!r}"
+        raise UserError(f"{value} in {where}", "finite numbers")
+
     def _check_room(self, rows: int) -> None:
         if rows > self.table.push_rows:
             got = f"{rows:,} rows of table {self.table.name!r} in one push"
@@ -234,7 +273,7 @@ class WorkerTable:
         """Return gradients as `combine` takes them, shape (len(ids), dim).
 
         Raises:
-            UserError: If they are of another shape, or not finite; the row is named.
+            UserError: If they are no numbers, or of another shape.
         """
         name, dim = self.table.name, self.table.dim
         found = np.asarray(grads)
@@ -244,10 +283,5 @@ class WorkerTable:
             got = f"gradients of table {name!r} of shape {found.shape}"
             expected = f"{(*ids.shape, dim)}, a row of {dim} for each id"
             raise UserError(got, expected)
-        flat = np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
-        if not all_finite(flat.reshape(-1)):
-            at, column = np.argwhere(~np.isfinite(flat))[0].tolist()
-            row = "row" if self.hashed is None else "id"
-            where = f"the gradient of {row} {ids.reshape(-1)[at]} of table {name!r}"
-            raise UserError(f"{flat[at, column]} in {where}", "finite numbers")
-        return flat
+        with np.errstate(over="ignore"):  # what is too large is refused as infinite
+            return np.ascontiguousarray(found.reshape(-1, dim), self._dtype)

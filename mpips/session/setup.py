@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from mpips.checkpoint import Checkpoint, open_checkpoint, place
@@ -9,7 +10,7 @@ from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster import words
 from mpips.cluster.agreement import Agreed, everywhere, on_root
-from mpips.cluster.collectives import broadcast
+from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.link import Link
 from mpips.cluster.progress import Overdue
 from mpips.cluster.stall import watched
@@ -21,12 +22,13 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.augment import augment_of
 from mpips.errors import UserError
 from mpips.launch import signs
-from mpips.layout import Layout
+from mpips.layout import Layout, check_alike
 from mpips.layout.roles import Roles, assign, with_spares
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
 from mpips.planning.tables import check_job, tables_of
 from mpips.problems import Problem, load_problem
+from mpips.problems.rows import tables_of_problem
 from mpips.session import folder, tensorboard
 from mpips.session.data import open_data
 from mpips.session.folder import Run
@@ -172,6 +174,9 @@ def make_job(
         return job
 
     job = everywhere(comm, build)
+    layout = replace(job.layout, tables=tables_of_problem(job.problem))
+    layouts = gather_all(comm, layout)
+    everywhere(comm, lambda: check_alike(layouts))
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
     return job

@@ -11,7 +11,7 @@ import torch
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
-from mpips.errors import write_line
+from mpips.errors import UserError, write_line
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
@@ -91,7 +91,7 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    module, tables, groups = _make(model, options, optimizer)
+    module, tables, groups = library.agreed(comm, lambda: _make(model, options, optimizer))
     options.setdefault("dtype", _dtype(module, groups))
     losses: list[torch.Tensor] = []
     buffers: dict[str, np.ndarray] = {}
@@ -136,8 +136,14 @@ def _make(
 ) -> tuple[torch.nn.Module, ModelTables, Sequence[Group]]:
     """Return a run's module, the tables that are in it, and the groups of its parameters."""
     groups = _groups(options.get("groups", ()))
-    with noting_weights():
-        module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
+    try:
+        with noting_weights():
+            module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
+    except UserError:
+        raise
+    except Exception as error:
+        got = f"model={getattr(model, '__name__', model)} raised {type(error).__name__}: {error}"
+        raise UserError(got, "a module, on every rank") from error
     rule = optimizer.options() if isinstance(optimizer, Optimizer) else {}
     return module, ModelTables(module, {**options, **rule}), groups
 

@@ -128,6 +128,21 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("how", ["started", "none", "model", "interrupted"])
+def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path) -> None:
+    """Whether MPI has been started or not; the others would wait in the collectives of a run."""
+    found = run(3, [str(PROGRAMS / "early.py"), how, "out"], tmp_path, 60)
+    assert found.code not in (0, 124), found.output
+    if how == "model":
+        told = "mpips: model=net raised FileNotFoundError: weights.pt, expected a module"
+        assert found.output.count(told) == 1, found.output
+    else:
+        told = "KeyboardInterrupt" if how == "interrupted" else "FileNotFoundError: data.npy"
+        assert found.output.count(told) == 1, found.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.launch
 def test_a_worker_evaluates_in_the_loop_and_after_it(tmp_path: Path) -> None:
     found = run(3, [str(PROGRAMS / "evaluates.py"), str(tmp_path)], tmp_path, 100).check()
     assert found.output.count("9 modes") == 3

@@ -52,6 +52,13 @@ class Twice(Means):
     def __init__(self, data, config):
         super().__init__(data, config)
         self.tables = {"mean": Table(rows=3, dim=1)}
+
+class Differs(Means):
+    def __init__(self, data, config):
+        from mpi4py import MPI
+        super().__init__(data, config)
+        table = Table(rows=data.x_shape[0] + MPI.COMM_WORLD.rank, dim=1)
+        self.layout, self.tables = Layout.of({"all": (1,)}), {"mean": table}
 """
 
 
@@ -124,12 +131,14 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("own", 3, [*own, "--optimizer", "adagrad", "--lr", "0.3", "--epochs", "3"])
     twice = ["--problem", f"{tmp_path}/own.py:Twice", *own[2:], "--optimizer", "adagrad"]
     plan.add("twice", 3, twice, 2)
+    differs = ["--problem", f"{tmp_path}/own.py:Differs", *twice[2:]]
+    plan.add("differs", 3, differs, 2)
     plan.add("rounds", 3, [*clicks, "--mode", "local_sgd"], 2)
     plan.add("no rule", 3, [*clicks, "--row-optimizer", "rmsprop"], 2)
     plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
     plan.run(240, tmp_path)
-    refused = "twice", "rounds", "no rule", "no number"
+    refused = "twice", "differs", "rounds", "no rule", "no number"
     assert not [name for name in refused if plan.out(name).exists()]
     check_optimum(plan, x[:DIGITS], y[:DIGITS])
     if find_spec("sklearn"):
@@ -144,6 +153,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     assert summary(plan.out("plain"))["tables"][ROWS]["ahead"] == 0
     told = "\n".join(plan.errors())
     for words in (
+        "on rank 1, expected {'mean': Table(rows=60, ",
         "tables in mode 'local_sgd'",
         "unknown optimizer of a table 'rmsprop'",
         "unknown number of ftrl for tables 'l3'",

@@ -475,6 +475,14 @@ BAD: dict[str, tuple[str, Callable[[mpips.Worker], object]]] = {
         "nan in the gradient of row 4 of table 'wide'",
         lambda w: w.push_rows("wide", [3, 4], [[1, 2, 3], [1, np.nan, 3]]),
     ),
+    "a sum that overflows": (
+        "inf in the sum of 2 gradients of row 4 of table 'wide'",
+        lambda w: w.push_rows("wide", [4, 3, 4], np.full((3, 3), 1.7e308)),
+    ),
+    "one with what was pushed before": (
+        "inf in the sum of 2 gradients of row 3 of table 'few'",
+        lambda w: w.push_rows("few", [2, 3], [[1.0], [np.finfo("f8").max]]),
+    ),
     "words": ("of dtype <U1", lambda w: w.push_rows("one", [0], [["a"]])),
     "too many": (
         "5 rows of table 'few' in one push, expected at most 2; give the table push_rows=5",
@@ -501,7 +509,7 @@ def bad(folder: Path) -> None:
         assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
         for _ in worker.batches(8, batch_size=1, epochs=1):
             worker.push_rows("few", [2, 2], np.ones((2, 1)))
-            worker.push_rows("few", np.array([3], "u8"), np.ones((1, 1)))
+            worker.push_rows("few", np.array([3], "u8"), [[1e300]])
             for name, (told, call) in BAD.items():
                 found = told_by(call, worker)
                 assert told in found, (name, found)
@@ -522,7 +530,7 @@ def bad(folder: Path) -> None:
         assert found is not None
         numbers, columns = rows_of(found, "few")
         np.testing.assert_array_equal(numbers, [2, 3])
-        np.testing.assert_array_equal(columns["params"], [[-16.0], [-8.0]])  # the run's rule
+        np.testing.assert_array_equal(columns["params"], [[-16.0], [-8e300]])  # the run's rule
         assert summary["tables"]["few"]["pushed"] == 24
         assert summary["tables"]["wide"]["changed"] == 0
         assert sum(server["rows_pushed"]["few"] for server in summary["per_server"]) == 16

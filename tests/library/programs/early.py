@@ -1,0 +1,46 @@
+"""What one rank raises before a run ends the job: ``early.py started|none|model|interrupted OUT``."""
+
+from __future__ import annotations  # `mpips.Worker` would start MPI
+
+import os
+import signal
+import sys
+
+import numpy as np
+
+import mpips
+
+HOW, OUT = sys.argv[1:]
+if HOW == "started":
+    from mpi4py import MPI  # noqa: F401  (which starts it)
+RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+
+
+def train(worker: mpips.Worker) -> None:
+    """Make a step."""
+    for _ in worker.batches(8, batch_size=1, epochs=1):
+        worker.grads["w"][:] = 0
+        worker.push(0.0)
+
+
+def of_a_model() -> None:
+    """Have the model raise on one rank."""
+    import torch
+
+    import mpips.torch
+
+    def net() -> torch.nn.Module:
+        if RANK == 1:
+            raise FileNotFoundError("weights.pt")
+        return torch.nn.Linear(2, 1)
+
+    mpips.torch.run(lambda worker: None, model=net, optimizer=mpips.SGD(0.1), out=OUT)
+
+
+if HOW == "model":
+    of_a_model()
+elif RANK == 1:
+    if HOW == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+    raise FileNotFoundError("data.npy")
+mpips.run(train, {"w": np.zeros(2)}, mpips.SGD(0.1), out=OUT)
