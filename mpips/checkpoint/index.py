@@ -322,6 +322,8 @@ def links(folder: Path, contents: Contents) -> Iterator[Link]:
             return
         sum_then, base = contents.base_sum, _base_folder(folder, contents)
         assert base is not None, "some add to it"
+        if not (base / INDEX).exists():
+            raise _broken(newest, base, "that is missing: with it this one would be whole")
         try:
             contents, sum_now = read_index(base), _index_sum(base)
         except UserError as error:

@@ -16,6 +16,7 @@ from mpips.checkpoint.files import (
     file_sha256,
     pieces,
     reading,
+    rows_file,
     shard_file,
     write_durably,
 )
@@ -163,6 +164,8 @@ def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> Non
 def shard_problem(folder: Path, record: ShardRecord, *, sums: bool) -> UserError | None:
     """Say what is wrong with a shard file, or None; with `sums` every byte of it is read."""
     path, content = folder / record.file, f"elements [{record.begin}, {record.end}) of all arrays"
+    if record.file == rows_file(record.owner):
+        content = f"{record.end:,} rows of tables"
     try:
         size = path.stat().st_size
         if size != record.bytes:

@@ -9,6 +9,7 @@ from mpips.datasets import arrow
 from mpips.datasets.arrow import Column
 from mpips.datasets.hashed import NAME
 from mpips.datasets.table import ArrayInfo, Table, check_file, reading
+from mpips.errors import UserError
 
 FORMAT = "Parquet"
 ROWS = 1 << 16  # that are decoded at once
@@ -84,6 +85,10 @@ class ParquetTable(Table):
         fields = {field.name: field.type for field in self._file.schema_arrow}
         found, wanted = list[Column](), arrow.chosen(self.path, names, list(fields))
         if self._hashed:
+            for name in wanted[:-1]:
+                if hasattr(fields[name], "value_type"):
+                    got = f"{self.path}: column {name!r} of {fields[name]}, which is to be hashed"
+                    raise UserError(got, "text or numbers", "write a column for each of its values")
             found = [Column(name, (), np.dtype("i8"), True) for name in wanted[:-1]]
         for name in wanted[len(found) :]:
             length = 0

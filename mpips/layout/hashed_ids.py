@@ -35,7 +35,8 @@ def digests_of(name: str, ids: np.ndarray) -> np.ndarray:
         return _mixed(ids.astype(np.uint64))
     words = ids.reshape(-1).tolist()
     if ids.dtype.kind not in "UTO" or not all(isinstance(word, str) for word in words):
-        raise UserError(f"ids of table {name!r} of dtype {ids.dtype}", "integers, or str")
+        expected = "integers, or str; integers fit into int64, or into uint64"
+        raise UserError(f"ids of table {name!r} of dtype {ids.dtype}", expected)
     digests = b"".join(map(_digest, words))
     return np.frombuffer(digests, "<u8").astype(np.uint64).reshape(ids.shape)
 

@@ -105,7 +105,8 @@ class Table:
         optimizer: Update rule of the rows, such as ``mpips.Adagrad(0.1)``; None for the run's.
         capacity: ``full`` has memory for all rows, ``lazy`` for those alone that are touched;
             ``auto`` is lazy from 16 M rows on, and with `evict_after`. What rows hold is the same.
-        push_rows: Rows that a worker has room for in a push; None for 16 MiB of them.
+        push_rows: Rows that a worker has room for in a push; None for 16 MiB of them, or for 1,024
+            where these take no more than 256 MiB.
         ownership: ``hash`` spreads rows over servers by a permutation of their numbers; with
             ``blocks`` each server owns neighbouring rows. What rows hold is the same.
         hashed: Whether ids are any integers of 64 bits, or words (str), which are hashed to rows;
@@ -245,7 +246,7 @@ class Ownership:
         what = f"ids of table {self.name!r}"
         if ids.dtype.kind not in "iu":
             remedy = "convert them, such as by ids.astype('int64')"
-            if ids.dtype.kind in "UTO":
+            if ids.dtype.kind in "UT" or any(isinstance(each, str) for each in ids.flat):
                 remedy = "give the table hashed=True if they are words"
             raise UserError(f"{what} of dtype {ids.dtype}", "an integer type", remedy)
         if ids.ndim != 1:

@@ -83,6 +83,10 @@ def rule_of(table: Table, config: Config | None) -> RowRule | None:
         return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
     if config is not None and config.row_optimizer:
         return make_row_rule(parse_row_optimizer(config.row_optimizer))
+    if config is not None and config.optimizer not in ROW_RULES:
+        got = f"tables in a run of optimizer {config.optimizer!r}, which is no rule of rows"
+        remedy = "give rows a rule of their own: --row-optimizer adagrad, or Table(optimizer=...)"
+        raise UserError(got, f"one of {', '.join(ROW_RULES)}", remedy)
     return None if config is None else make_row_rule(_Optimizer(config))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpips.planning.job import Job
 
 AREA_BYTES = 16 << 20  # of a worker's rows in one push to a table, where the table does not say
-AREA_ROWS = 1024  # at least
+AREA_ROWS, MOST_AREA_BYTES = 1024, 256 << 20  # at least, where they take no more than that
 TABLE_MODES = ("async", "ssp", "sync")
 
 
@@ -70,6 +70,11 @@ class JobTable:
         return Ownership(self.name, self.table, servers, self.seed, self.spares)
 
 
+def rows_of_area(nbytes: int) -> int:
+    """Return how many rows of so many bytes a worker has room for in a push by default."""
+    return max(1, max(AREA_BYTES, min(AREA_ROWS * nbytes, MOST_AREA_BYTES)) // nbytes)
+
+
 def tables_of(job: "Job") -> tuple[JobTable, ...]:
     """Return the tables of a job, with what the configuration says of them.
 
@@ -81,7 +86,7 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
     given = checked_tables(tables_of_problem(job.problem))
     for name, each in given.items():
         table = as_configured(each, config)
-        most = max(AREA_ROWS, AREA_BYTES // (8 + table.dim * job.dtype.itemsize))
+        most = rows_of_area(8 + table.dim * job.dtype.itemsize)
         rule = rule_of(table, config)
         assert rule is not None, "the configuration has one"
         room = min(table.rows, table.push_rows or most)

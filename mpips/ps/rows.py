@@ -19,7 +19,7 @@ import numpy as np
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.codecs import Codec
-from mpips.errors import unknown
+from mpips.errors import UserError, unknown
 from mpips.kernels.vectors import scale, sum_squares
 from mpips.planning.tables import JobTable
 from mpips.ps.worker_table import Holding, Holds, WorkerTable
@@ -184,9 +184,12 @@ class RowsAtWork:
 
 
 def _find(tables: Mapping[str, WorkerTable], name: str, ids: Any) -> tuple[WorkerTable, np.ndarray]:
-    if name not in tables:
-        raise unknown("table", name, tables)
-    found = np.asarray(ids)
+    if not isinstance(name, str) or name not in tables:
+        raise unknown("table", str(name), tables)
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # NumPy makes no array of lists of several lengths
+        raise UserError(f"ids of table {name!r} of several lengths", "one array of them") from None
     if not found.size:  # of an empty list it is a float
         found = found.astype(np.int64)
     return tables[name], found

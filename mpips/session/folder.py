@@ -301,7 +301,7 @@ def _continue(config: Config, out: Path, given: Collection[str]) -> Run:
     found, complaints = newest_whole(out)
     if found is None:
         what = "; ".join(complaints) or "none was saved"
-        remedy = "remove the folder and start again"
+        remedy = "bring back what is missing, or remove the folder and start again"
         raise UserError(f"no whole checkpoint in {out}: {what}", "at least one", remedy)
     notes = _notes(complaints) + _edited(out, found, given)
     return Run(config, out, found.path, True, notes)

@@ -203,8 +203,8 @@ class Embedding(RowsModule):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        *,
         padding_idx: int | None = None,
+        *,
         init: Init = Normal(1.0),  # noqa: B008  # it cannot change
         **options: Any,
     ) -> None:

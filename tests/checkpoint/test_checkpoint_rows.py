@@ -311,7 +311,7 @@ def test_links_stay_as_long_as_a_newer_checkpoint_adds_to_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        ("index", r"rows add to those of .*step-000000000002, and .*no index.h5"),
+        ("index", r"rows add to those of .*step-000000000002, and that is missing: with it"),
         ("missing", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: missing"),
         ("flipped", r"rows add to those of .*step-000000000002, and .*rows-0001.h5: sha256"),
         ("other", r"rows add to those of .*step-000000000002, and it is another checkpoint"),

@@ -101,6 +101,13 @@ def test_samples_have_an_id_a_column(
     assert "array 'user' holds text" in refused(name, problem="softmax")
 
 
+def test_lists_are_no_categories(tmp_path: Path) -> None:
+    data = {"tags": [[1, 2], [3]] * 50, "y": [0, 1] * 50}
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table(data), tmp_path / "a.parquet")
+    told = refused(f"{tmp_path}/a.parquet::tags,y", problem="logistic_sparse")
+    assert "column 'tags' of list<element: int64>, which is to be hashed, expected text" in told
+
+
 @pytest.mark.launch
 def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
     plan = Plan(tmp_path)

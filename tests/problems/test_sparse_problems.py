@@ -135,6 +135,7 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("differs", 3, differs, 2)
     plan.add("rounds", 3, [*clicks, "--mode", "local_sgd"], 2)
     plan.add("no rule", 3, [*clicks, "--row-optimizer", "rmsprop"], 2)
+    plan.add("no rule of rows", 3, [*clicks[:4], "--optimizer", "rmsprop"], 2)
     plan.add("no number", 3, [*clicks, "--row-optimizer", "ftrl: l3=1"], 2)
     plan.add("no tables", 3, ["--row-optimizer", "sgd"], 2)
     plan.run(240, tmp_path)
@@ -156,6 +157,7 @@ def test_in_one_world(tmp_path: Path) -> None:
         "on rank 1, expected {'mean': Table(rows=60, ",
         "tables in mode 'local_sgd'",
         "unknown optimizer of a table 'rmsprop'",
+        "optimizer 'rmsprop', which is no rule of rows, expected one of sgd, adagrad",
         "unknown number of ftrl for tables 'l3'",
         "row_optimizer 'sgd' without tables",
     ):

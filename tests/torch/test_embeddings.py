@@ -129,7 +129,7 @@ def test_bags_are_those_of_torch(name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("padding", [None, 4, -1])
 @pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:0], torch.tensor([4, 4])])
 def test_rows_are_those_of_torch(padding: Any, ids: Any) -> None:
-    embedding, store = one(lambda: mt.Embedding(ROWS, DIM, padding_idx=padding))
+    embedding, store = one(lambda: mt.Embedding(ROWS, DIM, padding))  # as torch takes it
     rows = torch.tensor(store.rows["it"])
     if padding is not None:
         rows[padding] = 0

@@ -1,4 +1,4 @@
-"""What one rank raises before a run ends the job: ``early.py started|none|model|interrupted OUT``."""
+"""What one rank raises before a run ends the job: ``early.py HOW OUT``; HOW says what it is."""
 
 from __future__ import annotations  # `mpips.Worker` would start MPI
 
