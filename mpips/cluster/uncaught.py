@@ -8,12 +8,10 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable
 from types import TracebackType
 
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _armed = False
 
