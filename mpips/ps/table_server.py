@@ -21,8 +21,8 @@ from mpips.planning.tables import JobTable
 from mpips.ps.row_cut import RowCut
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
 from mpips.ps.table_shard import TableShard, row_fields
-from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.push import Push
+from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.wire import Packing
 
 SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed

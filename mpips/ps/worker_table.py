@@ -199,7 +199,10 @@ class WorkerTable:
         room = s.sums[k, :rows]
         sums = combine(grouped, grads, None if s.starts[k, -1] else room)
         if not all_finite(sums.reshape(-1)):
-            self._refuse(grouped, sums, grads, given if named is None else named)
+            id_, what = _not_finite(grouped, sums, grads, given if named is None else named)
+            row = "row" if self.hashed is None else "id"
+            got = f"{what} {row} {id_} of table {self.table.name!r}"
+            raise UserError(got, "finite numbers")
         if sums is not room:
             room[:] = sums
         s.places[k, :rows] = grouped.local
@@ -242,27 +245,6 @@ class WorkerTable:
         ]
         return np.concatenate([*earlier, ids]), np.concatenate([s.sums[k, : edges[-1]], grads])
 
-    def _refuse(
-        self, grouped: Grouped, sums: np.ndarray, grads: np.ndarray, ids: np.ndarray
-    ) -> None:
-        """Raise that a sum is not finite, by the last of the ids that it is of.
-
-        Args:
-            grouped: Of all ids of the step; those of this call are the last ones.
-            sums: Of their rows.
-            grads: Of the ids.
-            ids: Those of this call, as they were given.
-        """
-        found, column = np.argwhere(~np.isfinite(sums))[0].tolist()
-        alike = grouped.order[grouped.starts[found] : grouped.starts[found + 1]]
-        wrong = alike[~np.isfinite(grads[alike, column])]
-        at = int(wrong[0] if len(wrong) else alike[-1])
-        what = "the gradient of" if len(wrong) else f"the sum of {len(alike)} gradients of"
-        row, id_ = "row" if self.hashed is None else "id", ids[at - (len(grads) - len(ids))]
-        value = grads[at, column] if len(wrong) else sums[found, column]
-        where = f"{what} {row} {id_} of table {self.table.name!r}"
-        raise UserError(f"{value} in {where}", "finite numbers")
-
     def _check_room(self, rows: int) -> None:
         if rows > self.table.push_rows:
             got = f"{rows:,} rows of table {self.table.name!r} in one push"
@@ -285,3 +267,24 @@ class WorkerTable:
             raise UserError(got, expected)
         with np.errstate(over="ignore"):  # what is too large is refused as infinite
             return np.ascontiguousarray(found.reshape(-1, dim), self._dtype)
+
+
+def _not_finite(
+    grouped: Grouped, sums: np.ndarray, grads: np.ndarray, ids: np.ndarray
+) -> tuple[Any, str]:
+    """Return an id whose row has a sum that is not finite, and words for that.
+
+    Args:
+        grouped: Of all ids of the step; those of this call are the last ones.
+        sums: Of their rows.
+        grads: Of the ids.
+        ids: Those of this call, as they were given.
+    """
+    found, column = np.argwhere(~np.isfinite(sums))[0].tolist()
+    alike = grouped.order[grouped.starts[found] : grouped.starts[found + 1]]
+    wrong = alike[~np.isfinite(grads[alike, column])]
+    if len(wrong):
+        at, what = wrong[0], f"{grads[wrong[0], column]} in the gradient of"
+    else:
+        at, what = alike[-1], f"{sums[found, column]} in the sum of {len(alike)} gradients of"
+    return ids[at - (len(grads) - len(ids))], what

@@ -49,8 +49,8 @@ from mpips.ps.table_server import (
 )
 from mpips.rounds.base import Transfers
 from mpips.rounds.update import BLOCK_BYTES
-from mpips.transport.far_rows import RowReplies, Served
 from mpips.transport.packed_rows import RowsPacker, RowsUnpacker, pieces_of
+from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.rows import Section, Sections, rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
 

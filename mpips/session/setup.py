@@ -173,12 +173,17 @@ def make_job(
         _check_shares(job)
         return job
 
-    job = everywhere(comm, build)
-    layout = replace(job.layout, tables=tables_of_problem(job.problem))
-    layouts = gather_all(comm, layout)
-    everywhere(comm, lambda: check_alike(layouts))
+    job = _alike(everywhere(comm, build))
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
+    return job
+
+
+def _alike(job: Job) -> Job:
+    """Return a job whose parameters and tables are those of all ranks. Collective: yes."""
+    comm = job.cluster.comm
+    layouts = gather_all(comm, replace(job.layout, tables=tables_of_problem(job.problem)))
+    everywhere(comm, lambda: check_alike(layouts))
     return job
 
 

@@ -20,7 +20,7 @@ def test_each_way_has_its_rows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     due = [
         f"{who}, {way}{codec}"
         for who in counts
-        for codec in ("", " by fp16")
+        for codec in ("", " by fp16", " by int8")
         for way in ("pull", "pull ahead", "push")
     ]
     told = [case for beside, case in found if beside == "raw TCP"]
