@@ -10,6 +10,7 @@ from mpips.cluster.collectives import begin_barrier, broadcast, gather_all
 from mpips.cluster.start import Comm
 from mpips.cluster.waiting import Backoff
 from mpips.errors import UserError, complain
+from mpips.layout import Layout, check_alike
 
 T = TypeVar("T")
 
@@ -62,6 +63,12 @@ def everywhere(comm: Comm, make: Callable[[], T]) -> T:
             error = Agreed(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
     together(comm, error)
     return value
+
+
+def layouts_alike(comm: Comm, layout: Layout) -> None:
+    """Check that all ranks have the same parameters and tables. Collective: yes."""
+    layouts = gather_all(comm, layout)
+    everywhere(comm, lambda: check_alike(layouts))
 
 
 def on_root(comm: Comm, make: Callable[[], T]) -> T:

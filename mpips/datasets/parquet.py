@@ -86,7 +86,7 @@ class ParquetTable(Table):
         found, wanted = list[Column](), arrow.chosen(self.path, names, list(fields))
         if self._hashed:
             for name in wanted[:-1]:
-                if hasattr(fields[name], "value_type"):
+                if fields[name].num_fields:  # of text in a dictionary there are none
                     got = f"{self.path}: column {name!r} of {fields[name]}, which is to be hashed"
                     raise UserError(got, "text or numbers", "write a column for each of its values")
             found = [Column(name, (), np.dtype("i8"), True) for name in wanted[:-1]]

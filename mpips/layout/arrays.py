@@ -126,7 +126,7 @@ def check_alike(layouts: Sequence[Layout]) -> None:
     """Check that the parameters and tables of all ranks, in their order, are the same.
 
     Raises:
-        UserError: If they do not.
+        UserError: If they are not.
     """
     first = layouts[0]
     for rank, layout in enumerate(layouts):

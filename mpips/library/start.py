@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpips.cluster.agreement import everywhere, on_root
+from mpips.cluster.agreement import everywhere, layouts_alike, on_root
 from mpips.cluster.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.link import Link, agreed
@@ -20,7 +20,6 @@ from mpips.config.groups import text_of
 from mpips.config.modes import ROUND_MODES
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, nearest
-from mpips.layout import check_alike
 from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
@@ -125,9 +124,8 @@ class Start:
         dtype = given.params.dtype
         self._options = {"dtype": dtype, **options, "problem": name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
-        layouts = gather_all(self.comm, given.params.layout)
         states = gather_all(self.comm, given.params.make_state is not None)
-        everywhere(self.comm, lambda: check_alike(layouts))
+        layouts_alike(self.comm, given.params.layout)
         everywhere(self.comm, lambda: _check_states(states))
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from mpips.cluster import ending
-from mpips.cluster.agreement import everywhere, on_root
-from mpips.cluster.collectives import begin_barrier, gather_all
+from mpips.cluster.agreement import everywhere, layouts_alike, on_root
+from mpips.cluster.collectives import begin_barrier
 from mpips.cluster.library import check_world
 from mpips.cluster.start import Comm, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
-from mpips.layout import aligned_zeros, check_alike
+from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
@@ -87,8 +87,7 @@ class Store:
         given = everywhere(world, lambda: _checked(options, optimizer))
         first = everywhere(world, lambda: Parameters(params))
         config = on_root(world, partial(_config, given, first.dtype, world.size))
-        layouts = gather_all(world, first.layout)
-        everywhere(world, lambda: check_alike(layouts))
+        layouts_alike(world, first.layout)
         self._cluster = assign_roles(world, config)
         self._job = _job(self._cluster, config, first)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)

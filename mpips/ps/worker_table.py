@@ -174,16 +174,14 @@ class WorkerTable:
         for server in self._holding.held.each(asked, ROWS):
             yield self._each[server]
 
-    def push(
-        self, seq: int, ids: np.ndarray, grads: np.ndarray, named: np.ndarray | None = None
-    ) -> None:
+    def push(self, seq: int, ids: np.ndarray, grads: np.ndarray, named: np.ndarray) -> None:
         """Add the gradients of rows to a push.
 
         Args:
             seq: The push.
             ids: What `numbers` returned.
             grads: What `check_gradients` returned.
-            named: The ids as they were given, if they are others.
+            named: The ids as they were given.
 
         Raises:
             UserError: If there are too many rows, or the sum of one is not finite; then the push is
@@ -199,7 +197,7 @@ class WorkerTable:
         room = s.sums[k, :rows]
         sums = combine(grouped, grads, None if s.starts[k, -1] else room)
         if not all_finite(sums.reshape(-1)):
-            id_, what = _not_finite(grouped, sums, grads, given if named is None else named)
+            id_, what = _not_finite(grouped, sums, grads, named)
             row = "row" if self.hashed is None else "id"
             got = f"{what} {row} {id_} of table {self.table.name!r}"
             raise UserError(got, "finite numbers")

@@ -9,8 +9,8 @@ from mpips.checkpoint import Checkpoint, open_checkpoint, place
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.checkpoint.fits import check_checkpoint, check_length, check_samples
 from mpips.cluster import words
-from mpips.cluster.agreement import Agreed, everywhere, on_root
-from mpips.cluster.collectives import broadcast, gather_all
+from mpips.cluster.agreement import Agreed, everywhere, layouts_alike, on_root
+from mpips.cluster.collectives import broadcast
 from mpips.cluster.link import Link
 from mpips.cluster.progress import Overdue
 from mpips.cluster.stall import watched
@@ -22,7 +22,7 @@ from mpips.datasets import DataInfo, Dataset
 from mpips.datasets.augment import augment_of
 from mpips.errors import UserError
 from mpips.launch import signs
-from mpips.layout import Layout, check_alike
+from mpips.layout import Layout
 from mpips.layout.roles import Roles, assign, with_spares
 from mpips.planning.job import Job
 from mpips.planning.memory import check_memory
@@ -181,9 +181,8 @@ def make_job(
 
 def _alike(job: Job) -> Job:
     """Return a job whose parameters and tables are those of all ranks. Collective: yes."""
-    comm = job.cluster.comm
-    layouts = gather_all(comm, replace(job.layout, tables=tables_of_problem(job.problem)))
-    everywhere(comm, lambda: check_alike(layouts))
+    layout = replace(job.layout, tables=tables_of_problem(job.problem))
+    layouts_alike(job.cluster.comm, layout)
     return job
 
 

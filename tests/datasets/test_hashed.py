@@ -102,10 +102,15 @@ def test_samples_have_an_id_a_column(
 
 
 def test_lists_are_no_categories(tmp_path: Path) -> None:
-    data = {"tags": [[1, 2], [3]] * 50, "y": [0, 1] * 50}
+    coded = pa.array(["a", "b"] * 50).dictionary_encode()
+    data = {"tags": [[1, 2], [3]] * 50, "coded": coded, "y": [0, 1] * 50}
     pytest.importorskip("pyarrow.parquet").write_table(pa.table(data), tmp_path / "a.parquet")
     told = refused(f"{tmp_path}/a.parquet::tags,y", problem="logistic_sparse")
     assert "column 'tags' of list<element: int64>, which is to be hashed, expected text" in told
+    coded_alone = f"{tmp_path}/a.parquet::coded,y"
+    with opened(coded_alone, test_fraction=0, problem="logistic_sparse") as found:
+        x, _ = found.train.load(0, 4, np.dtype("f4"))
+        assert x.indices.tolist() == ids_of("coded", pa.array(["a", "b", "a", "b"])).tolist()
 
 
 @pytest.mark.launch
