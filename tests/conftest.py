@@ -23,7 +23,7 @@ LONGEST = [  # each of half a minute or more, if with its long tests, the longes
     for name in (
         *("config/test_jobs", "chaos/test_chaos", "test_worlds", "config/test_job_scripts"),
         *("session/test_bad_input", "replay/test_replay", "cut/test_worker_state"),
-        *("torch/test_torch", "test_guide"),
+        *("pytorch/test_torch", "test_guide"),
         *("library/test_library", "library/test_jax", "cut/test_exactly_once", "cut/test_storage"),
         *("doctor/test_doctor", "launching/test_supervise", "slurm/test_slurm_shell"),
         *("bench/test_bench", "rounds/test_serial", "slurm/test_sbatch", "checkpoint/test_damage"),

@@ -35,7 +35,7 @@ from mpips.torch.model import (  # noqa: E402
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples, device_of  # noqa: E402
 
-PROGRAMS = ROOT / "tests" / "torch" / "programs"
+PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 LONG = [pytest.mark.long, pytest.mark.other_mpi]  # what MPICH runs in short
 
 

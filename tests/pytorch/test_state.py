@@ -16,7 +16,7 @@ from mpips.layout import Layout  # noqa: E402
 from mpips.optim import RULES, make_rule  # noqa: E402
 from mpips.torch.state import KINDS, TorchState, torch_optimizer  # noqa: E402
 
-PROGRAM = ROOT / "tests" / "torch" / "programs" / "moves.py"
+PROGRAM = ROOT / "tests" / "pytorch" / "programs" / "moves.py"
 LAYOUT = Layout.of({"a": (2, 3), "b": (4,), "mean": (2,)})
 TRAINED = Layout.of({"a": (2, 3), "b": (4,)})
 

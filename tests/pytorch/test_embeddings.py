@@ -24,7 +24,7 @@ from mpips.torch.model import make_model  # noqa: E402
 from mpips.torch.tables import ModelTables, noting_weights  # noqa: E402
 
 ROWS, DIM = 12, 3
-PROGRAM = str(ROOT / "tests" / "torch" / "programs" / "embeddings.py")
+PROGRAM = str(ROOT / "tests" / "pytorch" / "programs" / "embeddings.py")
 
 
 @pytest.mark.launch

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from late_device import LateDevice
 
 torch = pytest.importorskip("torch")
+
+from late_device import LateDevice  # noqa: E402
 
 from mpips.torch import copies, device, model  # noqa: E402
 from mpips.torch.copies import PAGE, Pins  # noqa: E402

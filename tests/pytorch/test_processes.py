@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from mpips.launch.mpirun import running  # noqa: E402
 from mpips.torch.processes import Seeded  # noqa: E402
 
-PROGRAMS = ROOT / "tests" / "torch" / "programs"
+PROGRAMS = ROOT / "tests" / "pytorch" / "programs"
 UNGUARDED = """
 import mpips, mpips.torch as mt, torch
 
