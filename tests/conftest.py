@@ -35,6 +35,7 @@ PROCESSES = 4  # at most: each may run a job of 8 ranks, and no file can be shar
 # Where it is set, and packages were not compiled as they were installed, each rank of each job
 # compiles all that it imports: 1.7 s of processor in place of 0.6.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this run, not for those that tests start
 # Jobs of several processes share the cores, which no job knows: a rank that waits within MPI gives
 # its core away also where its job has one for each. A world of 2 takes half the processor.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -46,12 +47,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--node-size", default="0", help="ranks of a node, e.g. 0,1,2; 0: real nodes")
     group.addoption("--need-slurm", action="store_true", help="fail where SLURM cannot be started")
     group.addoption("--need-browser", action="store_true", help="fail where there is no chromium")
-    group.addoption("--ran", type=Path, help="file to which the names of tests that ran are added")
+    group.addoption("--ran", type=Path, help="file to add a line to for each test: ran or skipped")
+
+
+class Outcomes:
+    """Notes in a file which tests and modules ran, and which were skipped; appended line by line.
+
+    `.ci/run` has several environments, and compares them: a test that each of them skips fails it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _note(self, what: str, name: str) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{what} {name}\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._note("skipped", report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self._note("skipped", report.nodeid)
+        elif report.when == "call":
+            self._note("ran", report.nodeid)
+            self._note("ran", report.nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave the printing to rank 0."""
+    """Note outcomes in the process that collects them; leave the printing to rank 0."""
+    ran = config.getoption("--ran")
+    if ran and not config.getoption("--with-mpi") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(ran))
     if config.getoption("--with-mpi"):
         from mpips.cluster.start import MPI  # starts MPI as a job does
 
@@ -79,11 +108,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) + 1, PROCESSES)  # one more, as each often waits
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what takes longest first, so that no process is left with a long file at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what wants a GPU where there is none; put what takes longest first.
+
+    So no process is left with a long file at the end.
+    """
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _gpu():
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if item not in on_gpu]
     starts_jobs = {item.path for item in items if item.get_closest_marker("launch")}
     rank = {path: k for k, path in enumerate(LONGEST)}
     items.sort(key=lambda i: (rank.get(i.path, len(rank)), i.path not in starts_jobs))
+
+
+def _gpu() -> bool:
+    """Whether PyTorch finds a GPU, asked where tests of it were collected alone."""
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,6 +1,5 @@
 """Columns of categories as features of sparse samples."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +121,7 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
         options += ["--dataset", f"clicks.{kind}::user,page,clicked", "--factors", "4"]
         plan.add(kind, 3, [*options, "--epochs", "10"])
         plan.add(kind, 2, ["--resume", "--epochs", "15"])
-    if find_spec("torch"):
-        deep = ["--problem", "wide_deep", *options[2:6]]
-        deep += ["--dataset", "clicks.csv::user,page,clicked"]
-        plan.add("deep", 3, [*deep, "--hidden", "16", "--epochs", "15"])
     plan.run(120, tmp_path)
-    if find_spec("torch"):
-        assert summary(plan.out("deep"))["accuracy"] > 0.95
     for kind in WRITERS:
         assert summary(plan.out(kind))["accuracy"] > 0.95
         changed = final(plan.out(kind)).read_column("features", "rows")
@@ -136,3 +129,14 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
         assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
     rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))
     assert rows.shape == (1, 5)
+
+
+@pytest.mark.launch
+def test_a_pair_of_columns_is_learnt_by_wide_and_deep(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    WRITERS["csv"](tmp_path / "clicks.csv", clicks(2000))
+    plan = Plan(tmp_path)
+    deep = ["--problem", "wide_deep", "--optimizer", "adagrad", "--lr", "0.1", "--hidden", "16"]
+    plan.add("deep", 3, [*deep, "--dataset", "clicks.csv::user,page,clicked", "--epochs", "15"])
+    plan.run(120, tmp_path)
+    assert summary(plan.out("deep"))["accuracy"] > 0.95

@@ -24,7 +24,6 @@ from mpips.ps.saved_rows import find_rows
 
 ROOT = Path(__file__).parents[2]
 CLICKS = str(ROOT / "jobs" / "clicks.svm")
-HAS_TORCH = find_spec("torch") is not None
 DIGITS = 1150  # of those in the file, to train on
 
 OWN = """
@@ -116,10 +115,6 @@ def test_in_one_world(tmp_path: Path) -> None:
     plan.add("pairs", 3, [*pairs, "--servers", "1", "--epochs", "8"])
     plan.add("pairs", 3, ["--resume", "--servers", "2", "--epochs", "16"])
     plan.add("pairs", 2, ["--resume", "--eval-only"], quiet=False)
-    if HAS_TORCH:
-        deep = ["--problem", "wide_deep", *clicks[2:], "--lr", "0.1", "--hidden", "16"]
-        plan.add("deep", 3, [*deep, "--batch-size", "16", "--epochs", "5"])
-        plan.add("deep", 2, ["--resume", "--epochs", "8"])
     own = [
         "--problem",
         f"{tmp_path}/own.py:Means",
@@ -146,8 +141,6 @@ def test_in_one_world(tmp_path: Path) -> None:
         check_clicks(plan)
     check_zeros(plan)
     check_pairs(plan)
-    if HAS_TORCH:
-        assert summary(plan.out("deep"))["accuracy"] > 0.77
     assert summary(plan.out("own"))["eval_loss"] < 0.25
     features = summary(plan.out("few"))["tables"][ROWS]
     assert 0.5 * features["pulled"] < features["ahead"] < features["pulled"]
@@ -204,6 +197,17 @@ def check_pairs(plan: Plan) -> None:
     evaluated = [json.loads(line) for line in lines if '"kind": "eval"' in line]
     assert len(evaluated) >= 2  # a worker evaluates, where it is in time
     assert all({"loss", "accuracy"} <= set(line) for line in evaluated)
+
+
+@pytest.mark.launch
+def test_wide_and_deep_learns_clicks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    plan = Plan(tmp_path)
+    deep = ["--problem", "wide_deep", "--dataset", CLICKS, "--optimizer", "adagrad", "--lr", "0.1"]
+    plan.add("deep", 3, [*deep, "--hidden", "16", "--batch-size", "16", "--epochs", "5"])
+    plan.add("deep", 2, ["--resume", "--epochs", "8"])
+    plan.run(120, tmp_path)
+    assert summary(plan.out("deep"))["accuracy"] > 0.77
 
 
 def test_clicks_are_as_their_script_writes_them(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from mpips.torch import copies, device, model  # noqa: E402
 from mpips.torch.copies import PAGE, Pins  # noqa: E402
 from mpips.torch.model import Bound, arrays_of, make_model  # noqa: E402
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -188,7 +186,7 @@ def test_the_host_copies_at_once() -> None:
     here.unpin(0)
 
 
-@CUDA
+@pytest.mark.gpu
 def test_a_device_copies_from_pinned_memory_on_a_stream_of_its_own() -> None:
     there = device.device_for(torch.device("cuda", 0))
     host = torch.from_numpy(at(0, 4 * PAGE)["b"].view("f4"))

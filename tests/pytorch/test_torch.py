@@ -504,12 +504,9 @@ def test_a_model_in_16_bits_has_copies_of_what_is_kept_in_32() -> None:
     assert model.weight.grad is None
 
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_model_apart_from_the_replica_is_trained_alike(device: str, tmp_path: Path) -> None:
     args = [str(PROGRAMS / "device.py"), str(tmp_path), device]
     assert run(2, args, tmp_path, 200).check().output.count("is done") == 4
