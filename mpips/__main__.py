@@ -7,7 +7,6 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a model, on the ranks that mpirun or srun starts",
     "launch": "train on ranks that it starts, and starts again when they die or hang",
-    "chaos": "kill, stop and starve a job under mpips launch, and judge what comes of it",
     "ps": "show where each rank of a running job is, and what it waits for",
     "guide": "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
     "jobs": "list, show or copy the job files that come with mpips",
@@ -21,9 +20,8 @@ COMMANDS = {
     "sbatch": "write a job script for SLURM, or copy those that come with mpips",
     "doctor": "find out whether a cluster runs mpips well, and what to change",
     "bench": "measure mpips beside the machine's limit and plain MPI",
-    "completion": "print what lets a shell complete these commands",
 }
-MODULES = {"jobs": "config.jobs", "completion": "guide.completion"}  # else as the command
+MODULES = {"jobs": "config.jobs"}  # else as the command
 USAGE = """usage: mpips COMMAND ...
 
 {}

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from launch import ROOT, Running, environment, run
 
-from mpips.chaos.exact import expected_counts, wrong_rows
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.files import folder_step
 from mpips.config import Config
 from mpips.config.modes import SERVED
 from mpips.datasets import open_dataset
+from tests.chaos.exact import expected_counts, wrong_rows
 
 HERE = Path(__file__).parent
 COUNTING = f"{HERE / 'problems' / 'counting.py'}"

@@ -8,9 +8,9 @@ from typing import Any
 from launch import LIMIT_S
 from runs import counting, is_whole, samples_file, starts_of
 
-from mpips.chaos.job import Job
 from mpips.checkpoint import list_checkpoints
 from mpips.launch import mpirun
+from tests.chaos.job import Job
 
 N = 230
 

@@ -1,6 +1,5 @@
 """The commands of mpips: their list, the console script, the job files that come along."""
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from mpips.__main__ import COMMANDS, MODULES
 from mpips.config import jobs
 from mpips.config.jobfile import read_toml, resolve
 from mpips.config.option import HELP_WIDTH
-from mpips.guide import completion
 
 SCRIPT = "import sys\nfrom mpips.__main__ import script\nsys.exit(script())\n"  # as pip writes it
 
@@ -157,54 +155,3 @@ def test_jobs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {path.name for path in Path("jobs").iterdir()} == there - {"__pycache__"}
     for path in Path("jobs").glob("*.toml"):
         assert resolve({}, read_toml(path)) == resolve({}, read_toml(path.stem))
-
-
-# Completion by the shell.
-
-
-@pytest.fixture(scope="module")
-def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("completion") / "mpips.bash"
-    path.write_text(python("-m", "mpips", "completion", "bash", cwd=path.parent).stdout)
-    return path
-
-
-COMPLETED = {
-    "mpips ": list(COMMANDS),
-    "mpips ch": ["chaos", "checkpoint"],
-    "mpips train --mom": ["--momentum"],
-    "mpips train --mode lo": ["local_sgd"],
-    "mpips train --no-sh": ["--no-share-pulls", "--no-shuffle"],
-    "mpips train mp": ["mpips.bash"],
-    "mpips train --dataset mp": ["mpips.bash"],
-    "mpips guide sl": ["slow-links", "slurm"],
-    "mpips checkpoint v": ["verify"],
-    "mpips checkpoint list mp": ["mpips.bash"],
-    "mpips chaos --mo": ["--most", "--modes"],
-    "mpips sbatch --ntasks": ["--ntasks-per-node"],
-    "mpips doctor --node": ["--node-size"],
-    "mpips bench --sc": ["--scale"],
-}
-
-
-@pytest.mark.parametrize("line", COMPLETED)
-def test_words_are_completed(line: str, bash: Path) -> None:
-    words = line.split(" ")
-    array = " ".join(map(shlex.quote, words))
-    code = f""". {bash}
-COMP_WORDS=({array}) COMP_CWORD={len(words) - 1}
-_shtab_mpips mpips {shlex.quote(words[-1])} {words[-2]}
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-    done = subprocess.run(["bash", "-c", code], cwd=bash.parent, capture_output=True, text=True)
-    assert done.stdout.split() == COMPLETED[line], done.stderr
-
-
-def test_completion_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert completion.main(["fish"]) == 2
-    assert "unknown shell 'fish', expected one of bash, tcsh, zsh" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert completion.main(["bash"]) == 2
-    assert "pip install 'mpips[completion]'" in capsys.readouterr().err

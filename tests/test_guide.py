@@ -21,18 +21,23 @@ import numpy as np
 import pytest
 from launch import ROOT, environment, run
 
-from mpips import plan, sbatch, trace
+from benchmarks.__main__ import make_parser as benchmarks_parser
+from mpips import plan, sbatch, trace, watch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
-from mpips.chaos.__main__ import make_parser as chaos_parser
+from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
 from mpips.config import OPTIONS
-from mpips.config.command_line import parse_command_line
+from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
-from mpips.guide import completion, figures
+from mpips.config.jobs import make_parser as jobs_parser
+from mpips.doctor.__main__ import make_parser as doctor_parser
+from mpips.guide import figures
 from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
 from mpips.launch.__main__ import make_parser as launch_parser
+from mpips.replay.__main__ import make_parser as replay_parser
 from mpips.report.__main__ import make_parser as report_parser
+from tests.chaos.__main__ import make_parser as chaos_parser
 
 PAGES = {"README": ROOT / "README.md", **{topic: FOLDER / f"{topic}.md" for topic in TOPICS}}
 LONG = ("pytorch", "library", "options", "slow-links")
@@ -190,8 +195,11 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def known_flags() -> set[str]:
     """Return every option of every command."""
-    found: set[str] = set()
-    parsers = [completion.make_parser()]
+    own = [chaos_parser(), benchmarks_parser(), bench_parser(), launch_parser(), report_parser()]
+    own += [checkpoint_parser(), doctor_parser(), jobs_parser(), replay_parser()]
+    parsers = [*own, *(module.make_parser() for module in (plan, sbatch, trace, watch))]
+    found = {option.flag for option in (*OPTIONS.values(), *QUESTIONS.values())} | set(FLAGS)
+    found |= {option.negated for option in OPTIONS.values() if option.kind is bool}
     while parsers:
         for action in parsers.pop()._actions:
             found |= set(action.option_strings)
@@ -379,6 +387,8 @@ def check_unrun(line: str) -> None:
             check_train(rest)
         case ["mpirun", "-n", _, "python", "-m", "mpips.bench", *rest]:
             bench_parser().parse_args(rest)
+        case ["mpirun", "-n", _, "python", "-m", "benchmarks", *rest]:
+            benchmarks_parser().parse_args(rest)
         case ["mpirun", "-n", _, "python", script, *_]:
             assert (ROOT / script).is_file()
         case ["python", "-m", "mpips.launch", *rest]:
@@ -386,7 +396,7 @@ def check_unrun(line: str) -> None:
             launch_parser().parse_args(rest[:at])
             if not rest[at + 1].endswith(".py"):
                 check_train(rest[at + 1 :])
-        case ["python", "-m", "mpips.chaos", *rest]:
+        case ["python", "-m", "tests.chaos", *rest]:
             at = rest.index("--") if "--" in rest else len(rest)
             chaos_parser().parse_args(rest[:at])
             if not "".join(rest[at + 1 : at + 2]).endswith(".py"):
@@ -397,6 +407,8 @@ def check_unrun(line: str) -> None:
             check_train(plan.make_parser().parse_known_args(rest)[1])
         case ["python", "-m", "mpips.bench", *rest]:
             bench_parser().parse_args(rest)
+        case ["python", "-m", "benchmarks", *rest]:
+            benchmarks_parser().parse_args(rest)
         case ["python", "-m", "mpips.report", *rest]:
             report_parser().parse_args(rest)
         case ["python", "-m", "mpips.trace", *rest]:

@@ -32,7 +32,7 @@ session
 library
 jax torch
 train
-__main__ bench chaos plan replay report results sbatch trace watch
+__main__ bench plan replay report results sbatch trace watch
 doctor
 guide
 """
@@ -50,9 +50,9 @@ datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals 
 planning.memory launch.mpirun launch.supervise session.metrics train __main__ results sbatch
 report.__main__ report.page report.numbers watch trace plan planning.simulator.search
 bench.__main__
-bench.driver chaos.__main__ chaos.run chaos.report
+bench.driver
 doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
-doctor.software guide.completion guide.__main__
+doctor.software guide.__main__
 """
 LIGHT = """
 errors layout layout.roles config config.jobs optim launch.mpirun launch.__main__ launch.rank

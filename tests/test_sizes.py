@@ -10,7 +10,7 @@ LARGER = {  # each has a sentence in its docstring that says why
     "checkpoint.index.commit", "checkpoint.reader.Checkpoint", "codecs.topk.take",
     "kernels.compensation.compensate_adaptive", "kernels.record_lines.note", "kernels.rows.gather",
     "kernels.kept_rules.keeping", "kernels.update_rules.adam",
-    "bench.peers.measure", "ps.coordinator.Chief", "ps.shard.Server",
+    "ps.coordinator.Chief", "ps.shard.Server",
 }  # fmt: skip
 
 

@@ -3,16 +3,15 @@
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mpips.bench.catalogue import choose, listing
+from mpips.bench.catalogue import MEASURES, Catalogue
 from mpips.bench.measure import Options
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
-from mpips.report import drawing
 from mpips.train import launched, refuse
 
 DESCRIPTION = """\
@@ -24,19 +23,24 @@ taken, each in the worlds that it needs; under mpirun or srun, those that fit th
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = Parser(prog="python -m mpips.bench", description=DESCRIPTION, add_help=False)
+    parser = make_common_parser("mpips.bench")
     add = parser.add_argument
-    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but convergence]")
+    add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
+    add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
+        help="with --scale: do not measure, but join files that --scale --json wrote")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="with --scale: also draw it, as .svg or .png")
+    return parser
+
+
+def make_common_parser(package: str) -> argparse.ArgumentParser:
+    """Build a parser of the options that all measures have."""
+    parser = Parser(prog=f"python -m {package}", description=DESCRIPTION, add_help=False)
+    add = parser.add_argument
+    add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
     add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
     add("--repeats", type=int, default=5, metavar="N", help="repeats of each side [default: 5]")
     add("--sizes", default="", metavar="N,N,...", help="bytes of the parameters, where sizes vary")
     add("--json", type=Path, metavar="FILE", help="also write the rows, and the machine's facts")
-    add("--peers", type=Path, metavar="VENV", help="also run the peers installed in VENV")
-    add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
-    add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
-        help="with --scale: do not measure, but join files that --scale --json wrote")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="of --scale or convergence: also "
-        "draw it, as .svg or .png")  # fmt: skip
     add("--list", action="store_true", help="show the measures, and end")
     add("--help", "-h", action="store_true", help="show this text, and end")
     return parser
@@ -48,49 +52,72 @@ def read_options(args: argparse.Namespace) -> Options:
     Raises:
         UserError: If one is illegal.
     """
-    choose(args.measures)
+    options = read_common_options(args, MEASURES)
+    if args.files and not args.scale:
+        raise UserError("--from without --scale", "--scale too")
+    if args.plot and not args.scale:
+        raise UserError("--plot without --scale", "--scale too")
+    if args.scale and args.measures:
+        raise UserError(f"--scale and {' '.join(args.measures)}", "one command for each")
+    return options
+
+
+def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Options:
+    """Return the options that all measures have, checked.
+
+    Raises:
+        UserError: If one is illegal.
+    """
+    measures.choose(args.measures)
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}", "an integer >= 1")
     words = args.sizes.split(",") if args.sizes else []
     if not all(word.isdecimal() and int(word) >= 4 for word in words):
         raise UserError(f"--sizes {args.sizes}", "bytes >= 4, with commas between them")
-    if args.files and not args.scale:
-        raise UserError("--from without --scale", "--scale too")
-    if args.plot and not args.scale:
-        if args.measures != ["convergence"] or launched() is not None:
-            raise UserError("--plot", "--scale too, or convergence alone and without mpirun")
-        drawing.check(args.plot)
-    if args.scale and args.measures:
-        raise UserError(f"--scale and {' '.join(args.measures)}", "one command for each")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json {args.json}", "a file in a folder that is there")
-    if args.peers and not (args.peers / "bin" / "python").exists():
-        raise UserError(f"--peers {args.peers}", "a virtual environment")
-    return Options(args.repeats, args.quick, tuple(map(int, words)), args.peers, args.plot)
+    return Options(args.repeats, args.quick, tuple(map(int, words)))
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
+    return command(argv, make_parser(), MEASURES, read_options)
+
+
+def command(
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    measures: Catalogue,
+    read: Callable[[argparse.Namespace], Options],
+) -> int:
+    """Take measures of a catalogue as a command line says; returns the exit code.
+
+    Args:
+        argv: The command line's words.
+        parser: Of the command.
+        measures: All that there are.
+        read: Returns the checked options of a parsed command line.
+    """
     rank = launched()
-    parser = make_parser()
     try:
         args = parser.parse_args(argv)
         if args.help or args.list:
-            print(end="" if rank not in (None, "0") else _text(parser, args))
+            text = parser.format_help() if args.help else measures.listing()
+            print(end="" if rank not in (None, "0") else text)
             return 0
-        options = read_options(args)
-        if args.scale:
+        options = read(args)
+        if getattr(args, "scale", False):
             return _scale(args, options, rank is not None)
         if rank is None:
             from mpips.bench import driver
 
             signal.signal(signal.SIGTERM, _end)
-            return driver.run(args.measures, options, args.json)
+            return driver.run(measures, args.measures, options, args.json)
     except UserError as error:
         return refuse(error, rank)
     from mpips.bench import world
 
-    return world.run(args.measures, options, args.json)
+    return world.run(measures, args.measures, options, args.json)
 
 
 def _scale(args: argparse.Namespace, options: Options, launched: bool) -> int:
@@ -107,10 +134,6 @@ def _scale(args: argparse.Namespace, options: Options, launched: bool) -> int:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     """End by an exception: whoever has started a world ends it on the way out."""
     sys.exit(128 + number)
-
-
-def _text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    return parser.format_help() if args.help else listing()
 
 
 if __name__ == "__main__":

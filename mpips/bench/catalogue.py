@@ -1,11 +1,10 @@
-"""The measures that there are: each a module of this package with a ``run``."""
+"""Catalogue of measures: each a module of one package, with a function ``run``."""
 
 import ast
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpips.bench.measure import Row
 from mpips.errors import UserError, unknown
@@ -22,8 +21,8 @@ class Measure:
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
         named: Whether it is taken only where it is named: it is long.
-        also: Another module, whose jobs the driver runs with it.
-        package: What has to be installed for it, as an extra of that name does.
+        needs: The package that it needs, as an extra of that name installs it.
+        package: The package of its module.
     """
 
     name: str
@@ -32,8 +31,8 @@ class Measure:
     least: int = 1
     nodes: int = 1
     named: bool = False
-    also: str = ""
-    package: str = ""
+    needs: str = ""
+    package: str = "mpips.bench"
 
     @property
     def has_jobs(self) -> bool:
@@ -43,107 +42,91 @@ class Measure:
     @property
     def installed(self) -> bool:
         """Whether what it needs is installed; nothing of it is imported."""
-        return not self.package or importlib.util.find_spec(self.package) is not None
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
     def run(self) -> Callable[..., list[Row]]:
         """``run(cluster, options)`` in a world, ``run(options)`` for the driver."""
         function: Callable[..., list[Row]]
-        function = importlib.import_module(f"mpips.bench.{self.name}").run
+        function = importlib.import_module(f"{self.package}.{self.name}").run
         return function
 
     @property
     def title(self) -> str:
         """The first sentence of the module's docstring, read without importing it."""
-        source = (Path(__file__).parent / f"{self.name}.py").read_text()
-        text = ast.get_docstring(ast.parse(source)) or ""
+        spec = importlib.util.find_spec(f"{self.package}.{self.name}")
+        assert spec is not None, self.name
+        with open(spec.origin or "", encoding="utf-8") as file:
+            text = ast.get_docstring(ast.parse(file.read())) or ""
         return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
 
 
-MEASURES = {
-    measure.name: measure
-    for measure in (
-        Measure("pushpull", (3,), (3,), least=2),
-        Measure("rounds", (2, 4, 8), (2,)),
-        Measure("rules", (1,), (1,)),
-        Measure("codecs", (1,), (1,)),
-        Measure("rows", (1,), (1,), also="row_workers"),
-        Measure("row_growth", named=True),
-        Measure("far_rows", (2,), (2,), least=2),
-        Measure("recording", (2,), (2,), least=2),
-        Measure("tracing", (2,), (2,), least=2),
-        Measure("idle", (3,), (3,), least=2),
-        Measure("streaming", (4,), (4,), least=2),
-        Measure("plan", (4,), (3,), least=3, named=True),
-        Measure("link", least=2, nodes=2),
-        Measure("wire", least=2, nodes=2),
-        Measure("mlp"),
-        Measure("oversubscription"),
-        Measure("stragglers"),
-        Measure("evaluators"),
-        Measure("recovery", named=True),
-        Measure("supervision", named=True),
-        Measure("convergence", named=True),
-        Measure("start"),
-        Measure("memory"),
-        Measure("reading"),
-        Measure("torch", package="torch"),
-    )
-}
-RENAMED = {"crowd": "oversubscription"}  # names that scripts may still have
+class Catalogue(dict[str, Measure]):
+    """Measures by name, in the order in which they are taken."""
+
+    def __init__(self, *measures: Measure) -> None:
+        super().__init__((measure.name, measure) for measure in measures)
+
+    def choose(self, names: Sequence[str]) -> list[Measure]:
+        """Return the measures of these names, or all but those that have to be named.
+
+        Raises:
+            UserError: If a name is not known.
+        """
+        for name in names:
+            if name not in self:
+                raise unknown("measure", name, self)
+        return [m for m in self.values() if (m.name in names if names else not m.named)]
+
+    def choose_for_driver(self, names: Sequence[str]) -> list[Measure]:
+        """Return those of these names, or of all, that need one node.
+
+        Raises:
+            UserError: If a name is not known, or names one that needs several.
+        """
+        chosen = self.choose(names)
+        for measure in chosen:
+            if names and measure.nodes > 1:
+                remedy = "run it by mpirun or srun, with ranks on several hosts"
+                raise UserError(f"measure {measure.name} without mpirun", "a world", remedy)
+        return [m for m in chosen if m.nodes == 1]
+
+    def choose_for_world(self, names: Sequence[str], ranks: int, nodes: int) -> list[Measure]:
+        """Return those of these names, or of all, that a world can run.
+
+        Raises:
+            UserError: If a name is not known, if the world is too small for it, or if it starts
+                jobs of its own.
+        """
+        chosen = self.choose(names)
+        if not names:
+            chosen = [m for m in chosen if not m.has_jobs]
+            return [m for m in chosen if m.least <= ranks and m.nodes <= nodes]
+        for measure in chosen:
+            got = f"measure {measure.name} in a world of {ranks} on {nodes} node{'s' * (nodes > 1)}"
+            if measure.has_jobs:
+                remedy = f"run python -m {measure.package} {measure.name}, without mpirun"
+                raise UserError(got, "none: it starts jobs of its own", remedy)
+            if ranks < measure.least:
+                raise UserError(got, f"at least {measure.least} ranks", "use mpirun -n 3")
+            if nodes < measure.nodes:
+                raise UserError(got, f"at least {measure.nodes} nodes", "name several hosts")
+        return chosen
+
+    def listing(self) -> str:
+        """Return the names and what they measure, a line each."""
+        width = max(len(name) for name in self)
+        return "".join(f"{m.name:{width}}  {m.title}\n" for m in self.values())
 
 
-def choose(names: Sequence[str]) -> list[Measure]:
-    """Return the measures of these names, or all but those that have to be named.
-
-    Raises:
-        UserError: If a name is not known.
-    """
-    names = [RENAMED.get(name, name) for name in names]
-    for name in names:
-        if name not in MEASURES:
-            raise unknown("measure", name, MEASURES)
-    return [m for m in MEASURES.values() if (m.name in names if names else not m.named)]
-
-
-def choose_for_driver(names: Sequence[str]) -> list[Measure]:
-    """Return those of these names, or of all, that need one node.
-
-    Raises:
-        UserError: If a name is not known, or names one that needs several.
-    """
-    chosen = choose(names)
-    for measure in chosen:
-        if names and measure.nodes > 1:
-            remedy = "run it by mpirun or srun, with ranks on several hosts"
-            raise UserError(f"measure {measure.name} without mpirun", "a world", remedy)
-    return [m for m in chosen if m.nodes == 1]
-
-
-def choose_for_world(names: Sequence[str], ranks: int, nodes: int) -> list[Measure]:
-    """Return those of these names, or of all, that a world can run.
-
-    Raises:
-        UserError: If a name is not known, if the world is too small for it, or if it starts jobs
-            of its own.
-    """
-    chosen = choose(names)
-    if not names:
-        chosen = [m for m in chosen if not m.has_jobs]
-        return [m for m in chosen if m.least <= ranks and m.nodes <= nodes]
-    for measure in chosen:
-        got = f"measure {measure.name} in a world of {ranks} on {nodes} node{'s' * (nodes > 1)}"
-        if measure.has_jobs:
-            remedy = f"run python -m mpips.bench {measure.name}, without mpirun"
-            raise UserError(got, "none: it starts jobs of its own", remedy)
-        if ranks < measure.least:
-            raise UserError(got, f"at least {measure.least} ranks", "use mpirun -n 3")
-        if nodes < measure.nodes:
-            raise UserError(got, f"at least {measure.nodes} nodes", "name several hosts")
-    return chosen
-
-
-def listing() -> str:
-    """Return the names and what they measure, a line each."""
-    width = max(len(name) for name in MEASURES)
-    return "".join(f"{m.name:{width}}  {m.title}\n" for m in MEASURES.values())
+MEASURES = Catalogue(
+    Measure("pushpull", (3,), (3,), least=2),
+    Measure("rounds", (2, 4, 8), (2,)),
+    Measure("rules", (1,), (1,)),
+    Measure("codecs", (1,), (1,)),
+    Measure("rows", (1,), (1,)),
+    Measure("far_rows", (2,), (2,), least=2),
+    Measure("link", least=2, nodes=2),
+    Measure("wire", least=2, nodes=2),
+    Measure("memory"),
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpips.bench import jobs
-from mpips.bench.catalogue import Measure, choose_for_driver
+from mpips.bench.catalogue import Catalogue, Measure
 from mpips.bench.measure import Options, Row, aims_for, table
 from mpips.errors import UserError
 from mpips.session.metrics import write_json
@@ -18,10 +18,11 @@ FACTS = "import json; from mpips.bench.world import facts; print(json.dumps(fact
 Part = tuple[str, Callable[[], list[Row]]]
 
 
-def run(names: Sequence[str], options: Options, path: Path | None) -> int:
+def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
     """Take measures one after the other; a line each to stderr, and the table at the end.
 
     Args:
+        measures: All that there are.
         names: Of measures; empty for all.
         options: What to do.
         path: File for the rows as JSON, or None; written after each measure.
@@ -32,11 +33,9 @@ def run(names: Sequence[str], options: Options, path: Path | None) -> int:
     Raises:
         UserError: If a name is not known, or needs several nodes, or if no world can be started.
     """
-    chosen = [m for m in choose_for_driver(names) if names or _is_installed(m)]
+    chosen = [m for m in measures.choose_for_driver(names) if names or _is_installed(m)]
     report: dict[str, Any] = {"machine": machine()}
-    report |= {"repeats": options.repeats, "quick": options.quick, "missing": [], "failed": []}
-    if options.peers:
-        report["missing"] = _missing(options.peers)
+    report |= {"repeats": options.repeats, "quick": options.quick, "failed": []}
     rows: list[Row] = []
     for label, part in _parts(chosen, options):
         start = time.perf_counter()
@@ -63,30 +62,14 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
             yield label, partial(jobs.world, measure, ranks, options)
         if measure.has_jobs:
             yield measure.name, partial(measure.run, options)
-        if measure.also:
-            yield measure.also, partial(Measure(measure.also).run, options)
-        if options.peers:
-            from mpips.bench import peer_comparison
-
-            yield from peer_comparison.parts(measure.name, options)
 
 
 def _is_installed(measure: Measure) -> bool:
     """Return whether what a measure needs is there, and say so where it is not."""
     if not measure.installed:
-        extra = measure.package
+        extra = measure.needs
         _say(f"{measure.name} is left out: no {extra}; pip install 'mpips[{extra}]'")
     return measure.installed
-
-
-def _missing(venv: Path) -> list[str]:
-    """Return the peers that a virtual environment lacks, and say so."""
-    from mpips.bench import peers
-
-    missing = peers.missing(venv)
-    for name, why in missing.items():
-        _say(f"{name} is left out: {why}")
-    return list(missing)
 
 
 def machine() -> dict[str, Any]:

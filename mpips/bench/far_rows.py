@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.bench.link import FAST, among
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.bench.peers.script import zipf
+from mpips.bench.row_ids import zipf
 from mpips.bench.rows import DIM, IDS
 from mpips.bench.tcp import Link
 from mpips.cluster.collectives import begin_barrier, cluster_subset, gather_all

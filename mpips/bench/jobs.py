@@ -9,18 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from mpips.bench.catalogue import Measure
 from mpips.bench.measure import Options, Row
-from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.launch.mpirun import Running
 
 T = TypeVar("T")
 
 LIMIT_S = 900.0
 TAIL = 2000  # characters of a failed job's output that are shown
-SAMPLES = 8192
 TRAIN = ("-m", "mpips.train", "--quiet")
 
 
@@ -65,7 +61,7 @@ def world(measure: Measure, ranks: int, options: Options) -> list[Row]:
     Raises:
         Failed: If the world fails.
     """
-    args = ["-m", "mpips.bench", measure.name, *words(options)]
+    args = ["-m", measure.package, measure.name, *words(options)]
     with temporary_folder() as folder:
         run(ranks, [*args, "--json", "rows.json"], folder)
         found = json.loads((folder / "rows.json").read_text())["rows"]
@@ -91,45 +87,6 @@ def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float,
     """Return the medians of two series of rates taken in turn, and of mine over other."""
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
     return statistics.median(mine), statistics.median(other), statistics.median(ratios)
-
-
-class Perceptron:
-    """Runs that train 784-1024-1024-10 on random samples, 64 to a worker's batch, by SGD.
-
-    Args:
-        folder: For the data and the runs.
-        quick: Train a small one, for a moment.
-    """
-
-    def __init__(self, folder: Path, quick: bool) -> None:
-        self._folder, self._quick, self._runs = folder, quick, 0
-        self.hidden = 256 if quick else 1024
-        self.case = f"784-{self.hidden}-{self.hidden}-10, batch 64"
-        self._epochs = 2 if quick else 4
-        rng = np.random.default_rng(0)
-        count = SAMPLES + 1  # one is held out
-        x = rng.random((count, 784), "f4")
-        np.savez(folder / "samples.npz", x=x, y=rng.integers(0, 10, count))
-
-    def rate(self, ranks: int, *options: str) -> float:
-        """Train on so many ranks; returns samples per second, start-up and end left out.
-
-        Raises:
-            Failed: If the run fails, or is too short.
-        """
-        self._runs += 1
-        out = self._folder / f"run-{self._runs}"
-        given = {
-            "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
-            "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",
-            "--optimizer": "sgd", "--lr": "0.01", "--epochs": str(self._epochs),
-            "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.01",
-        }  # fmt: skip
-        words = [word for pair in given.items() for word in pair]
-        run(ranks, [*TRAIN, *words, *options], self._folder)
-        if self._quick:  # too short for more than a line or two
-            return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
-        return steady_rate(out / METRICS)
 
 
 def steady_rate(path: Path) -> float:

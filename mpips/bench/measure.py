@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,15 +21,11 @@ class Options:
         repeats: Times that each side is measured, in turn.
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
         sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
-        peers: A virtual environment with the peers' packages, or None.
-        plot: File for the picture of convergence, or None.
     """
 
     repeats: int = 5
     quick: bool = False
     sizes: tuple[int, ...] = ()
-    peers: Path | None = None
-    plot: Path | None = None
 
     def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         """Return the sizes to measure at: those asked for, or the measure's own."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpips.bench.loops import gather, scatter_add, zeros
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.bench.peers.script import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
+from mpips.bench.row_ids import ROW_DIM, ROW_IDS, ROW_LISTS, row_ids
 from mpips.cluster.world import Cluster
 from mpips.layout.tables import Ownership, Table, combine
 from mpips.library.optimizers import Adagrad

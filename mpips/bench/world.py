@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpips.bench.catalogue import choose_for_world
+from mpips.bench.catalogue import Catalogue
 from mpips.bench.measure import Options, Row, aims_for, table
 from mpips.cluster import ending
 from mpips.cluster.agreement import Agreed, everywhere, together
@@ -18,10 +18,11 @@ from mpips.errors import UserError, complain
 from mpips.session.metrics import write_json
 
 
-def run(names: Sequence[str], options: Options, path: Path | None) -> int:
+def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
     """Take measures in this world; rank 0 prints the table. Collective: yes.
 
     Args:
+        measures: All that there are.
         names: Of measures; empty for all that fit.
         options: What to do.
         path: File for the rows as JSON, or None.
@@ -29,7 +30,7 @@ def run(names: Sequence[str], options: Options, path: Path | None) -> int:
     Returns:
         The exit code.
     """
-    return guarded(lambda: _measure(names, options, path))
+    return guarded(lambda: _measure(measures, names, options, path))
 
 
 def guarded(work: Callable[[], None]) -> int:
@@ -46,10 +47,13 @@ def guarded(work: Callable[[], None]) -> int:
     return 0
 
 
-def _measure(names: Sequence[str], options: Options, path: Path | None) -> None:
+def _measure(
+    measures: Catalogue, names: Sequence[str], options: Options, path: Path | None
+) -> None:
     ranks = Cluster(whole_world())
     ranks.limit_threads()
-    chosen = everywhere(ranks.comm, lambda: choose_for_world(names, ranks.world, ranks.nodes))
+    size = ranks.world, ranks.nodes
+    chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
     rows: list[Row] = []
     for measure in chosen:
         rows += aims_for(options, measure.run(ranks, options))

@@ -12,6 +12,7 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
 )
+from mpips.checkpoint.complete import check_run
 from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.nearest import find_nearest
 from mpips.checkpoint.table_files import export_table
@@ -37,6 +38,11 @@ def make_parser() -> argparse.ArgumentParser:
             "dir", metavar="DIR", help="run directory, its checkpoints folder, or one checkpoint"
         )
         command.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        if function is verify_all:
+            command.add_argument(
+                "--run", action="store_true",
+                help="also check that the run in DIR is complete: its end, its data, its pushes",
+            )  # fmt: skip
         if function in (nearest, export):
             command.add_argument("--table", default="", metavar="NAME", help="of a table of rows")
         if function is nearest:
@@ -120,10 +126,13 @@ def verify_all(args: argparse.Namespace) -> int:
     """Print one line a problem of all checkpoints, or that there is none."""
     folders = find(args)
     problems = [problem for folder in folders for problem in verify(folder)]
+    if args.run and not problems:
+        problems = [f"{args.dir}: {text}" for text in check_run(Path(args.dir))]
     for problem in problems:
         print(problem)
     if not problems:
-        print(f"{args.dir}: {len(folders)} checkpoint{'s' * (len(folders) > 1)}, whole")
+        told = f"{len(folders)} checkpoint{'s' * (len(folders) > 1)}, whole"
+        print(f"{args.dir}: {told}{'; the run is complete' * args.run}")
     return 1 if problems else 0
 
 

@@ -1,1 +1,1 @@
-"""The guide, a Markdown page a topic, and completion by the shell."""
+"""The guide: a Markdown page for each topic."""

@@ -1,4 +1,4 @@
-"""``python -m mpips.bench``: its arithmetic, its table, its command line, quick runs of all."""
+"""``python -m mpips.bench`` and ``python -m benchmarks``: arithmetic, table, quick runs of all."""
 
 import json
 import math
@@ -13,8 +13,12 @@ from typing import Any
 import launch
 import pytest
 
-from mpips.bench import catalogue, jobs, measure, plan, recovery, row_workers, streaming, wire
+from benchmarks import plan, recovery, row_workers, streaming
+from benchmarks.__main__ import make_parser, read_options
+from benchmarks.catalogue import MEASURES as BENCHMARKS
+from mpips.bench import jobs, measure, wire
 from mpips.bench.__main__ import main
+from mpips.bench.catalogue import MEASURES, Measure
 from mpips.bench.driver import run as run_driver
 from mpips.bench.jobs import Failed
 from mpips.bench.measure import Options, Row
@@ -25,6 +29,7 @@ from mpips.optim import RULES
 from mpips.train import LAUNCHED
 
 BENCH = ["-m", "mpips.bench"]
+BESIDE = ["-m", "benchmarks"]
 KEYS = {"measure", "case", "value", "unit", "beside", "other", "ratio", "reach", "reached"}
 
 # Arithmetic ----------------------------------------------------------------------------------
@@ -167,8 +172,7 @@ def test_the_peak_of_a_window() -> None:
 # Which measures there are --------------------------------------------------------------------
 
 
-OF_2 = ("far_rows", "recording", "tracing", "idle", "streaming")
-WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", *OF_2)
+WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows")
 
 
 @pytest.mark.parametrize(
@@ -180,21 +184,20 @@ WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", *OF_2)
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
-    assert [m.name for m in catalogue.choose_for_world([], ranks, nodes)] == names
-    assert [m.name for m in catalogue.choose_for_world(names, ranks, nodes)] == names
+    assert [m.name for m in MEASURES.choose_for_world([], ranks, nodes)] == names
+    assert [m.name for m in MEASURES.choose_for_world(names, ranks, nodes)] == names
 
 
 def test_what_the_driver_takes() -> None:
-    found = [m.name for m in catalogue.choose_for_driver([])]
-    named = ("row_growth", "plan", "recovery", "supervision", "convergence")
-    left_out = (*named, "link", "wire")
-    assert found == [name for name in catalogue.MEASURES if name not in left_out]
-    assert found[-1] == "torch"
-    assert [m.name for m in catalogue.choose_for_driver(["convergence"])] == ["convergence"]
-    assert [m.name for m in catalogue.choose_for_driver(["mlp", "rules"])] == ["rules", "mlp"]
-    assert [m.name for m in catalogue.choose_for_driver(["crowd"])] == ["oversubscription"]
+    found = [m.name for m in MEASURES.choose_for_driver([])]
+    assert found == [name for name in MEASURES if name not in ("link", "wire")]
+    assert [m.name for m in MEASURES.choose_for_driver(["rows", "rules"])] == ["rules", "rows"]
+    found = [m.name for m in BENCHMARKS.choose_for_driver([])]
+    named = ("row_growth", "plan", "recovery", "supervision", "convergence", "peers")
+    assert found == [name for name in BENCHMARKS if name not in named]
+    assert [m.name for m in BENCHMARKS.choose_for_driver(["convergence"])] == ["convergence"]
     with pytest.raises(UserError, match="measure link without mpirun, expected a world; run it"):
-        catalogue.choose_for_driver(["link"])
+        MEASURES.choose_for_driver(["link"])
 
 
 @pytest.mark.parametrize(
@@ -203,16 +206,16 @@ def test_what_the_driver_takes() -> None:
         (["pushpull"], 1, "pushpull in a world of 1 on 1 node, expected at least 2 ranks; use mpi"),
         (["link"], 2, "link in a world of 2 on 1 node, expected at least 2 nodes; name several"),
         (
-            ["mlp"],
+            ["memory"],
             3,
-            "mlp in a world of 3 on 1 node, expected none: it starts jobs of its own; run",
+            "memory in a world of 3 on 1 node, expected none: it starts jobs of its own; run",
         ),
         (["puhspull"], 3, "unknown measure 'puhspull', expected one of .*'pushpull'"),
     ],
 )
 def test_what_does_not_fit(names: list[str], ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        catalogue.choose_for_world(names, ranks, 1)
+        MEASURES.choose_for_world(names, ranks, 1)
 
 
 def test_sizes_asked_for_go_before_a_measure_s_own() -> None:
@@ -224,10 +227,12 @@ def test_sizes_asked_for_go_before_a_measure_s_own() -> None:
 # The command line ----------------------------------------------------------------------------
 
 
-def driver(*args: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def driver(
+    *args: str, cwd: Path, timeout_s: float = 60, command: list[str] = BENCH
+) -> subprocess.CompletedProcess[str]:
     """Run the command without a launcher."""
     return subprocess.run(
-        [sys.executable, *BENCH, *args],
+        [sys.executable, *command, *args],
         cwd=cwd,
         env=launch.environment(),
         capture_output=True,
@@ -240,14 +245,14 @@ def test_list(tmp_path: Path) -> None:
     done = driver("--list", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split(None, 1) for line in done.stdout.splitlines()]
-    assert [name for name, _ in lines] == list(catalogue.MEASURES)
+    assert [name for name, _ in lines] == list(MEASURES)
     assert all(10 < len(title) <= 100 for _, title in lines)
 
 
 def test_help(tmp_path: Path) -> None:
     done = driver("--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("--quick", "--peers VENV", "MEASURE"))
+    assert all(word in done.stdout for word in ("--quick", "--sizes N,N,...", "MEASURE"))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +263,7 @@ def test_help(tmp_path: Path) -> None:
         (["--repeats", "many"], "command line: argument --repeats: invalid int value"),
         (["--sizes", "64K"], "--sizes 64K, expected bytes"),
         (["--json", "there/rows.json"], "--json there/rows.json, expected a file in a folder"),
-        (["--peers", "nowhere"], "--peers nowhere, expected a virtual environment"),
+        (["--plot", "a.svg"], "--plot without --scale, expected --scale too"),
         (["--fast"], "command line: unrecognized arguments: --fast, expected what --help"),
     ],
 )
@@ -275,6 +280,18 @@ def test_mistakes(
     assert main(args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"mpips: {message}", line), line
+
+
+def test_mistakes_of_benchmarks() -> None:
+    for words, message in (
+        ("peers --venv nowhere", "--venv nowhere, expected a virtual environment"),
+        ("mlp --plot a.svg", "--plot, expected convergence alone"),
+        ("rounds", "unknown measure 'rounds', expected one of convergence, "),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_options(make_parser().parse_args(words.split()))
+    with pytest.raises(UserError, match="measure peers without --venv, expected --venv VENV"):
+        BENCHMARKS["peers"].run(read_options(make_parser().parse_args(["peers"])))
 
 
 # Worlds --------------------------------------------------------------------------------------
@@ -298,8 +315,7 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
-    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "idle"}
-    measures |= {"recording", "tracing", "streaming step"}
+    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows"}
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
@@ -308,12 +324,15 @@ def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     assert "4 KB, 3 ranks" in {row["case"] for row in rows}
     table = [line for line in done.output.splitlines() if line.startswith(("update", "push"))]
     assert len(table) == len(RULES) + 1, done.output
+    args = [*BESIDE, "--quick", "--repeats", "1", "--json", "others.json"]
+    launch.run(3, args, tmp_path, timeout_s=120).check()
+    check_rows(tmp_path / "others.json", {"idle", "recording", "tracing", "streaming step"})
 
 
 @pytest.mark.launch
 @pytest.mark.long
 def test_plans_beside_what_jobs_do(tmp_path: Path) -> None:
-    args = [*BENCH, "plan", "--quick", "--json", "rows.json"]
+    args = [*BESIDE, "plan", "--quick", "--json", "rows.json"]
     launch.run(3, args, tmp_path, timeout_s=120).check()
     rows = check_rows(tmp_path / "rows.json", {"plan step", "plan staleness"})
     steps = [row["case"] for row in rows if row["measure"] == "plan step"]
@@ -339,21 +358,21 @@ def test_a_world_refuses_once(ranks: int, measure: str, message: str, tmp_path: 
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_the_driver_takes_measures_in_worlds_and_jobs(tmp_path: Path) -> None:
-    names = ["memory", "rules", "pushpull", *["torch"] * catalogue.MEASURES["torch"].installed]
+    names = ["memory", "rules", "pushpull"]
     args = [*names, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = driver(*args, cwd=tmp_path, timeout_s=180)
     assert done.returncode == 0, done.stderr
-    shown = {"push+pull", "update rule", *names} - {"pushpull", "rules"}
+    shown = {"push+pull", "update rule", "memory"}
     rows = check_rows(tmp_path / "rows.json", shown)
     told = [re.split("[,:]", line)[1].strip() for line in done.stderr.splitlines()]
-    assert told == ["pushpull", "rules", *names[:1], *names[3:]], done.stderr
+    assert told == ["pushpull", "rules", "memory"], done.stderr
     assert all(any(line.startswith(name) for line in done.stdout.splitlines()) for name in shown)
     assert len(done.stdout.splitlines()) == 3 + 1 + len(rows), done.stdout
 
 
 @pytest.mark.launch
 def test_a_driver_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, *BENCH, "idle", "--repeats", "600"]
+    command = [sys.executable, *BESIDE, "idle", "--repeats", "600"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=launch.environment(), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
@@ -392,11 +411,11 @@ def test_the_measures_that_start_many_jobs(tmp_path: Path) -> None:
         "--json",
         "rows.json",
     ]
-    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    args += ["torch"] * BENCHMARKS["torch"].installed
+    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
     assert done.returncode == 0, done.stderr
-    rows = check_rows(
-        tmp_path / "rows.json", {"mlp", "oversubscription", "straggler", "evaluators", "start"}
-    )
+    shown = {"mlp", "oversubscription", "straggler", "evaluators", "start"}
+    rows = check_rows(tmp_path / "rows.json", shown | {*["torch"] * BENCHMARKS["torch"].installed})
     assert sum("read-only" in row["case"] for row in rows) == 2
 
 
@@ -429,7 +448,7 @@ def test_a_job_that_does_not_go_on_costs_no_other(
 @pytest.mark.long
 def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
     args = ["recovery", "supervision", "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
     assert done.returncode == 0, done.stderr
     rows = check_rows(tmp_path / "rows.json", {"recovery", "supervision"})
     survives = bool(survivors_launcher())
@@ -442,10 +461,10 @@ def test_recovery_and_what_it_costs(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.one_mpi
 def test_rows_of_two_workers(tmp_path: Path) -> None:
-    """Beside plain loops, in all cases; and what ``rows --peers`` compares."""
+    """Beside plain loops, in all cases; and what ``peers`` compares."""
     assert 0.01 < row_workers.rate(row_workers.Case(10_000), 300) < 1000
-    args = ["rows", "row_growth", "--quick", "--repeats", "1", "--json", "rows.json"]
-    done = driver(*args, cwd=tmp_path, timeout_s=300)
+    args = ["row_workers", "row_growth", "--quick", "--repeats", "1", "--json", "rows.json"]
+    done = driver(*args, cwd=tmp_path, timeout_s=300, command=BESIDE)
     assert done.returncode == 0, done.stderr
     found = check_rows(tmp_path / "rows.json", {"rows", "row growth"})
     beside = [row for row in found if row["beside"] == "2 plain loops, SGD"]
@@ -462,7 +481,7 @@ def test_a_process_with_loops_that_dies_is_told_of(monkeypatch: pytest.MonkeyPat
 
 
 def test_reading_quickly() -> None:
-    found = catalogue.MEASURES["reading"].run(Options(repeats=1, quick=True))
+    found = BENCHMARKS["reading"].run(Options(repeats=1, quick=True))
     names = [row.case.partition(",")[0] for row in found]
     assert names[0] == "HDF5"
     assert set(names) <= {"HDF5", "images", "tar", "Parquet"}
@@ -476,17 +495,17 @@ def test_without_pytorch_its_measure_is_left_out(
     monkeypatch.setattr("mpips.bench.driver.machine", lambda: facts)
     monkeypatch.setattr("mpips.bench.driver._parts", lambda chosen, options: iter(()))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run_driver([], Options(quick=True), None) == 0
+    assert run_driver(BENCHMARKS, [], Options(quick=True), None) == 0
     said = "mpips.bench: torch is left out: no torch; pip install 'mpips[torch]'"
     assert said in capsys.readouterr().err
     with pytest.raises(UserError, match=r"no PyTorch, expected torch.*'mpips\[torch\]'"):
-        catalogue.MEASURES["torch"].run(Options(quick=True))
+        BENCHMARKS["torch"].run(Options(quick=True))
 
 
 def test_a_measure_that_fails_does_not_stop_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def world(chosen: catalogue.Measure, ranks: int, options: Options) -> list[Row]:
+    def world(chosen: Measure, ranks: int, options: Options) -> list[Row]:
         if chosen.name == "rounds":
             raise jobs.Failed("it broke")
         return [Row(chosen.name, f"{ranks} ranks", 2.0, "s", "b", 1.0, 0.5, 1.0)]
@@ -495,7 +514,7 @@ def test_a_measure_that_fails_does_not_stop_the_others(
     monkeypatch.setattr("mpips.bench.driver.machine", lambda: facts)
     monkeypatch.setattr("mpips.bench.jobs.world", world)
     path = tmp_path / "rows.json"
-    assert run_driver(["rounds", "rules"], Options(repeats=1), path) == 1
+    assert run_driver(MEASURES, ["rounds", "rules"], Options(repeats=1), path) == 1
     report = json.loads(path.read_text())
     assert report["failed"] == ["rounds, 2 ranks", "rounds, 4 ranks", "rounds, 8 ranks"]
     assert [row["measure"] for row in report["rows"]] == ["rules"]

@@ -17,8 +17,9 @@ import psutil
 import pytest
 from launch import ROOT
 
-from mpips.bench import peers
-from mpips.bench.peers import PEERS, UNITS, Peer, Result, script
+from benchmarks.peers import process as peers
+from benchmarks.peers import script
+from benchmarks.peers.process import PEERS, UNITS, Peer, Result
 from mpips.errors import UserError
 
 FOLDER = Path(peers.__file__).parent
@@ -438,7 +439,7 @@ time.sleep(1000)
 DRIVER = """
 import os, sys, threading, time
 from pathlib import Path
-from mpips.bench import peers
+from benchmarks.peers import process as peers
 
 venv, script, pid = map(Path, sys.argv[1:])
 peers.PEERS["it"] = peers.Peer(script, "it", ("mlp",))

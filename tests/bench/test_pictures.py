@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.bench import curves
+from benchmarks import curves
 
 
 def curve(*accuracies: float) -> np.ndarray:

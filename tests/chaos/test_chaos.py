@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from launch import ROOT, environment
 
-from mpips.chaos.builtin import INVARIANT, MODES
-from mpips.chaos.plan import draw
+from tests.chaos.builtin import INVARIANT, MODES
+from tests.chaos.plan import draw
 
 pytestmark = pytest.mark.launch
 
@@ -55,7 +55,7 @@ sys.exit(result.code)
 
 def chaos(cwd: Path, *words: str, code: int = 0, timeout_s: float = 120) -> dict[str, Any]:
     """Run the command; returns what its file says. Nothing else is left in the folder."""
-    command = [sys.executable, "-m", "mpips.chaos", "--json", "found.json", "--folder", "runs"]
+    command = [sys.executable, "-m", "tests.chaos", "--json", "found.json", "--folder", "runs"]
     done = subprocess.run(
         [*command, *words], cwd=cwd, env=environment(), capture_output=True, text=True,
         timeout=timeout_s,

@@ -9,11 +9,12 @@ import h5py
 import pytest
 from runs import Plan, names_asked, thinned
 
-from mpips.chaos import exact
-from mpips.chaos.builtin import MODES, PROGRAM, job
-from mpips.chaos.exact import check_counts, check_run
-from mpips.chaos.plan import draw
 from mpips.checkpoint import list_checkpoints
+from mpips.checkpoint.complete import check_run
+from tests.chaos import exact
+from tests.chaos.builtin import MODES, PROGRAM, job
+from tests.chaos.exact import check_counts
+from tests.chaos.plan import draw
 
 pytestmark = pytest.mark.launch
 

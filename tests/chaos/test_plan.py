@@ -2,12 +2,12 @@
 
 import pytest
 
-from mpips.chaos.__main__ import main
-from mpips.chaos.builtin import MODES, options
-from mpips.chaos.plan import FAULTS, STARTING, draw, parse_faults
-from mpips.chaos.run import _options
 from mpips.config.command_line import load
 from mpips.launch.supervise import Order
+from tests.chaos.__main__ import main
+from tests.chaos.builtin import MODES, options
+from tests.chaos.plan import FAULTS, STARTING, draw, parse_faults
+from tests.chaos.run import _options
 
 SEEDS = range(300)
 

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from mpips.chaos.follow import Moment
-from mpips.chaos.plan import draw as draw_faults
-from mpips.chaos.plot import draw
-from mpips.chaos.run import Result, Struck
+from tests.chaos.follow import Moment
+from tests.chaos.plan import draw as draw_faults
+from tests.chaos.plot import draw
+from tests.chaos.run import Result, Struck
 
 BEGUN = 100.0
 

@@ -49,7 +49,7 @@ STEPS = 5  # of the others, on the MPI where they do not run to their end
 # Epochs of the spirals' 60, of which the schedule makes as much, but for spirals.toml's: there the
 # least accuracy is LEARNT, of 0.25 by chance: how stale they are depends on how busy the machine is
 # (0.77 was seen of onebit at a load of 20). What they reach in all is compared, with several
-# seeds, by `python -m mpips.bench convergence`.
+# seeds, by `python -m benchmarks convergence`.
 FEW, LEARNT = "20", 0.65
 PARTS = [
     pytest.param(0, marks=[pytest.mark.long, pytest.mark.one_mpi]),

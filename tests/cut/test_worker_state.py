@@ -29,13 +29,13 @@ from runs import (
     thinned,
 )
 
-from mpips.chaos.exact import expected_counts, own
 from mpips.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from mpips.config import Config
 from mpips.config.jobfile import to_toml
 from mpips.cut.worker_state import read_names, resume_notes, saved_numbers
 from mpips.layout import Shard
 from mpips.layout.roles import assign
+from tests.chaos.exact import expected_counts, own
 
 pytestmark = pytest.mark.launch
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from verdict import check
 
-from mpips.bench import streaming, wire
+from benchmarks import streaming
+from mpips.bench import wire
 from mpips.bench.measure import Options
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError

@@ -1,9 +1,9 @@
-"""The counting problems of `mpips.chaos.counting`, slow or stopping."""
+"""The counting problems of `tests.chaos.counting`, slow or stopping."""
 
 from countdown import Slow, Stopping
 
-from mpips.chaos import counting
-from mpips.chaos.counting import Counting, TableCounting
+from tests.chaos import counting
+from tests.chaos.counting import Counting, TableCounting
 
 __all__ = [
     *("Counting", "MeanCounting", "SlowCounting", "SlowStoppingCounting", "SlowTableCounting"),

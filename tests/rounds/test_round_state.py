@@ -16,8 +16,8 @@ from runs import (
     shared_out,
 )
 
-from mpips.chaos.exact import expected_counts, own
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from tests.chaos.exact import expected_counts, own
 
 pytestmark = pytest.mark.launch
 

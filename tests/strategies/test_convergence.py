@@ -1,4 +1,4 @@
-"""``python -m mpips.bench convergence``: its comparisons, the job files it runs, a quick run."""
+"""``python -m benchmarks convergence``: its comparisons, the job files it runs, a quick run."""
 
 import json
 import re
@@ -11,9 +11,9 @@ import launch
 import numpy as np
 import pytest
 
-from mpips.bench import convergence
-from mpips.bench.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
-from mpips.bench.curves import draw, mean
+from benchmarks import convergence
+from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
+from benchmarks.curves import draw, mean
 from mpips.bench.jobs import Failed
 from mpips.config.jobfile import read_toml
 
@@ -32,12 +32,14 @@ LEFT_OUT = (
 )
 SOME = f"""
 import sys
-from mpips.bench import convergence
-from mpips.bench.__main__ import main
+from benchmarks import convergence
+from benchmarks.__main__ import make_parser, read_options
+from benchmarks.catalogue import MEASURES
+from mpips.bench.__main__ import command
 convergence.PROBLEMS = convergence.PROBLEMS[:1]
 for name in {LEFT_OUT}:
     del convergence.CASES[name]
-sys.exit(main(sys.argv[1:]))
+sys.exit(command(sys.argv[1:], make_parser(), MEASURES, read_options))
 """
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 CURVE = np.array([[1.0, 2.0], [0.5, 1.0], [90.0, 98.0]])

@@ -1,0 +1,42 @@
+"""Run benchmarks from a clone: ``python -m benchmarks [MEASURE ...]``, as `mpips.bench` does."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.catalogue import MEASURES
+from benchmarks.options import BenchmarkOptions
+from mpips.bench.__main__ import command, make_common_parser, read_common_options
+from mpips.errors import UserError
+from mpips.report import drawing
+from mpips.train import launched
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = make_common_parser("benchmarks")
+    add = parser.add_argument
+    add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
+    add("--plot", type=Path, metavar="FILE", help="of convergence: also draw it, as .svg or .png")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> BenchmarkOptions:
+    """Return the options of a command line, checked.
+
+    Raises:
+        UserError: If one is illegal.
+    """
+    common = read_common_options(args, MEASURES)
+    if args.plot:
+        if args.measures != ["convergence"] or launched() is not None:
+            raise UserError("--plot", "convergence alone, and without mpirun")
+        drawing.check(args.plot)
+    if args.venv and not (args.venv / "bin" / "python").exists():
+        raise UserError(f"--venv {args.venv}", "a virtual environment")
+    return BenchmarkOptions(**asdict(common), venv=args.venv, plot=args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:], make_parser(), MEASURES, read_options))

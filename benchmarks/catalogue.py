@@ -1,0 +1,28 @@
+"""Catalogue of comparisons with peers and of guards against regressions."""
+
+from functools import partial
+
+from mpips.bench.catalogue import Catalogue, Measure
+
+_of = partial(Measure, package="benchmarks")
+
+MEASURES = Catalogue(
+    _of("row_workers"),
+    _of("row_growth", named=True),
+    _of("recording", (2,), (2,), least=2),
+    _of("tracing", (2,), (2,), least=2),
+    _of("idle", (3,), (3,), least=2),
+    _of("streaming", (4,), (4,), least=2),
+    _of("plan", (4,), (3,), least=3, named=True),
+    _of("mlp"),
+    _of("oversubscription"),
+    _of("stragglers"),
+    _of("evaluators"),
+    _of("recovery", named=True),
+    _of("supervision", named=True),
+    _of("convergence", named=True),
+    _of("start"),
+    _of("reading"),
+    _of("torch", needs="torch"),
+    _of("peers", named=True),
+)

@@ -1,0 +1,71 @@
+"""The picture of `benchmarks.convergence`: accuracy over time, and over what crossed nodes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpips.report.drawing import COLOURS, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Curves = Mapping[str, Sequence[np.ndarray]]  # by name: of each seed, shape (2, points)
+COLUMNS = 2
+INCHES = 4.8, 2.9  # a panel, with its legend
+POINTS = 400
+SHOWN = 20.0  # percent of errors, where the best makes at most half as many
+TICKS = 90, 80, 70, 60, 50, 40, 30, 20, 10, 5, 2, 1, 0.5, 0.2, 0.1
+LEAST = 0.05  # percent of errors: a curve ends there, as a logarithm has no zero
+
+
+def mean(curves: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of curves, each of shape (2, n), as far as all of them reach.
+
+    Returns:
+        Shape (2, POINTS), with x evenly by ratio; between two points a curve is a straight line.
+    """
+    begin, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    at = np.geomspace(begin, max(begin, end), POINTS)
+    return np.stack([at, np.mean([np.interp(at, x, y) for x, y in curves], axis=0)])
+
+
+def draw(panels: Sequence[tuple[str, str, Curves]], path: Path) -> None:
+    """Draw panels in rows of two: a title, what the x axis is, and the curves.
+
+    A curve is the best so far, its mean over the seeds. Both axes are logarithmic: the upper one of
+    errors, so that 98 and 99 percent are as far from each other as 90 and 95.
+
+    Args:
+        panels: At least one; accuracies in percent, and all x above 0.
+        path: Of the picture; its ending says of which kind.
+    """
+    rows = -(-len(panels) // COLUMNS)
+    inches = INCHES[0] * COLUMNS, INCHES[1] * rows
+    with drawing(path, COLUMNS, inches, alike=False, rows=rows) as found:
+        for axes, panel in zip(found, panels, strict=False):
+            _panel(axes, *panel)
+        for axes in found[len(panels) :]:
+            axes.set_axis_off()
+
+
+def _panel(axes: "Axes", title: str, label: str, curves: Curves) -> None:
+    least = 100.0
+    for k, (name, each) in enumerate(curves.items()):
+        x, y = mean([np.stack([x, np.maximum.accumulate(y)]) for x, y in each])
+        errors = np.maximum(100 - y, LEAST)
+        least = min(least, float(errors.min()))
+        dash = "-" if k < len(COLOURS) else "--"
+        axes.plot(x, errors, dash, color=COLOURS[k % len(COLOURS)], label=name, linewidth=1.1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    most = min(100.0, max(SHOWN, 2 * least))
+    shown = [tick for tick in TICKS if least <= tick <= most]
+    axes.set_yticks(shown, [f"{100 - tick:g}" for tick in shown])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(most, 0.9 * least)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(label)
+    axes.set_ylabel("held-out accuracy, %")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,0 +1,84 @@
+"""Training a multi-layer perceptron with two workers, beside twice what one rank alone does.
+
+Samples per second of whole runs, 784-1024-1024-10 with batches of 64 a worker: asynchronous with
+one server and two workers, and synchronous on two ranks.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
+from mpips.bench.jobs import run as run_job
+from mpips.bench.measure import Options, Row
+from mpips.checkpoint.place import METRICS, SUMMARY
+
+SIDES = {
+    "async": (3, ("--mode", "async", "--servers", "1")),
+    "sync": (2, ("--mode", "sync")),
+    "alone": (1, ("--mode", "sync", "--threads", "1")),
+}
+RANKS = {"async": "1 server, 2 workers", "sync": "2 ranks"}
+WORKERS = 2
+SAMPLES = 8192
+
+
+class Perceptron:
+    """Runs that train 784-1024-1024-10 on random samples, 64 to a worker's batch, by SGD.
+
+    Args:
+        folder: For the data and the runs.
+        quick: Train a small one, for a moment.
+    """
+
+    def __init__(self, folder: Path, quick: bool) -> None:
+        self._folder, self._quick, self._runs = folder, quick, 0
+        self.hidden = 256 if quick else 1024
+        self.case = f"784-{self.hidden}-{self.hidden}-10, batch 64"
+        self._epochs = 2 if quick else 4
+        rng = np.random.default_rng(0)
+        count = SAMPLES + 1  # one is held out
+        x = rng.random((count, 784), "f4")
+        np.savez(folder / "samples.npz", x=x, y=rng.integers(0, 10, count))
+
+    def rate(self, ranks: int, *options: str) -> float:
+        """Train on so many ranks; returns samples per second, start-up and end left out.
+
+        Raises:
+            Failed: If the run fails, or is too short.
+        """
+        self._runs += 1
+        out = self._folder / f"run-{self._runs}"
+        given = {
+            "--dataset": "samples.npz", "--test-fraction": "0.0001", "--out": str(out),
+            "--hidden": f"{self.hidden},{self.hidden}", "--batch-size": "64",
+            "--optimizer": "sgd", "--lr": "0.01", "--epochs": str(self._epochs),
+            "--eval-every": "0", "--checkpoint-every": "0", "--log-every": "0.01",
+        }  # fmt: skip
+        words = [word for pair in given.items() for word in pair]
+        run_job(ranks, [*TRAIN, *words, *options], self._folder)
+        if self._quick:  # too short for more than a line or two
+            return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
+        return steady_rate(out / METRICS)
+
+
+def run(options: Options) -> list[Row]:
+    """Compare both modes.
+
+    Raises:
+        Failed: If a run fails.
+    """
+    with temporary_folder() as folder:
+        job = Perceptron(folder, options.quick)
+        sides = {k: partial(job.rate, n, *words) for k, (n, words) in SIDES.items()}
+        found = take_turns(sides, options.repeats)
+    ideal = [WORKERS * rate for rate in found["alone"]]
+    rows = []
+    for mode, ranks in RANKS.items():
+        mine, other, ratio = compare_rates(found[mode], ideal)
+        case = f"{job.case}, {mode}, {ranks}"
+        beside = f"{WORKERS} x one rank alone"
+        rows.append(Row("mlp", case, mine, "samples/s", beside, other, ratio))
+    return rows

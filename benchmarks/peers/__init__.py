@@ -1,0 +1,168 @@
+"""mpips beside its peers: the same work, in turns, each in processes of its own."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks import mlp, row_workers, torch
+from benchmarks.options import BenchmarkOptions
+from benchmarks.peers import process
+from benchmarks.row_workers import DRAWN
+from mpips.bench import jobs
+from mpips.bench.catalogue import MEASURES
+from mpips.bench.measure import Options, Row, bytes_text
+from mpips.bench.row_ids import ROW_DIM
+from mpips.errors import UserError
+
+LIMIT_S = 300.0
+QUICK_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        measure: The measure of mpips that it belongs to.
+        peer: A key of `process.PEERS`.
+        work: A key of `process.UNITS`.
+        case: What is shown.
+        ranks: Ranks of mpips; servers and workers together.
+        workers: Workers on either side.
+        steps: Steps of a peer's worker in one repeat.
+        reach: The least ratio that is aimed at.
+        size: Bytes of the parameters.
+        options: Of `mpips.train`, or the mode, where training is measured.
+    """
+
+    measure: str
+    peer: str
+    work: str
+    case: str
+    ranks: int
+    workers: int
+    steps: int
+    reach: float
+    size: int = 0
+    options: tuple[str, ...] = ()
+
+
+def _push_pull(peer: str, size: int, steps: int, reach: float) -> Case:
+    case = f"{bytes_text(size)}, 1 server, 2 workers"
+    return Case("pushpull", peer, "push+pull", case, 3, 2, steps, reach, size)
+
+
+def _train(peer: str, ranks: str, world: int, reach: float, *options: str) -> Case:
+    return Case("mlp", peer, "mlp", ranks, world, 2, 200, reach, options=options)
+
+
+def _train_torch(peer: str, ranks: str, world: int, mode: str) -> Case:
+    return Case("torch", peer, "mlp", f"{mode}, {ranks}", world, 2, 200, 1.5, options=(mode,))
+
+
+def _rows(rows: int, drawn: str) -> Case:
+    case = f"{row_workers.Case(rows, drawn)}, pull + Adagrad"
+    size = rows * ROW_DIM * 4
+    return Case("rows", "tensorflow-ps", drawn, case, 3, 2, 60, 5, size)
+
+
+OUR_STEPS = 15  # of rows, for one of the peer: or it would be over at once
+CASES = (
+    _push_pull("tensorflow-ps", 64 << 10, 400, 10),
+    _push_pull("tensorflow-ps", 1 << 20, 200, 10),
+    _push_pull("tensorflow-ps", 16 << 20, 30, 5),
+    _push_pull("torch-rpc", 16 << 20, 30, 3),
+    Case("rounds", "torch-ddp", "round", "16.8 MB, 2 ranks", 2, 2, 30, 4, 16 << 20),
+    _train("tensorflow-ps", "async, 1 server, 2 workers", 3, 2, "--servers", "1"),
+    _train("torch-ddp", "sync, 2 ranks", 2, 1.6, "--mode", "sync"),
+    _train_torch("torch-ddp", "2 ranks", 2, "sync"),
+    _train_torch("tensorflow-ps", "1 server, 2 workers", 3, "async"),
+    Case("torch", "torch-ddp", "memory", "adam, sync, 4 ranks", 4, 4, 2, 2, 400_000_000),
+    *(_rows(rows, drawn) for rows in (1_000_000, 50_000_000) for drawn in DRAWN),
+)
+NAMES = {"push+pull": "push+pull", "round": "sync round", "mlp": "mlp"}
+NAMES |= dict.fromkeys(DRAWN, "rows")
+QUICK_SHARE = 0.01  # of the parameters whose memory is taken
+
+
+def run(options: BenchmarkOptions) -> list[Row]:
+    """Compare with all peers that are installed in a virtual environment.
+
+    Raises:
+        Failed: If a run of mpips fails.
+        UserError: If no environment is named, if it does not work, or if a peer fails.
+    """
+    if options.venv is None:
+        remedy = "install torch and tensorflow-cpu into one"
+        raise UserError("measure peers without --venv", "--venv VENV", remedy)
+    missing = process.missing(options.venv)
+    for name, why in missing.items():
+        print(f"benchmarks: {name} is left out: {why}", file=sys.stderr, flush=True)
+    rows = []
+    for case in CASES:
+        if case.peer not in missing:
+            rows += _compare(case, options.venv, options)
+            print(f"benchmarks: {case.peer}, {case.work}, {case.case}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
+    """Take turns with a peer.
+
+    Raises:
+        Failed: If a run of mpips fails.
+        UserError: If one of the peer does.
+    """
+    steps, repeats = QUICK_STEPS if options.quick else case.steps, options.repeats
+    if case.work == "memory":
+        repeats = 1  # it is the same each time
+        if options.quick:
+            case = dataclasses.replace(case, size=int(QUICK_SHARE * case.size))
+    if case.work in DRAWN and options.quick:
+        case = _rows(10_000, case.work)
+
+    def theirs() -> float:
+        return process.measure(
+            venv, case.peer, case.work, size=case.size, workers=case.workers,
+            steps=steps, repeats=1, timeout_s=LIMIT_S,
+        ).rate  # fmt: skip
+
+    with jobs.temporary_folder() as folder:
+        text, ours = _ours(case, options, folder)
+        found = jobs.take_turns({"mpips": ours, "peer": theirs}, repeats)
+    mine, other, ratio = jobs.compare_rates(found["mpips"], found["peer"])
+    unit = process.UNITS[case.work]
+    if case.work == "round":  # shown as times, as the other rounds are
+        mine, other, unit = 1e3 / mine, 1e3 / other, "ms"
+    if case.work == "memory":  # less of it is better
+        ratio = 1 / ratio
+    name = "torch" if case.measure == "torch" else NAMES[case.work]
+    return [Row(name, text, mine, unit, case.peer, other, ratio, case.reach)]
+
+
+def _ours(case: Case, options: Options, folder: Path) -> tuple[str, Callable[[], float]]:
+    """Return what is shown of a case, and what measures mpips at it."""
+    if case.work == "memory":
+        text = f"{case.size / 4e6:.0f} M parameters, {case.case}"
+        return text, partial(torch.memory_mb, case.ranks, case.size // 4)
+    if case.measure == "torch":
+        text = f"MLP {torch.shape(options)}, batch 64, {case.case}"
+        return text, partial(torch.rate, case.options[0], case.ranks, options)
+    if case.work == "mlp":
+        job = mlp.Perceptron(folder, options.quick)
+        return f"{job.case}, {case.case}", partial(job.rate, case.ranks, *case.options)
+    if case.work in DRAWN:
+        steps = OUR_STEPS * case.steps
+        drawn = row_workers.Case(case.size // (4 * ROW_DIM), case.work)
+        return case.case, partial(row_workers.rate, drawn, steps)
+    return case.case, partial(_world, case)
+
+
+def _world(case: Case) -> float:
+    """Return the rate of mpips in a world of its own, in the peer's unit."""
+    only = Options(repeats=1, sizes=(case.size,))
+    (row,) = jobs.world(MEASURES[case.measure], case.ranks, only)
+    return row.value if row.unit == "GB/s" else 1e3 / row.value

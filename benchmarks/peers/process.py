@@ -1,0 +1,281 @@
+"""What people use instead, measured: parameter servers and collectives of other systems.
+
+Each script here runs one peer on this machine and prints one JSON line a measurement. They are
+run by path, in a virtual environment that has the peers' packages and need not have mpips:
+``pip install torch tensorflow-cpu``, then ``VENV/bin/python torch_rpc.py --size 262144``.
+
+ps-lite is left out: it is C++, and building it takes a compiler, protobuf and ZeroMQ. Dense push
+and pull of 16.8 MB, 1 server, 2 workers, was seen to reach 1.7-2.0 GB/s with it on two cores.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.peers.script import RATES
+from mpips.errors import UserError, unknown
+
+__all__ = ["PEERS", "UNITS", "Peer", "Result", "measure", "missing"]
+
+UNITS = {
+    "push+pull": "GB/s", "round": "rounds/s", "mlp": "samples/s", "memory": "MB",
+    "zipf-rows": "M rows/s", "uniform-rows": "M rows/s",
+}  # fmt: skip
+LOOK_S = 60.0  # for an interpreter to start on a slow file system
+POLL_S = 0.02
+TAIL_LINES = 15
+
+# Prints the names given that cannot be imported, without importing any.
+LOOK = """
+import importlib.util, json, sys
+print(json.dumps([n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]))
+"""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system to compare with.
+
+    Attributes:
+        script: The Python file that measures it.
+        package: What must be importable for that.
+        measures: What can be measured: keys of `UNITS`.
+    """
+
+    script: Path
+    package: str
+    measures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement of a peer.
+
+    Attributes:
+        peer: A key of `PEERS`.
+        version: Of the peer's package.
+        measure: A key of `UNITS`.
+        case: Sizes and workers.
+        seconds: Median time of one step: each worker makes one in it, or all one round.
+        repeats: The time of one step in each repeat, in seconds.
+        rate: At the median, of all workers: bytes pushed and pulled, rounds, samples, or rows; for
+            memory what all of them take.
+        unit: Of `rate`.
+    """
+
+    peer: str
+    version: str
+    measure: str
+    case: str
+    seconds: float
+    repeats: tuple[float, ...]
+    rate: float
+    unit: str
+
+
+_HERE = Path(__file__).parent
+
+PEERS = {
+    "tensorflow-ps": Peer(
+        _HERE / "tensorflow_ps.py",
+        "tensorflow",
+        ("push+pull", "mlp", "zipf-rows", "uniform-rows"),
+    ),
+    "torch-rpc": Peer(_HERE / "torch_rpc.py", "torch", ("push+pull",)),
+    "torch-ddp": Peer(_HERE / "torch_ddp.py", "torch", ("round", "mlp", "memory")),
+}
+
+
+def missing(venv: Path) -> dict[str, str]:
+    """Return the peers that cannot run in a virtual environment, and why.
+
+    Raises:
+        UserError: If it is none, or if its interpreter does not work.
+
+    Nothing of a peer is imported.
+    """
+    packages = sorted({peer.package for peer in PEERS.values()})
+    what = f"the interpreter of the peers' virtual environment '{venv}'"
+    with tempfile.TemporaryDirectory() as folder:  # where nothing lies that could be imported
+        command = [_interpreter(venv), "-c", LOOK, *packages]
+        output = _run(command, Path(folder), what, "a list of packages", LOOK_S)
+    absent = _last_json(output, what, "a list of packages", list)
+    return {
+        name: f"package {peer.package} is not installed in {venv}"
+        for name, peer in PEERS.items()
+        if peer.package in absent
+    }
+
+
+def measure(
+    venv: Path,
+    peer: str,
+    measure: str,
+    *,
+    size: int,
+    workers: int,
+    steps: int,
+    repeats: int,
+    timeout_s: float,
+    cores: Iterable[int] = (),
+) -> Result:
+    """Measure a peer, in processes of their own on this machine, which are told all of this.
+
+    Args:
+        venv: Virtual environment that has the peer's package.
+        peer: A key of `PEERS`.
+        measure: One of the peer's measures.
+        size: Bytes of the float32 parameters or of the table's rows; the MLP has its own, whatever
+            this is.
+        workers: Number of workers or ranks; a server comes on top of it where there is one.
+        steps: Steps of each worker in one repeat.
+        repeats: Repeats that count; one to warm up precedes them.
+        timeout_s: Limit for everything, imports included, in seconds.
+        cores: Numbers of the cores that the peer may run on. By default those of this process,
+            which are too few if a launcher has bound it.
+
+    Raises:
+        UserError: If there is no such environment, peer or measure, or if the script fails, says
+            something else than a measurement or outlasts the limit. All its processes are ended.
+
+    Collective: no. Blocks: until the script has ended.
+    """
+    if peer not in PEERS:
+        raise unknown("peer", peer, PEERS)
+    if measure not in PEERS[peer].measures:
+        raise unknown(f"measure of {peer}", measure, PEERS[peer].measures)
+    options = {"measure": measure, "workers": workers, "steps": steps, "repeats": repeats}
+    if measure != "mlp":
+        options["size"] = size // 4
+    if listed := ",".join(map(str, cores)):
+        options["cores"] = listed
+    words = [f"--{name}={value}" for name, value in options.items()]
+    command = [_interpreter(venv), str(PEERS[peer].script), "--attended", *words]
+    what = f"peer {peer}, measure {measure},"
+    with tempfile.TemporaryDirectory() as folder:
+        output = _run(command, Path(folder), what, "a measurement", timeout_s)
+    return _result(_last_json(output, what, "a measurement", dict), what)
+
+
+def _interpreter(venv: Path) -> str:
+    """Return the path of an environment's Python, as given: a link says where it belongs."""
+    path = Path(os.path.expanduser(venv)).absolute() / "bin" / "python"
+    if not path.is_file():
+        remedy = "make one: python -m venv DIR && DIR/bin/pip install torch tensorflow-cpu"
+        raise UserError(f"peers' virtual environment '{venv}'", "a folder with bin/python", remedy)
+    return str(path)
+
+
+def _run(command: list[str], folder: Path, what: str, wanted: str, timeout_s: float) -> str:
+    """Run a command in `folder`, and return what it printed. No process of its is left.
+
+    Its input stays open for as long as this process lives: a script that is attended ends with it.
+
+    Raises:
+        UserError: If it fails or outlasts the limit.
+    """
+    environment = {**os.environ, "TMPDIR": str(folder)}  # what a killed one leaves goes too
+    with _text_file() as out, _text_file() as err:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"{what} does not start: {error}", wanted) from error
+        with process:
+            try:
+                in_time = _wait(process.pid, time.monotonic() + timeout_s)
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+        code = process.returncode
+        if not in_time:
+            limit = f"{wanted} within {timeout_s:g} s"
+            raise UserError(f"{what} still running", limit, _tail(err))
+        if code:
+            raise UserError(f"{what} ended with exit code {code}", wanted, _tail(err))
+        out.seek(0)
+        return out.read()
+
+
+def _text_file() -> IO[str]:
+    """Return a nameless file: unlike a pipe, it waits for nobody who holds it open."""
+    return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+
+
+def _wait(pid: int, end: float) -> bool:
+    """Wait for the end of a process; return whether it came in time.
+
+    The process is not reaped, so that its number stays that of its group until the group is ended.
+    """
+    how = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while os.waitid(os.P_PID, pid, how) is None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _tail(err: IO[str]) -> str:
+    """Return the end of what a script wrote to stderr, as the last part of an error."""
+    err.seek(0)
+    lines = err.read().splitlines()[-TAIL_LINES:]
+    return "\n".join(["its last words:", *lines]) if lines else ""
+
+
+def _last_json(output: str, what: str, wanted: str, kind: type) -> Any:
+    """Return the value in the last line of an output.
+
+    Raises:
+        UserError: If that is not JSON of that kind.
+    """
+    last = (output.splitlines() or [""])[-1]
+    try:
+        value = json.loads(last)
+    except ValueError:
+        value = None
+    if not isinstance(value, kind):
+        raise UserError(f"{what} printed {last!r}", f"{wanted} as a line of JSON")
+    return value
+
+
+def _result(line: dict[str, Any], what: str) -> Result:
+    """Return the measurement that a script's line tells."""
+    try:
+        measure = line["measure"]
+        repeats = tuple(seconds / line["steps"] for seconds in line["seconds"])
+        if measure == "mlp":
+            shape = f"784-{line['hidden']}-{line['hidden']}-10, batch {line['batch']}"
+        else:
+            shape = _size_text(line["size"])
+        ranks = "ranks" if measure in ("round", "memory") else "workers"
+        return Result(
+            peer=line["peer"],
+            version=line["version"],
+            measure=measure,
+            case=f"{shape}, {line['workers']} {ranks}",
+            seconds=statistics.median(repeats),
+            repeats=repeats,
+            rate=line[RATES[measure]],
+            unit=UNITS[measure],
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        wanted = "a measurement with all its fields"
+        raise UserError(f"{what} printed {json.dumps(line)}", wanted, repr(error)) from error
+
+
+def _size_text(size: int) -> str:
+    return f"{size >> 10} KB" if size < 1 << 20 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,269 @@
+"""What the peers' scripts share: options, child processes that end, and the line they print.
+
+The scripts are run by path in a virtual environment of the peers' own and import this as a
+neighbour, so it needs nothing but the standard library.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import runpy
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Of each worker in one repeat, by default.
+STEPS = {
+    "push+pull": 40, "round": 40, "mlp": 200, "memory": 2, "zipf-rows": 60, "uniform-rows": 60,
+}  # fmt: skip
+RATES = {
+    "push+pull": "gb_per_s",
+    "round": "rounds_per_s",
+    "mlp": "samples_per_s",
+    "memory": "megabytes",
+    "zipf-rows": "million_rows_per_s",
+    "uniform-rows": "million_rows_per_s",
+}
+# Ids are drawn as mpips draws them, in an environment that need not have mpips.
+_DRAWN = runpy.run_path(str(Path(__file__).parents[2] / "mpips" / "bench" / "row_ids.py"))
+ROW_IDS, ROW_DIM, ROW_LISTS = (_DRAWN[name] for name in ("ROW_IDS", "ROW_DIM", "ROW_LISTS"))
+row_ids = _DRAWN["row_ids"]
+
+Send = Callable[[object], None]
+Span = tuple[float, float]
+
+
+class ChildFailed(Exception):
+    """A child process ended before it sent its result; its own words are on stderr."""
+
+
+# Options ---------------------------------------------------------------------------------------
+
+
+def make_parser(description: str, measures: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the options that all scripts have; the first measure is the default."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    add = parser.add_argument
+    add("--measure", choices=measures, default=measures[0], help="default: %(default)s")
+    add("--workers", type=positive, default=2, help="default: %(default)s")
+    steps = ", ".join(f"{STEPS[m]} for {m}" for m in measures)
+    add("--steps", type=positive, help=f"of each worker in one repeat; default: {steps}")
+    add("--repeats", type=positive, default=3, help="after one to warm up; default: %(default)s")
+    add("--cores", type=core_set, help="numbers of the cores to run on, as in 0,1; default: as is")
+    add("--attended", action="store_true", help="end when the standard input does")
+    return parser
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the length of a vector of parameters."""
+    text = "float32 parameters; default: %(default)s"
+    parser.add_argument("--size", type=positive, default=4 << 20, help=text)
+
+
+def add_mlp(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the MLP 784-hidden-hidden-10."""
+    add = parser.add_argument
+    add("--hidden", type=positive, default=1024, help="width of the MLP; default: %(default)s")
+    add("--batch", type=positive, default=64, help="samples of a worker; default: %(default)s")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of the command line, and make those of the process hold."""
+    given = parser.parse_args()
+    given.steps = given.steps or STEPS[given.measure]
+    if given.cores:
+        os.sched_setaffinity(0, given.cores)
+    if given.attended:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    return given
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        continue
+    os._exit(1)
+
+
+def positive(text: str) -> int:
+    """Return the integer that `text` says, at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
+    return number
+
+
+def core_set(text: str) -> set[int]:
+    """Return the numbers in a list such as ``0,1``."""
+    return {int(part) for part in text.split(",")}
+
+
+# Processes -------------------------------------------------------------------------------------
+
+
+class Children:
+    """Processes of one script; leave the ``with`` block and they are gone.
+
+    They also end by themselves when the script does, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def barrier(self, parties: int) -> Any:
+        """Return a barrier to hand to that many children."""
+        return self._context.Barrier(parties)
+
+    def start(self, work: Callable[..., None], *args: object) -> None:
+        """Start a process that calls ``work(send, *args)``; `work` sends one result."""
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_child, args=(theirs, work, *args), daemon=True)
+        process.start()
+        theirs.close()  # or the pipe would not end with the child
+        self._processes.append(process)
+        self._pipes.append(ours)
+
+    def results(self) -> list[Any]:
+        """Return what each child sent, in the order of their start. Blocks until all have.
+
+        Raises:
+            ChildFailed: If one ended without.
+        """
+        found: dict[Connection, Any] = {}
+        while left := [pipe for pipe in self._pipes if pipe not in found]:
+            ready = wait(left)
+            for pipe in left:
+                if pipe in ready:
+                    try:
+                        found[pipe] = pipe.recv()
+                    except EOFError:
+                        number = self._pipes.index(pipe)
+                        raise ChildFailed(f"process {number} ended without a result") from None
+        return [found[pipe] for pipe in self._pipes]
+
+
+def _child(pipe: Connection, work: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    work(pipe.send, *args)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+# Times -----------------------------------------------------------------------------------------
+
+
+def time_repeats(repeats: int, barrier: Any, work: Callable[[], None]) -> list[Span]:
+    """Return begin and end of each repeat of `work`, after one that is not counted.
+
+    The children that share `barrier` begin together.
+    """
+    spans = []
+    for _ in range(repeats + 1):
+        barrier.wait()
+        begin = time.perf_counter()
+        work()
+        spans.append((begin, time.perf_counter()))
+    return spans[1:]
+
+
+def seconds_of(spans: Sequence[Sequence[Span]]) -> list[float]:
+    """Return the seconds of each repeat, from the first child's begin to the last one's end.
+
+    The clock is that of the machine, so what its processes read can be compared.
+    """
+    return [
+        max(end for _, end in repeat) - min(begin for begin, _ in repeat)
+        for repeat in zip(*spans, strict=True)
+    ]
+
+
+# The line --------------------------------------------------------------------------------------
+
+
+def report(
+    peer: str,
+    version: str,
+    given: argparse.Namespace,
+    size: int,
+    seconds: Sequence[float],
+    used_mb: float = 0.0,
+) -> None:
+    """Print a measurement as one line of JSON.
+
+    Args:
+        peer: Its name in the table of peers.
+        version: Of its package.
+        given: The options.
+        size: Bytes of all parameters.
+        seconds: Time of each repeat.
+        used_mb: What all processes take, where that is the measure.
+
+    The rates are those of all workers at the median; ``steps_per_s`` counts a round once.
+    """
+    measure = given.measure
+    at_once = 1 if measure == "round" else given.workers
+    steps_per_s = at_once * given.steps / statistics.median(seconds)
+    line = {
+        "peer": peer,
+        "version": version,
+        "measure": measure,
+        "size": size,
+        "workers": given.workers,
+        "seconds": list(seconds),
+        "steps": given.steps,
+        "steps_per_s": steps_per_s,
+    }
+    if measure == "mlp":
+        line |= {"hidden": given.hidden, "batch": given.batch}
+    line[RATES[measure]] = used_mb or steps_per_s * _amount(given, size)
+    print(json.dumps(line), flush=True)
+
+
+def _amount(given: argparse.Namespace, size: int) -> float:
+    """Return what one step adds to the rate of its measure."""
+    if given.measure == "push+pull":
+        return 2 * size / 1e9
+    if given.measure.endswith("rows"):
+        return ROW_IDS / 1e6
+    return given.batch if given.measure == "mlp" else 1
+
+
+# Memory ----------------------------------------------------------------------------------------
+
+
+def layers_of(size: int) -> tuple[int, int]:
+    """Return width and number of the layers that have about `size` parameters together."""
+    number = 4
+    return round((size / number) ** 0.5), number
+
+
+def pss_mb() -> float:
+    """Return the proportional set size of this process, in MB: of shared memory its share."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        kilobytes = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    return kilobytes * 1024 / 1e6
+
+
+def mlp_bytes(hidden: int) -> int:
+    """Return the bytes of the float32 parameters of the MLP 784-hidden-hidden-10."""
+    return 4 * ((784 + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * 10)

@@ -1,0 +1,173 @@
+"""Rows of a table that two workers pull and push, beside two processes with plain loops.
+
+The processes have the table in memory that they share; both gather the rows of the same ids,
+make the same gradients of them, and subtract each one, or apply Adagrad by it, which moves twice
+the bytes. Nobody sums, locks, counts or answers there.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+import numpy as np
+
+from benchmarks.rows_program import warm_steps
+from mpips.bench import jobs
+from mpips.bench.loops import gather, scatter_adagrad, scatter_add, zeros
+from mpips.bench.measure import Options, Row
+from mpips.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
+from mpips.cluster.process import keep_freed_memory
+
+WORKERS = 2
+STEPS, QUICK_STEPS = 900, 600  # of as many numbers as by default; or one would be over at once
+LEAST, MOST = 60, 20_000
+REACH, BESIDE = 0.5, ("2 plain loops, Adagrad", "2 plain loops, SGD")
+SIZES, QUICK_SIZES = (1_000_000, 50_000_000), (10_000,)
+DRAWN = {"zipf-rows": "Zipf 1.05", "uniform-rows": "uniform"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is pulled and pushed.
+
+    Attributes:
+        rows: Of the table.
+        drawn: How ids are: see `row_ids`.
+        ids: Of a step of each worker.
+        dim: Numbers of a row.
+        servers: How many own the rows.
+    """
+
+    rows: int
+    drawn: str = "zipf-rows"
+    ids: int = ROW_IDS
+    dim: int = ROW_DIM
+    servers: int = 1
+
+    def __str__(self) -> str:
+        table = f"{self.ids:,} x {self.dim} floats of {self.rows / 1e6:g} M rows"
+        owned = f"{self.servers} server{'s' * (self.servers > 1)}, {WORKERS} workers"
+        return f"{table}, {DRAWN[self.drawn]}, {owned}"
+
+    def steps(self, quick: bool) -> int:
+        """Return how many steps each worker makes."""
+        usual = QUICK_STEPS if quick else STEPS
+        return max(LEAST, min(MOST, usual * ROW_IDS * ROW_DIM // (self.ids * self.dim)))
+
+
+def run(options: Options) -> list[Row]:
+    """Compare rates, in turn.
+
+    Raises:
+        Failed: If a job or a process fails.
+    """
+    sizes, found = QUICK_SIZES if options.quick else SIZES, list[Row]()
+    for case in (Case(rows, drawn) for rows in sizes for drawn in DRAWN):
+        text = f"{case}, pull + Adagrad"
+        for beside, (mine, other, ratio) in beside_loops(case, options).items():
+            found.append(Row("rows", text, mine, "M rows/s", beside, other, ratio, REACH))
+    return found
+
+
+def beside_loops(case: Case, options: Options) -> dict[str, tuple[float, float, float]]:
+    """Return the rate of a job, that of each kind of loops, and the ratio, taken in turn.
+
+    Raises:
+        Failed: If a job or a process fails.
+    """
+    steps = case.steps(options.quick)
+    sides = {"mpips": partial(rate, case, steps)}
+    sides |= {name: partial(plain_rate, case, steps, name == BESIDE[0]) for name in BESIDE}
+    taken = jobs.take_turns(sides, options.repeats)
+    return {name: jobs.compare_rates(taken["mpips"], taken[name]) for name in BESIDE}
+
+
+def rate(case: Case, steps: int) -> float:
+    """Have two workers pull and push rows, in a job of its own.
+
+    Args:
+        case: Which rows.
+        steps: Of each worker; counted are those while both are at it.
+
+    Returns:
+        Millions of rows a second, of both workers; each is pulled and pushed.
+
+    Raises:
+        Failed: If the job fails, or one worker ended before the other began.
+    """
+    given = json.dumps({**vars(case), "steps": steps})
+    with jobs.temporary_folder() as folder:
+        jobs.run(case.servers + WORKERS, ["-m", "benchmarks.rows_program", given], folder)
+        found = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
+    return _together(found, case.ids)
+
+
+def _together(found: Sequence[Sequence[float]], ids: int) -> float:
+    """Return millions of rows a second while all were at it, of when the steps of each ended.
+
+    Raises:
+        Failed: If that never was.
+    """
+    begin, end = max(ends[0] for ends in found), min(ends[-1] for ends in found)
+    steps = sum(begin < at <= end for ends in found for at in ends)
+    if not steps:
+        raise jobs.Failed("workers that were not at it together: more steps are needed")
+    return float(steps * ids / (end - begin) / 1e6)
+
+
+def plain_rate(case: Case, steps: int, adagrad: bool = False) -> float:
+    """Have two processes gather and scatter the same rows in plain loops; as `rate`.
+
+    Raises:
+        Failed: If a process fails, or one ended before the other began.
+    """
+    width = case.dim * (1 + adagrad)
+    table, lists = zeros("f4", (case.rows, width)), row_ids(case.drawn, case.rows, case.ids)
+    _step(zeros("f4", (1, 1 + adagrad)), np.zeros(1, np.int64), np.zeros((1, 1), "f4"))  # compiled
+    fork, ends = multiprocessing.get_context("fork"), list[Connection]()
+    together = fork.Barrier(WORKERS)
+    for number in range(WORKERS):
+        receive, send = fork.Pipe(duplex=False)
+        args = table, case.dim, lists, steps, number, together, send
+        fork.Process(target=_loop, args=args, daemon=True).start()
+        send.close()
+        ends.append(receive)
+    try:
+        return _together([receive.recv() for receive in ends], case.ids)
+    except EOFError:
+        raise jobs.Failed("a process with plain loops has died") from None
+
+
+def _step(table: np.ndarray, ids: np.ndarray, found: np.ndarray) -> None:
+    """Make a step as in `rows_program`; of a table with sums, by Adagrad."""
+    gather(table, ids, found)
+    scatter = scatter_add if table.shape[1] == found.shape[1] else scatter_adagrad
+    scatter(table, ids, found * np.float32(1e-3) + np.float32(1e-3), 0.01)
+
+
+def _loop(
+    table: np.ndarray,
+    dim: int,
+    lists: np.ndarray,
+    steps: int,
+    number: int,
+    together: Barrier,
+    send: Connection,
+) -> None:
+    """Make the steps of one process, and send when each ended."""
+    keep_freed_memory()  # as a worker does
+    rng, ends = np.random.default_rng(number), list[float]()
+    found = np.zeros((lists.shape[1], dim), table.dtype)
+    warm = warm_steps(steps)
+    for step in range(warm + steps):
+        if step == warm:
+            together.wait(jobs.LIMIT_S)
+        _step(table, lists[step % len(lists) if step < warm else rng.integers(len(lists))], found)
+        if step >= warm:
+            ends.append(time.monotonic())
+    send.send(ends)

@@ -1,0 +1,123 @@
+"""Steps of PyTorch models through ``mpips.torch``, beside the models' own forward and backward.
+
+Two ranks of one thread each, mode sync, an MLP by size of the batch and a convolutional net. A step
+lasts from when a batch is taken to when the next one is: it holds the loader, forward, backward,
+the copies of gradients, and the round with its waiting. Beside it stand forward and backward of a
+second module of the same kind, which belongs to no run, on the same batches, and steps of plain
+PyTorch with that module, which each process makes for itself: some of each in turn. A rank waits in
+a step for the one whose passes take longer: so these stand beside it as well, as they are there.
+
+With peers, also rates beside theirs, and the memory of four ranks.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.catalogue import MEASURES
+from mpips.bench.jobs import run as run_job
+from mpips.bench.jobs import steady_rate, temporary_folder
+from mpips.bench.measure import Options, Row
+from mpips.checkpoint.place import METRICS, SUMMARY
+from mpips.errors import UserError
+
+PROGRAM = ("-m", "benchmarks.torch_program")
+NAMES = {"mlp": "MLP {}", "conv": "convolutional net"}
+# With their batch, and the share of a step that its passes alone are to be at least.
+NETS = {"mlp 64": 0.9, "mlp 128": 0.9, "mlp 256": 0.9, "conv 64": 0.95, "conv 128": 0.95}
+QUICK_NETS = ("mlp 64", "conv 64")
+TURNS, QUICK_TURNS = 4, 1  # of each repeat
+HIDDEN, QUICK_HIDDEN = 1024, 256
+EPOCHS, QUICK_EPOCHS = 4, 2
+
+
+def run(options: Options) -> list[Row]:
+    """Compare steps of nets with their own passes.
+
+    Raises:
+        UserError: If there is no PyTorch.
+        Failed: If the job fails.
+    """
+    if not MEASURES["torch"].installed:
+        raise UserError("no PyTorch", "torch >= 2.4", "pip install 'mpips[torch]'")
+    turns = QUICK_TURNS if options.quick else TURNS * options.repeats
+    nets = QUICK_NETS if options.quick else [*NETS]
+    given = {"hidden": hidden(options), "nets": nets, "turns": turns}
+    with temporary_folder() as folder:
+        found = _start(2, "shares", folder, **given)
+    return [
+        row for net in nets for row in _shares(net, [of_rank[net] for of_rank in found], options)
+    ]
+
+
+def _shares(net: str, found: list[list[tuple[float, ...]]], options: Options) -> list[Row]:
+    """Return the rows of a net, from the times in each turn by rank."""
+    turns = [turn[:3] for of_rank in found for turn in of_rank]
+    step, own, plain = (1e3 * statistics.median(times) for times in zip(*turns, strict=True))
+    of_own, of_plain = (statistics.median(turn[k] / turn[0] for turn in turns) for k in (1, 2))
+    both = [_longest(ranks) for ranks in zip(*found, strict=True)]
+    longest, of_longest = map(statistics.median, zip(*both, strict=True))
+    kind, batch = net.split()
+    case = f"{NAMES[kind].format(shape(options))}, batch {batch}, a step, sync, 2 ranks"
+    step_in = "torch", case, step, "ms"
+    return [
+        Row(*step_in, "its forward and backward alone", own, of_own, NETS[net]),
+        Row(*step_in, "a step of plain PyTorch in 1 process", plain, of_plain),
+        Row(*step_in, "the longer passes of the 2 ranks in it", 1e3 * longest, of_longest),
+    ]
+
+
+def _longest(ranks: tuple[tuple[float, ...], ...]) -> tuple[float, float]:
+    """Return the passes in a step of a turn on the rank where they are longest, and their share."""
+    passes = statistics.median(map(max, *(turn[3:] for turn in ranks)))
+    return passes, passes / statistics.mean(turn[0] for turn in ranks)
+
+
+def hidden(options: Options) -> int:
+    """Return the width of the MLP."""
+    return QUICK_HIDDEN if options.quick else HIDDEN
+
+
+def shape(options: Options) -> str:
+    """Return its layers as text."""
+    width = hidden(options)
+    return f"784-{width}-{width}-10"
+
+
+def rate(mode: str, ranks: int, options: Options) -> float:
+    """Train the MLP through ``mpips.torch.run``, in async with one server.
+
+    Returns:
+        Samples per second, start-up and end left out.
+
+    Raises:
+        Failed: If the run fails, or is too short.
+    """
+    epochs = QUICK_EPOCHS if options.quick else EPOCHS
+    with temporary_folder() as folder:
+        given = {"mode": mode, "hidden": hidden(options), "epochs": epochs}
+        _start(ranks, "train", folder, **given)
+        out = folder / "run"
+        if options.quick:  # too short for more than a line or two
+            return float(json.loads((out / SUMMARY).read_text())["samples_per_s"])
+        return steady_rate(out / METRICS)
+
+
+def memory_mb(ranks: int, size: int) -> float:
+    """Train a model of about `size` float32 parameters by Adam, in sync.
+
+    Returns:
+        The proportional set size of all ranks, in MB, behind a step.
+
+    Raises:
+        Failed: If the run fails.
+    """
+    with temporary_folder() as folder:
+        return float(sum(_start(ranks, "memory", folder, size=size)))
+
+
+def _start(ranks: int, program: str, folder: Path, **given: Any) -> list[Any]:
+    """Run a program of `benchmarks.torch_program`; returns what each worker has found."""
+    run_job(ranks, [*PROGRAM, program, json.dumps(given)], folder)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]

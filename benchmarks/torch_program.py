@@ -1,0 +1,173 @@
+"""What the ranks of the measure ``torch`` run: ``python -m benchmarks.torch_program WHAT GIVEN``.
+
+It runs in a folder of its own; each worker writes what it has found there.
+"""
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import mpips
+import mpips.torch as mt
+from benchmarks.mlp import SAMPLES
+from benchmarks.peers.script import layers_of, pss_mb
+
+BATCH, SMALL_BATCH = 64, 4
+TURN = 10  # steps, and passes, of a turn
+QUIET: dict[str, Any] = {"threads": 1, "eval_every": 0, "checkpoint_every": 0, "quiet": True}
+SETTLED = 3  # steps since a run has written its first checkpoint
+METRICS = Path("run", "metrics.jsonl")
+Times = list[tuple[float, ...]]
+
+
+def make_mlp(hidden: int) -> nn.Module:
+    """Return the MLP 784-hidden-hidden-10."""
+    layers = (nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(hidden, 10))
+
+
+def make_conv() -> nn.Module:
+    """Return the net of PyTorch's example for MNIST, without dropout: 1.2 M parameters."""
+    convolutions = (nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU())
+    last = (nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), *last)
+
+
+def samples(count: int, *shape: int) -> TensorDataset:
+    """Return random samples of ten classes."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand(count, *shape, generator=random)
+    return TensorDataset(x, torch.randint(0, 10, (count,), generator=random))
+
+
+def write(worker: mt.Worker, found: Any) -> None:
+    """Write what a worker has found."""
+    Path(f"worker-{worker.id}.json").write_text(json.dumps(found))
+
+
+def train(mode: str, hidden: int, epochs: int) -> None:
+    """Train the MLP; the run's folder tells how fast."""
+
+    def loop(worker: mt.Worker) -> None:
+        for x, y in worker.loader(data, BATCH, epochs):
+            functional.cross_entropy(worker.model(x), y).backward()
+            worker.optimizer.step()
+
+    data = samples(SAMPLES, 784)
+    servers = {"servers": 1} if mode == "async" else {}
+    how: dict[str, Any] = {"mode": mode, "out": "run", "log_every": 0.01, **servers}
+    mt.run(loop, lambda: make_mlp(hidden), mpips.SGD(0.01), **QUIET, **how)
+
+
+def shares(hidden: int, nets: list[str], turns: int) -> None:
+    """Take the times of steps, of passes alone, and of plain steps, of kinds of nets by batch."""
+    found: dict[str, Times] = {net: [] for net in nets}
+    kinds = {
+        "mlp": (lambda: make_mlp(hidden), samples(SAMPLES, 784)),
+        "conv": (make_conv, samples(SAMPLES // 8, 1, 28, 28)),
+    }
+    for net in nets:
+        kind, batch = net.split()
+        make, data = kinds[kind]
+        given = {"data": data, "batch_size": int(batch), "alone": make()}
+        loop = functools.partial(take_turns, **given, found=found, net=net)
+        how: dict[str, Any] = {"mode": "sync", "steps": (turns + 1) * (TURN + 2), "out": net}
+        mt.run(loop, make, mpips.SGD(0.01), **QUIET, **how)
+
+
+def take_turns(
+    worker: mt.Worker,
+    data: TensorDataset,
+    batch_size: int,
+    alone: nn.Module,
+    found: dict[str, Times],
+    net: str,
+) -> None:
+    """Add the seconds of each turn but the first.
+
+    They are the medians of a step, a pass and a plain step, and behind these the passes of each of
+    the steps.
+    """
+    taken, passed = list[float](), list[float]()
+    rule = torch.optim.SGD(alone.parameters(), 0.01)
+    for x, y in worker.loader(data, batch_size):
+        taken.append(time.perf_counter())
+        worker.optimizer.zero_grad()
+        functional.cross_entropy(worker.model(x), y).backward()
+        passed.append(time.perf_counter() - taken[-1])
+        worker.optimizer.step()
+        if len(taken) == TURN + 2:  # the first step waits for a rank that was late in its passes
+            steps = [after - before for before, after in pairwise(taken[1:])]
+            passes = [time_pass(alone, x, y) for _ in range(TURN)]
+            plain = [time_plain(alone, rule, data, batch_size) for _ in range(TURN)]
+            medians = map(statistics.median, (steps, passes, plain))
+            found[net].append((*medians, *passed[1:-1]))
+            taken.clear()
+            passed.clear()
+    del found[net][0]  # caches were cold
+    write(worker, found)
+
+
+def time_pass(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the seconds of forward and backward of a module that no run knows."""
+    start = time.perf_counter()
+    model.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    return time.perf_counter() - start
+
+
+def time_plain(
+    model: nn.Module, rule: torch.optim.Optimizer, data: TensorDataset, batch_size: int
+) -> float:
+    """Return the seconds of a step of plain PyTorch, as one process makes it without a run."""
+    start = time.perf_counter()
+    ids = torch.randint(len(data), (batch_size,))
+    x, y = (tensor.index_select(0, ids) for tensor in data.tensors)
+    rule.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    rule.step()
+    return time.perf_counter() - start
+
+
+def memory(size: int) -> None:
+    """Note this rank's memory behind a step, once the run's first checkpoint is written."""
+
+    def loop(worker: mt.Worker) -> None:
+        settled, used = 0, 0.0
+        for x, y in worker.loader(data, SMALL_BATCH):
+            functional.cross_entropy(worker.model(x), y).backward()
+            worker.optimizer.step()
+            settled += settled > 0 or '"checkpoint"' in METRICS.read_text()
+            if settled >= SETTLED:
+                used = pss_mb()
+            if settled >= 2 * SETTLED:  # by now all have noted theirs
+                worker.stop()
+        write(worker, used)
+
+    width, depth = layers_of(size)
+    data = samples(16 * SMALL_BATCH, width)
+
+    def make() -> nn.Module:
+        hidden = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+        return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+    how: dict[str, Any] = {"mode": "sync", "epochs": 10**6, "out": "run"}
+    mt.run(loop, make, mpips.Adam(1e-5), **QUIET, **how)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {"train": train, "shares": shares, "memory": memory}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PROGRAMS[sys.argv[1]](**json.loads(sys.argv[2]))

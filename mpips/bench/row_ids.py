@@ -1,0 +1,26 @@
+"""Ids of table rows as benchmarks draw them, by Zipf's law or evenly."""
+
+from typing import Any
+
+ROW_IDS, ROW_DIM, ROW_LISTS = 8192, 32, 64  # ids of a step, floats of a row, lists of ids
+ZIPF = 1.05
+
+
+def zipf(rng: Any, rows: int, n: int) -> Any:
+    """Return row numbers of which k is about as frequent as ``1 / (k + 1)**1.05``, as floats."""
+    power = 1 - ZIPF
+    return (((rows + 1.0) ** power - 1) * rng.random(n) + 1) ** (1 / power) // 1 - 1
+
+
+def row_ids(measure: str, rows: int, ids: int = ROW_IDS) -> Any:
+    """Return the ids of steps: row numbers by Zipf or all alike, shape (ROW_LISTS, ids).
+
+    Needs NumPy, which all that measure it have. They are an array of int64.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    if measure == "uniform-rows":
+        return rng.integers(0, rows, (ROW_LISTS, ids))
+    found = zipf(rng, rows, ROW_LISTS * ids).astype("i8")
+    return np.minimum(found, rows - 1).reshape(ROW_LISTS, ids)

@@ -1,0 +1,1 @@
+"""Fault injection: jobs under the supervisor, the faults they meet, and what must hold then."""

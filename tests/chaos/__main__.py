@@ -1,0 +1,179 @@
+"""Disturb a job and judge what comes of it: ``python -m tests.chaos [-- options of mpips.train]``.
+
+Faults are injected into a job under `mpips.launch`, in an order and at moments drawn from a seed.
+Then the run must be complete, each batch of data applied once, and nothing left of the job. Without
+a job of yours digits are counted, by which that is proved.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpips.config.arguments import split_words, verbatim
+from mpips.config.command_line import given_values, load
+from mpips.config.option import HELP_WIDTH
+from mpips.errors import UserError, complain
+from mpips.launch.__main__ import check
+from tests.chaos.builtin import MODES, OUT, parse_modes
+from tests.chaos.plan import DEFAULT, FAULTS, parse_faults
+
+if TYPE_CHECKING:
+    from tests.chaos.run import Order, Result
+
+TEXT = """\
+Behind -- stand the options of mpips.train without --out; or a program, as of mpips.launch, with
+{out} among its words for the folder of the run. It has to last until all faults have come.
+Processes of this host alone are hit. The exit code is 0 if all runs were complete and right, 1 if
+not, 2 if the command was refused.
+"""
+EPILOG = "\n".join(
+    [
+        "faults:",
+        *(f"  {name:18s}{text}" for name, text in FAULTS.items()),
+        textwrap.fill(f"built-in jobs: {', '.join(MODES)}", HELP_WIDTH),
+        "",
+        TEXT,
+    ]
+)
+USAGE = "python -m tests.chaos [--seed S] [--faults LIST] [options] [-- options of mpips.train]"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m tests.chaos", __doc__, usage=USAGE, epilog=EPILOG)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, metavar="S",
+        help="of the first run; the next ones take the next ones [default: 0]")  # fmt: skip
+    add("--faults", default=DEFAULT, metavar="LIST", help=f"with commas [default: {DEFAULT}]")
+    add("--most", type=int, default=0, metavar="M",
+        help="draw 1 to M faults of the list for each run [default: each of them]")  # fmt: skip
+    add("--runs", type=int, default=1, metavar="K", help="runs [default: 1]")
+    add("-n", dest="ranks", type=int, default=4, metavar="N", help="ranks [default: 4]")
+    add("--modes", default="", metavar="LIST",
+        help="built-in jobs, which runs take in turn, or all [default: async]")  # fmt: skip
+    add("--timeout", type=float, default=20.0, metavar="S", help="as of mpips.launch: longer than "
+        "a start, a step or an evaluation takes [default: 20]")  # fmt: skip
+    add("--limit", type=float, default=600.0, metavar="S",
+        help="seconds after which a run counts as one that hangs [default: 600]")  # fmt: skip
+    add("--mpirun", default="", metavar="WORDS", help="as of mpips.launch")
+    add("--ft", action="store_true", help="as of mpips.launch: for programs")
+    add("--folder", type=Path, metavar="DIR", help="where it runs; what went wrong is kept "
+        "[default: chaos-TIME]")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write what is known of the runs")
+    add("--plot", type=Path, metavar="FILE", help="draw the loss of a job of yours as .svg or "
+        ".png, beside a run that nothing is done to")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all; returns the exit code."""
+    ours, words = split_words(argv)
+    try:
+        args = make_parser().parse_args(ours)
+        return _run(args, words or [])
+    except UserError as error:
+        complain(error)
+        return error.code
+    except KeyboardInterrupt:
+        print("tests.chaos: interrupted; its job is ended", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace, words: list[str]) -> int:
+    from mpips.launch import supervise
+    from tests.chaos.run import Order
+
+    _check(args, words)
+    launcher = shlex.split(args.mpirun)
+    job = supervise.Order(args.ranks, words, launcher, timeout_s=args.timeout, survives=args.ft)
+    check(job)
+    if job.is_program and not any(OUT in word for word in words):
+        raise UserError(f"a program without {OUT}", f"{OUT} among its words", "see --help")
+    if words and not job.is_program:
+        job = dataclasses.replace(job, words=_often_saved(words))
+    order = Order(job, parse_faults(args.faults), args.most, args.limit)
+    modes = [""] if words else parse_modes(args.modes or "async")
+    folder = (args.folder or Path(f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    results = _run_all(args, order, modes, folder)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+    return int(any(result.wrong for result in results))
+
+
+def _run_all(
+    args: argparse.Namespace, order: "Order", modes: list[str], folder: Path
+) -> list["Result"]:
+    """Do the runs, and print what comes of them; returns that."""
+    from tests.chaos import plot, report
+    from tests.chaos.run import run
+
+    facts = {"command": shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])}
+    results, undisturbed = [], folder / "undisturbed"
+    in_rounds = not modes[0] and not order.job.is_program and load(order.job.words).in_rounds
+    if in_rounds or args.plot:
+        first = run(dataclasses.replace(order, faults=(), most=0), args.seed, "", undisturbed)
+        print(report.line(first, undisturbed), flush=True)
+        if first.wrong:
+            return [first]
+    if in_rounds:
+        order = dataclasses.replace(order, same_as=undisturbed / "out")
+    for k in range(args.runs):
+        seed = args.seed + k
+        where = folder / f"seed-{seed}"
+        results.append(run(order, seed, modes[k % len(modes)], where))
+        print(report.line(results[-1], where), flush=True)
+        if not results[-1].wrong:
+            shutil.rmtree(where)
+        if args.json:
+            report.write(args.json, results, {**facts, "ranks": args.ranks})
+        if args.plot:
+            plot.draw(first, results, args.plot)
+    print(f"\n{report.table(results)}")
+    if not any(result.wrong for result in results):
+        shutil.rmtree(undisturbed, ignore_errors=True)
+    return results
+
+
+def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Check what was given beside the job.
+
+    Raises:
+        UserError: If something cannot be.
+    """
+    for flag, value, least in (
+        *(("--runs", args.runs, 1), ("--most", args.most, 0)),
+        *(("--seed", args.seed, 0), ("--limit", args.limit, 1)),
+    ):
+        if not least <= value < 1e9:
+            raise UserError(f"{flag} {value:g}", f"a number >= {least}")
+    if args.plot:
+        from mpips.report.drawing import check as check_plot
+
+        check_plot(args.plot)
+        if not words:
+            raise UserError("--plot without a job", "one of yours behind --", "see --help")
+    if words and args.modes:
+        raise UserError("--modes and a job", "one of the two", "leave out --modes")
+    if any(word == "--out" or word.startswith("--out=") for word in words):
+        raise UserError("--out", "options without it", "say by --folder where runs go")
+
+
+def _often_saved(words: list[str]) -> list[str]:
+    """Return the options of a job, which saves each second unless they say how often.
+
+    Raises:
+        UserError: If its job file cannot be read.
+    """
+    said = "checkpoint_every" in given_values(words)
+    return words if said else [*words, "--checkpoint-every", "1"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,172 @@
+"""A job seen by who is about to disturb it: its attempts, its ranks, what it tells and saves."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.checkpoint.files import INDEX
+from mpips.checkpoint.place import METRICS
+from mpips.cluster.process import GONE
+from mpips.errors import UserError
+from mpips.launch.watch import Rank, Signs, new_lines
+from tests.chaos.job import Job
+
+LOOK_S = 0.2  # between two looks at all processes of this host
+SAVING_S, SAVING_POLL_S = 20.0, 0.002  # how long to wait for a file that is there for milliseconds
+
+
+class Row(NamedTuple):
+    """A line of ``metrics.jsonl``.
+
+    Attributes:
+        seen: When it was read, on the monotonic clock.
+        kind: Of the line.
+        step: Of the line; -1 where it has none.
+        loss: Of a line on training; None in others.
+    """
+
+    seen: float
+    kind: str
+    step: int
+    loss: float | None
+
+
+class Moment(NamedTuple):
+    """Where a job is: at which start, and how many lines it has told, on the monotonic clock."""
+
+    time: float
+    start: int
+    rows: int
+
+
+class Follower:
+    """Follows a job; see `wait`.
+
+    Args:
+        job: Under its supervisor.
+        deadline: Until when it has to be over, on the monotonic clock.
+
+    Attributes:
+        rows: What its run has told.
+        out: The folder of its run, when one has begun.
+    """
+
+    def __init__(self, job: Job, deadline: float) -> None:
+        self.job, self._deadline = job, deadline
+        self.rows: list[Row] = []
+        self.out: Path | None = None
+        self._signs: Signs | None = None
+        self._read, self._looked = 0, 0.0
+
+    def close(self) -> None:
+        """Let the folder of the run go."""
+        if self._signs is not None:
+            self._signs.close()
+
+    @property
+    def now(self) -> Moment:
+        """Where the job is."""
+        start = int(self._signs.folder.name) if self._signs is not None else 0
+        return Moment(time.monotonic(), start, len(self.rows))
+
+    @property
+    def step(self) -> int:
+        """The last step that was told; -1 where there is none."""
+        return next((row.step for row in reversed(self.rows) if row.step >= 0), -1)
+
+    def since(self, moment: Moment, begun_anew: bool) -> list[Row]:
+        """Return the lines after a moment, or of what began anew after it.
+
+        A run that goes on without a dead worker begins anew, too.
+        """
+        rows = self.rows[moment.rows :]
+        if begun_anew:
+            starts = [k for k, row in enumerate(rows) if row.kind in ("start", "lost")]
+            rows = rows[starts[0] + 1 :] if starts else []
+        return rows
+
+    def starts_again(self, moment: Moment) -> bool:
+        """Whether ranks start, or a run goes on without one, since a moment."""
+        rows = self.rows[moment.rows :]
+        return self.now.start > moment.start or any(row.kind == "lost" for row in rows)
+
+    def saves(self, moment: Moment, begun_anew: bool) -> int:
+        """Return how many checkpoints came since; see `since`."""
+        return [row.kind for row in self.since(moment, begun_anew)].count("checkpoint")
+
+    def wait(self, ready: Callable[[], bool]) -> bool:
+        """Wait until something holds; returns whether it does before the job is over.
+
+        Raises:
+            TimeoutError: If the job is not over in time.
+        """
+
+        def look() -> bool:
+            self.look()
+            return ready()
+
+        return self.job.wait_until(look, self._deadline)
+
+    def look(self) -> None:
+        """Read what is new."""
+        if time.monotonic() - self._looked > LOOK_S:
+            self.job.family()
+            self._looked = time.monotonic()
+        with contextlib.suppress(OSError):  # the supervisor removes its folder in the end
+            starts = self.job.starts()
+            if starts and (self._signs is None or self._signs.folder != starts[-1]):
+                self.close()
+                self._signs = Signs(starts[-1])
+            if self._signs is not None:
+                self._signs.read()
+        if self._signs is not None and self._signs.runs:
+            self.out = self._signs.runs[-1].out
+        if self.out is not None:
+            lines, self._read = new_lines(self.out / METRICS, self._read)
+            for line in lines:
+                with contextlib.suppress(ValueError):  # as of a disk that was full
+                    row = json.loads(line)
+                    step = -1 if row["step"] is None else row["step"]
+                    loss = row["loss"] if row["kind"] == "train" else None
+                    self.rows.append(Row(time.monotonic(), row["kind"], step, loss))
+
+    def wait_for_saving(self) -> bool:
+        """Wait until another checkpoint is being written; returns whether that comes soon."""
+        deadline, before = min(self._deadline, time.monotonic() + SAVING_S), self._unwritten()
+        try:
+            return self.job.wait_until(
+                lambda: bool(self._unwritten() - before), deadline, SAVING_POLL_S
+            )
+        except TimeoutError:
+            return not self.job.is_over
+
+    def _unwritten(self) -> set[Path]:
+        """Return the checkpoints that are not whole: under way, or left by who was killed."""
+        folders = list_checkpoints(self.out) if self.out is not None else []
+        return {folder for folder in folders if not (folder / INDEX).exists()}
+
+    def ranks(self, role: str = "") -> list[Rank]:
+        """Return the ranks that are here and live, by rank.
+
+        Args:
+            role: ``worker``, or ``server`` for who owns a shard; all where it is empty, or where
+                nothing was saved yet that says who is who.
+        """
+        found = [] if self._signs is None else self._signs.ranks
+        alive = [rank for rank in found if rank.is_here and rank.trouble != GONE]
+        servers = self._servers() if role else None
+        if servers is None or (role == "server" and not servers):
+            return alive
+        return [rank for rank in alive if (int(rank.name) in servers) == (role == "server")]
+
+    def _servers(self) -> list[int] | None:
+        """Return the ranks that are servers, if that is known."""
+        for folder in reversed(list_checkpoints(self.out) if self.out is not None else []):
+            with contextlib.suppress(UserError):
+                servers: list[int] = open_checkpoint(folder).state["world"]["servers"]
+                return servers
+        return None

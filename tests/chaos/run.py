@@ -1,0 +1,245 @@
+"""One run: a job is started under its supervisor, disturbed as planned, and judged in the end."""
+
+import contextlib
+import dataclasses
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpips.checkpoint.complete import check_run
+from mpips.errors import UserError
+from mpips.launch import supervise, survivors
+from tests.chaos import builtin
+from tests.chaos.counting import held_by
+from tests.chaos.exact import check_counts, check_same
+from tests.chaos.follow import Follower, Moment
+from tests.chaos.inject import strike
+from tests.chaos.job import Job
+from tests.chaos.plan import SAVING, STARTING, Fault, draw
+from tests.chaos.rank import InjectedFault
+
+RESTARTS = 3  # more than faults: a fault may come while the ranks of another one's restart start
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be run, and what is to be done to it.
+
+    Attributes:
+        job: What is run, as the supervisor takes it.
+        faults: Names of those to be drawn from.
+        most: See `draw`.
+        limit_s: How long a run may take.
+        same_as: Folder of a run that nothing was done to, as which all are to end; or None.
+    """
+
+    job: supervise.Order
+    faults: Sequence[str]
+    most: int
+    limit_s: float
+    same_as: Path | None = None
+
+
+@dataclass
+class Struck:
+    """A fault that has come.
+
+    Attributes:
+        fault: The fault.
+        at: When.
+        step: The last one that had been told then.
+        hit: Who was hit.
+        seconds: From the fault to the first step or checkpoint after it; None if none came.
+    """
+
+    fault: Fault
+    at: Moment
+    step: int
+    hit: list[str]
+    seconds: float | None = None
+
+
+@dataclass
+class Result:
+    """What came of a run.
+
+    Attributes:
+        seed: What its faults were drawn from.
+        mode: The built-in job; empty for the user's.
+        plan: The faults that were to come.
+        struck: Those that have come.
+        attempts: How often the job was started.
+        seconds: How long all took.
+        begun: When it began, on the monotonic clock.
+        curve: Of the training's lines: when each came, and its loss.
+        wrong: What is wrong, a line each.
+        is_known: Whether it is known which parameters it has to end with.
+    """
+
+    seed: int
+    mode: str
+    plan: list[Fault]
+    struck: list[Struck] = field(default_factory=list)
+    attempts: int = 0
+    seconds: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    is_known: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``exact`` where the parameters are right, ``balanced`` where only accounts are known."""
+        if self.wrong:
+            return "WRONG"
+        return "exact" if self.is_known else "balanced"
+
+
+def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
+    """Run a job, and do to it what is drawn from the seed.
+
+    Args:
+        order: What is to be run.
+        seed: Of the faults.
+        mode: The built-in job; empty for that of the order.
+        folder: Where it runs, made here.
+
+    Raises:
+        UserError: If the job cannot be, or the folder cannot be made.
+    """
+    result = Result(seed, mode, draw(seed, order.faults, order.most))
+    given, out = order.job, folder / "out"
+    if mode:
+        words = builtin.job(mode, given.ranks, result.plan, given.timeout_s)
+        survives = mode.startswith(builtin.PROGRAM)
+        given = dataclasses.replace(given, words=words, survives=survives)
+    try:
+        folder.mkdir(parents=True)
+        if mode:
+            held_by(out).touch()
+    except OSError as problem:
+        raise UserError(f"{folder}: {problem.strerror}", "a new folder", "see --folder") from None
+    options = _options(given, result.plan)
+    words = _command(list(given.words), given.is_program, result.plan, out)
+    with (
+        Job(folder, given.ranks, words, options, Path.cwd()) as job,
+        contextlib.closing(Follower(job, result.begun + order.limit_s)) as follower,
+    ):
+        try:
+            _disturb(follower, result)
+            held_by(out).unlink(missing_ok=True)
+            follower.wait(lambda: False)
+            result.wrong += _judge(follower, result, order.same_as)
+        except TimeoutError:
+            result.wrong.append(f"not over after {order.limit_s:g} s")
+        result.curve = [(row.seen, row.loss) for row in follower.rows if row.loss is not None]
+        result.attempts = job.output.count("mpips.launch: starting again ") + 1
+    result.seconds = time.monotonic() - result.begun
+    return result
+
+
+def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
+    """Return the supervisor's options for a job; one that goes on without ranks does so here."""
+    options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
+    if job.launcher:
+        options += ["--mpirun", shlex.join(job.launcher)]
+    elif job.survives or (_raises(plan) and survivors.goes_on(job)):
+        options += ["--ft"]  # which the supervisor does not know of a program
+    return options
+
+
+def _command(words: list[str], is_program: bool, plan: Sequence[Fault], out: Path) -> list[str]:
+    """Return what the supervisor is given; a run that is made to raise is a program to it."""
+    raises = _raises(plan)
+    if is_program:
+        words = [word.replace(builtin.OUT, str(out)) for word in words]
+    else:
+        words = [*words, "--out", str(out)]
+        if not raises:
+            return words
+        words = ["-m", "mpips.train", *words, "--resume", "auto"]
+    return ["-m", "tests.chaos.rank", *words] if raises else words
+
+
+def _raises(plan: Sequence[Fault]) -> bool:
+    """Whether a rank is made to raise."""
+    return any(fault.action == "exception" for fault in plan)
+
+
+def _disturb(follower: Follower, result: Result) -> None:
+    """Let the faults come one after the other, as far as the job lasts.
+
+    Raises:
+        TimeoutError: If the job is not over in time.
+    """
+    for fault in result.plan:
+        if not _reach(follower, fault, result.struck[-1:]):
+            return
+        follower.look()
+        at, step = follower.now, follower.step
+        hit = strike(follower, fault)
+        if not fault.ends_job:
+            at = follower.now._replace(time=at.time)
+        result.struck.append(Struck(fault, at, step, hit))
+    if result.struck:
+        follower.wait(lambda: _progress(follower, result.struck[-1]) is not None)
+
+
+def _reach(follower: Follower, fault: Fault, last: Sequence[Struck]) -> bool:
+    """Wait for a fault's moment; returns whether it comes before the job is over.
+
+    Args:
+        follower: Of the job.
+        fault: The fault.
+        last: The one before, if there is one.
+    """
+    before = last[0].at if last else Moment(0.0, 0, 0)
+    anew = not last or last[0].fault.ends_job
+    if fault.moment == STARTING:
+        reached = follower.wait(
+            lambda: follower.starts_again(before) and bool(follower.ranks(fault.role))
+        )
+    else:
+        reached = follower.wait(lambda: follower.saves(before, anew) >= fault.saves)
+        if reached and fault.moment == SAVING:
+            reached = follower.wait_for_saving()
+    end = time.monotonic() + fault.delay_s
+    return reached and follower.wait(lambda: time.monotonic() >= end)
+
+
+def _progress(follower: Follower, struck: Struck) -> float | None:
+    """Return the seconds from a fault to the first sign that the job got on after it, or None."""
+    signs = ("train", "checkpoint") if struck.fault.ends_job else ("checkpoint",)
+    for row in follower.since(struck.at, struck.fault.ends_job):
+        if row.kind in signs:
+            return row.seen - struck.at.time
+    return None
+
+
+def _judge(follower: Follower, result: Result, same_as: Path | None) -> list[str]:
+    """Return what is wrong with a job that is over."""
+    job, wrong = follower.job, []
+    for struck in result.struck:
+        struck.seconds = _progress(follower, struck)
+        if not struck.hit:
+            wrong.append(f"{struck.fault.name} hit nobody")
+    missed = [fault.name for fault in result.plan[len(result.struck) :]]
+    if missed:
+        wrong.append(f"over before {', '.join(missed)}: a longer job is needed")
+    raised = sum(struck.fault.action == "exception" for struck in result.struck)
+    shown = job.output.count(f"{InjectedFault.__name__}: ")
+    if shown < raised:
+        wrong.append(f"{raised} exceptions, of which {shown} were shown")
+    if job.process.returncode:
+        wrong.append(f"exit code {job.process.returncode}")
+    if follower.out is None:
+        return [*wrong, "no run began"]
+    wrong += check_run(follower.out)
+    result.is_known = bool(same_as or (result.mode and result.mode not in builtin.INVARIANT))
+    if result.mode and not wrong:
+        wrong += check_counts(follower.out)
+    if same_as and not wrong:
+        wrong += check_same(follower.out, same_as)
+    return [*wrong, *(f"left: {what}" for what in job.left())]
