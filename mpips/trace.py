@@ -17,17 +17,7 @@ from mpips.cluster import words
 from mpips.cluster.trace import Traced, jobs_of
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
-from mpips.report import drawing, lanes
-from mpips.report.timeline import (
-    Span,
-    awaited,
-    critical_path,
-    numbers,
-    reach,
-    read_run,
-    shares,
-    write,
-)
+from mpips.report.timeline import awaited, critical_path, numbers, read_run, shares, write
 
 LINES = 10  # of the critical path
 
@@ -64,25 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         "where its name ends in .gz [default: RUN/trace.json]")  # fmt: skip
     parser.add_argument("--job", type=int, metavar="N", help="which job of the run "
         "[default: the last one]")  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a part of it, as .svg or "
-        ".png, with Matplotlib")  # fmt: skip
-    parser.add_argument("--between", default="", metavar="A:B", help="which part, as seconds from "
-        "the job's beginning [default: a few steps in its middle]")  # fmt: skip
     return parser
-
-
-def _span(text: str, ranks: Sequence[Traced]) -> Span:
-    if not text:
-        return lanes.middle(ranks)
-    try:
-        begin, end = map(float, text.split(":"))
-    except ValueError:
-        begin = end = 0.0
-    start, stop = reach(ranks)
-    if not 0 <= begin < end or begin >= stop - start:
-        whole = f"two of its {stop - start:.3f} seconds, as in 1.5:2"
-        raise UserError(f"--between {text}", whole)
-    return begin, end
 
 
 def make(argv: Sequence[str]) -> str:
@@ -92,19 +64,12 @@ def make(argv: Sequence[str]) -> str:
         UserError: If there are no traces, or a file cannot be written.
     """
     args = make_parser().parse_args(argv)
-    if args.plot is not None:
-        drawing.check(args.plot)
-    elif args.between:
-        raise UserError("--between without --plot", "both", "name a picture by --plot")
     ranks = read_run(args.run, args.job)
-    span = None if args.plot is None else _span(args.between, ranks)
     out = args.out or args.run / f"{place.TRACE}.json"
     try:
         open_text = gzip.open if out.suffix == ".gz" else open
         with open_text(out, "wt") as file:
             count = write(ranks, cast(TextIO, file))
-        if span is not None:
-            lanes.draw(ranks, span, args.plot)
     except OSError as problem:
         got = f"{problem.filename or out}: {problem.strerror}"
         raise UserError(got, "a file that can be written") from None

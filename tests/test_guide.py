@@ -22,7 +22,7 @@ import pytest
 from launch import ROOT, environment, run
 
 from benchmarks.__main__ import make_parser as benchmarks_parser
-from mpips import plan, sbatch, trace, watch
+from mpips import plan, results, sbatch, trace, watch
 from mpips.__main__ import COMMANDS
 from mpips.bench.__main__ import make_parser as bench_parser
 from mpips.checkpoint.__main__ import make_parser as checkpoint_parser
@@ -31,7 +31,6 @@ from mpips.config.command_line import FLAGS, QUESTIONS, parse_command_line
 from mpips.config.jobfile import from_toml, read_toml, resolve
 from mpips.config.jobs import make_parser as jobs_parser
 from mpips.doctor.__main__ import make_parser as doctor_parser
-from mpips.guide import figures
 from mpips.guide.__main__ import USAGE, main
 from mpips.guide.pages import FOLDER, TOPICS, page
 from mpips.launch.__main__ import make_parser as launch_parser
@@ -122,23 +121,6 @@ def test_options_are_those_of_the_code() -> None:
     assert "`mpips guide options`" in prose("options")
 
 
-@pytest.mark.parametrize("name", ["README", "how-fast"])
-def test_tables_of_figures_are_those_of_the_json(name: str) -> None:
-    """If not, ``python -m mpips.guide.figures`` writes them."""
-    assert figures.path_of(name) == PAGES[name]
-    assert figures.renewed(name, text(name)) == text(name)
-
-
-def test_a_table_of_figures_is_made_anew() -> None:
-    """From what the JSON says; a page that has lost it is not left as it is."""
-    page = text("how-fast")
-    stale = page.replace("15,500 samples/s", "1 samples/s").replace("0.10 |", "7 |")
-    assert stale != page
-    assert figures.renewed("how-fast", stale) == page
-    with pytest.raises(AssertionError, match="how-fast has no table"):
-        figures.renewed("how-fast", page.replace("| mode | hosts", "| hosts"))
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -200,6 +182,7 @@ def known_flags() -> set[str]:
     parsers = [*own, *(module.make_parser() for module in (plan, sbatch, trace, watch))]
     found = {option.flag for option in (*OPTIONS.values(), *QUESTIONS.values())} | set(FLAGS)
     found |= {option.negated for option in OPTIONS.values() if option.kind is bool}
+    found |= set(re.findall(r"--\w+", results.USAGE))
     while parsers:
         for action in parsers.pop()._actions:
             found |= set(action.option_strings)

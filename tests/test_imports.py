@@ -48,7 +48,7 @@ kernels.atomics kernels.barrier kernels.vectors kernels.update_rules kernels.com
 problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
 planning.memory launch.mpirun launch.supervise session.metrics train __main__ results sbatch
-report.__main__ report.page report.numbers watch trace plan planning.simulator.search
+report.__main__ report.page watch trace plan planning.simulator.search
 bench.__main__
 bench.driver
 doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network

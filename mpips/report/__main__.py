@@ -26,10 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = verbatim("python -m mpips.report", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
-    add("-o", "--out", type=Path, metavar="FILE", help="the page [default: report.html, unless "
-        "--png or --csv is given]")  # fmt: skip
-    add("--png", type=Path, metavar="DIR", help="write each figure as a picture of its own")
-    add("--csv", type=Path, metavar="DIR", help="write the numbers")
+    add("-o", "--out", type=Path, default=PAGE, metavar="FILE", help=f"the page [default: {PAGE}]")
     return parser
 
 
@@ -48,19 +45,11 @@ def make(argv: Sequence[str]) -> str:
     most = max(LEAST, min(MOST, ALL // len(paths) // 4 * 4))
     names = shortest_names(paths)
     runs = [read(path, name, most) for path, name in zip(paths, names, strict=True)]
-    page = args.out or (None if args.png or args.csv else PAGE)
-    told = []
     try:
-        if page is not None:
-            told.append(_page(runs, page))
-        for folder, kind in ((args.png, "png"), (args.csv, "csv")):
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                told.append(f"{folder}: {_files(runs, folder, kind)} files\n")
+        return _page(runs, args.out)
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a place that can be written") from None
-    return "".join(told)
 
 
 def _page(runs: Sequence[Record], path: Path) -> str:
@@ -69,19 +58,6 @@ def _page(runs: Sequence[Record], path: Path) -> str:
     text = render(runs)
     path.write_text(text)
     return f"{path}: {len(runs)} run{'s' * (len(runs) > 1)}, {human_bytes(len(text.encode()))}\n"
-
-
-def _files(runs: Sequence[Record], folder: Path, kind: str) -> int:
-    from mpips.report.numbers import write_numbers
-    from mpips.report.page import figures_of
-    from mpips.report.svg import draw_png
-
-    figures = figures_of(runs)
-    if kind == "csv":
-        return len(write_numbers(runs, figures, folder))
-    for figure in figures:
-        (folder / f"{figure.name}.png").write_bytes(draw_png(figure))
-    return len(figures)
 
 
 def main(argv: Sequence[str]) -> int:

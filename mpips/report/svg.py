@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpips.report.drawing import COLOURS, STYLE
-from mpips.report.figures import Figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +54,7 @@ def draw_svg(name: str, draw: Callable[["Axes"], None]) -> str:
         name: Of the figure; no other one in the page has it.
         draw: Draws it.
     """
-    text = _draw(draw, "svg", {**PAGE, "svg.hashsalt": name}).decode()
+    text = _draw(draw, {**PAGE, "svg.hashsalt": name}).decode()
     for pattern, word in WORDS:
         text = pattern.sub(word, text)
     for colour, variable in VARIABLES.items():
@@ -67,28 +66,14 @@ def _short(found: re.Match[str]) -> str:
     return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
 
 
-def draw_png(figure: Figure) -> bytes:
-    """Return a figure as PNG, on white, with its title and the names of runs."""
-
-    def draw(axes: "Axes") -> None:
-        figure.draw(axes)
-        if figure.keyed:
-            axes.legend()
-        axes.set_title(figure.title, fontsize=9)
-
-    return _draw(draw, "png", PAGE)
-
-
-def _draw(draw: Callable[["Axes"], None], kind: str, style: dict[Any, Any]) -> bytes:
+def _draw(draw: Callable[["Axes"], None], style: dict[Any, Any]) -> bytes:
     import matplotlib
     from matplotlib import figure as figures
 
     out = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else None
+    metadata = {"Date": None, "Creator": None}
     with matplotlib.rc_context(style):
         figure = figures.Figure(figsize=INCHES, layout="constrained")
         draw(figure.add_subplot())
-        figure.savefig(
-            out, format=kind, dpi=160, metadata=metadata, transparent=kind == "svg"
-        )  # fmt: skip
+        figure.savefig(out, format="svg", metadata=metadata, transparent=True)
     return out.getvalue()

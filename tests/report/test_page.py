@@ -1,6 +1,5 @@
 """The page, its figures and numbers, and the command that makes them."""
 
-import csv
 import re
 import sys
 from pathlib import Path
@@ -229,33 +228,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for k in (1, 2):
         whole(tmp_path / "sweep" / f"{k}", lr=float(k))
     (tmp_path / "sweep" / "3.failed").write_text("exit code 2\n")
-    page, png, numbers = tmp_path / "r.html", tmp_path / "png", tmp_path / "deep" / "csv"
-    words = [tmp_path / "sweep", "-o", page, "--png", png, "--csv", numbers]
-    assert command.main([str(word) for word in words]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{page}: 3 runs, [\d.]+ kB", told[0])
+    page = tmp_path / "r.html"
+    assert command.main([str(tmp_path / "sweep"), "-o", str(page)]) == 0
+    (told,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{page}: 3 runs, [\d.]+ kB", told)
     assert "failed (exit code 2)" in page.read_text()
-    names = {figure.attrib["id"] for figure in parsed(page.read_text()).iter("figure")}
-    assert {path.stem for path in png.iterdir()} == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in png.iterdir())
-    assert {path.name for path in numbers.iterdir()} == {
-        *("runs.csv", "curves.csv", "events.csv", "staleness-histogram.csv"),
-        *("workers.csv", "servers.csv", "bytes.csv"),
-    }
-    with (numbers / "curves.csv").open() as file:
-        rows = [r for r in csv.DictReader(file) if r["measure"] == "held-out loss"]
-    assert [(r["run"], float(r["samples"]), float(r["value"])) for r in rows] == [
-        (f"{run}", 100.0 * k, 2 / k) for run in (1, 2) for k in (1, 2, 3, 4)
-    ]
-
-
-def test_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    whole(Path("a"))
-    assert command.main(["a", "--csv", "numbers"]) == 0
-    assert not Path("report.html").exists()
-    assert command.main(["a"]) == 0
-    assert Path("report.html").exists()
 
 
 def test_what_is_refused(
@@ -269,7 +246,7 @@ def test_what_is_refused(
         (["a", "none"], "no run in none, expected folders with config.toml"),
         (["a", "missing"], "no run in missing"),
         (["a", "-o", "missing/r.html"], "missing/r.html: No such file or directory, expected a"),
-        (["a", "--png", "file"], "file: File exists, expected a place that can be written"),
+        (["a", "-o", "none"], "none: Is a directory, expected a place that can be written"),
         ([], "the following arguments are required: RUN"),
     ):
         assert command.main(words) == 2

@@ -19,7 +19,6 @@ from mpips.cluster import trace as recording
 from mpips.cluster import words
 from mpips.cluster.trace import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
-from mpips.report.lanes import STEPS, draw, middle
 from mpips.report.phases import slices
 from mpips.report.timeline import JUST_US, awaited, critical_path, read_run, shares, write
 from mpips.session.tracing import JOBS, _begin_job
@@ -274,34 +273,6 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"none/x\.json: No such file"):
         trace.make([str(tmp_path), "-o", str(tmp_path / "none" / "x.json")])
     assert "0.000 s" in trace.make([str(tmp_path)])
-    for words_given, message in (
-        (["--plot", "a.gif"], "--plot a.gif, expected a name that ends in .svg or .png"),
-        (["--between", "1:2"], "--between without --plot, expected both"),
-        (["--plot", "a.svg", "--between", "2:1"], "--between 2:1, expected two of its 0.000 sec"),
-        (["--plot", "a.svg", "--between", "x"], "--between x, expected two of its 0.000 seconds"),
-    ):
-        with pytest.raises(UserError, match=message):
-            trace.make([str(tmp_path), *words_given])
-
-
-def test_a_part_of_it_is_drawn(tmp_path: Path) -> None:
-    """By default the middle, as long as the slowest worker takes for a few steps."""
-    server = traced(0, (10, words.SERVING), (50, words.APPLYING), (51, words.ENDING), (90, 0))
-    quick, slow = (
-        traced(1 + k, *((10 + step * (k + 1), words.COMPUTING) for step in range(40 // (k + 1))),
-               (50, words.BUFFER), (60, words.ENDING), (90, words.ENDING))
-        for k in range(2)
-    )  # fmt: skip
-    begin, end = middle([server, quick, slow])
-    assert (begin, end) == (19.5 - STEPS, 19.5 + STEPS)
-    draw([server, quick, slow], (begin, end), tmp_path / "part.svg")
-    texts = re.findall(r">([^<]+)</text>", (tmp_path / "part.svg").read_text())
-    assert "computing" in texts
-    assert not {"applying", "waits", "other work"} & set(texts)
-    draw([server, quick, slow], (39.0, 55.0), tmp_path / "end.svg")
-    texts = re.findall(r">([^<]+)</text>", (tmp_path / "end.svg").read_text())
-    assert {"computing", "applying", "waits", "other work", "rank 2: name 2"} <= set(texts)
-    assert middle([server]) == (0.0, 80.0)
 
 
 @pytest.mark.launch
