@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpips import checkpoint
+from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.fits import check_checkpoint
 from mpips.checkpoint.place import CHECKPOINTS
 from mpips.cluster.collectives import begin_barrier, gather_polled
@@ -45,6 +46,7 @@ class Serving:
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
         self._base = 0  # updates of the run that was loaded, less those applied here
+        self._own: dict[Path, int] = {}  # on the chief, the newest steps by folder of checkpoints
         _serving.append(self)
         half.open(self._wait)
 
@@ -107,6 +109,7 @@ class Serving:
 
         def begin() -> Path:
             path.mkdir(parents=True, exist_ok=True)
+            self._check_history(path / CHECKPOINTS)
             return checkpoint.begin_step(path / CHECKPOINTS, step)
 
         folder = self._agree(begin if self._cluster.is_chief else None)[0]
@@ -127,9 +130,24 @@ class Serving:
                 folder, step=step, layout=layout, dtype=c.dtype, shards=records,
                 slots=self._job.slots, config=to_toml(c), state=state, arrays={}, keep=c.keep,
             )  # fmt: skip
+            self._own[folder.parent.resolve()] = step
 
         self._agree(commit if self._cluster.is_chief else None)
         return step
+
+    def _check_history(self, folder: Path) -> None:
+        """Check that the newest checkpoint that a load finds in a folder is one of this store's.
+
+        Raises:
+            UserError: If the folder's newest one is of another history.
+        """
+        listed, own = checkpoint.list_checkpoints(folder), self._own.get(folder.resolve())
+        if not listed or folder_step(listed[-1]) == own:
+            return
+        found, _ = checkpoint.newest_whole(folder)
+        if found is not None and found.step != own:
+            got = f"{folder} holds step {found.step}, which this store neither saved nor loaded"
+            raise UserError(got, "a folder of its own", "load it first, or save into another one")
 
     def _load(self, path: Path, pushed: int) -> int:
         """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
@@ -150,6 +168,7 @@ class Serving:
         for old, new in zip(live, arrays, strict=True):
             np.copyto(old, new)
         self._base = step - pushed
+        self._own = {folder.resolve().parent: step}
         server.start_from(step)
         self._agree(lambda: None)  # whoever is answered finds all shards
         return step

@@ -165,7 +165,8 @@ class Store:
             The number of updates that it holds.
 
         Raises:
-            UserError: If it cannot be written, on every worker; the store goes on.
+            UserError: If it cannot be written, or the folder's newest checkpoint is one that this
+                store has neither saved nor loaded last, on every worker; the store goes on.
 
         Collective: over the workers. Blocks: until it is written.
         """

@@ -71,10 +71,19 @@ def on_others(folder: Path) -> None:
     params = {"seen": np.zeros(N), "all": np.zeros(())}
     with mpips.Store(None, params, mpips.Adam(0.1), servers=1) as store:
         if store.worker is not None:
-            store.load(folder)
+            start = store.load(folder)
             assert (store.pull()["seen"] >= PUSHES + 2).all(), "others may go on already"
             push_counts(store, 1)
-            store.save(folder / "adam")
+            step = store.save(folder / "adam")
+            assert store.save(folder / "adam") == step
+            push_counts(store, 1)
+            assert store.save(folder / "adam") == step + store.workers, "goes on with its own"
+            other = folder.parent / "far"
+            told(lambda: store.save(other), f"holds step {start}.*nor loaded")
+            assert store.load(other) == start, "as the store left it that saved it"
+            told(lambda: store.save(folder / "adam"), f"holds step {step + store.workers}")
+            push_counts(store, 1)
+            assert store.save(other) == start + store.workers, "goes on with what it loaded"
             assert (store.pull()["seen"] > PUSHES + 2).all()
 
 
