@@ -134,7 +134,7 @@ def resume_notes(job: Job) -> Iterator[str]:
         return
     mine, saved = names(job), _saved(job)
     own, shared = _read(job, shared=False), _read(job, shared=True)
-    change = (_change(job, saved) if saved else "") or "none was saved"
+    change = _change(job, saved) if saved else unfit(job, mine)
     if own:
         yield f"each worker goes on with its own {', '.join(own)}"
     if shared:
@@ -145,7 +145,17 @@ def resume_notes(job: Job) -> Iterator[str]:
     fresh = [name for name in mine if name not in own + shared]
     if fresh:
         start = "the centre" if job.config.mode == "easgd" else "zero"
-        yield f"the workers' {', '.join(fresh)} begins at {start}: {change}"
+        yield f"the workers' {', '.join(fresh)} begins at {start}: {change or 'none was saved'}"
+
+
+def unfit(job: Job, fresh: Sequence[str]) -> str:
+    """Return what was saved by those names, and cannot be read; empty if nothing was."""
+    there = set(fresh) & set(_checkpoint(job).worker_names)
+    saved, now = saved_config(job), job.config
+    if not there or (saved.mode, saved.in_rounds) == (now.mode, now.in_rounds):
+        return ""
+    how = " with backup workers" if saved.backup_workers else ""
+    return f"that of mode {saved.mode}{how} is left out"
 
 
 def fill(job: Job, state: Mapping[str, Pieces]) -> None:

@@ -2,7 +2,8 @@
 
 A codec's residuals lie with the rank that packs a sum, powersgd's error with the rank that has the
 rows; its basis is the same on every node. All is copied at the end of the round that a checkpoint
-holds. Every rank writes a file, beside the shards; the basis is in that of rank 0.
+holds. Every rank writes a file, beside the shards; the basis is in that of rank 0. A residual is of
+no codec: another one that keeps residuals goes on with it.
 
 A resumed run goes on with it if every rank is where it was. Else the sum over the ranks is shared
 out: of a residual, each node that sends a slice to its owner takes an equal part, of an error,
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from mpips.checkpoint import Checkpoint, Pieces
 from mpips.codecs.powersgd import Factors
 from mpips.cut.saver import WorkerSaver
+from mpips.cut.worker_state import unfit
 from mpips.planning.job import Job, saved_config
 from mpips.rounds.powersgd import BASIS, ERROR
 from mpips.transport.wire import kept, unpacked
@@ -49,7 +51,7 @@ def resume_notes(job: Job) -> Iterator[str]:
         yield f"{found[0]} of {dropped} is left out: nobody packs them now"
     fresh = [name for name in mine if name not in found]
     if fresh:
-        yield f"{', '.join(fresh)} begins anew: none that fits was saved"
+        yield f"{', '.join(fresh)} begins anew: {unfit(job, fresh) or 'none that fits was saved'}"
 
 
 def restore(job: Job, state: Mapping[str, Pieces]) -> None:
@@ -101,11 +103,11 @@ def _checkpoint(job: Job) -> Checkpoint:
 
 
 def read_names(job: Job) -> tuple[str, ...]:
-    """Names of what was saved for this codec, and is read."""
+    """Names of what was saved in rounds, and is read."""
     if job.checkpoint is None:
         return ()
     saved, now = saved_config(job), job.config
-    if not saved.in_rounds or saved.codec != now.codec:
+    if not saved.in_rounds:
         return ()
     found = [name for name in names(job) if name in job.checkpoint.worker_names]
     if saved.powersgd_rank != now.powersgd_rank:

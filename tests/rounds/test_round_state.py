@@ -1,6 +1,8 @@
 """What codecs keep between synchronous rounds is in checkpoints, and in a resumed run."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,12 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.config import Config
+from mpips.config.jobfile import to_toml
+from mpips.cut import worker_state
+from mpips.layout import Shard
+from mpips.layout.roles import assign
+from mpips.rounds import state as round_state
 from tests.chaos.exact import expected_counts, own
 
 pytestmark = pytest.mark.launch
@@ -35,8 +43,12 @@ BITWISE = {  # ranks, options, what is kept
     "powersgd": (4, "--codec powersgd --node-size 2", {"error", "basis"}),
     "uneven": (5, "--codec powersgd --servers 1 --node-size 2 --clip 1", {"error", "basis"}),
 }
-TOPK = "--codec topk --topk-ratio 0.1"
-WORLDS = ((4, "--node-size 2"), (4, "--node-size 1"), (5, "--servers 1 --node-size 2"))
+WORLDS = (  # ranks, options
+    (4, "--node-size 2 --codec topk --topk-ratio 0.1"),
+    (4, "--node-size 2 --codec onebit --topk-ratio 0.01"),
+    (4, "--node-size 1 --codec topk --topk-ratio 0.1"),
+    (5, "--servers 1 --node-size 2"),
+)
 RESUMED = (  # ranks, options, what is said
     (4, "--codec topk", ""),
     (4, "--codec topk", "each rank goes on with its own residual"),
@@ -45,7 +57,12 @@ RESUMED = (  # ranks, options, what is said
     (4, "--codec powersgd --powersgd-rank 2", "basis begins anew"),
     (4, "--codec none --powersgd-rank 4", "error, basis is left out: this run has none"),
     (5, "--codec topk --servers 1 --backup-workers 1", ""),
-    (5, "--codec topk --servers 1 --backup-workers 0", "residual begins anew"),
+    (
+        5,
+        "--codec topk --servers 1 --backup-workers 0",
+        "residual begins anew: that of mode sync with backup workers is left out",
+    ),
+    (4, "--codec onebit", "the sum of the ranks' residual is shared out"),
 )
 
 
@@ -72,7 +89,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 def add_worlds(plan: Plan) -> None:
     """Add a run that counts its samples in one world after another."""
     data = samples_file(plan.folder, N)
-    words = [*counting(data, kind="MeanCounting"), "--mode", "sync", *TOPK.split()]
+    words = [*counting(data, kind="MeanCounting"), "--mode", "sync"]
     words += ["--hidden", "40000", "--batch-size", str(BATCH), "--lr", str(BATCH * WORKERS)]
     words += ["--checkpoint-every", "3steps", "--keep", "100"]
     for k, (ranks, more) in enumerate(WORLDS):
@@ -93,7 +110,7 @@ def test_a_resumed_run_ends_bitwise_equal(name: str, plan: Plan) -> None:
 
 
 def test_parameters_and_residuals_are_all_gradients(plan: Plan) -> None:
-    """At each checkpoint of three worlds: shares of thirds are not exact, the rest is."""
+    """At each checkpoint of the worlds: shares of thirds are not exact, the rest is."""
     paths = list_checkpoints(plan.out("worlds"))
     found = [open_checkpoint(path) for path in paths if is_whole(path)]
     kept = 0
@@ -106,6 +123,26 @@ def test_parameters_and_residuals_are_all_gradients(plan: Plan) -> None:
     assert kept > len(WORLDS)
     assert {len(checkpoint.contents.workers) for checkpoint in found} == {4, 5}
     assert expected_counts(found[-1], N).tolist() == [len(WORLDS)] * N
+
+
+@pytest.mark.parametrize(("before", "now"), [("async", "sync"), ("sync", "ssp")])
+def test_what_another_mode_kept_is_said_to_be_left_out(before: str, now: str) -> None:
+    def config(mode: str) -> Config:
+        return Config(mode=mode, codec="topk", servers=1, node_size=2)
+
+    node_of, shards = [0, 0, 1, 1], [Shard(0, 80_000)]
+    roles = assign(now, ["host"] * 4, node_of, 1)
+    world = {"servers": [0], "node_of": node_of}
+    state = {"world": world, **({} if config(before).in_rounds else {"own": [{}] * 3})}
+    saved = SimpleNamespace(config=to_toml(config(before)), worker_names=("residual",), state=state)
+    job: Any = SimpleNamespace(
+        checkpoint=saved, base_step=9, worker_id=0, shards=shards, config=config(now),
+        cluster=SimpleNamespace(roles=roles, node_of=node_of, nodes=2),
+    )  # fmt: skip
+    module = round_state if config(now).in_rounds else worker_state
+    (line,) = module.resume_notes(job)
+    assert line.endswith(f": that of mode {before} is left out")
+    assert module.read_names(job) == ()
 
 
 @pytest.mark.long
