@@ -20,7 +20,9 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
 from mpips.ps.row_load import hot_rows, rows_by_server
+from mpips.rounds.streaming import fragment_shards
 from mpips.session import metrics
+from mpips.transport import wire
 
 PULLED, PUSHED = "rows_pulled", "rows_pushed"
 ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
@@ -210,14 +212,24 @@ def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
     return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
 
 
-def _crossed(summary: dict[str, Any]) -> list[str]:
+def _crossed(job: Job, summary: dict[str, Any]) -> list[str]:
     """Return the line about what went between nodes, if there is more than one."""
     if len(summary["nodes"]) == 1:
         return []
     sent, received = (human_bytes(summary[f"bytes_{way}"]) for way in ("sent", "received"))
-    names = " and ".join(sorted({summary["codec"], summary["pull_codec"]} - {"none"}))
+    names = " and ".join(sorted(_packed_by(job)))
     packed = f", packed by {names}" if names else ""
     return [f"workers sent {sent} to other nodes and had {received} from them{packed}"]
+
+
+def _packed_by(job: Job) -> set[str]:
+    """Return the names of the codecs that have packed something, or may have packed rows."""
+    c, ranks, shards = job.config, job.cluster, job.shards
+    if tables_of(job) and not c.in_rounds:
+        return {c.codec, c.pull_codec} - {"none"}
+    if c.streaming:
+        shards = tuple(fragment_shards(shards, c.fragments, job.dtype.itemsize)[0])
+    return wire.packed_by(c, ranks.roles, ranks.node_of, shards, job.layout)
 
 
 def _lost(summary: dict[str, Any]) -> list[str]:
@@ -300,7 +312,7 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"{loss}{s['samples_per_s']:,.0f} samples/s, {spent}",
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
-            *_crossed(s),
+            *_crossed(job, s),
             *_clocks(job, s),
             *_dropped(job, s),
             *_lost(s),

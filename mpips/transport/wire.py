@@ -67,6 +67,23 @@ def announcement(
     return f"packed between nodes: {words}; {large} of {len(sizes)} slices have the 64 KB"
 
 
+def packed_by(
+    config: Config,
+    roles: Roles,
+    node_of: Sequence[int],
+    shards: Sequence[Shard],
+    layout: Layout,
+) -> set[str]:
+    """Return the names of the codecs that slices between nodes are packed by, as `announcement`."""
+    if config.codec == "powersgd":
+        crosses = len(set(node_of)) > 1
+        packs = crosses and bool(Factors.of(layout, config.dtype, config.powersgd_rank).matrices)
+    else:
+        sizes = _crossing(config, roles, node_of, shards)
+        packs = any(is_large(n, config.dtype) for n in sizes)
+    return {config.codec, config.pull_codec} - {"none"} if packs else set()
+
+
 def _told_low_rank(config: Config, nodes: int, layout: Layout) -> str:
     if nodes == 1:
         return "nothing is packed: all ranks are on one node"

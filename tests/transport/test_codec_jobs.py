@@ -1,5 +1,6 @@
 """Whole jobs with packed messages: what they reach, and what they send."""
 
+import re
 from typing import Any
 
 import pytest
@@ -64,6 +65,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         auto = [str(root / JOB[0]), *JOB[1:], "--codec", "auto", "--epochs", "1"]
         made.add("auto again", 3, auto)
         made.add("auto again", 3, ["--resume", "--epochs", "2"])
+    if "test_a_codec_that_packs_nothing_is_not_named" in asked:
+        small = [*JOB[1:], "--hidden", "8", "--codec", "int4", "--epochs", "1"]
+        made.add("small", 3, small, quiet=False)
     made.run(timeout_s=400)
     return made
 
@@ -90,6 +94,12 @@ def test_the_summary_has_the_bytes_that_were_sent(name: str, plan: Plan) -> None
     assert found["parameters"] == PARAMETERS
     assert found["bytes_pushed"] == found["pushes_sent"] * 4 * PARAMETERS
     assert found["bytes_sent"] == found["pushes_sent"] * (body + 8 * HEADER_WORDS)
+
+
+def test_a_codec_that_packs_nothing_is_not_named(plan: Plan) -> None:
+    (said,) = plan.outputs("small")
+    assert "0 of 2 slices have the 64 KB" in said
+    assert re.search(r"^workers sent .* to other nodes and had .* from them$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", thin(*(f"nan {name}" for name in CODECS)))

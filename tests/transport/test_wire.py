@@ -6,15 +6,41 @@ import pytest
 from mpips.codecs import MessageId, make_codec
 from mpips.config import Config
 from mpips.layout import Layout, Shard, cut
-from mpips.layout.roles import assign
-from mpips.transport.wire import Chunked, announcement
+from mpips.layout.roles import Roles, assign
+from mpips.transport.wire import Chunked, announcement, packed_by
 
 
-def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
+def arranged(
+    config: Config, node_size: int, servers: int, n: int
+) -> tuple[Config, Roles, list[int], list[Shard], Layout]:
     node_of = [rank // node_size for rank in range(4)]
     roles = assign(config.mode, ["host"] * 4, node_of, servers)
     layout = Layout.of({"w": (n // 64, 64), "b": (n % 64,)})
-    return announcement(config, roles, node_of, cut(n, len(roles.owners)), layout)
+    return config, roles, node_of, cut(n, len(roles.owners)), layout
+
+
+def line(config: Config, node_size: int, servers: int, n: int) -> str | None:
+    return announcement(*arranged(config, node_size, servers, n))
+
+
+@pytest.mark.parametrize(
+    ("config", "node_size", "n", "names"),
+    [
+        (Config(codec="int8", pull_codec="fp16"), 1, 1 << 20, {"int8", "fp16"}),
+        (Config(codec="int4"), 1, 16383, set()),
+        (Config(codec="int4"), 4, 1 << 20, set()),
+        (Config(), 1, 1 << 20, set()),
+        (Config(mode="sync", codec="onebit"), 2, 1 << 20, {"onebit"}),
+        (Config(mode="sync", codec="onebit"), 2, 65000, set()),
+        (Config(mode="sync", codec="powersgd", powersgd_rank=2), 2, 64005, {"powersgd"}),
+        (Config(mode="sync", codec="powersgd", powersgd_rank=64), 2, 64005, set()),
+        (Config(mode="sync", codec="powersgd", powersgd_rank=2), 4, 64005, set()),
+    ],
+)
+def test_a_codec_is_named_where_it_packs(
+    config: Config, node_size: int, n: int, names: set[str]
+) -> None:
+    assert packed_by(*arranged(config, node_size, 1 - config.in_rounds, n)) == names
 
 
 def test_nothing_is_said_where_nothing_is_asked_for() -> None:
