@@ -46,8 +46,8 @@ class AllreduceRound(Round):
         )
 
     def _begin_broadcast(self, part: np.ndarray, owner: int) -> Request:
-        if self._cluster.nodes > 1 and owner != self._cluster.rank:
-            self.transfers.bytes_received += part.nbytes
+        if not self._cluster.near(owner):
+            self.transfers.bytes_received += part.nbytes / len(self._cluster.my_node)
         return begin_broadcast(self._cluster.comm, part, owner)
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:

@@ -92,22 +92,27 @@ def _first_of(names: Sequence[str], total: float) -> str:
 class Transfers:
     """What a round sends and waits for, counted; several rounds may count in one.
 
+    An Allreduce counts as what it stands for: a reduce-scatter of sums and an all-gather of results
+    over the nodes, in which each node sends and has all but its own share, and its ranks equal
+    parts of that.
+
     Attributes:
         waited_s: Seconds that this rank waited for others; `busy_s`, that it updated.
-        bytes_sent: Sums that this rank sent to owners on other nodes, or gave an Allreduce.
-        bytes_received: Results that it had from owners on other nodes, or from an Allreduce.
+        bytes_sent: Sums that this rank sent to other nodes.
+        bytes_received: Results that it had from other nodes.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.waited_s = self.busy_s = 0.0
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = self.bytes_received = 0.0
 
     def begin_sum(self, comm: Comm, part: np.ndarray) -> Request:
-        """Begin to add up `part` in place over ranks of all nodes."""
-        if self._cluster.nodes > 1:
-            self.bytes_sent += part.nbytes
-            self.bytes_received += part.nbytes
+        """Begin to add up `part` in place over all ranks, or one of each node."""
+        nodes, here = self._cluster.nodes, len(self._cluster.my_node)
+        crosses = part.nbytes * (nodes - 1) / nodes / (here if comm.size > nodes else 1)
+        self.bytes_sent += crosses
+        self.bytes_received += crosses
         return begin_sum(comm, part)
 
     def wait(self, requests: list[Request]) -> None:

@@ -186,8 +186,8 @@ class RoundLoop:
         job, transfers = self._job, self._rounds.transfers
         rounds = self._step - job.base_step
         found: dict[str, Any] = {
-            "bytes_sent": transfers.bytes_sent,
-            "bytes_received": transfers.bytes_received,
+            "bytes_sent": round(transfers.bytes_sent),
+            "bytes_received": round(transfers.bytes_received),
         }
         if (worker := self._worker) is not None:
             moved = int(rounds * worker.vectors * job.layout.size * job.dtype.itemsize)

@@ -78,6 +78,7 @@ class PowerSgdRound(NodeRound):
                 ]
             elif self._leads and not cluster.near(rank):
                 requests += [arrays.begin_receive(p, rank, TAG_START) for p in pieces]
+                self.transfers.bytes_received += sum(p.nbytes for p in pieces)
         self.transfers.wait(requests)
         self._barrier.wait()
 

@@ -20,7 +20,7 @@ from mpips.layout.roles import assign
 from mpips.planning.job import Job, initial_vector
 from mpips.problems import Problem
 from mpips.rounds.allreduce import AllreduceRound
-from mpips.rounds.base import Report
+from mpips.rounds.base import REPORT, Report
 from mpips.rounds.factory import make_round
 from mpips.rounds.shared import SharedRound
 
@@ -127,6 +127,27 @@ def in_rounds(job: Job) -> tuple[np.ndarray, list[object]]:
     rounds.free()
     rounds.free()
     return end, wrong
+
+
+@SMALL
+@pytest.mark.parametrize("options", [{"reduce": "shared"}, {"reduce": "allreduce"}])
+def test_all_rounds_count_bytes_by_one_rule(cluster: Cluster, options: dict[str, str]) -> None:
+    """Each node sends its sums to the others' owners, and has their results and what they begin."""
+    job = make_job(cluster, 0, LARGE, **options)
+    rounds = make_round(job)
+    job.fill(rounds.params, rounds.slots, job.shard)
+    rounds.publish_start()
+    rounds.grad[:] = 1
+    rounds.exchange(1, np.full(cluster.world, 1 / cluster.world), Report())
+    sent, received = rounds.transfers.bytes_sent, rounds.transfers.bytes_received
+    moved = np.array(cluster.comm.allgather((sent, received))).sum(axis=0)
+    crosses, vector = cluster.nodes - 1, 4 * job.layout.size
+    both = vector if options["reduce"] == "allreduce" else 0  # sums, and what owners make of them
+    expected = vector + REPORT.size, 2 * vector + REPORT.size + both
+    good = np.allclose(moved, crosses * np.array(expected))
+    check(cluster.comm, good, (moved, expected))
+    cluster.barrier()
+    rounds.free()
 
 
 def distances(job: Job, end: np.ndarray, expected: np.ndarray) -> dict[str, float]:
