@@ -64,7 +64,7 @@ class QuorumServer(Server):
             self._frozen.append(self.frozen.of(push))
         self.record(push)
         self._end_when_due()
-        self.tally.busy_s += time.perf_counter() - start
+        self._took(push, start)
         return self.version
 
     def finished(self, rank: int, pushes: int) -> None:

@@ -281,10 +281,7 @@ class Server:
         self.clocks.publish()
         if self.recorder is not None:
             self.recorder.note(push, oldest, version)
-        end = time.perf_counter()
-        self.tally.busy_s += end - start
-        if words.is_traced():
-            words.applied(start, end, ((part.worker, part.seq) for part in push))
+        self._took(push, start)
         return version
 
     def finished(self, rank: int, pushes: int) -> None:
@@ -332,6 +329,13 @@ class Server:
             publish(self.applied, part.worker, part.seq)
             self.clocks.advance(part.number)
         self.tally.handled += push.count
+
+    def _took(self, push: Push, start: float) -> None:
+        """Count what a push took since `start`, and tell a trace of it."""
+        end = time.perf_counter()
+        self.tally.busy_s += end - start
+        if words.is_traced():
+            words.applied(start, end, ((part.worker, part.seq) for part in push))
 
     def _leave(self, frozen: Ranges) -> None:
         """Leave these arrays alone in the next update."""

@@ -19,6 +19,8 @@ from runs import (
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.cluster.words import APPLYING
+from mpips.report.timeline import read_run
 
 pytestmark = pytest.mark.launch
 
@@ -26,7 +28,7 @@ N, EPOCHS = 230, 3
 PLAIN = {  # ranks, options; every worker makes as many steps where it says --steps
     "one backup": (6, "--servers 2 --backup-workers 1"),
     "nodes of one": (5, "--servers 2 --backup-workers 1 --node-size 1"),
-    "nodes of two": (6, "--servers 2 --backup-workers 2 --node-size 2"),
+    "nodes of two": (6, "--servers 2 --backup-workers 2 --node-size 2 --trace"),
     "all but one": (5, "--servers 1 --backup-workers 3"),
     "private": (4, "--servers 1 --backup-workers 1 --window private"),
     "accumulated": (5, "--servers 2 --backup-workers 1 --accumulate 2 --node-size 2"),
@@ -100,6 +102,10 @@ def test_accounts_are_exact(name: str, runs: Plan) -> None:
     )
     assert final(out).step == s["global_step"]
     assert_rounds(out)
+    if "--trace" in text:
+        lanes = read_run(out)
+        told = [np.count_nonzero(lanes[o["rank"]].whats == APPLYING) for o in s["per_server"]]
+        assert told == [server["applied"] for server in s["per_server"]]
 
 
 def test_stopped_rounds_are_exact(runs: Plan) -> None:
