@@ -70,7 +70,10 @@ class Watched:
         path = self.record.path
         self.done, self.record.running = (path / DONE).exists(), is_claimed(path)
         with contextlib.suppress(OSError):  # it is not there yet, or no longer
-            self._lines.read()
+            if not self._lines.read():  # a run's folder was removed, and another run is there
+                self.record = Record(self.record.name, path, running=self.record.running)
+                self._lines = Lines(self.record)
+                self._lines.read()
 
     @property
     def state(self) -> str:

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +25,7 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
 }
+LINE_BYTES = 4096  # of the end of a file that are compared
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _held: list[IO[str]] = []
@@ -134,6 +135,54 @@ def release() -> None:
     """Let other jobs into the folders that this process has claimed."""
     while _held:
         _held.pop().close()
+
+
+class Tail:
+    """Reads a file of lines as it grows; one that is another file now is read from its beginning.
+
+    It is another one if what was read last is no longer where it was: as of a run whose folder was
+    removed and made anew, whatever its size and its inode number.
+
+    Args:
+        path: Of the file.
+        begin: Where to begin to read.
+
+    Attributes:
+        rest: What follows the last whole line.
+        anew: Whether the last read has found another file.
+    """
+
+    def __init__(self, path: Path, begin: int = 0) -> None:
+        self._at, self._last = 0, b""
+        self.rest, self.anew = b"", False
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, begin - LINE_BYTES))
+            before = file.read(min(begin, LINE_BYTES))
+            if file.tell() == begin:
+                self._at, self._last = begin, before
+
+    def lines(self, path: Path) -> Iterator[bytes]:
+        """Yield the whole lines that have come since the last read.
+
+        Args:
+            path: Where the file is now.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        with open(path, "rb") as file:
+            file.seek(self._at - len(self._last))
+            self.anew = file.read(len(self._last)) != self._last
+            self.rest = b""
+            if self.anew:
+                self._at, self._last = 0, b""
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    self.rest = line
+                    return
+                self._at, self._last = self._at + len(line), line[-LINE_BYTES:]
+                yield line
 
 
 def unwritable(out: Path, problem: OSError) -> UserError:

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mpips.checkpoint.place import Tail
 from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun
-from mpips.launch.watch import new_lines
 
 PMI2 = "--mpi=pmi2"
 UNREAD = b"mpi/pmi2: invalid client request"
@@ -30,17 +30,18 @@ class Plugin:
     def __init__(self, launcher: Sequence[str]) -> None:
         said = [word for word in launcher if word.startswith("--mpi=")]
         self.is_used = is_srun(launcher[0]) and said[-1:] == [PMI2]
-        self._end = -1
+        self._log: Tail | None = None
         if self.is_used and stat.S_ISREG(os.stat(LOG).st_mode):
-            self._end = os.stat(LOG).st_size
+            self._log = Tail(LOG, os.stat(LOG).st_size)
 
     def trouble(self) -> str:
         """Return that it could not read what a rank has told, where stderr is a file."""
-        if self._end < 0:
+        if self._log is None:
             return ""
-        lines, self._end = new_lines(LOG, self._end)
-        read = not any(UNREAD in line for line in lines)
-        return "" if read else "SLURM's pmi2 plugin could not read the address of a rank"
+        unread = False
+        with contextlib.suppress(OSError):
+            unread = any(UNREAD in line for line in self._log.lines(LOG))
+        return "SLURM's pmi2 plugin could not read the address of a rank" if unread else ""
 
 
 def other_launcher() -> list[str]:

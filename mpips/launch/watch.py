@@ -10,21 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
-from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place
+from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place, Tail
 from mpips.cluster.process import GONE, TRACED, shown_stacks, trouble
 from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
-
-
-def new_lines(path: Path, begin: int) -> tuple[list[bytes], int]:
-    """Return the whole lines of a file from a byte on, if it is there, and where they end."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(begin)
-        lines = [line for line in file.readlines() if line.endswith(b"\n")]
-        return lines, begin + sum(map(len, lines))
-    return [], begin
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -79,7 +70,8 @@ class Run:
     """
 
     def __init__(self, begun: dict[str, Any]) -> None:
-        self._out, self._at = Path(begun["run"]), int(begun["size"])
+        self._out = Path(begun["run"])
+        self._metrics = Tail(self._out / METRICS, int(begun["size"]))
         self._last = -1, ""
         self.resumes = begun["resume"] == "auto"
         self.log_every_s = float(begun["log_every_s"])
@@ -120,13 +112,13 @@ class Run:
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""
-        lines, self._at = new_lines(self.out / METRICS, self._at)
         step, reason = self._last
-        for line in lines:
-            with contextlib.suppress(ValueError):  # as of a disk that was full
-                row = json.loads(line)
-                step = row["step"] if row.get("step") is not None else step
-                reason = row["reason"] if row.get("kind") == "end" else reason
+        with contextlib.suppress(OSError):  # it is not there yet, or no longer
+            for line in self._metrics.lines(self.out / METRICS):
+                with contextlib.suppress(ValueError):  # as of a disk that was full
+                    row = json.loads(line)
+                    step = row["step"] if row.get("step") is not None else step
+                    reason = row["reason"] if row.get("kind") == "end" else reason
         self._last = step, reason
         return self._last
 
@@ -150,15 +142,15 @@ class Signs:
         self.runs: list[Run] = []
         self.codes: dict[str, int] = {}
         self.beats: dict[Path, int] = {}
-        self._read: dict[Path, int] = {}
+        self._tails: dict[Path, Tail] = {}
 
     def read(self) -> None:
         """Read what was told since the last time."""
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
             self.beats[path] = path.stat().st_mtime_ns
-            lines, self._read[path] = new_lines(path, self._read.get(path, 0))
-            for line in map(json.loads, lines):
+            tail = self._tails.setdefault(path, Tail(path))
+            for line in map(json.loads, tail.lines(path)):
                 if "run" in line:
                     begun.append(line)
                 elif "code" in line:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpips.checkpoint.place import CONFIG, METRICS, SUMMARY, is_claimed
+from mpips.checkpoint.place import CONFIG, METRICS, SUMMARY, Tail, is_claimed
 from mpips.config.jobfile import read_toml
 from mpips.errors import UserError
 from mpips.report.curves import MOST, Curve, Point
@@ -170,30 +170,31 @@ class Lines:
         self._record, self._most = record, most
         self._offset = self._now = 0.0
         self._updates, self._bad = 0.0, 0
-        self._at, self._rest = 0, b""
+        self._tail = Tail(record.path / METRICS)
         self._before: tuple[float, float] | None = None  # seconds and samples of the last line
         self._kept: dict[str, list[Event]] = {}
 
-    def read(self) -> None:
+    def read(self) -> bool:
         """Read what has come since the last time; a line that is not whole is left.
+
+        Returns:
+            Whether the file is the one that was read before: else the record is of a run that is
+            no longer there, and stays as it is.
 
         Raises:
             OSError: If the file cannot be read.
         """
-        with open(self._record.path / METRICS, "rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    self._rest = line
-                    break
-                self._at += len(line)
-                self._line(line)
+        for line in self._tail.lines(self._record.path / METRICS):
+            if self._tail.anew:
+                break
+            self._line(line)
         self._close_job()
+        return not self._tail.anew
 
     def finish(self) -> None:
         """Bring the record to its end, and say in it what is damaged."""
         record = self._record
-        self._line(self._rest)
+        self._line(self._tail.rest)
         if not (record.curves or any(text.startswith(METRICS) for text in record.missing)):
             record.missing.append(f"{METRICS}: no line of training yet; no curves")
         if self._bad:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
 from mpips.checkpoint.files import INDEX
-from mpips.checkpoint.place import METRICS
+from mpips.checkpoint.place import METRICS, Tail
 from mpips.cluster.process import GONE
 from mpips.errors import UserError
-from mpips.launch.watch import Rank, Signs, new_lines
+from mpips.launch.watch import Rank, Signs
 from tests.chaos.job import Job
 
 LOOK_S = 0.2  # between two looks at all processes of this host
@@ -60,7 +60,8 @@ class Follower:
         self.rows: list[Row] = []
         self.out: Path | None = None
         self._signs: Signs | None = None
-        self._read, self._looked = 0, 0.0
+        self._metrics: Tail | None = None
+        self._looked = 0.0
 
     def close(self) -> None:
         """Let the folder of the run go."""
@@ -126,8 +127,12 @@ class Follower:
         if self._signs is not None and self._signs.runs:
             self.out = self._signs.runs[-1].out
         if self.out is not None:
-            lines, self._read = new_lines(self.out / METRICS, self._read)
-            for line in lines:
+            self._read_metrics(self.out / METRICS)
+
+    def _read_metrics(self, path: Path) -> None:
+        self._metrics = self._metrics or Tail(path)
+        with contextlib.suppress(OSError):  # it is not there yet
+            for line in self._metrics.lines(path):
                 with contextlib.suppress(ValueError):  # as of a disk that was full
                     row = json.loads(line)
                     step = -1 if row["step"] is None else row["step"]

@@ -96,6 +96,23 @@ def test_what_a_rank_tells(job: Signs, rank: Path) -> None:
     job.close()
 
 
+def test_the_end_of_a_run_in_a_folder_made_anew(job: Signs, rank: Path) -> None:
+    begin(job, rank)
+    job.read()
+    (run,) = job.runs
+    with (rank / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 1000, "loss": 0.25}\n')
+    assert run.last() == (1000, "")
+    shutil.rmtree(rank)
+    assert run.last() == (1000, "")
+    rank.mkdir()
+    for step in (3, 7):  # as many bytes as were read, and more
+        with (rank / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"kind": "end", "step": {step}, "reason": "SIGUSR1"}}\n')
+        assert run.last() == (step, "SIGUSR1")
+    run.close()
+
+
 def test_a_job_gets_on_while_its_files_grow(job: Signs, rank: Path) -> None:
     watch = Watch(job, TIMEOUT_S, program=False, now=0)
     seen = [watch.look(now) for now in range(0, 60, 5)]

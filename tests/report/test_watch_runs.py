@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,20 @@ def test_lines_as_they_come(tmp_path: Path) -> None:
     assert re.search(r"a +not running +3.00 +30 +0.3333 +0.6667 ", shown)
     (out / "DONE").write_text("epochs\n")
     assert re.search(r"a +done +3.00 ", text([run], 120))
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_another_run_in_the_same_place(epochs: int, tmp_path: Path) -> None:
+    """Its lines are fewer than those that were read, or more."""
+    out = make(tmp_path / "a", job(0, 2), summary=None, done=False)
+    run = Watched(out, "a")
+    assert re.search(r"a +not running +2.00 +20 ", text([run], 120))
+    shutil.rmtree(out)
+    run.look()
+    make(out, job(6, 6 + epochs), summary=None, done=False)
+    assert re.search(rf"a +not running +{6 + epochs}.00 +{60 + 10 * epochs} ", text([run], 120))
+    points = run.record.curves["training loss"].points
+    assert [point.updates for point in points] == [70, 80, 90, 100][:epochs]
 
 
 @pytest.mark.parametrize("width", [80, 140])
