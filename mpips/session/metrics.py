@@ -72,6 +72,7 @@ class Log:
         self._loss_sum, self._loss_samples = 0.0, 0
         self.last_loss = math.nan
         self.last_eval: dict[str, float] = {}
+        self._evaluated: int | None = None  # the step of that
 
     def __enter__(self) -> "Log":
         return self
@@ -144,8 +145,15 @@ class Log:
             values = dict(line)
             if kind == "eval":
                 self.last_eval = {k: v for k, v in line.items() if k not in ("step", "epoch")}
-            step = values.pop("step")
-            self.event(kind, None if step is None else int(step), **values)
+            number = values.pop("step")
+            step = None if number is None else int(number)
+            self._evaluated = step if kind == "eval" else self._evaluated
+            self.event(kind, step, **values)
+
+    def last_evaluation(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
+        """Note what the final parameters come to, unless the last line of it says the same."""
+        if (step, means) != (self._evaluated, self.last_eval):
+            self.heard("eval", {"step": step, "epoch": round(epoch, 4), **means})
 
     def due(self) -> bool:
         """Whether it is time for a progress line here."""

@@ -102,10 +102,7 @@ def _train(
         words.enter(words.EVALUATING, begun + train_s)
         evaluation = _final_evaluation(job, outcome)
         words.enter(words.ENDING, time.perf_counter())
-        summary = _gather(job, outcome, evaluation, train_s)
-        for _, kind, payload in job.cluster.poll():
-            if kind in ("eval", "log"):  # overtaken by the end
-                log.heard(kind, payload)
+        summary = _gather(job, outcome, evaluation, train_s, log, finished)
         code = 0
         if summary is not None:
             code = _leave(job, outcome, summary, log, finished)
@@ -228,9 +225,18 @@ def _final_evaluation(job: Job, outcome: Outcome) -> dict[str, float] | None:
 
 
 def _gather(
-    job: Job, outcome: Outcome, evaluation: dict[str, float] | None, train_s: float
+    job: Job,
+    outcome: Outcome,
+    evaluation: dict[str, float] | None,
+    train_s: float,
+    log: Log,
+    finished: bool,
 ) -> dict[str, Any] | None:
-    """Bring every rank's part to the chief, which returns the summary. Collective: yes."""
+    """Bring every rank's part to the chief, which returns the summary. Collective: yes.
+
+    The final evaluation is a line of the log too, but for a run that was `finished` before and had
+    nothing left to do.
+    """
     part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
     part["hashed"] = hashed.seen.bits if job.worker_id is not None else None
     if job.evaluations is not None:
@@ -245,8 +251,13 @@ def _gather(
     for rank, stats in outcome.adopted.items():
         parts[rank] = {"lost": True, "eval": None, **stats}
     means = mean_evaluation(job, [parts[r]["eval"] for r in job.cluster.roles.workers])
+    for _, kind, payload in job.cluster.poll():
+        if kind in ("eval", "log"):  # overtaken by the end
+            log.heard(kind, payload)
     if job.evaluations is not None:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
+    elif means and (outcome.samples > job.base_samples or not finished):
+        log.last_evaluation(outcome.step, outcome.epochs, means)
     return summarise(job, outcome, parts, means, train_s)
 
 
@@ -255,8 +266,6 @@ def _leave(job: Job, outcome: Outcome, summary: dict[str, Any], log: Log, finish
 
     The summary of a run that was `finished` before stays if there was nothing left to do.
     """
-    if summary["accuracy"] is not None:
-        log.last_eval = {"accuracy": summary["accuracy"]}
     log.progress(outcome.step, outcome.epochs, outcome.samples, force=True)
     if outcome.samples > job.base_samples:
         summary["loss"] = log.last_loss

@@ -339,8 +339,12 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_metrics(mode: str, plan: Plan) -> None:
-    found = rows(plan.out(f"first {mode}"))
+    name = f"first {mode}"
+    found = rows(plan.out(name))
     assert {row["kind"] for row in found} == KINDS.keys() - {"stop"}
+    told, result = ([row for row in found if row["kind"] == "eval"][-1], summary(plan.out(name)))
+    ended = result["global_step"], result["eval_loss"], result["accuracy"]
+    assert (told["step"], told["loss"], told["accuracy"]) == ended
     for row in found:
         told = mode == "async" and row["kind"] == "train" and "staleness" in row  # not in the last
         more = {"kind", "time_s", "step", *["staleness"] * told}

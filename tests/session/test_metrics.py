@@ -105,7 +105,8 @@ def test_the_last_line_has_the_last_accuracy(
         log.progress(9, 2.0, 10)
         log.progress(9, 2.0, 10, force=True)
         assert capsys.readouterr().out.count("accuracy 0.7000") == 1
-        log.last_eval = {"accuracy": 0.9875}
+        for _ in range(2):
+            log.last_evaluation(9, 2.0, {"accuracy": 0.9875})
         clock.now += 2.0
         log.progress(9, 2.0, 10, force=True)
     last = capsys.readouterr().out
@@ -113,7 +114,7 @@ def test_the_last_line_has_the_last_accuracy(
         last
         == "[    4.0 s] step        9  epoch   2.00  loss 0.5000  accuracy 0.9875  2 samples/s\n"
     )
-    assert [row["kind"] for row in rows(path)] == ["eval", "train"]
+    assert [row["kind"] for row in rows(path)] == ["eval", "train", "eval"]
 
 
 def test_quiet_and_other_ranks_say_nothing(
