@@ -12,7 +12,11 @@ from mpips.launch.mpirun import PART, is_open_mpi
 
 SLURM = "slurm"  # for hosts: those of the allocation
 SCONTROL_S = 60.0
-LINE = re.compile(r"(?P<name>[^\s:=,]+)(?:(?::|\s+slots\s*=\s*)(?P<ranks>[1-9]\d{0,6}))?")
+NUMBER = r"[1-9]\d{0,6}"
+LINE = re.compile(
+    rf"(?P<name>[^\s:=,]+)(?::(?P<ranks>{NUMBER}))?(?:\s+slots\s*=\s*(?P<slots>{NUMBER}))?"
+    rf"(?:\s+max[_-]slots\s*=\s*{NUMBER})?(?:\s+ifname\s*=\s*(?P<interface>[^\s=]+))?"
+)
 TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")  # of SLURM, for nodes in a row
 FORM = "names with numbers of ranks, such as a:4,b:4"
 
@@ -24,11 +28,13 @@ class Host(NamedTuple):
         name: By which it is reached.
         ranks: At least 1; 0 where that is not said.
         component: Of a heterogeneous job of SLURM, from 0; -1 elsewhere.
+        interface: Of the network that MPICH is to use there; empty for its own choice.
     """
 
     name: str
     ranks: int
     component: int = -1
+    interface: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}:{self.ranks}"
@@ -65,7 +71,8 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
     total = sum(counts.values())
     if ranks is not None and ranks > total:
         raise UserError(f"-n {ranks} on hosts of {total} ranks", f"-n <= {total}")
-    return tuple(Host(name, count, component) for (name, component), count in counts.items())
+    interfaces = {host.name: host.interface for host in found}
+    return tuple(Host(name, n, group, interfaces[name]) for (name, group), n in counts.items())
 
 
 def _words(text: str) -> list[str]:
@@ -85,7 +92,8 @@ def _host(word: str, text: str) -> Host:
     match = LINE.fullmatch(word)
     if match is None:
         raise UserError(f"{word!r} in --hosts {text}", FORM)
-    return Host(match["name"], int(match["ranks"] or 0))
+    ranks = int(match["ranks"] or match["slots"] or 0)
+    return Host(match["name"], ranks, interface=match["interface"] or "")
 
 
 def _allocation(variables: Mapping[str, str]) -> list[Host]:
@@ -147,8 +155,13 @@ def launcher_words(launcher: Sequence[str], hosts: Sequence[Host], agent: Path) 
     if is_srun(program):
         return _srun_words(launcher, hosts)
     if not is_open_mpi(program):
-        agent_words = ["-launcher", "ssh", "-launcher-exec", str(agent)]
-        return [*launcher, *agent_words, "-hosts", names]
+        words = [*launcher, "-launcher", "ssh", "-launcher-exec", str(agent)]
+        if not any(host.interface for host in hosts):
+            return [*words, "-hosts", names]
+        more = [f" ifname={host.interface}" if host.interface else "" for host in hosts]
+        file = agent.with_name("hosts")
+        file.write_text("".join(map("{}{}\n".format, hosts, more)))
+        return [*words, "-f", str(file)]
     options = {
         "plm": "ssh",
         "plm_ssh_agent": str(agent),

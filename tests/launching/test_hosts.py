@@ -34,6 +34,23 @@ def test_a_file_of_hosts_of_either_mpi(tmp_path: Path) -> None:
     assert find_hosts(str(file), None) == (Host("a", 4), Host("b", 2), Host("c", 1))
 
 
+def test_limits_and_interfaces_in_a_file_of_hosts(tmp_path: Path) -> None:
+    """Of Open MPI and of MPICH, which is told of its interface by a file again."""
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=4 max_slots=8\nnode2 slots=2 max-slots=2\nnode3:1 ifname=eth1\n")
+    hosts = find_hosts(str(file), None)
+    assert " ".join(map(str, hosts)) == "node1:4 node2:2 node3:1"
+    words = launcher_words([mpirun()], placed(hosts, 7), tmp_path / "agent")
+    if is_open_mpi():
+        assert words[-2:] == ["--host", "node1:4,node2:2,node3:1"]
+    else:
+        assert words[-2:] == ["-f", str(file)]
+        assert file.read_text() == "node1:4\nnode2:2\nnode3:1 ifname=eth1\n"
+    file.write_text("node1 slots=4 sluts=8\n")
+    with pytest.raises(UserError, match="'node1 slots=4 sluts=8' in --hosts"):
+        find_hosts(str(file), None)
+
+
 def test_the_hosts_of_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[1-4]" ] && echo "n1\nn2\nn3\nn4"\n')
     (tmp_path / "scontrol").chmod(0o755)
