@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,6 +23,7 @@ SLOW_S = 120.0  # for one checkpoint
 SKEW_S = 1.0
 SEEN_S = 5.0  # network file systems keep what they know of a folder for some seconds
 LOCAL = ("tmpfs", "ramfs")
+OCTAL = re.compile(r"\\([0-7]{3})")
 HELD, FREE, NONE = "held", "free", "none"
 
 
@@ -190,7 +192,7 @@ def file_system(path: Path, mounts: str) -> str:
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
         _, at, found, *_ = line.split()
-        point = Path(at.encode().decode("unicode_escape"))  # \040 stands for a space
+        point = Path(OCTAL.sub(lambda code: chr(int(code[1], 8)), at))  # \040 stands for a space
         if (path == point or point in path.parents) and len(point.parts) >= best:
             best, kind = len(point.parts), found
     return kind

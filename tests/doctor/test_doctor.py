@@ -417,6 +417,8 @@ def test_file_systems() -> None:
     assert storage.file_system(Path("/home/me/runs"), mounts) == "nfs4"
     assert storage.file_system(Path("/homes"), mounts) == "ext4"
     assert storage.file_system(Path("/a b/c"), mounts) == "tmpfs"
+    mounts += "disk /données\\040é xfs rw 0 0\n"
+    assert storage.file_system(Path("/données é/runs"), mounts) == "xfs"
 
 
 # Memory and windows --------------------------------------------------------------------------
