@@ -70,6 +70,11 @@ def nearest(name: str, legal: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things in words, such as ``1 rank`` or ``2 ranks``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def human_bytes(size: float) -> str:
     """Return a size in words: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):

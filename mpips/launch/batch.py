@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpips.errors import UserError
+from mpips.errors import UserError, counted
 from mpips.planning.needs import Needs
 
 MEMORY_SLACK, MEMORY_STEP_MB = 1.25, 50
@@ -103,22 +103,18 @@ def script(request: Request, need: Needs, words: Sequence[str], scripts: Path) -
 
 def _comments(request: Request, need: Needs) -> list[str]:
     """Return what stands behind the numbers."""
-    owners = f"{_counted(need.servers, 'server')} and " if need.servers else ""
+    owners = f"{counted(need.servers, 'server')} and " if need.servers else ""
     one = f"about {need.worker_bytes / 1e6:.0f} MB a worker"
     if need.servers:
         one += f", {need.server_bytes / 1e6:.0f} MB a server"
-    workers = _counted(need.workers, "worker")
+    workers = counted(need.workers, "worker")
     if need.evaluators:
-        workers += f", beside them {_counted(need.evaluators, 'evaluator')}"
+        workers += f", beside them {counted(need.evaluators, 'evaluator')}"
     lines = [f"{owners}{workers}: {one}, and {clock(need.seconds)} to the end."]
     if not request.time and need.seconds > request.max_time_s:
         more = "That is more than the time limit: it is requeued, and goes on, until it ends."
         lines.append(more)
     return lines
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _memory(request: Request, need: Needs) -> str:

@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import Tail
+from mpips.errors import UserError
 from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun
 
@@ -77,3 +79,96 @@ def remove_left(parent: Path, prefix: str, variables: Mapping[str, str]) -> None
 def _folders(parent: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError):
         yield from parent.iterdir()
+
+
+class Controller:
+    """SLURM's controller, asked about a job.
+
+    Args:
+        job: As SLURM calls it.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+
+    def field(self, name: str) -> str:
+        """Return what it shows of the job under a name; empty if it does not answer."""
+        shown = ask("scontrol", "-o", "show", "job", self._job).split()
+        found = (word.removeprefix(f"{name}=") for word in shown if word.startswith(f"{name}="))
+        return next(found, "")
+
+    def requeue(self) -> bool:
+        """Put the job back into the queue; returns whether that was done."""
+        words = ["scontrol", "requeue", self._job]
+        return subprocess.run(words, check=False).returncode == 0
+
+
+def ask(*words: str) -> str:
+    """Return what one of SLURM's commands prints; empty where it is not there."""
+    with contextlib.suppress(OSError):
+        found = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        return found.stdout
+    return ""
+
+
+def pick_launcher(library: str, variables: MutableMapping[str, str], mask: int) -> list[str]:
+    """Return the launcher of a job's ranks, with its options.
+
+    With a wrong --mpi srun starts N worlds of one rank each. Ranks are pinned where SLURM does it,
+    or where all cores of this process's mask are theirs: elsewhere mpirun would pin them to cores
+    of other jobs.
+
+    Args:
+        library: The MPI that Python uses.
+        variables: Of SLURM and of the site; those that ranks need are added.
+        mask: Number of cores that this process may use.
+
+    Raises:
+        UserError: If there is none for the library, or the site names another one.
+    """
+    known = {"Open MPI": "pmix", "MPICH": "pmi2", "MVAPICH": "pmi2", "Intel": "pmi2"}
+    plugin = next((plugin for name, plugin in known.items() if name in library), "")
+    if not plugin:
+        remedy = "set LAUNCHER and LAUNCHER_FLAGS in slurm/site.sh"
+        got = f"MPI library {library!r}"
+        raise UserError(got, "MPICH, Open MPI or one of their kind", remedy)
+    is_intel = "Intel" in library  # it pins ranks by itself, unless told
+    program = variables.get("LAUNCHER")
+    if not program:
+        listed = re.search(rf"\b{plugin}\b", ask("srun", "--mpi=list"))
+        program = "srun" if listed else "mpirun"
+    if program == "srun":
+        words = _srun(plugin, variables)
+        if is_intel:
+            variables["I_MPI_PIN"] = "off"
+    elif program == "mpirun":
+        cores = variables.get("OMP_NUM_THREADS", "1")
+        ranks = int(variables.get("SLURM_NTASKS_PER_NODE", "1"))
+        is_whole = "SLURM_HET_SIZE" not in variables and ranks * int(cores) == mask
+        if is_intel:
+            words = ["mpiexec.hydra"]  # its mpirun is a script that dies of USR1
+            pins = ("I_MPI_PIN_DOMAIN", cores) if is_whole else ("I_MPI_PIN", "off")
+            variables.update([pins])
+        elif plugin == "pmix":
+            bound = ["--map-by", f"slot:PE={cores}", "--bind-to", "core"]
+            words = ["mpirun", *(bound if is_whole else ["--bind-to", "none"])]
+        else:
+            words = ["mpirun", *(["-bind-to", f"core:{cores}"] if is_whole else [])]
+    else:
+        raise UserError(f"LAUNCHER {program!r}", "srun or mpirun")
+    return [*words, *variables.get("LAUNCHER_FLAGS", "").split()]
+
+
+def _srun(plugin: str, variables: MutableMapping[str, str]) -> list[str]:
+    """Return srun with its options.
+
+    To kill the rest at the first rank's end may have an srun of several components wait for ever
+    (Open MPI). The rest of one that has died is killed once the wait is over.
+    """
+    words = ["srun", f"--mpi={plugin}", "--kill-on-bad-exit=0", "--wait=15"]
+    if re.search("^TaskPlugin .*affinity", ask("scontrol", "show", "config"), re.MULTILINE):
+        words += ["--cpu-bind=cores"]
+        variables.update(OMP_PLACES="cores", OMP_PROC_BIND="close")
+    return words

@@ -18,6 +18,12 @@ ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a r
 PAUSED_S = 10.0  # between two looks: the supervisor was stopped itself, and has seen nothing
 
 
+def saved_step(out: Path) -> int:
+    """Return the step of the newest checkpoint of a run; -1 where there is none."""
+    whole = [p for p in list_checkpoints(out) if (p / INDEX).exists()]
+    return max((folder_step(p) or 0 for p in whole), default=-1)
+
+
 def _listed(folder: Path) -> list[Path]:
     """Return what is in a folder; nothing if it is gone, or none."""
     with contextlib.suppress(OSError):
@@ -107,8 +113,7 @@ class Run:
     @property
     def saved_step(self) -> int:
         """The step of its newest checkpoint; -1 where there is none."""
-        whole = [p for p in list_checkpoints(self.out) if (p / INDEX).exists()]
-        return max((folder_step(p) or 0 for p in whole), default=-1)
+        return saved_step(self.out)
 
     def last(self) -> tuple[int, str]:
         """Return the last step that this start of it has told of, and why it ended, if it has."""

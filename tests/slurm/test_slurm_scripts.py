@@ -173,29 +173,6 @@ def test_doctor(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert job.log().count("mpips.launch ended with") == 1
 
 
-def shell(script: str, folder: Path) -> str:
-    """Run a few lines with what the scripts share; returns what they print."""
-    words = ["bash", "-c", f'. "{SCRIPTS}/common.sh"\n{script}']
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=30)
-    return done.stdout + done.stderr
-
-
-@pytest.mark.one_mpi
-def test_a_request_before_the_ranks_start_is_not_success(tmp_path: Path) -> None:
-    told = shell("asked=USR1; attempt touch started; echo code $rc", tmp_path)
-    assert told.splitlines() == ["code 85"]
-    assert not (tmp_path / "started").exists()
-
-
-@pytest.mark.one_mpi
-def test_a_request_while_the_ranks_start_is_handed_on(tmp_path: Path) -> None:
-    """Between the command and its number, which a trap of the shell's own makes happen."""
-    caught = "set -T; trap 'case $BASH_COMMAND in pid=?!) request USR1 ;; esac' DEBUG"
-    told = shell(f"{caught}; attempt sleep 20; trap - DEBUG; echo code $rc", tmp_path)
-    assert "SIGUSR1: asking the ranks to save" in told
-    assert "code 85" in told.splitlines(), told
-
-
 DIES_ONCE = """
 ulimit -S -s 1000    # of which the doctor warns
 export PATH=$PWD/bin:$PATH

@@ -5,6 +5,7 @@ what it is told to do.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,11 +40,17 @@ case $* in    # what takes long and is the same in every test
     "-c import jinja2, matplotlib") [ -e draws ] ;;
     "-m mpips.report "*) echo "report ${{*:3}}" >>calls; cat draws; [ -s draws ] ;;
     "-c import mpi4py"*) echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
+    "-m mpips.launch.job "*)
+        if rm early 2>/dev/null; then kill -USR1 $PPID; exec sleep 20; fi
+        exec {sys.executable} "$@" ;;
     "-m mpips.launch "*)
         echo "launch ${{*:3}}" >>calls
         for word; do if [ "$last" = --out ]; then out=$word; fi; last=$word; done
         begin() {{ mkdir -p "$out"; touch "$out/config.toml"; }}
-        save() {{ mkdir -p "$out/checkpoints/step-$1"; touch "$out/checkpoints/step-$1/index.h5"; }}
+        save() {{
+            at=$out/checkpoints/$(printf "step-%012d" "$((10#$1))")
+            mkdir -p "$at"; touch "$at/index.h5"
+        }}
         . ./ranks ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -141,7 +148,7 @@ SAVED = "begin; save 0000000003; exit 85"
 
 
 def test_saved_job_is_requeued_and_leaves_no_process(batch: Batch) -> None:
-    batch.run("--lr", "0.1", ranks=SAVED)
+    batch.run("--lr", "0.1", ranks=SAVED, shown={"TimeLimit": "UNLIMITED"})
     assert batch.requeued == ["17"]
     assert "not done: step 3 is saved in runs/mpips-17" in batch.log
     assert batch.log.splitlines()[-1].endswith(" requeued")
@@ -154,6 +161,7 @@ def test_task_of_an_array_is_requeued_alone(batch: Batch) -> None:
     assert not batch.requeued  # without a job file it is refused
     batch.run("--lr=1", ranks=SAVED, env={"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"})
     assert batch.requeued == ["17_6"]
+    assert " job 17_6, restart 0: 4 ranks on n[1-2] by srun " in batch.log
 
 
 def more(*values: object) -> Any:
@@ -190,7 +198,7 @@ def test_ends_with_the_code_of_the_supervisor(
 def test_what_is_left_to_do_is_requeued(ranks: str, batch: Batch) -> None:
     batch.run("--lr", "0.1", ranks=ranks)
     assert batch.requeued == ["17"]
-    assert "not done: step " in batch.log
+    assert re.search(r"not done: (step \d+|nothing) is saved in runs/mpips-17\n", batch.log)
 
 
 def test_what_the_supervisor_is_told(batch: Batch) -> None:
@@ -253,18 +261,11 @@ def test_time_limit_within_the_notice_is_refused(batch: Batch) -> None:
     assert batch.requeued == ["17"]
 
 
-def test_time_limits_as_slurm_shows_them() -> None:
-    limits = ("UNLIMITED", "Partition_Limit", "", "1-00:00:00", "00:04:01", "08:09:08")
-    lines = "".join(f'echo "$(seconds "{limit}")"\n' for limit in limits)
-    told = subprocess.check_output(["bash", "-c", f'. "{SCRIPTS}/common.sh"\n{lines}'], text=True)
-    assert told.splitlines() == ["", "", "", "86400", "241", "29348"]
-
-
 def test_number_of_requeues_is_limited(batch: Batch) -> None:
     env = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
     batch.run("--lr", "0.1", ranks=SAVED, env=env)
     assert (batch.code, batch.requeued) == (85, [])
-    assert "requeued 1 times, MPIPS_MAX_REQUEUES is 1; go on with --out runs/mpips-17" in batch.log
+    assert "requeued 1 time, MPIPS_MAX_REQUEUES is 1; go on with --out runs/mpips-17" in batch.log
 
 
 def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
@@ -275,7 +276,40 @@ def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
         batch.run("--lr", "0.1", ranks=ranks, env=env, shown={"Restarts": f"{k}"})
         assert "SIGUSR1: asking the ranks to save" in batch.log
     assert batch.requeued == ["17", "17"]
-    assert "within a minute of its start three times: giving up; give a longer --time" in batch.log
+    assert "within a minute of its start 3 times: giving up; give a longer --time" in batch.log
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("exit 137", "nothing is saved in 3 tries that ended by themselves: giving up; see the"),
+        ("kill -USR1 $PPID; sleep 5", ""),
+        ("kill -KILL $PPID", ""),
+    ],
+    ids=["crashed", "signalled", "node lost"],
+)
+def test_only_a_try_that_ends_by_itself_counts(how: str, told: str, batch: Batch) -> None:
+    """In the start, before there is a run; of what is requeued from outside nothing is noted."""
+    for k in range(3):
+        shown = {"Restarts": f"{k}"}
+        batch.run("--lr", "0.1", ranks=how, env={"SLURM_RESTART_COUNT": f"{k}"}, shown=shown)
+        assert ("giving up" in batch.log) is bool(told and k == 2)
+    assert told in batch.log
+    assert batch.requeued == ([] if "KILL" in how else ["17"] * (2 if told else 3))
+    assert (batch.out / "tries").exists() is bool(told)
+
+
+def test_signal_before_the_ranks_start(batch: Batch) -> None:
+    """Before there is a process that could note it, and before that process can."""
+    text = (SCRIPTS / "train.sbatch").read_text()
+    batch.run("--lr=1", copy=text.replace("\nprepare\n", "\nprepare\nkill -USR1 $$\n"))
+    assert batch.requeued == ["17"]
+    (batch.folder / "early").touch()
+    batch.run("--lr=1")
+    assert batch.requeued == ["17", "17"]
+    assert "SIGUSR1 before the ranks were started\n" in batch.log
+    assert not batch.calls("launch")
+    assert not batch.left
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,370 @@
+"""A job of SLURM: what its script runs, and its way back into the queue.
+
+``slurm/common.sh`` calls ``python -m mpips.launch.job SCRIPT SIGNAL VERB WORDS...`` in the
+environment that ranks are to have, and hands on SLURM's signals. SIGNAL is one that came before, or
+empty. The Python that starts the ranks is that of PATH.
+"""
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from mpips.checkpoint.place import CONFIG, DONE, TRIES
+from mpips.cluster import signals
+from mpips.errors import UserError, complain, counted, write_line
+from mpips.launch import tries
+from mpips.launch.batch import EARLY_S, TIME, seconds
+from mpips.launch.mpirun import TREE
+from mpips.launch.slurm import Controller, pick_launcher
+from mpips.launch.sweep import read_row
+from mpips.launch.verdict import FAILED, REFUSED
+from mpips.launch.watch import saved_step
+
+TEXTS = {"--help", "-h", "--version", "--print-config", "--ranks"}  # need no ranks
+HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
+NOTICE_S = 60  # of a signal for which no time is given
+RANK_MB = 350  # Python and MPI take 300
+REQUEUED_S, REPORT_S, POLL_S = 600.0, 600, 0.05
+LIBRARY = """\
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(*MPI.Get_library_version().replace("\\x00", " ").split(",")[0].split()[:4])
+"""
+
+
+class Job:
+    """This job, in its batch shell.
+
+    Args:
+        variables: Those of SLURM and of the site; what ranks need is added.
+        script: The job script.
+        asked: The signal that came before this process could note it; empty if none did.
+    """
+
+    def __init__(self, variables: MutableMapping[str, str], script: str, asked: str) -> None:
+        self._variables, self._script, self._before = variables, script, asked
+        self._begin = time.monotonic()
+        array, task = (variables.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
+        # The last task of an array has the array's own number as its SLURM_JOB_ID.
+        self._id = f"{array}_{task}" if task else variables["SLURM_JOB_ID"]
+        self._restart = int(variables.get("SLURM_RESTART_COUNT", "0"))
+        self._controller = Controller(self._id)
+        self._out, self._launcher, self._is_queued = Path(), list[str](), False
+        self._name = variables.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
+
+    def prepare(self) -> None:
+        """Choose the launcher, and say what is run where."""
+        known, cores = self._variables, int(self._variables.get("OMP_NUM_THREADS", "1"))
+        library = python("-c", LIBRARY).strip()
+        self._launcher = pick_launcher(library, known, len(os.sched_getaffinity(0)))
+        ranks = counted(int(known.get("SLURM_NTASKS", "1")), "rank")
+        where = f"{ranks} on {known.get('SLURM_JOB_NODELIST')} by {' '.join(self._launcher)}"
+        say(f"job {self._id}, restart {self._restart}: {where}")
+        each_mb = int(known.get("SLURM_MEM_PER_CPU", "1024")) * cores
+        if each_mb < RANK_MB:
+            remedy = "give sbatch --mem-per-cpu=1G, or --mem"
+            say(f"{each_mb} MB a rank, of which Python and MPI take 300; {remedy}")
+        commit = output("git", "-C", f"{TREE}", "describe", "--always", "--dirty") or "unknown"
+        version, place = platform.python_version(), shutil.which("python")
+        say(f"Python {version} at {place}, {library}, commit {commit}")
+        if self._launcher[0] == "srun":
+            # MPICH names its shared memory, and SLURM's pmix its folders, by job and step: what a
+            # killed step has left on a node breaks the start of another one of the same number.
+            for _ in range(self._restart):
+                output("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true")
+
+    def train(self, words: Sequence[str]) -> int:
+        """Train in ``--out``, or in a folder with the name and number of the job."""
+        code = self._find_out(words, f"runs/{self._name}-{self._variables['SLURM_JOB_ID']}")
+        if code is None:
+            code = self._try(words)
+        return self._requeue() if code < 0 else code
+
+    def chain(self, words: Sequence[str]) -> int:
+        """Train in ``--out``, or in a folder with the name of the job; the next link goes on."""
+        code = self._find_out(words, f"runs/{self._name}")
+        if code is None and (self._out / DONE).exists():
+            say(f"{self._out} is done; for another run give another --job-name")
+            return 0
+        if code is None:
+            code = self._try(words)
+        if code < 0:
+            code = 0 if self._asked or code == -signals.EXIT_SAVED else FAILED
+        return code
+
+    def sweep(self, words: Sequence[str]) -> int:
+        """Train as a row of a table says, the one with the number of this task of the array.
+
+        Args:
+            words: The table, a job file, and options. A run has a folder of its own below
+                ``--out``, where results.txt shows all of them whenever one has ended.
+        """
+        table, *words = words
+        number = self._variables["SLURM_ARRAY_TASK_ID"]
+        folder = f"runs/{self._name}-{self._variables['SLURM_ARRAY_JOB_ID']}"
+        for last, word in zip(["", *words], words, strict=False):
+            if last == "--out" or word.startswith("--out="):
+                folder = word.removeprefix("--out=")
+        words += (row := read_row(table, int(number)))
+        say(f"row {number} of {table}: {shlex.join(row)}")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        failed = Path(folder) / f"{number}.failed"
+        failed.unlink(missing_ok=True)
+        code = FAILED
+        try:
+            found = self._find_out([*words, "--out", f"{folder}/{number}"], "")
+            code = self._try(words, draws=False) if found is None else found
+            code = self._requeue() if code < 0 else code
+        except UserError as error:
+            code = error.code
+            raise
+        finally:
+            if not self._is_queued:
+                if code:
+                    failed.write_text(f"exit code {code}\n")
+                show_rows(Path(folder), int(self._variables.get("SLURM_ARRAY_TASK_COUNT", "1")))
+        return code
+
+    def doctor(self, words: Sequence[str]) -> int:
+        """Examine the nodes of this job."""
+        return self._start(["-m", "mpips.doctor", *words])
+
+    @property
+    def _asked(self) -> str:
+        """The signal by which this job was asked to end; empty if it was not."""
+        return (signals.received() or self._before).removeprefix("SIG")
+
+    def _find_out(self, words: Sequence[str], default: str) -> int | None:
+        """Check the job before it starts, and find the folder of its run.
+
+        Returns:
+            The exit code, if the words ask for a text or for an evaluation, and not for a run.
+
+        Raises:
+            UserError: If the time limit is over as soon as the ranks would be asked to save.
+        """
+        train = ["python", "-m", "mpips.train", *words]
+        if any(word.partition("=")[0] in TEXTS for word in words):
+            return subprocess.run(train, check=False).returncode
+        config: dict[str, object] = {"eval_only": True}
+        if "--explain" not in words:
+            shown = subprocess.run([*train, "--print-config"], stdout=subprocess.PIPE, check=False)
+            if shown.returncode:
+                return REFUSED
+            config = tomllib.loads(shown.stdout.decode())
+        if not config.get("eval_only"):
+            self._out = Path(str(config.get("out") or default))
+            self._check_time()
+            return None
+        return self._start(words)
+
+    def _check_time(self) -> None:
+        """Refuse a job whose time limit is over as soon as the notice comes.
+
+        It would be requeued for ever. The notice is that of the script, or of SBATCH_SIGNAL: one on
+        the command line of sbatch cannot be seen.
+
+        Raises:
+            UserError: If it is one.
+        """
+        limit = self._controller.field("TimeLimit")
+        text = Path(self._script).read_text(errors="replace")
+        said = re.findall(r"^#SBATCH .*--signal=(.*)", text, re.MULTILINE)
+        if by_site := self._variables.get("SBATCH_SIGNAL"):
+            said.append(by_site)
+        if not said:
+            return
+        given = re.search(r"@(\d+)", said[-1])
+        notice = int(given[1]) if given else NOTICE_S
+        least = notice + EARLY_S
+        if not TIME.fullmatch(limit) or seconds(limit) > least:
+            return
+        expected = f"more than {least} s, as the ranks are asked to save {notice} to {least} s"
+        remedy = f"give sbatch --time={least // 60 + 5}, or a shorter notice by "
+        remedy += "SBATCH_SIGNAL=B:USR1@30 sbatch ..."
+        got = f"a time limit of {seconds(limit)} s"
+        raise UserError(got, f"{expected} before its end", remedy)
+
+    def _try(self, words: Sequence[str], draws: bool = True) -> int:
+        """Train, from where an earlier try has left it.
+
+        Args:
+            words: Options of mpips.train.
+            draws: Whether to draw the run when it has ended.
+
+        Returns:
+            The exit code; its negative if there is something left to do.
+        """
+        words, out = [*words, "--out", str(self._out)], self._out
+        if out.is_dir() or self._restart:
+            words += ["--resume", "auto"]
+        least = self._variables.get("MPIPS_ELASTIC")
+        code = self._start(words, ["--elastic", least] if least else [])
+        if code in (0, FAILED) and draws and (out / CONFIG).exists():
+            draw(out)
+        if code == 0:
+            say(f"done: {out}")
+        if code in (0, REFUSED) or (code == FAILED and not self._asked):
+            return code
+        step = saved_step(out)
+        say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
+        if self._asked or code == signals.EXIT_SAVED:
+            return -code
+        found = tries.note(out / TRIES, tries.Try(self._id, self._restart, step))
+        if not tries.gets_no_further(found):
+            return -code
+        where = f"no further than step {step}" if step >= 0 else "nothing is saved"
+        remedy = f"see the messages above, then submit it again with --out {out}"
+        say(f"{where} in {tries.MOST} tries that ended by themselves: giving up; {remedy}")
+        return FAILED
+
+    def _start(self, words: Sequence[str], how: Sequence[str] = ()) -> int:
+        """Run mpips.launch, and hand on what this job is asked for; returns the exit code."""
+        if self._asked:
+            say(f"SIG{self._asked} before the ranks were started")
+            return signals.EXIT_SAVED  # nothing was begun that could be lost
+        how = [*HOW, *how, "--mpirun", " ".join(self._launcher)]
+        job = subprocess.Popen(["python", "-m", "mpips.launch", *how, "--", *words])
+        handed_on = False
+        while job.poll() is None:
+            if self._asked and not handed_on:
+                say(f"SIG{self._asked}: asking the ranks to save")
+                job.send_signal(signals.SIGNALS[0])
+                handed_on = True
+            time.sleep(POLL_S)
+        code = job.returncode if job.returncode >= 0 else 128 - job.returncode
+        if self._asked and code > 128:
+            code = signals.EXIT_SAVED  # before it could note a signal
+        say(f"mpips.launch ended with {code}")
+        return code
+
+    def _requeue(self) -> int:
+        """Put this job back into the queue, where it keeps its number and goes on.
+
+        Not where somebody has cancelled it: its state is COMPLETING then, as at the time limit,
+        which the reason tells apart.
+        """
+        state, reason = (self._controller.field(name) for name in ("JobState", "Reason"))
+        if state not in ("", "RUNNING") and reason != "TimeLimit":
+            return self._leave()
+        most = int(self._variables.get("MPIPS_MAX_REQUEUES") or 100)
+        onward = f"go on with --out {self._out}"
+        if self._restart >= most:
+            times = counted(self._restart, "time")
+            say(f"requeued {times}, MPIPS_MAX_REQUEUES is {most}; {onward}")
+        elif self._is_hurried():
+            why = f"asked to save within a minute of its start {tries.MOST} times: giving up"
+            say(f"{why}; give a longer --time or a shorter --signal, and {onward}")
+        else:
+            ends = signals.count(signal.SIGTERM)
+            if self._controller.requeue():
+                self._is_queued = True
+                end = time.monotonic() + REQUEUED_S
+                while signals.count(signal.SIGTERM) == ends and time.monotonic() < end:
+                    time.sleep(POLL_S)  # until SLURM ends this job
+                return self._leave()
+            say(f"cannot be requeued; submit it again with --out {self._out}")
+        return signals.EXIT_SAVED
+
+    def _is_hurried(self) -> bool:
+        """Whether this try and those before it were asked to save as soon as they had begun.
+
+        Nobody needed the nodes: the notice is too long for the time limit.
+        """
+        if self._asked != "USR1" or time.monotonic() - self._begin > EARLY_S:
+            return False
+        if not (self._out / CONFIG).is_file():
+            return False
+        if self._controller.field("PreemptTime") not in ("", "None"):
+            return False
+        this = tries.Try(self._id, self._restart, saved_step(self._out), hurried=True)
+        return tries.is_hurried(tries.note(self._out / TRIES, this))
+
+    def _leave(self) -> int:
+        """Say why SLURM has ended this job; returns the exit code.
+
+        Somebody has cancelled it, or it is requeued: for a node that failed, for a job that is more
+        urgent, or as it has asked for.
+        """
+        if self._is_queued or int(self._controller.field("Restarts") or 0) > self._restart:
+            self._is_queued = True
+            say("requeued")
+            return signals.EXIT_SAVED
+        say(f"cancelled; go on with --out {self._out}")
+        return FAILED
+
+
+def show_rows(folder: Path, rows: int) -> None:
+    """Write the table of a sweep's results, and draw the sweep when all rows have ended.
+
+    One row at a time does, so that the last one writes the last table, and draws them all.
+    """
+    with open(folder / "results.lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks goes without
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "results.tmp").write_text(python("-m", "mpips.results", str(folder)))
+        (folder / "results.tmp").replace(folder / "results.txt")
+        if len([*folder.glob(f"*/{DONE}"), *folder.glob("*.failed")]) >= rows:
+            draw(folder)
+
+
+def draw(folder: Path) -> None:
+    """Draw a run or a sweep that has ended, as a page in it, where the extra for that is."""
+    words = ["python", "-c", "import jinja2, matplotlib"]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        return
+    page = ["-o", str(folder / "report.html")]
+    words = ["timeout", f"{REPORT_S}", "python", "-m", "mpips.report", str(folder), *page]
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    say(done.stdout.rstrip() if done.returncode == 0 else f"{done.stdout}no report of {folder}")
+
+
+def python(*words: str) -> str:
+    """Return what Python prints; errors go where this process's do."""
+    command = ["python", *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+
+
+def output(*words: str) -> str:
+    """Return what a command prints, without its errors; nothing where it is not there."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+    return ""
+
+
+def say(text: str) -> None:
+    """Print what the job has to say, with the time."""
+    write_line(f"== {time.strftime('%F %T')} {text}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what a job script asks for; returns the exit code."""
+    script, asked, verb, *words = argv
+    verbs = {"train": Job.train, "chain": Job.chain, "sweep": Job.sweep, "doctor": Job.doctor}
+    with signals.noted():
+        try:
+            job = Job(os.environ, script, asked)
+            job.prepare()
+            return verbs[verb](job, words)
+        except UserError as error:
+            complain(error)
+            return error.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""Tries of a job of SLURM: which of them count, and when there have been enough.
+
+SLURM starts a requeued job under its old number: each start is a try. A try that SLURM or somebody
+has ended says nothing about the job: a preemption, a lost node, a signal. A try counts if the job
+ended by itself and was not done, or if its ranks were asked to save as soon as it had begun.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MOST = 3  # tries that count, one after the other, before a job gives up
+
+
+class Try(NamedTuple):
+    """A try that counts.
+
+    Attributes:
+        job: As SLURM calls it, such as ``17`` or ``17_2``.
+        restart: How often SLURM had started it again.
+        step: Of the newest checkpoint at its end; -1 where there is none.
+        hurried: Whether it was asked to save as soon as it had begun; else it ended by itself.
+    """
+
+    job: str
+    restart: int
+    step: int
+    hurried: bool = False
+
+
+def gets_no_further(tries: Sequence[Try]) -> bool:
+    """Whether a job has ended by itself too often since it saved something that is newer.
+
+    Args:
+        tries: That count, of one job.
+    """
+    steps = [one.step for one in tries if not one.hurried][-MOST:]
+    return len(steps) == MOST and max(steps) <= steps[0]
+
+
+def is_hurried(tries: Sequence[Try]) -> bool:
+    """Whether a job was asked to save as soon as it had begun in each of its last starts.
+
+    Args:
+        tries: That count, of one job.
+    """
+    last = tries[-MOST:]
+    if len(last) < MOST or not all(one.hurried for one in last):
+        return False
+    return [one.restart for one in last] == list(range(last[0].restart, last[0].restart + MOST))
+
+
+def note(path: Path, one: Try) -> list[Try]:
+    """Add a try to a file; returns those of its job, this one last.
+
+    Where it cannot be written, only this one is known.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(f"{json.dumps(one._asdict())}\n")
+        return [known for known in _read(path) if known.job == one.job]
+    return [one]
+
+
+def _read(path: Path) -> list[Try]:
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # a line of a disk that was full
+            found.append(Try(**json.loads(line)))
+    return found
