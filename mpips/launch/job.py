@@ -26,7 +26,8 @@ from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
 from mpips.launch.batch import EARLY_S, TIME, seconds
 from mpips.launch.mpirun import TREE
-from mpips.launch.slurm import Controller, pick_launcher
+from mpips.launch.slurm import Controller, pick_launcher, remove_left
+from mpips.launch.supervise import PREFIX
 from mpips.launch.sweep import read_row
 from mpips.launch.verdict import FAILED, REFUSED
 from mpips.launch.watch import saved_step
@@ -34,6 +35,7 @@ from mpips.launch.watch import saved_step
 TEXTS = {"--help", "-h", "--version", "--print-config", "--ranks"}  # need no ranks
 HOW = ("--hosts", "slurm", "--timeout", "0", "--restarts", "100")  # of mpips.launch
 NOTICE_S = 60  # of a signal for which no time is given
+KILLED = 137  # exit code of what SIGKILL has ended
 RANK_MB = 350  # Python and MPI take 300
 REQUEUED_S, REPORT_S, POLL_S = 600.0, 600, 0.05
 LIBRARY = """\
@@ -225,6 +227,7 @@ class Job:
         found = tries.note(out / TRIES, tries.Try(self._id, self._restart, step))
         if not tries.gets_no_further(found):
             return -code
+        remove_left(Path.cwd(), PREFIX, self._variables, is_over=True)
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
         remedy = f"see the messages above, then submit it again with --out {out}"
         say(f"{where} in {tries.MOST} tries that ended by themselves: giving up; {remedy}")
@@ -247,7 +250,8 @@ class Job:
         code = job.returncode if job.returncode >= 0 else 128 - job.returncode
         if self._asked and code > 128:
             code = signals.EXIT_SAVED  # before it could note a signal
-        say(f"mpips.launch ended with {code}")
+        remedy = ": if it was killed for memory, give sbatch a larger --mem-per-cpu, or --mem"
+        say(f"mpips.launch ended with {code}{remedy if code == KILLED else ''}")
         return code
 
     def _requeue(self) -> int:

@@ -1,4 +1,4 @@
-"""What only holds in a job of SLURM: its plugin for MPICH, and what a start before has left."""
+"""Facts of a job of SLURM: its launcher, what its steps say, folders of earlier starts."""
 
 import contextlib
 import os
@@ -15,15 +15,24 @@ from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun
 
 PMI2 = "--mpi=pmi2"
-UNREAD = b"mpi/pmi2: invalid client request"
+UNREAD = "SLURM's pmi2 plugin could not read the address of a rank"
+OUT_OF_MEMORY = "SLURM has killed ranks for memory; give sbatch a larger --mem-per-cpu, or --mem"
+SAID = {
+    UNREAD: re.compile(rb"mpi/pmi2: invalid client request"),
+    OUT_OF_MEMORY: re.compile(
+        rb"^(slurmstepd|srun)\S*: error: .*(exceeded .*memory limit|oom[-_ ]kill|out of memory)",
+        re.IGNORECASE,
+    ),
+}
 LOG = Path("/dev/stderr")
 
 
-class Plugin:
-    """What SLURM's pmi2 plugin says of the ranks of one start.
+class Step:
+    """What SLURM says of the ranks of one start.
 
-    It reads 1,024 bytes of what a rank tells it. What MPICH puts there depends on what is in memory
-    behind its address: now and then it is longer, and the ranks die in MPI_Init or wait there.
+    Its pmi2 plugin reads 1,024 bytes of what a rank tells it. What MPICH puts there depends on what
+    is in memory behind its address: now and then it is longer, and the ranks die in MPI_Init or
+    wait there.
 
     Args:
         launcher: With its options, of which the last that says it holds.
@@ -31,19 +40,21 @@ class Plugin:
 
     def __init__(self, launcher: Sequence[str]) -> None:
         said = [word for word in launcher if word.startswith("--mpi=")]
-        self.is_used = is_srun(launcher[0]) and said[-1:] == [PMI2]
+        self.is_by_pmi2 = is_srun(launcher[0]) and said[-1:] == [PMI2]
         self._log: Tail | None = None
-        if self.is_used and stat.S_ISREG(os.stat(LOG).st_mode):
+        self._found = set[str]()
+        if "SLURM_JOB_ID" in os.environ and stat.S_ISREG(os.stat(LOG).st_mode):
             self._log = Tail(LOG, os.stat(LOG).st_size)
 
     def trouble(self) -> str:
-        """Return that it could not read what a rank has told, where stderr is a file."""
-        if self._log is None:
-            return ""
-        unread = False
-        with contextlib.suppress(OSError):
-            unread = any(UNREAD in line for line in self._log.lines(LOG))
-        return "SLURM's pmi2 plugin could not read the address of a rank" if unread else ""
+        """Return what keeps ranks from starting, or has killed them, where stderr is a file."""
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                for line in self._log.lines(LOG):
+                    self._found |= {what for what, say in SAID.items() if say.search(line)}
+        if OUT_OF_MEMORY in self._found:
+            return OUT_OF_MEMORY
+        return UNREAD if self.is_by_pmi2 and UNREAD in self._found else ""
 
 
 def other_launcher() -> list[str]:
@@ -63,16 +74,24 @@ def folder_prefix(prefix: str, variables: Mapping[str, str]) -> str:
     return f"{prefix}{job}.{restart}-" if job else prefix
 
 
-def remove_left(parent: Path, prefix: str, variables: Mapping[str, str]) -> None:
+def remove_left(
+    parent: Path, prefix: str, variables: Mapping[str, str], is_over: bool = False
+) -> None:
     """Remove folders of supervisors of this job that SLURM has ended before it was requeued.
 
     Ranks that may be left of them, on a node that was cut off, end when they see it.
+
+    Args:
+        parent: Where they are.
+        prefix: Of their names.
+        variables: Of SLURM.
+        is_over: Whether this start of the job is over too.
     """
     job, restart = variables.get("SLURM_JOB_ID"), int(variables.get("SLURM_RESTART_COUNT", "0"))
     form = re.compile(rf"{re.escape(prefix)}{job}\.(\d+)-\w+")
     for path in _folders(parent) if job else ():
         match = form.fullmatch(path.name)
-        if match and int(match[1]) < restart:
+        if match and int(match[1]) < restart + is_over:
             shutil.rmtree(path, ignore_errors=True)
 
 

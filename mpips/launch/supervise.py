@@ -235,12 +235,12 @@ class Supervisor:
         ranks, launcher = self._launcher()
         signs = Signs(self._folder / f"{len(self._attempts) + 1}")
         signs.begin(self._terms())
-        plugin = slurm.Plugin(launcher or [""])
+        step = slurm.Step(launcher or [""])
         self._handed_on = False
         with contextlib.closing(signs):
             args = ["-m", "mpips.launch.rank", str(signs.folder), *self._words()]
             with Running(ranks, args, Path.cwd(), launcher=launcher, shown=True) as job:
-                trouble = self._watch(job, signs, plugin)
+                trouble = self._watch(job, signs, step)
                 if trouble and trouble != AT_ONCE:
                     _say(f"{trouble}: ending the job; where its ranks are:")
                     if signs.runs:
@@ -257,6 +257,8 @@ class Supervisor:
             code, seconds = job.process.returncode, time.monotonic() - begin
             if not trouble and len(signs.codes) == ranks and not any(signs.codes.values()):
                 code = 0
+            elif not trouble and code and step.trouble() == slurm.OUT_OF_MEMORY:
+                trouble = slurm.OUT_OF_MEMORY
             elif not trouble and place is not None and code == 0 and not any(signs.codes.values()):
                 trouble = "mpirun has lost ranks"  # Open MPI's, with a host
             return self._came_to(code, trouble, seconds, signs)
@@ -267,7 +269,9 @@ class Supervisor:
         if place is None:
             return order.ranks, self._survivors or order.launcher
         words = self._survivors or list(order.launcher or default_launcher(hosts=True))
-        if slurm.Plugin(words).is_used and any(not (a.begun or a.refusal) for a in self._attempts):
+        unseen = [a for a in self._attempts if not (a.begun or a.refusal)]
+        by_plugin = [a for a in unseen if a.trouble != slurm.OUT_OF_MEMORY]
+        if by_plugin and slurm.Step(words).is_by_pmi2:
             words = slurm.other_launcher()
             _say(f"no rank got as far as to begin: starting by {words[0]}")
         return place.ranks, launcher_words(words, place.used, place.reach.agent)
@@ -288,7 +292,7 @@ class Supervisor:
         words += self._changes
         return ["-m", "mpips.train", *words]
 
-    def _watch(self, job: Running, signs: Signs, plugin: slurm.Plugin) -> str:
+    def _watch(self, job: Running, signs: Signs, step: slurm.Step) -> str:
         """Wait until mpirun has ended, or something hangs; returns what."""
         order, now = self._order, time.monotonic()
         timeout_s = (order.timeout_s or UNWATCHED_S) if order.begins_run else math.inf
@@ -302,7 +306,7 @@ class Supervisor:
             self._hand_on(job)
             if time.monotonic() >= due:
                 trouble = watch.look(time.monotonic()) or (
-                    "" if signs.runs or signs.codes else plugin.trouble()
+                    "" if signs.runs or signs.codes else step.trouble()
                 )
                 if not trouble and self._place is not None and order.begins_run:
                     trouble = self._place.look(watch.quiet_s, time.monotonic())

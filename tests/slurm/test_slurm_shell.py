@@ -295,6 +295,7 @@ def test_only_a_try_that_ends_by_itself_counts(how: str, told: str, batch: Batch
         batch.run("--lr", "0.1", ranks=how, env={"SLURM_RESTART_COUNT": f"{k}"}, shown=shown)
         assert ("giving up" in batch.log) is bool(told and k == 2)
     assert told in batch.log
+    assert ("--mem-per-cpu" in batch.log) is (how == "exit 137")
     assert batch.requeued == ([] if "KILL" in how else ["17"] * (2 if told else 3))
     assert (batch.out / "tries").exists() is bool(told)
 
