@@ -83,7 +83,7 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if last.done:
         return Verdict(0, "")
     if last.reason.startswith("SIG") or (last.code == EXIT_SAVED and not last.trouble):
-        return Verdict(EXIT_SAVED, "saved and not finished: run it again")
+        return Verdict(EXIT_SAVED, "saved and not finished: the next start goes on from there")
     if asked:
         return _asked(last, asked)
     if last.reason == "diverged":

@@ -16,6 +16,7 @@ from mpips.config.delay import delays_text
 from mpips.cut.evaluations import Standing
 from mpips.datasets.hashed import IDS, Seen
 from mpips.errors import human_bytes
+from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
@@ -178,7 +179,9 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
     if unsaved:
         return f"not saved: {unsaved}"
     if reason.startswith("SIG"):
-        return f"saved and not finished: go on with --out {job.out} --resume"
+        by_supervisor = signs.terms() is not None  # which says what comes next
+        onward = "" if by_supervisor else f": go on with --out {job.out} --resume"
+        return f"saved and not finished{onward}"
     return f"saved in {job.out}"
 
 

@@ -236,7 +236,8 @@ def test_a_job_is_asked_to_end_and_refused(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         told = job.wait(SAVED)
     assert "mpips.launch: SIGINT: asking the ranks to save" in told
-    assert "run it again" in told
+    assert "saved and not finished: the next start goes on from there" in told
+    assert "--resume" not in told, "who starts it again needs no such word"
     assert_counts(newest(out), N)
     assert summary(out)["stop_reason"] == "SIGUSR1"
     with Supervised(tmp_path, 3, [*words, "--resume", "--batch-size", "5"]) as job:
