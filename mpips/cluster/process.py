@@ -1,11 +1,15 @@
 """A process of this host, as the kernel tells of it. Loads nothing heavy: every rank has it."""
 
+import contextlib
 import os
 import platform
 import re
 from pathlib import Path
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
+
+HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
+LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # of ranks, one on each host
 
 STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 
@@ -49,6 +53,31 @@ def stat_of(pid: int) -> list[str]:
     """
     head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return [head.partition("(")[2], *tail.split()]
+
+
+def namespace_of(pid: int) -> str:
+    """Return the user namespace of a process; empty if it cannot be seen."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/user")
+    return ""
+
+
+def apart_from_launcher() -> bool:
+    """Whether this rank is in a user namespace that its launcher on this host is not in.
+
+    Such as that of a container which the launcher starts for each rank.
+    """
+    pid = os.getpid()
+    mine = namespace_of(pid)
+    if mine in ("", HOST_NAMESPACE):
+        return False
+    with contextlib.suppress(OSError):  # above this container nothing is seen
+        while pid:
+            known = stat_of(pid)
+            if known[NAME] in LAUNCHERS:
+                return namespace_of(pid) != mine
+            pid = int(known[PARENT])
+    return True
 
 
 def cpu_name() -> str:

@@ -149,6 +149,12 @@ def clean(folder: Path = SHARED_MEMORY) -> dict[Path, int]:
     return {path: size for path, size in left_over(folder).items() if _unlink(path)}
 
 
+def is_by_mpich(variables: Mapping[str, str]) -> bool:
+    """Whether the environment of a rank is that of MPICH, and not Intel's."""
+    others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
+    return "PMI_RANK" in variables and not any(name in variables for name in others)
+
+
 def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
     """Return why MPICH would die by SIGBUS as it starts, or None.
 
@@ -157,8 +163,7 @@ def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
         total: Bytes of the file system that holds shared memory.
     """
     # Open MPI does without it; what Intel MPI needs does not follow from the ranks alone.
-    others = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "I_MPI_ROOT", "I_MPI_HYDRA_UUID")
-    if "PMI_RANK" not in variables or any(name in variables for name in others):
+    if not is_by_mpich(variables):
         return None
     count = variables.get("MPI_LOCALNRANKS", "")
     ranks = int(count) if count.isdigit() else 1

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from mpips.cluster import segments, signals
-from mpips.cluster.process import cores, local_ranks
-from mpips.errors import UserError
+from mpips.cluster.process import apart_from_launcher, cores, local_ranks
+from mpips.errors import UserError, complain
 
 BTL = "OMPI_MCA_btl"
+COPIES = "MPIR_CVAR_CH4_CMA_ENABLE"  # whether MPICH copies from rank to rank by the kernel
 
 
 def _yield_when_oversubscribed() -> None:
@@ -23,6 +24,22 @@ def _yield_when_oversubscribed() -> None:
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         os.environ.setdefault("I_MPI_THREAD_YIELD", "2")  # sched_yield
+
+
+def _copy_by_shared_memory() -> None:
+    """Have MPICH copy as it may where a rank has a user namespace of its own, and say so once.
+
+    Ranks of other namespaces may not read its memory: MPICH would die of that as it starts, or at
+    the first large message.
+    """
+    if not segments.is_by_mpich(os.environ) or local_ranks() < 2 or COPIES in os.environ:
+        return
+    if not apart_from_launcher():
+        return
+    os.environ[COPIES] = "0"
+    if os.environ["PMI_RANK"] == "0":
+        got = "ranks in user namespaces of their own, which MPICH cannot copy between"
+        complain(f"{got}: {COPIES}=0 is set; one namespace for a node's ranks is faster")
 
 
 @contextlib.contextmanager
@@ -48,6 +65,7 @@ def unused_networks_left_out() -> Iterator[None]:
 _yield_when_oversubscribed()
 segments.clean()
 segments.require_room()
+_copy_by_shared_memory()
 
 with segments.noted(), unused_networks_left_out():
     from mpi4py import MPI  # starts MPI, with what was set above

@@ -1,10 +1,35 @@
 """What is set in the environment before MPI starts."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from mpips.cluster import start
+from mpips.launch.mpirun import default_launcher, is_open_mpi, trial
+
+APART = ["unshare", "--user", "--map-root-user"]
+COPIES = """
+import mpips.cluster.world
+import numpy as np
+from mpi4py import MPI
+
+MPI.COMM_WORLD.Bcast(np.zeros(100_000))
+"""
+
+
+@pytest.mark.launch
+def test_ranks_in_containers_of_their_own():
+    """MPICH died as it started, as the kernel lets no rank read the memory of another one."""
+    if subprocess.run([*APART, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs user namespaces")
+    for wrapper in (APART, []):
+        done = trial([*default_launcher(), "-n", "4", *wrapper, sys.executable, "-c", COPIES])
+        assert done.returncode == 0, done.stderr
+        told = "mpips: ranks in user namespaces of their own, which MPICH cannot copy between: "
+        told += f"{start.COPIES}=0 is set; one namespace"
+        assert done.stderr.count(told) == (bool(wrapper) and not is_open_mpi())
 
 
 @pytest.mark.parametrize(
