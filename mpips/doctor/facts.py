@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpips.cluster import segments
 from mpips.cluster.pages import shared_page
+from mpips.cluster.process import namespace_of
 from mpips.cluster.segments import SHARED_MEMORY
 
 LIMITS = {
@@ -42,6 +43,7 @@ class Facts:
         core_pattern: Where the kernel puts core files.
         variables: Of the environment: SLURM's, the MPIs', the thread limits.
         networks: Bits a second of each network device that says so and is up.
+        namespace: The user namespace; empty where the kernel has none.
     """
 
     host: str
@@ -57,6 +59,7 @@ class Facts:
     core_pattern: str
     variables: Mapping[str, str]
     networks: Mapping[str, float]
+    namespace: str = ""
 
 
 def gather_facts() -> Facts:
@@ -77,6 +80,7 @@ def gather_facts() -> Facts:
         core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
         variables=kept,
         networks=networks(Path("/sys/class")),
+        namespace=namespace_of(os.getpid()),
     )
 
 

@@ -80,11 +80,6 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
 
 
-def count(n: int, noun: str) -> str:
-    """Return a number with its noun: 1 rank, 2 ranks."""
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
 def name_hosts(hosts: Sequence[str]) -> str:
     """Return host names, shortened where there are many."""
     shown = ", ".join(hosts[:HOSTS_SHOWN])

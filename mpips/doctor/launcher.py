@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from mpips.doctor.finding import Finding, ok, warn
+from mpips.errors import counted
 
 SLOW_START_S = 60.0
 SLOW_LOADING_S = 5.0
@@ -24,20 +25,21 @@ def judge_slurm(variables: Mapping[str, str], world: int, hosts: int, cores: int
         for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK")
     )
     found = []
+    given = f"{counted(world, 'rank')} in an allocation of {counted(tasks, 'task')}"
     if tasks > world and nodes != tasks:  # mpirun's own step has one task a node
-        remedy = f"start {tasks} ranks, or ask for --ntasks={world}"
-        found.append(warn("slurm", f"{world} ranks in an allocation of {tasks} tasks", remedy))
+        remedy = f"start {counted(tasks, 'rank')}, or ask for --ntasks={world}"
+        found.append(warn("slurm", given, remedy))
     if 0 < tasks < world and tasks != hosts:
-        remedy = f"ask for --ntasks={world}, or start {tasks} ranks"
-        found.append(warn("slurm", f"{world} ranks in an allocation of {tasks} tasks", remedy))
+        remedy = f"ask for --ntasks={world}, or start {counted(tasks, 'rank')}"
+        found.append(warn("slurm", given, remedy))
     if nodes > hosts:
         remedy = f"ask for --nodes={hosts}, or spread the ranks: --ntasks-per-node"
         found.append(warn("slurm", f"ranks on {hosts} of {nodes} nodes", remedy))
     if each > cores:
         remedy = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, or give srun -c"
         found.append(warn("slurm", f"{cores} cores a rank, where {each} were asked for", remedy))
-    job = f"job {variables['SLURM_JOB_ID']}"
-    return found or [ok("slurm", f"{job}: {world} ranks on {hosts} nodes, as asked for")]
+    where = f"{counted(world, 'rank')} on {counted(hosts, 'node')}, as asked for"
+    return found or [ok("slurm", f"job {variables['SLURM_JOB_ID']}: {where}")]
 
 
 def judge_start(seconds: Sequence[float]) -> Finding:

@@ -5,8 +5,8 @@ import mmap
 from collections.abc import Iterator, Sequence
 
 from mpips.doctor.facts import SHARED_MEMORY, THREADS, Facts
-from mpips.doctor.finding import Finding, count, ok, per_host, warn
-from mpips.errors import human_bytes
+from mpips.doctor.finding import Finding, ok, per_host, warn
+from mpips.errors import counted, human_bytes
 
 SPARE_FILES = 64
 FILES_A_RANK = 4  # a socket each way, and what MPI opens beside it
@@ -30,6 +30,7 @@ def judge_machines(facts: Sequence[Facts]) -> list[Finding]:
     return [
         *per_host(hosts, judge_cores),
         *per_host(hosts, judge_threads),
+        *per_host(hosts, judge_namespaces),
         *per_host(hosts, judge_leftovers),
         *per_host(hosts, judge_pages),
         *per_host(hosts, lambda ranks: judge_limits(ranks[0], world)),
@@ -40,14 +41,14 @@ def judge_cores(ranks: Sequence[Facts]) -> Finding:
     """Judge the cores of one host's ranks: affinity masks, oversubscription, quotas."""
     n, cores = len(ranks), frozenset[int]().union(*(r.cores for r in ranks))
     quota, online = ranks[0].quota, ranks[0].online
-    found = f"{count(n, 'rank')} on {count(len(cores), 'core')}"
+    found = f"{counted(n, 'rank')} on {counted(len(cores), 'core')}"
     figures = {"ranks": float(n), "cores": float(len(cores))}
     if n > len(cores) and online >= n:
         remedy = "let the launcher give each rank a core of its own: srun --cpu-bind=cores, "
         remedy += "mpirun --bind-to core (MPICH: -bind-to core), --cpus-per-task"
         return warn("cores", f"{found}, of {online} there are", remedy, **figures)
     if n > len(cores):
-        remedy = f"start at most {count(len(cores), 'rank')} on a host like this; more take turns"
+        remedy = f"start at most {counted(len(cores), 'rank')} on a host like this; more take turns"
         return warn("cores", found, remedy, **figures)
     if quota < n:
         remedy = "ask for as many cores as ranks (docker --cpus, --cpus-per-task)"
@@ -63,7 +64,7 @@ def _shared_mask(ranks: Sequence[Facts]) -> str:
     for mask in {r.cores for r in ranks}:
         bound = sum(r.cores <= mask for r in ranks)
         if bound > len(mask):
-            return f"{bound} of them are bound to {count(len(mask), 'core')}"
+            return f"{bound} of them are bound to {counted(len(mask), 'core')}"
     return ""
 
 
@@ -79,6 +80,16 @@ def judge_threads(ranks: Sequence[Facts]) -> Finding:
         return warn("threads", f"{text}, for {share} a rank", remedy)
     text = ", ".join(f"{k}={v}" for k, v in set_to.items())
     return ok("threads", f"{share} a rank, set by mpips for BLAS{text and f'; {text}'}")
+
+
+def judge_namespaces(ranks: Sequence[Facts]) -> Finding:
+    """Judge whether ranks of a host may read each other's memory, as MPICH copies messages."""
+    spaces = len({rank.namespace for rank in ranks})
+    if spaces == 1:
+        return ok("namespaces", "one, so that MPI may copy from rank to rank")
+    remedy = "start a node's ranks in one container; until then, with MPICH, "
+    remedy += "export MPIR_CVAR_CH4_CMA_ENABLE=0, which mpips sets where it sees that"
+    return warn("namespaces", f"{len(ranks)} ranks in {spaces} user namespaces", remedy)
 
 
 def judge_leftovers(ranks: Sequence[Facts]) -> Finding:

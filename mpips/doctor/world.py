@@ -16,14 +16,14 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.doctor import library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
-from mpips.doctor.finding import Finding, count, fail, ok, warn
+from mpips.doctor.finding import Finding, fail, ok, warn
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.doctor.machine import judge_machines
 from mpips.doctor.network import judge_clocks
 from mpips.doctor.options import Options
 from mpips.doctor.report import Report
 from mpips.doctor.watch import Watch
-from mpips.errors import UserError, write_line
+from mpips.errors import UserError, counted, write_line
 from mpips.optim import make_rule, warm
 
 COMPILING_S = 180.0
@@ -96,11 +96,11 @@ def check_launch(visit: Visit) -> list[Finding]:
 
 
 def _judge_world(ranks: Cluster, node_size: int) -> Finding:
-    text = f"{count(ranks.world, 'rank')} on {count(len(set(ranks.hosts)), 'host')}"
+    text = f"{counted(ranks.world, 'rank')} on {counted(len(set(ranks.hosts)), 'host')}"
     if ranks.world == 1:
         return warn("world", "1 rank, which trains alone", f"{HOW}, or srun in a job")
     sizes = sorted({ranks.node_of.count(node) for node in ranks.node_of})
-    text += f", {count(ranks.nodes, 'node')} of {' or '.join(map(str, sizes))}"
+    text += f", {counted(ranks.nodes, 'node')} of {' or '.join(map(str, sizes))}"
     return ok("world", text + (" by --node-size" if node_size else ""))
 
 
@@ -254,7 +254,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         ranks = Cluster(whole_world(), options.node_size)
         ranks.limit_threads()
         visit = Visit(ranks, options)
-        report.title = f"{count(ranks.world, 'rank')} on {count(ranks.nodes, 'node')}"
+        report.title = f"{counted(ranks.world, 'rank')} on {counted(ranks.nodes, 'node')}"
         report.shown = ranks.rank == 0
         watch.then(lambda text: ending.abort(text, 1))
     for check in checks:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from mpips.errors import counted
 from mpips.launch.hosts import Host, placed
 from mpips.launch.reach import Question, Reach
 from mpips.launch.watch import Rank
@@ -62,7 +63,7 @@ class Placement:
         self.used = placed(there, self._wanted)
         if self.ranks >= self._least:
             return ""
-        room = f"{self.ranks} ranks have a host, of {self._least}"
+        room = f"hosts for {counted(self.ranks, 'rank')}, of {self._least}"
         return f"{room} at least: {self.left_out}"
 
     @property
@@ -73,7 +74,8 @@ class Placement:
     @property
     def summary(self) -> str:
         """Where the ranks are, and what is left out."""
-        where = f"{self.ranks} of {self._wanted} ranks on {','.join(map(str, self.used))}"
+        wanted = counted(self._wanted, "rank")
+        where = f"{self.ranks} of {wanted} on {','.join(map(str, self.used))}"
         return f"{where} ({self.left_out})" if self.trouble else where
 
     def look(self, quiet_s: float, now: float) -> str:

@@ -141,10 +141,20 @@ def pinned(*masks: set[int]) -> list[Facts]:
     return [dataclasses.replace(HEALTHY, cores=frozenset(mask)) for mask in masks]
 
 
+def test_ranks_in_namespaces_of_their_own_are_told() -> None:
+    apart = [dataclasses.replace(HEALTHY, namespace=f"user:[{k}]") for k in range(3)]
+    (found,) = (f for f in judge_machines(apart) if f.check == "namespaces")
+    assert (found.verdict, found.found) == (WARN, "a: 3 ranks in 3 user namespaces")
+    assert "one container" in found.remedy
+    assert "MPIR_CVAR_CH4_CMA_ENABLE=0" in found.remedy
+
+
 def test_a_healthy_host_is_ok() -> None:
     found = judge_machines(ranks(4))
     assert {f.verdict for f in found} == {OK}
-    assert [f.check for f in found] == ["cores", "threads", "leftovers", "pages", "limits"]
+    assert [f.check for f in found] == [
+        *("cores", "threads", "namespaces", "leftovers", "pages", "limits")
+    ]
 
 
 @pytest.mark.parametrize(

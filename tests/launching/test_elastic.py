@@ -67,7 +67,7 @@ def test_hosts_that_do_not_answer_are_refused(
         words = ["--hosts", "east:2,west:2", *more, "--rsh", str(rsh), "--"]
         assert command.main(words) == 2
         told = capsys.readouterr().err
-        assert f"mpips: 0 ranks have a host, of {1 if more else 4} at least: east: no r" in told
+        assert f"mpips: hosts for 0 ranks, of {1 if more else 4} at least: east: no r" in told
         assert "west: no route to west, expected hosts that answer; " in told
     assert not list(Path.cwd().glob("mpips-launch-*"))
 

@@ -160,7 +160,7 @@ def test_hosts_of_the_next_attempt(there: Reach, rsh: Path) -> None:
     assert place.choose(never) == ""
     assert place.summary == "4 of 4 ranks on b:2,c:2 (a: no route to a)"
     rsh.with_name("b.down").touch()
-    told = "2 ranks have a host, of 4 at least: a: no route to a; b: no route to b"
+    told = "hosts for 2 ranks, of 4 at least: a: no route to a; b: no route to b"
     assert place.choose(never) == told
     elastic = Placement(ALL, 4, 2, there)
     assert elastic.choose(never) == ""
