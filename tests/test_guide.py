@@ -47,7 +47,7 @@ STARTS_RANKS = re.compile(r"\b(mpips|mj|mt)\.(run|Store)\(", re.M)
 FOREIGN = {  # options of other programs
     *("--oversubscribe", "--mca", "--bind-to", "--mpi", "--cpu-bind", "--ntasks", "--nodes"),
     *("--mem", "--mem-per-cpu", "--shm-size", "--cpus-per-task", "--export"),
-    *("--with-mpi", "--no-binary", "--no-deps", "--max-restarts"),
+    *("--with-mpi", "--no-binary", "--no-deps", "--force-reinstall", "--max-restarts"),
 }
 
 
@@ -419,6 +419,14 @@ def test_what_does_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, code in blocks(name, "console"):
         line = INSTALL.sub("", code.splitlines()[0].removeprefix("$ "))
         assert re.match(r"(mpirun -n \d+ )?python -m mpips\.(train|doctor)( |$)", line)
+
+
+def test_only_a_clone_is_installed_from_its_folder() -> None:
+    """The guide comes with a wheel, whose reader has none."""
+    lines = [line for topic in TOPICS for line in text(topic).splitlines()]
+    clone = ("python -m venv", "python -m pytest")  # behind a git clone, and its tests
+    found = [line for line in lines if "pip install -e" in line]
+    assert [line for line in found if not any(word in line for word in clone)] == []
 
 
 def test_the_tests_of_a_clone() -> None:
