@@ -20,7 +20,6 @@ DATA = "data.json"  # the index of a dataset of many files
 WORDS = "words.txt"  # of text: a line a row, a word and how often it occurs
 TRACE = "trace"  # a folder a job, in it a file a rank: what it did when
 RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
-TRIES = "tries"  # which tries of a job of SLURM have come to nothing
 BEST = "best"  # points to the checkpoint with the lowest held-out loss
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from mpips.checkpoint.place import CONFIG, DONE, TRIES
+from mpips.checkpoint.place import CONFIG, DONE
 from mpips.cluster import signals
 from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
@@ -217,6 +217,7 @@ class Job:
         if code in (0, FAILED) and draws and (out / CONFIG).exists():
             draw(out)
         if code == 0:
+            tries.forget(out)
             say(f"done: {out}")
         if code in (0, REFUSED) or (code == FAILED and not self._asked):
             return code
@@ -224,7 +225,7 @@ class Job:
         say(f"not done: {f'step {step}' if step >= 0 else 'nothing'} is saved in {out}")
         if self._asked or code == signals.EXIT_SAVED:
             return -code
-        found = tries.note(out / TRIES, tries.Try(self._id, self._restart, step))
+        found = tries.note(out, tries.Try(self._id, self._restart, step))
         if not tries.gets_no_further(found):
             return -code
         remove_left(Path.cwd(), PREFIX, self._variables, is_over=True)
@@ -294,7 +295,7 @@ class Job:
         if self._controller.field("PreemptTime") not in ("", "None"):
             return False
         this = tries.Try(self._id, self._restart, saved_step(self._out), hurried=True)
-        return tries.is_hurried(tries.note(self._out / TRIES, this))
+        return tries.is_hurried(tries.note(self._out, this))
 
     def _leave(self) -> int:
         """Say why SLURM has ended this job; returns the exit code.

@@ -52,17 +52,28 @@ def is_hurried(tries: Sequence[Try]) -> bool:
     return [one.restart for one in last] == list(range(last[0].restart, last[0].restart + MOST))
 
 
-def note(path: Path, one: Try) -> list[Try]:
-    """Add a try to a file; returns those of its job, this one last.
+def note(out: Path, one: Try) -> list[Try]:
+    """Note a try beside the folder of its run; returns those of its job, this one last.
 
     Where it cannot be written, only this one is known.
     """
+    path = _file(out)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
             file.write(f"{json.dumps(one._asdict())}\n")
         return [known for known in _read(path) if known.job == one.job]
     return [one]
+
+
+def forget(out: Path) -> None:
+    """Remove what was noted of a run that is done."""
+    _file(out).unlink(missing_ok=True)
+
+
+def _file(out: Path) -> Path:
+    """Return the file of a run's tries: its folder may not be there, and is to be empty then."""
+    return Path(f"{out}.tries")
 
 
 def _read(path: Path) -> list[Try]:

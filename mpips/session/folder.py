@@ -26,7 +26,6 @@ from mpips.checkpoint.place import (
     METRICS,
     RECORD,
     TRACE,
-    TRIES,
     WORDS,
     claim,
     unwritable,
@@ -39,7 +38,7 @@ from mpips.config.validation import check_resume, check_saved, differences
 from mpips.datasets import places
 from mpips.errors import UserError
 
-STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", WORDS, LOCK, TRIES}  # written before CONFIG
+STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", WORDS, LOCK}  # what is written before CONFIG
 LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)

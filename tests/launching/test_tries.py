@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpips.launch.tries import Try, gets_no_further, is_hurried, note
+from mpips.launch.tries import Try, forget, gets_no_further, is_hurried, note
 
 
 def ended(*steps: int) -> list[Try]:
@@ -37,13 +37,15 @@ def test_a_job_is_hurried_in_three_starts_in_a_row() -> None:
 
 def test_tries_are_noted_by_job(tmp_path: Path) -> None:
     """Also where there is no run yet; a line that was cut, or is of another job, does not count."""
-    file = tmp_path / "run" / "tries"
+    run, file = tmp_path / "runs" / "17", tmp_path / "runs" / "17.tries"
     one, other = Try("17_2", 0, -1), Try("18", 0, 4, hurried=True)
-    assert note(file, one) == [one]
-    assert note(file, other) == [other]
+    assert note(run, one) == [one]
+    assert note(run, other) == [other]
     with open(file, "a") as cut:
         cut.write('{"job": "17_2", "rest\n')
     again = Try("17_2", 1, -1)
-    assert note(file, again) == [one, again]
+    assert note(run, again) == [one, again]
+    forget(run)
+    assert not list(run.parent.iterdir())
     (tmp_path / "none").touch()
-    assert note(tmp_path / "none" / "tries", one) == [one]
+    assert note(tmp_path / "none" / "run", one) == [one]

@@ -297,7 +297,8 @@ def test_only_a_try_that_ends_by_itself_counts(how: str, told: str, batch: Batch
     assert told in batch.log
     assert ("--mem-per-cpu" in batch.log) is (how == "exit 137")
     assert batch.requeued == ([] if "KILL" in how else ["17"] * (2 if told else 3))
-    assert (batch.out / "tries").exists() is bool(told)
+    assert Path(f"{batch.out}.tries").exists() is bool(told)
+    assert not batch.out.exists(), "a run begins in an empty folder"
 
 
 def test_signal_before_the_ranks_start(batch: Batch) -> None:
