@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mpips.errors import UserError, complain
+from mpips.errors import UserError, complain, counted
 
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = (
@@ -172,7 +172,7 @@ def lacking(variables: Mapping[str, str], total: int) -> UserError | None:
         return None
     return UserError(
         f"{SHARED_MEMORY} on {platform.node()} is of {total} bytes",
-        f"at least {needed} bytes for MPICH with {ranks} ranks there",
+        f"at least {needed} bytes for MPICH with {counted(ranks, 'rank')} there",
         "enlarge it (docker: --shm-size), or use Open MPI, which does without",
     )
 

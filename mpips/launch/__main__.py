@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpips.config.arguments import split_words, verbatim
 from mpips.config.command_line import load, parse_command_line
-from mpips.errors import UserError, complain
+from mpips.errors import UserError, complain, counted
 
 if TYPE_CHECKING:
     from mpips.launch.supervise import Crew, Order
@@ -127,7 +127,7 @@ def _crew(args: argparse.Namespace, launcher: Sequence[str]) -> "Crew | None":
     ranks = args.ranks or sum(host.ranks for host in hosts)
     least = ranks if args.elastic is None else args.elastic
     if not 1 <= least <= ranks:
-        raise UserError(f"--elastic {least}", f"1 to {ranks} ranks")
+        raise UserError(f"--elastic {least}", f"1 to {counted(ranks, 'rank')}")
     remote = shlex.split(args.rsh)
     if remote and shutil.which(remote[0]) is None:
         raise UserError(f"--rsh {remote[0]!r}", "a program on PATH", "load its module")

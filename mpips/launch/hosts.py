@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpips.errors import UserError
+from mpips.errors import UserError, counted
 from mpips.launch.mpirun import PART, is_open_mpi
 
 SLURM = "slurm"  # for hosts: those of the allocation
@@ -70,7 +70,7 @@ def find_hosts(text: str, ranks: int | None) -> tuple[Host, ...]:
         counts = dict.fromkeys(named, -(-ranks // len(named)))
     total = sum(counts.values())
     if ranks is not None and ranks > total:
-        raise UserError(f"-n {ranks} on hosts of {total} ranks", f"-n <= {total}")
+        raise UserError(f"-n {ranks} on hosts of {counted(total, 'rank')}", f"-n <= {total}")
     interfaces = {host.name: host.interface for host in found}
     return tuple(Host(name, n, group, interfaces[name]) for (name, group), n in counts.items())
 

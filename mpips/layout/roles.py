@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpips.config.modes import ROUND_MODES
-from mpips.errors import UserError
+from mpips.errors import UserError, counted
 from mpips.layout import Shard, cut
 
 
@@ -177,7 +177,7 @@ def _eligible(hosts: Sequence[str], glob: str, count: int) -> list[int]:
     ranks = matching(hosts, glob)
     if len(ranks) < count:
         raise UserError(
-            f"server_hosts={glob!r} matches {len(ranks)} ranks",
+            f"server_hosts={glob!r} matches {counted(len(ranks), 'rank')}",
             f"at least servers={count} of them",
             f"hosts are {', '.join(sorted(set(hosts)))}",
         )

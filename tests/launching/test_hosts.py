@@ -72,6 +72,7 @@ def test_the_hosts_of_an_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("a,b", None, "--hosts a,b without numbers of ranks, expected names with numbers"),
         ("a:2,b", 3, "--hosts a:2,b with numbers on some, expected a number on each, or on none"),
         ("a:2,b:2", 5, "-n 5 on hosts of 4 ranks, expected -n <= 4"),
+        ("a:1", 2, "-n 2 on hosts of 1 rank, expected -n <= 1"),
         ("a:two", None, "'a:two' in --hosts a:two, expected names with numbers"),
         ("a:0", None, "'a:0' in --hosts a:0, expected names with numbers"),
         (",", None, "--hosts ',' without a host"),
