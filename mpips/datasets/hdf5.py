@@ -2,8 +2,13 @@
 
 ``file.h5`` means its arrays ``x`` and ``y``, ``file.h5::inputs,targets`` others; groups are
 named with slashes. An attribute ``scale`` of the inputs is a factor on them.
+
+A file can name other files to read from, by external links, external storage and virtual arrays.
+That is refused, because a file from elsewhere could name any file of the user's, unless a third
+word allows it: ``file.h5::x,y,external``.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,13 @@ from mpips.errors import UserError, nearest
 
 FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
+MAX_LINKS = 16  # soft links, one behind another, as HDF5 follows
+EXTERNAL = "external"  # behind the names of arrays: other files may be read
 CACHE_BYTES = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
+
+
+class OutsideError(ValueError):
+    """An item of an HDF5 file lies in another file."""
 
 
 class Hdf5Table(Table):
@@ -26,6 +37,7 @@ class Hdf5Table(Table):
         path: The file.
         names: Inputs and targets in it.
         cache_bytes: Chunks of an array that are kept.
+        external: Whether the arrays may lie in other files.
 
     Raises:
         UserError: If the file is missing, empty, truncated or not HDF5, or has no such arrays.
@@ -34,11 +46,15 @@ class Hdf5Table(Table):
     in_memory = False
 
     def __init__(
-        self, path: str, names: tuple[str, str] = ("x", "y"), cache_bytes: int = CACHE_BYTES
+        self,
+        path: str,
+        names: tuple[str, str] = ("x", "y"),
+        cache_bytes: int = CACHE_BYTES,
+        external: bool = False,
     ) -> None:
         self._file = _open(path, cache_bytes)
         try:
-            self._x, self._y = (_array(self._file, path, name) for name in names)
+            self._x, self._y = (_array(self._file, path, name, external) for name in names)
             x = ArrayInfo(names[0], self._x.shape, self._x.dtype)
             y = ArrayInfo(names[1], self._y.shape, self._y.dtype)
             super().__init__(path, x, y, _scale(self._x, path, names[0]))
@@ -78,11 +94,13 @@ class Hdf5Table(Table):
 
 
 def open_hdf5(path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> Hdf5Table:
-    """Open `path`; `names` is ``inputs,targets``, by default ``x,y``."""
-    pair = tuple((names or "x,y").split(","))
+    """Open `path`; `names` is ``inputs,targets``, by default ``x,y``, and perhaps `EXTERNAL`."""
+    parts = names.split(",") if names else []
+    external = len(parts) in (1, 3) and parts[-1] == EXTERNAL
+    pair = (parts[:-1] if external else parts) or ["x", "y"]
     if len(pair) != 2 or not all(pair):
         raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
-    return Hdf5Table(path, (pair[0], pair[1]), cache_bytes)
+    return Hdf5Table(path, (pair[0], pair[1]), cache_bytes, external)
 
 
 def open_hdf5_of_many(path: str, names: str = "") -> Hdf5Table:
@@ -107,24 +125,71 @@ def _open(path: str, cache_bytes: int) -> Any:
         return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
 
 
-def _array(file: Any, path: str, name: str) -> Any:
+def inside(group: Any, name: str, links: int = 0) -> Any:
+    """Return an item of an open file, which is in that file; None if there is none.
+
+    Args:
+        group: The group that the name begins at, unless it begins with a slash.
+        name: Names of groups and the item, with slashes between.
+        links: Soft links that have led here.
+
+    Raises:
+        OutsideError: If a link, or the data of an array, is in another file, which is not opened.
+        RuntimeError: If too many links lead to it.
+    """
+    if links > MAX_LINKS:
+        raise RuntimeError("too many links")
+    item = group.file if name.startswith("/") else group
+    for part in (each for each in name.split("/") if each not in ("", ".")):
+        link = item.get(part, getlink=True) if isinstance(item, h5py.Group) else None
+        if isinstance(link, h5py.ExternalLink):
+            raise OutsideError(f"{part!r} links to the file {link.filename}")
+        if isinstance(link, h5py.SoftLink):
+            item = inside(item, link.path, links + 1)
+        else:
+            item = link and item[part]
+    if isinstance(item, h5py.Dataset):
+        files = [name for name, *_ in item.external or ()]
+        files += [source.file_name for source in item.virtual_sources()] if item.is_virtual else []
+        if files:
+            raise OutsideError(f"{name!r} has its data in the file {files[0]}")
+    return item
+
+
+def _array(file: Any, path: str, name: str, external: bool) -> Any:
     there: list[str] = []
 
     def note(key: str, item: Any) -> bool | None:
         there.extend([key] if isinstance(item, h5py.Dataset) else [])
         return len(there) >= MAX_NAMES_SHOWN or None
 
+    stem = Path(path).name
     with reading(path, FORMAT):
-        found = file.get(name)
+        try:
+            found = file.get(name) if external else inside(file, name)
+        except OutsideError as error:
+            remedy = f"name that file itself, or write ::x,y,{EXTERNAL} if you trust {stem}"
+            raise UserError(f"{path}: {error}", "data in the file itself", remedy) from None
         if isinstance(found, h5py.Dataset):
+            _check_sources(found, path, name)
             return found
         file.visititems(note)
-    stem = Path(path).name
     raise UserError(
         f"{path}: array {name!r} is missing",
         f"one of its arrays: {', '.join(there) or 'it has none'}",
         nearest(name, there) or f"name inputs and targets, as in {stem}::x,y",
     )
+
+
+def _check_sources(array: Any, path: str, name: str) -> None:
+    """Refuse a virtual array one of whose files is missing, as HDF5 reads zeros in its place."""
+    folder = os.path.dirname(array.file.filename)
+    for source in array.virtual_sources() if array.is_virtual else ():
+        file = source.file_name
+        tried = (os.path.join(folder, file), file, os.path.join(folder, os.path.basename(file)))
+        if file != "." and "%" not in file and not any(map(os.path.exists, tried)):
+            got = f"{path}: virtual array {name!r} without its file {file}"
+            raise UserError(got, "all files that it is made of", "put it back")
 
 
 def _scale(x: Any, path: str, name: str) -> float | None:
