@@ -28,7 +28,7 @@ PIECE_BYTES = 8 << 20
 _TEMPORARY = ".tmp"
 _OLD = ".old"
 _STEP_FOLDER = re.compile(r"step-(\d{12,})(\.old)?")
-_OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
+OWN_FILE = re.compile(r"((shard|worker|rows)-\d{4,}|index)\.h5(\.tmp)?")
 
 
 def shard_file(owner: int) -> str:
@@ -125,7 +125,7 @@ def remove_checkpoint(folder: Path) -> None:
         (folder / INDEX).unlink()
         # Without this a power cut could bring the index back, and not the shards.
         sync(folder)
-    for file in [p for p in folder.iterdir() if _OWN_FILE.fullmatch(p.name)]:
+    for file in [p for p in folder.iterdir() if OWN_FILE.fullmatch(p.name)]:
         file.unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
@@ -220,6 +220,8 @@ def reading(path: Path, what: str) -> Iterator["h5py.File"]:
         UserError: Whatever goes wrong in the block. There is no one kind of error for a file with
             flipped bits: h5py then raises a TypeError as well as an OSError, or makes a group of
             what should be a dataset.
+
+    Take its items by `item`, which reads no other file.
     """
     import h5py
 
@@ -231,6 +233,21 @@ def reading(path: Path, what: str) -> Iterator["h5py.File"]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise damaged(f"{path}: cannot read {what}: {reason}", "a whole file") from None
+
+
+def item(group: Any, name: str) -> Any:
+    """Return an item of an open HDF5 file.
+
+    Raises:
+        KeyError: If there is none.
+        ValueError: If it, or its data, is in another file, which is not opened.
+    """
+    from mpips.datasets.hdf5 import inside
+
+    found = inside(group, name)
+    if found is None:
+        raise KeyError(f"no {name}")
+    return found
 
 
 def damaged(got: str, expected: str) -> UserError:

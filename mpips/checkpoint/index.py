@@ -16,10 +16,12 @@ import numpy as np
 from mpips.checkpoint.files import (
     FORMAT,
     INDEX,
+    OWN_FILE,
     PathLike,
     create_h5,
     damaged,
     file_sha256,
+    item,
     prune,
     reading,
     step_folder,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     import h5py
 
 SEAL_BYTES = 512
+DTYPES = ("float32", "float64")  # of parameters
 
 
 @dataclass(frozen=True)
@@ -256,33 +259,54 @@ def _line(block: bytes) -> str:
 def _parse_index(file: "h5py.File") -> Contents:
     import h5py
 
+    meta, small = item(file, "meta"), item(file, "arrays")
+
     def text(name: str, missing: str | None = None) -> str:
-        if missing is not None and f"meta/{name}" not in file:
+        if missing is not None and name not in meta:
             return missing  # an index of before there was such a thing
-        return file[f"meta/{name}"].asstr()[()]
+        return item(meta, name).asstr()[()]
 
     arrays: dict[str, np.ndarray] = {}
 
-    def collect(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            arrays[name] = np.asarray(item[()])
+    def collect(name: str, found: Any) -> None:
+        if isinstance(found, h5py.Dataset):
+            arrays[name] = np.asarray(item(small, name)[()])
 
-    file["arrays"].visititems(collect)
-    return Contents(
+    small.visititems(collect)
+    found = Contents(
         step=int(file.attrs["step"]),
         layout=Layout.from_json(json.loads(text("layout"))),
         dtype=np.dtype(file.attrs["dtype"]),
         slot_names=tuple(json.loads(text("slots"))),
-        shards=tuple(ShardRecord(**item) for item in json.loads(text("shards"))),
+        shards=_records(text("shards")),
         config=text("config"),
         state=json.loads(text("state")),
         arrays=arrays,
-        workers=tuple(ShardRecord(**item) for item in json.loads(text("workers", "[]"))),
+        workers=_records(text("workers", "[]")),
         worker_names=tuple(json.loads(text("worker_names", "[]"))),
-        rows=tuple(ShardRecord(**item) for item in json.loads(text("rows", "[]"))),
+        rows=_records(text("rows", "[]")),
         tables=json.loads(text("tables", "{}")),
         base_sum=json.loads(text("base_sum", '""')),
     )
+    check_cover(found.shards, found.layout.size)
+    if found.dtype.name not in DTYPES:
+        raise TypeError(f"dtype {found.dtype}")
+    for name in (*found.slot_names, *found.worker_names):
+        if not isinstance(name, str):
+            raise TypeError(f"array name {name!r}")
+    return found
+
+
+def _records(text: str) -> tuple[ShardRecord, ...]:
+    """Return the files that an index lists, which are in its own folder."""
+    found = tuple(ShardRecord(**fields) for fields in json.loads(text))
+    for record in found:
+        numbers = record.owner, record.begin, record.end, record.bytes, record.base or 0
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise TypeError(f"file {record.file!r} of {numbers}")
+        if not OWN_FILE.fullmatch(record.file):
+            raise ValueError(f"file {record.file!r}")
+    return found
 
 
 def _has_sound_index(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from mpips.checkpoint.files import (
     create_h5,
     damaged,
     file_sha256,
+    item,
     pieces,
     reading,
     rows_file,
@@ -145,9 +146,9 @@ def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Itera
     path = folder / record.file
     with reading(path, f"table {table}") as file:
         check_identity(path, file, record, step)
-        group = file[_place(table, "")]
-        numbers, params = group[ROWS], group[PARAMS]
-        slots = group.get("slots", {})
+        group = item(file, _place(table, ""))
+        numbers, params = item(group, ROWS), item(group, PARAMS)
+        slots = {name: item(group, slot_dataset(name)) for name in _slots(group)}
         arrays = (params, *slots.values())
         if {len(array) for array in arrays} != {len(numbers)}:
             lengths = [len(array) for array in arrays]
@@ -171,7 +172,7 @@ def map_params(folder: Path, record: ShardRecord, step: int, table: str) -> np.n
     path = folder / record.file
     with reading(path, f"table {table}") as file:
         check_identity(path, file, record, step)
-        dataset = file[_place(table, PARAMS)]
+        dataset = item(file, _place(table, PARAMS))
         offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
         if offset is None:  # so short that it lies elsewhere, or of no rows
             return np.asarray(dataset[:])
@@ -189,11 +190,10 @@ def read_columns(
     path = folder / record.file
     with reading(path, f"table {table}") as file:
         check_identity(path, file, record, step)
-        group = file[_place(table, "")]
-        names = ROWS, PARAMS, *map(slot_dataset, group.get("slots", {}))
-        return {
-            name: (len(group[name]), group[name].shape[1:], group[name].dtype) for name in names
-        }
+        group = item(file, _place(table, ""))
+        names = ROWS, PARAMS, *map(slot_dataset, _slots(group))
+        found = {name: item(group, name) for name in names}
+        return {name: (len(some), some.shape[1:], some.dtype) for name, some in found.items()}
 
 
 def column_pieces(
@@ -207,7 +207,7 @@ def column_pieces(
     path = folder / record.file
     with reading(path, f"{column} of table {table}") as file:
         check_identity(path, file, record, step)
-        dataset = file[_place(table, column)]
+        dataset = item(file, _place(table, column))
         for begin, end in pieces(0, len(dataset), _row_bytes(dataset)):
             yield dataset[begin:end]
 
@@ -223,6 +223,10 @@ def read_column(
     count, shape, dtype = read_columns(folder, record, step, table)[column]
     read = partial(column_pieces, folder, record, step, table, column)
     return Stream((count, *shape), dtype, read).whole()
+
+
+def _slots(group: Any) -> list[str]:
+    return list(item(group, "slots")) if "slots" in group else []
 
 
 def _place(table: str, dataset: str) -> str:

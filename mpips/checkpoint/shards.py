@@ -14,6 +14,7 @@ from mpips.checkpoint.files import (
     create_h5,
     damaged,
     file_sha256,
+    item,
     pieces,
     reading,
     rows_file,
@@ -137,7 +138,7 @@ def read_shard(
     path, first = folder / record.file, begin - record.begin
     with reading(path, dataset) as file:
         check_identity(path, file, record, step)
-        source = file[dataset]
+        source = item(file, dataset)
         if source.shape != (record.size,) or source.dtype != out.dtype:
             raise damaged(
                 f"{path}: {dataset} of shape {source.shape} and dtype {source.dtype}",

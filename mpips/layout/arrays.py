@@ -95,7 +95,15 @@ class Layout:
 
     @classmethod
     def from_json(cls, items: Iterable[Mapping[str, Any]]) -> "Layout":
-        """Build a layout from what `to_json` returned."""
+        """Build a layout from what `to_json` returned.
+
+        Raises:
+            ValueError: If a shape is not of whole numbers from 0.
+        """
+        items = list(items)
+        for item in items:
+            if not all(type(k) is int and k >= 0 for k in item["shape"]):
+                raise ValueError(f"shape {item['shape']} of {item['name']}")
         return cls.of({item["name"]: item["shape"] for item in items})
 
 
