@@ -17,6 +17,7 @@ from mpips.datasets.table import reading
 from mpips.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # Pillow's; others of its readers start programs
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 GREY = ("1", "L")
 DEEP = ("I", "F")  # modes of more than 8 bits a channel begin so
@@ -127,7 +128,7 @@ def _pool() -> ThreadPoolExecutor:
 @contextmanager
 def _opened(file: str | IO[bytes], name: str) -> Iterator[Any]:
     pillow = _pillow("Image")
-    with reading(name, "image"), pillow.open(file) as image:
+    with reading(name, "image"), pillow.open(file, formats=FORMATS) as image:
         yield image
 
 

@@ -11,6 +11,7 @@ IEEE Big Data 2019.
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ ARRAY = "npy"
 X_AT, X_SIZE, Y_AT, Y_SIZE = range(4)  # columns of what is known of a sample
 COLUMNS = 4
 LONGEST = 64  # bytes of a class number that are read
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -181,12 +183,17 @@ def scan(path: str, wanted: Wanted) -> np.ndarray:
                 lacks = wanted.inputs or "image or .npy" if not inputs else wanted.targets
                 got = f"{path}: sample {len(found)} ({key}) has {', '.join(parts)} and no {lacks}"
                 raise UserError(got, "a member of each kind, one behind the other, in each sample")
+            if inputs[0].issparse() or targets.issparse():
+                raise ValueError(f"sample {len(found)} ({key}) is a sparse file")
             where = targets.offset_data, targets.size
             if _is_number(wanted.targets):
                 where = _number(raw, targets, f"{path}: sample {len(found)} ({key})"), 0
             found.append((inputs[0].offset_data, inputs[0].size, *where))
-        if file.offset >= os.path.getsize(path):
+        end = os.pread(raw.fileno(), tarfile.BLOCKSIZE, file.offset)
+        if len(end) < tarfile.BLOCKSIZE:
             raise EOFError("it has no end: a block of zeros")
+        if any(end):  # which tarfile takes for the end
+            raise ValueError(f"there is no member at byte {file.offset}")
     if not found:
         raise damaged(path, FORMAT, ValueError("it has no members"))
     return np.array(found, np.int64).reshape(-1, COLUMNS)
@@ -213,11 +220,10 @@ def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.Tar
 def _number(file: IO[bytes], member: tarfile.TarInfo, name: str) -> int:
     raw = os.pread(file.fileno(), min(member.size, LONGEST), member.offset_data)
     text = raw.decode(errors="replace").strip()
-    try:
-        return int(text)
-    except ValueError:
-        remedy = "number the classes from 0"
-        raise UserError(f"{name} has target {text!r}", "a whole number", remedy) from None
+    if member.size > LONGEST or not WHOLE.fullmatch(text):
+        expected = "a whole number of at most 18 digits"
+        raise UserError(f"{name} has target {text!r}", expected, "number the classes from 0")
+    return int(text)
 
 
 def _is_number(suffix: str) -> bool:

@@ -1,11 +1,20 @@
 """Hostile data files: each is refused in one line or read right; nothing else is opened or run."""
 
+import bz2
+import gzip
+import io
+import os
+import struct
+import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import h5py
 import numpy as np
+import pytest
 from hostile import SECRET, Case, Outside, attack, outside
 from test_datasets import opened
 
@@ -14,6 +23,15 @@ from mpips.errors import UserError
 __all__ = ["outside"]
 
 X, Y = np.arange(16.0).reshape(8, 2) / 16, np.arange(8) % 2
+
+
+def npy_header(
+    text: str = "", shape: Any = (2,), version: bytes = b"\1\0", descr: str = "<f8"
+) -> bytes:
+    """Return a .npy file of two numbers whose header is `text`, or tells of this shape and type."""
+    about = text or repr({"descr": descr, "fortran_order": False, "shape": shape})
+    head = f"{about}\n".encode()
+    return b"\x93NUMPY" + version + struct.pack("<H", len(head)) + head + X[1].tobytes()
 
 
 def read(dataset: str, **fields: Any) -> str:
@@ -267,3 +285,235 @@ def test_hdf5_files_that_are_trusted(tmp_path: Path, outside: Outside) -> None:
         with opened(f"{file}::external", test_fraction=0) as data:
             assert data.info.n_train == 8
         assert outside.opens(), "inotify tells of it"
+
+
+# Images ----------------------------------------------------------------------------------------
+
+POSTSCRIPT = (
+    b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n%%EndComments\n"
+    b"(%pipe%touch /tmp/mpips-was-here) (w) file closefile showpage\n%%EOF\n"
+)
+
+
+def png(width: int = 6, height: int = 4, chunks: bytes = b"", kind: int = 2) -> bytes:
+    """Return a PNG of one colour whose header may say what is not so."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc32(name + data))
+
+    rows = b"".join(b"\0" + bytes([k]) * 18 for k in range(4))
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
+
+
+def text_bomb() -> bytes:
+    data = b"comment\0\0" + zlib.compress(bytes(1 << 26))
+    return struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", crc32(b"zTXt" + data))
+
+
+def saved(suffix: str, **how: Any) -> bytes:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 6, 3), 5, "u1")).save(stream, suffix, **how)
+    return stream.getvalue()
+
+
+NO_IMAGE = "cannot identify image file"
+PICTURES: list[tuple[str, Callable[[], bytes], str]] = [
+    ("a picture", png, "^read"),
+    ("PostScript", lambda: POSTSCRIPT, NO_IMAGE),
+    ("PostScript of a DOS", lambda: b"\xc5\xd0\xd3\xc6" + bytes(26) + POSTSCRIPT, NO_IMAGE),
+    ("PDF", lambda: b"%PDF-1.4\n1 0 obj<</OpenAction<</S/Launch>>>>endobj\n", NO_IMAGE),
+    ("SVG", lambda: b'<svg><image href="file:///etc/passwd"/></svg>', NO_IMAGE),
+    ("GIF", lambda: saved("gif"), NO_IMAGE),
+    ("TIFF", lambda: saved("tiff"), NO_IMAGE),
+    ("ICO", lambda: saved("ico"), NO_IMAGE),
+    ("SGI", lambda: saved("sgi"), NO_IMAGE),
+    ("PPM", lambda: b"P6 6 4 255 " + bytes(72), NO_IMAGE),
+    ("Photoshop", lambda: b"8BPS\0\1" + bytes(99), NO_IMAGE),
+    ("HDF5", lambda: b"\x89HDF\r\n\x1a\n" + bytes(99), NO_IMAGE),
+    ("WMF", lambda: b"\xd7\xcd\xc6\x9a\0\0" + bytes(99), NO_IMAGE),
+    ("MSP", lambda: b"DanM" + bytes(99), NO_IMAGE),
+    ("a program", lambda: b"#!/bin/sh\ntouch /tmp/mpips-was-here\n", NO_IMAGE),
+    ("a pickle", lambda: b"cos\nsystem\n(S'true'\ntR.", NO_IMAGE),
+    ("nothing but zeros", lambda: bytes(999), NO_IMAGE),
+    ("a side of 4 billion", lambda: png(width=(1 << 31) - 1, height=(1 << 31) - 1), "expected"),
+    ("a side of 0", lambda: png(width=0), "expected"),
+    ("more than its data", lambda: png(height=1000), "expected"),
+    ("a comment of 64 MB", lambda: png(chunks=text_bomb()), "expected|^read"),
+    ("a palette that is missing", lambda: png(kind=3), "expected|^read"),
+    ("JPEG", lambda: saved("jpeg", comment=b"../../etc/passwd"), "^read"),
+    ("BMP", lambda: saved("bmp"), "^read"),
+    ("WebP", lambda: saved("webp", lossless=True), "^read"),
+]
+
+
+def folder_of(content: Callable[[], bytes], suffix: str) -> Callable[[Path, Path], str]:
+    def write(folder: Path, _: Path) -> str:
+        for number, name in enumerate("ab"):
+            (folder / name).mkdir()
+            data = content() if number else png()
+            (folder / name / f"0.{suffix}").write_bytes(data)
+        return f"{folder}"
+
+    return write
+
+
+FOLDERS: list[Case] = [
+    (f"{name} as .{suffix}", folder_of(make, suffix), told)
+    for name, make, told in PICTURES
+    for suffix in (("png", "jpg") if "Post" in name else ("jpg",))
+]
+
+
+def test_folders_of_images(tmp_path: Path, outside: Outside) -> None:
+    pytest.importorskip("PIL")
+    attack(FOLDERS, tmp_path, outside, read)
+
+
+# Tar files -------------------------------------------------------------------------------------
+
+Member = tuple[str, bytes | dict[str, Any]]
+
+
+def tar(members: Callable[[Path], list[Member]], names: str = "") -> Callable[[Path, Path], str]:
+    """Return what writes two good samples and these members; of a dictionary, with its fields."""
+
+    def write(folder: Path, outside: Path) -> str:
+        path = folder / "data.tar"
+        good: list[Member] = [("0.npy", npy(X[0])), ("0.cls", b"0")]
+        with tarfile.open(path, "w") as file:
+            for name, data in [*good, *members(outside)]:
+                info = tarfile.TarInfo(name)
+                if isinstance(data, dict):
+                    for field, value in data.items():
+                        setattr(info, field, value)
+                    data = b""
+                else:
+                    info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+        return f"{path}{names}"
+
+    return write
+
+
+def npy(array: Any, **how: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, **how)
+    return stream.getvalue()
+
+
+def labelled(label: bytes) -> Callable[[Path, Path], str]:
+    return tar(lambda _: [("1.npy", npy(X[1])), ("1.cls", label)])
+
+
+def held(data: bytes | dict[str, Any], suffix: str = "npy") -> Callable[[Path, Path], str]:
+    return tar(lambda _: [(f"1.{suffix}", data), ("1.cls", b"1")])
+
+
+def packed(mode: str) -> Callable[[Path, Path], str]:
+    def write(folder: Path, outside: Path) -> str:
+        path = Path(labelled(b"1")(folder, outside))
+        data = path.read_bytes()
+        path.write_bytes(gzip.compress(data) if mode == "gz" else bz2.compress(data))
+        return str(path)
+
+    return write
+
+
+def patched(at: int, data: bytes) -> Callable[[Path, Path], str]:
+    """Return what writes into the third member's header, whose sum is right then."""
+
+    def write(folder: Path, outside: Path) -> str:
+        path = Path(labelled(b"1")(folder, outside))
+        whole = bytearray(path.read_bytes())
+        begin = whole.index(b"1.npy")
+        whole[begin + at : begin + at + len(data)] = data
+        whole[begin + 148 : begin + 156] = b" " * 8
+        whole[begin + 148 : begin + 156] = b"%06o\0 " % sum(whole[begin : begin + 512])
+        path.write_bytes(whole)
+        return str(path)
+
+    return write
+
+
+def damaged_sum(folder: Path, outside: Path) -> str:
+    path = Path(labelled(b"1")(folder, outside))
+    path.write_bytes(path.read_bytes().replace(b"1.npy", b"7.npy"))
+    return str(path)
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/mpips-was-here",)
+
+
+TARGET = "has target .*, expected a whole number"
+LABELS: list[tuple[bytes, str]] = [
+    (b"1", "^read"),
+    (b" 1\n", "^read"),
+    (b"+1", "^read"),
+    (b"-1", "class|label"),
+    (b"0001", "^read"),
+    (b"1_0", TARGET),
+    (b"9223372036854775808", TARGET),
+    (b"-9223372036854775809", TARGET),
+    (b"99999999999999999999999999", TARGET),
+    (b"999999999999999999", "label"),
+    (b"1e3", TARGET),
+    (b"1.0", TARGET),
+    (b"0x10", TARGET),
+    (b"\xd9\xa1", TARGET),
+    (b"\xff", TARGET),
+    (b"1\0", TARGET),
+    (b"\0", TARGET),
+    (b"", TARGET),
+    (b"- 1", TARGET),
+    (b"1 2", TARGET),
+    (b"1" + b" " * 99 + b"2", TARGET),
+    (b"7" * 100_000, TARGET),
+    (b"nan", TARGET),
+    (b"__import__('os').system('true')", TARGET),
+]
+LACKS = "has cls and no|has .* and no"
+TARS: list[Case] = [
+    *((f"target {label[:20]!r}", labelled(label), told) for label, told in LABELS),
+    ("a pickle", held(npy(np.array([Runs()]), allow_pickle=True)), "cannot be read"),
+    ("a pickle as target", tar(lambda _: [], "::npy,npy"), "expected|read"),
+    ("a header that is a program", held(npy_header("__import__('os').system('true')")), "expected"),
+    ("numbers of a petabyte", held(npy_header(shape=(1 << 47,))), "expected"),
+    ("PostScript", held(POSTSCRIPT, "png"), "expected|sample 1"),
+    ("a symbolic link", held({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}), LACKS),
+    ("a hard link", held({"type": tarfile.LNKTYPE, "linkname": "/etc/passwd"}), LACKS),
+    ("a device", held({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}), LACKS),
+    ("a pipe", held({"type": tarfile.FIFOTYPE}), LACKS),
+    ("a folder", held({"type": tarfile.DIRTYPE}), LACKS),
+    ("a sparse file", patched(156, b"S"), "sparse|cannot be read"),
+    (
+        "names that lead out",
+        tar(lambda o: [(f"{o}/1.npy", npy(X[1])), (f"{o}/1.cls", b"1")]),
+        "^read",
+    ),
+    ("names that lead up", tar(lambda _: [("../1.npy", npy(X[1])), ("../1.cls", b"1")]), "^read"),
+    ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
+    ("a size below 0", patched(124, b"\xff" * 12), "expected"),
+    ("a size that is text", patched(124, b"__import__\0\0"), "no member at byte"),
+    ("a sum that is text", damaged_sum, "no member at byte"),
+    ("an unknown type", patched(156, b"Z"), LACKS),
+    ("a long name without end", patched(156, b"L"), "expected"),
+    ("more of its header", patched(156, b"x"), "expected"),
+    ("another array", held(npy(X)), "as the first"),
+    ("compressed by gzip", packed("gz"), "cannot be read"),
+    ("compressed by bzip2", packed("bz2"), "cannot be read"),
+    ("no class", tar(lambda _: [("1.npy", npy(X[1]))]), LACKS),
+    ("names that are paths", tar(lambda _: [], "::../../etc,passwd"), "and no"),
+]
+
+
+def test_tar_files(tmp_path: Path, outside: Outside) -> None:
+    attack(TARS, tmp_path, outside, read)
+    assert not Path("/tmp/mpips-was-here").exists()
