@@ -22,7 +22,7 @@ from mpips.datasets.base import (
     Source,
     iterate,
 )
-from mpips.datasets.files import Files, find_files
+from mpips.datasets.files import Files, find_files, parts
 from mpips.datasets.hashed import IDS
 from mpips.datasets.hashed import NAME as HASHED
 from mpips.datasets.index import Counted, Entry, Held, count, held_by
@@ -314,7 +314,7 @@ def _format(path: str, sparse: bool = False, words: bool = False) -> str:
 
 def _suffix(path: str) -> str:
     """Return the suffix of a path, or of the first of two, that tells its format, or ""."""
-    suffixes = Path(path.partition(",")[0]).suffixes
+    suffixes = Path(parts(path)[0]).suffixes
     known = [s.lower() for s in suffixes[-2:] if s.lower() in READERS]
     return known[-1] if known else ""
 
@@ -325,7 +325,7 @@ def _open_table(name: str) -> Table:
     path, mark, arrays = name.partition("::")
     if _suffix(path):
         return _reader(_format(path))(path, arrays)
-    first = path.partition(",")[0]
+    first = parts(path)[0]
     if not (mark or os.path.exists(first) or os.sep in path or "," in path or "ubyte" in path):
         raise UserError(
             f"unknown dataset {name!r}",

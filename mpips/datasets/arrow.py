@@ -4,6 +4,7 @@
 inputs may be of lists of one length.
 """
 
+import csv
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ def chosen(path: str, names: str, there: list[str]) -> list[str]:
         UserError: If they are not in the file, or one is named twice.
     """
     shown = ", ".join(there[:MAX_NAMES_SHOWN])
-    found = names.split(",") if names else []
+    found = next(csv.reader([names])) if names else []
     if len(found) < 2:
         got = f"columns {names!r} of {path}" if names else f"{path} without names of columns"
         expected = f"inputs and a target among {shown}"
@@ -54,6 +55,8 @@ def chosen(path: str, names: str, there: list[str]) -> list[str]:
             raise UserError(f"{path}: column {name!r} is missing", f"one of {shown}", remedy)
         if found.count(name) > 1:
             raise UserError(f"{path}: column {name!r} is named twice", "each once")
+        if there.count(name) > 1:
+            raise UserError(f"{path} has two columns {name!r}", "one", "rename one of them")
     return found
 
 

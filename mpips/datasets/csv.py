@@ -6,6 +6,7 @@ megabyte has no others.
 """
 
 import os
+from csv import reader
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +51,7 @@ class CsvTable(Table):
                 line = file.readline(PIECE)
             if line.startswith(COMPRESSED):
                 raise damaged(path, f"plain {FORMAT}", ValueError("it is compressed"))
-            self._header = [name.strip().strip('"') for name in _text(line, path).split(",")]
+            self._header = _names(line, path)
             columns = arrow.chosen(path, names, self._header)
             found = scan(path, len(line)) if places is None else places
             self._rows, self._at = found.reshape(2, -1)
@@ -96,19 +97,19 @@ class CsvTable(Table):
     def _columns(self, names: list[str]) -> tuple[list[Column], Column]:
         """Return the columns, after a look at the first lines."""
         first, hashed = self._parse(0, 1, names, {}), self._hashed
-        kinds = [
-            arrow.column_of(self.path, name, first.column(name).type, 0).dtype
+        kinds = {
+            name: arrow.column_of(self.path, name, first.column(name).type, 0).dtype.kind
             for name in (names[-1:] if hashed else names)
-        ]
-        target = np.dtype("i8" if kinds[-1].kind in "bi" else "f8")
+        }
+        self._booleans = {name for name, kind in kinds.items() if kind == "b"}
+        target = np.dtype("i8" if kinds[names[-1]] in "bi" else "f8")
         inputs = [Column(name, (), np.dtype("f8"), hashed) for name in names[:-1]]
         return inputs, Column(names[-1], (), target)
 
     def _read(self, begin: int, end: int, columns: list[Column]) -> list[np.ndarray]:
         low = int(np.searchsorted(self._rows, begin, "right")) - 1
         high = int(np.searchsorted(self._rows, end, "left"))
-        pa = arrow.load("", "CSV files")
-        kinds = {c.name: "string" if c.hashed else pa.from_numpy_dtype(c.dtype) for c in columns}
+        kinds = {c.name: self._kind(c) for c in columns}
         start, expected = int(self._rows[low]), int(self._rows[high] - self._rows[low])
         table = self._parse(low, high, list(kinds), kinds)
         if len(table) != expected:
@@ -116,6 +117,13 @@ class CsvTable(Table):
             raise UserError(got, f"{expected}, a line each", "take out empty and quoted lines")
         part = table.slice(begin - start, end - begin).combine_chunks()
         return [arrow.numbers(self.path, c, _whole(part.column(c.name)), begin) for c in columns]
+
+    def _kind(self, column: Column) -> Any:
+        """Return as what a column is parsed: booleans are text that no number is."""
+        if column.hashed:
+            return "string"
+        boolean = column.name in self._booleans
+        return "bool" if boolean else arrow.load("", "CSV files").from_numpy_dtype(column.dtype)
 
     def _parse(self, low: int, high: int, names: list[str], kinds: dict[str, Any]) -> Any:
         """Parse the lines between two that are known."""
@@ -161,9 +169,10 @@ def scan(path: str, begin: int) -> np.ndarray:
     return np.array([*rows, *places], np.int64)
 
 
-def _text(line: bytes, path: str) -> str:
+def _names(line: bytes, path: str) -> list[str]:
     with reading(path, FORMAT):
-        return line.decode("utf-8-sig").rstrip("\r\n")
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+        return [name.strip() for name in next(reader([text], skipinitialspace=True)) or [""]]
 
 
 def _whole(column: Any) -> Any:

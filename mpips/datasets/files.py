@@ -37,7 +37,13 @@ class Files:
     def title(self) -> str:
         """What messages call the whole of it."""
         path = self.name.partition("::")[0]
-        return path if "," not in path else f"{self.paths[0]} and {len(self.paths) - 1} more files"
+        alone = "," not in path or len(self.paths) == 1
+        return path if alone else f"{self.paths[0]} and {len(self.paths) - 1} more files"
+
+
+def parts(path: str) -> list[str]:
+    """Return the files that a path with commas stands for; one that exists is a file's own name."""
+    return [path] if os.path.exists(os.path.expanduser(path)) else path.split(",")
 
 
 def is_pattern(path: str) -> bool:
@@ -56,7 +62,7 @@ def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
         UserError: If a pattern matches nothing, a file is named twice, or formats are mixed.
     """
     path, _, arrays = name.partition("::")
-    items = [os.path.expanduser(item) for item in path.split(",")]
+    items = [os.path.expanduser(item) for item in parts(path)]
     patterns = any(map(is_pattern, items))
     if not patterns and len(items) == 1:
         return None
@@ -112,6 +118,10 @@ def _pairs(items: Sequence[str], found: Sequence[Sequence[str]]) -> tuple[str, .
         got = f"dataset {','.join(items)!r} of {len(items)} parts"
         remedy = "write it as x-*.npy,y-*.npy"
         raise UserError(got, "a pattern for inputs and one for targets", remedy)
+    for file in (*found[0], *found[1]):
+        if "," in file:
+            got = f"file {file} with a comma in its path"
+            raise UserError(got, "none in those of pairs of files", "rename it")
     if len(found[0]) != len(found[1]):
         got = f"{items[0]!r} matches {len(found[0])} files and {items[1]!r} {len(found[1])}"
         raise UserError(got, "as many of each: they go together in the order of their names")

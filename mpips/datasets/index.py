@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mpips.datasets.files import Files
+from mpips.datasets.files import Files, parts
 from mpips.datasets.table import ArrayInfo, Table, check_file
 from mpips.errors import UserError
 
@@ -126,11 +126,7 @@ def stamps_of(path: str) -> tuple[Stamp, ...]:
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    return tuple(_stamp_folder(p) if os.path.isdir(p) else _stamp(p) for p in _parts(path))
-
-
-def _parts(path: str) -> list[str]:
-    return [path] if os.path.isdir(path) else path.split(",")
+    return tuple(_stamp_folder(p) if os.path.isdir(p) else _stamp(p) for p in parts(path))
 
 
 def _stamp_folder(path: str) -> Stamp:
@@ -177,7 +173,7 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
     Raises:
         UserError: If it is missing, or its size, time or head is another.
     """
-    names = _parts(path)
+    names = parts(path)
     for name, before, now in zip(names, entry.stamps, stamps_of(path), strict=True):
         if before == now:
             continue

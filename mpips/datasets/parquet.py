@@ -82,8 +82,9 @@ class ParquetTable(Table):
         self._file.close()
 
     def _columns(self, names: str) -> list[Column]:
-        fields = {field.name: field.type for field in self._file.schema_arrow}
-        found, wanted = list[Column](), arrow.chosen(self.path, names, list(fields))
+        schema = self._file.schema_arrow
+        fields = {field.name: field.type for field in schema}
+        found, wanted = list[Column](), arrow.chosen(self.path, names, schema.names)
         if self._hashed:
             for name in wanted[:-1]:
                 if fields[name].num_fields:  # of text in a dictionary there are none

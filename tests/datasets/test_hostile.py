@@ -38,7 +38,7 @@ def read(dataset: str, **fields: Any) -> str:
     """Return what a job is told of a dataset, or ``read`` where its samples are `X` and `Y`."""
     try:
         with opened(dataset, test_fraction=0, dtype="float64", **fields) as data:
-            x, y = data.train.load(0, min(8, data.train.n), np.dtype("f8"))
+            x, y = data.train.load(0, min(16, data.train.n), np.dtype("f8"))
     except UserError as error:
         return str(error)
     assert not (np.asarray(x) == SECRET).any(), "the secret was read"
@@ -517,3 +517,113 @@ TARS: list[Case] = [
 def test_tar_files(tmp_path: Path, outside: Outside) -> None:
     attack(TARS, tmp_path, outside, read)
     assert not Path("/tmp/mpips-was-here").exists()
+
+
+# Columns ---------------------------------------------------------------------------------------
+
+TABLE = "a,b,y\n" + "".join(f"{a},{b},{y}\n" for (a, b), y in zip(X.tolist(), Y, strict=True))
+
+
+def csv(content: str | bytes, names: str = "::a,b,y", file: str = "data.csv") -> Any:
+    def write(folder: Path, _: Path) -> str:
+        data = content if isinstance(content, bytes) else content.encode()
+        (folder / file).write_bytes(data)
+        return f"{folder}/{file}{names}"
+
+    return write
+
+
+def line(text: str, names: str = "::a,b,y") -> Any:
+    """Return what writes a good table and a line behind it, which begins its second megabyte."""
+    return csv(TABLE + text, names)
+
+
+def truths(*words: str) -> str:
+    """Return the good table, with whether `a` is above 0.5 in its place, and `y` as words too."""
+    rows = zip(X.tolist(), Y.tolist(), strict=True)
+    lines = [f"{words[a > 0.5]},{b},{words[y]}\n" for (a, b), y in rows]
+    return "a,b,y\n" + "".join(lines)
+
+
+NOT_READ = "cannot be read"
+CSVS: list[Case] = [
+    ("as it should be", csv(TABLE), "^read$"),
+    ("quoted names", csv(TABLE.replace("a,b,y", '"a","b","y"', 1)), "^read$"),
+    ("a comma in a name", csv(TABLE.replace("a,b,", '"a, 1",b,', 1), '::"a, 1",b,y'), "^read$"),
+    ("a comma in a name that is not asked for", csv('"n, o",y,a\n1,0,2\n3,1,4\n', "::a,y"), "read"),
+    ("quotes in a name", csv(TABLE.replace("a,b,", '"a ""x""",b,', 1), "::b,y"), "^read"),
+    ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
+    ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
+    ("a mark of its encoding", csv("\ufeff" + TABLE), "^read$"),
+    ("lines of Windows", csv(TABLE.replace("\n", "\r\n")), "^read$"),
+    ("truths", csv(truths("false", "true")), r"^read \(8, 2\): \[0. .*0 1 0 1"),
+    ("truths in capitals", csv(truths("False", "True"), "::b,a,y"), r"^read \(8, 2\)"),
+    ("truths alone", csv(truths("FALSE", "TRUE"), "::a,y"), r"^read \(8, 1\).*0 1 0 1"),
+    ("truths that are hashed", csv(truths("no", "yes"), "::a,y"), "holds text"),
+    ("a number among truths", csv(truths("false", "true") + "2,2,true\n"), "holds text"),
+    ("a missing truth", csv(truths("false", "true") + ",1,true\n"), "has no value"),
+    ("two columns of a name", csv(TABLE.replace("a,b,y", "a,a,y", 1), "::a,y"), "two columns"),
+    ("names alone", csv("a,b,y\n"), "one line alone"),
+    ("no names", csv("\n1,2,0\n"), "missing"),
+    ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
+    ("nothing", csv(""), "empty"),
+    ("zeros", csv(bytes(100)), "expected"),
+    ("a zero byte", line("1\0,2,0\n"), "expected"),
+    ("no UTF-8 in names", csv(b"a,b\xff,y\n1,2,0\n"), NOT_READ),
+    ("no UTF-8 in a number", csv(TABLE.encode() + b"1,\xff,0\n"), "expected"),
+    ("UTF-16", csv(TABLE.encode("utf-16")), "expected"),
+    ("compressed", csv(gzip.compress(TABLE.encode())), "compressed"),
+    ("Parquet by name alone", csv(b"PAR1" + bytes(99)), "expected"),
+    ("a column more", line("1,2,0,9\n"), "expected"),
+    ("a column less", line("1,2\n"), "expected"),
+    ("an empty line", csv(TABLE + "\n1,2,0\n"), "expected"),
+    ("a line within quotes", line('"1\n2",2,0\n'), "expected"),
+    ("a quote without end", line('"1,2,0\n'), "expected"),
+    ("a formula", line("=cmd|'/C calc'!A0,2,0\n"), "holds text"),
+    ("an expression", line("__import__('os').system('true'),2,0\n"), "holds text"),
+    ("a huge number", line("1e999,2,0\n"), "finite"),
+    ("not a number", line("nan,2,0\n"), "finite"),
+    ("infinity", line("inf,2,0\n"), "finite"),
+    ("a number with underscores", line("1_0,2,0\n"), "holds text"),
+    ("a number of another base", line("0x10,2,0\n"), "expected|^read"),
+    ("a target of exabytes", line("1,2,99999999999999999999\n"), "expected|^read"),
+    ("a target that is negative", line("1,2,-9\n"), "label"),
+    ("a path", line("/etc/passwd,2,0\n"), "holds text"),
+    ("10,000 columns", csv(",".join(map(str, range(10_000))) + "\n" + "1," * 9999 + "1\n"), "exp"),
+    ("a name of a megabyte", csv("a" * (1 << 20) + ",b,y\n1,2,0\n"), "expected"),
+    ("commas alone", csv("," * 1000 + "\n" + "," * 1000 + "\n"), "missing"),
+    ("a comma in the file's name", csv(TABLE, file="a,1.csv"), "^read$"),
+    ("a pattern for commas in names", csv(TABLE, file="a,1.csv", names=""), "without names"),
+]
+
+
+def patterned(name: str, pattern: str, names: str = "::a,b,y") -> Any:
+    def write(folder: Path, outside: Path) -> str:
+        csv(TABLE, file=name)(folder, outside)
+        return f"{folder}/{pattern}{names}"
+
+    return write
+
+
+def pairs(x: str, y: str, pattern: str) -> Any:
+    def write(folder: Path, _: Path) -> str:
+        np.save(folder / x, X)
+        np.save(folder / y, Y)
+        return ",".join(f"{folder}/{each}" for each in pattern.split(" "))
+
+    return write
+
+
+CSVS += [
+    ("a comma in a name that is found", patterned("a,1.csv", "*.csv"), "^read$"),
+    ("an option in a name that is found", patterned("-o,--out.csv", "*.csv"), "^read$"),
+    ("two colons in a name", patterned("a::b.csv", "*.csv"), "^read$"),
+    ("a new line in a name", patterned("a\nb.csv", "*.csv"), "^read$"),
+    ("pairs", pairs("x1.npy", "y1.npy", "x*.npy y*.npy"), "^read$"),
+    ("a comma in a name of pairs", pairs("x,1.npy", "y,1.npy", "x*.npy y*.npy"), "comma"),
+]
+
+
+def test_csv_files(tmp_path: Path, outside: Outside) -> None:
+    pytest.importorskip("pyarrow")
+    attack(CSVS, tmp_path, outside, read)
