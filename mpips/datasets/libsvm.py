@@ -22,6 +22,7 @@ from mpips.datasets.table import ArrayInfo, Table, check_file, reading
 from mpips.errors import UserError
 
 MAX_INDEX = 2**31 - 1
+MAX_DENSE = 1 << 24  # features: 128 MB a sample
 MAX_VALUE = float(np.finfo(np.float32).max)
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_TOKEN_SHOWN = 40
@@ -52,6 +53,10 @@ class LibsvmTable(Table):
         self._highest = int(self._indices.max(initial=0))
         self._counts_from = 0 if (self._indices == 0).any() else 1
         width = max(1, self._highest + 1 - self._counts_from)
+        if width > MAX_DENSE:
+            got = f"{path}: index {self._highest:,}"
+            remedy = "write ::sparse behind the name, for a problem with sparse batches"
+            raise UserError(got, f"at most {MAX_DENSE:,} in dense samples", remedy)
         x = ArrayInfo("features", (len(self._labels), width), self._values.dtype)
         y = ArrayInfo("labels", self._labels.shape, self._labels.dtype)
         super().__init__(path, x, y)
@@ -189,4 +194,5 @@ def _show(token: bytes) -> str:
 
 def _labels(rows: _Rows) -> np.ndarray:
     labels = np.frombuffer(rows.labels)
-    return labels.astype(np.int64) if rows.whole else labels
+    with np.errstate(invalid="ignore"):  # one beyond int64 is a label that is refused later
+        return labels.astype(np.int64) if rows.whole else labels

@@ -104,12 +104,12 @@ class SparseTable(Table):
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
         if self._last[:2] == (begin, end):
-            return self._last[2].astype(self.y.dtype)
+            return self._labels([self._last[2]])
         found = [
             self._parse(number, False).labels[first:last]
             for number, first, last in cuts(self._rows, begin, end)
         ]
-        return np.concatenate(found).astype(self.y.dtype)
+        return self._labels(found)
 
     def gather(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return inputs and targets of scattered rows: slow, a megabyte of text each."""
@@ -127,6 +127,10 @@ class SparseTable(Table):
         elif not other.sparse:
             raise UserError(f"{other.path} beside {self.path}", "libsvm text, sparse as it is")
         super().match(other)
+
+    def _labels(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # one beyond int64 is a label that is refused later
+            return np.concatenate(parts).astype(self.y.dtype)
 
     def _width(self) -> int:
         return max(1, self._highest + 1 - self._counts_from)

@@ -4,10 +4,14 @@ import bz2
 import gzip
 import io
 import os
+import pickle
+import re
 import struct
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,6 +27,15 @@ from mpips.errors import UserError
 __all__ = ["outside"]
 
 X, Y = np.arange(16.0).reshape(8, 2) / 16, np.arange(8) % 2
+
+
+def written(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def repr_of(descr: Any) -> str:
+    return repr({"descr": descr, "fortran_order": False, "shape": (2,)})
 
 
 def npy_header(
@@ -41,7 +54,8 @@ def read(dataset: str, **fields: Any) -> str:
             x, y = data.train.load(0, min(16, data.train.n), np.dtype("f8"))
     except UserError as error:
         return str(error)
-    assert not (np.asarray(x) == SECRET).any(), "the secret was read"
+    x = getattr(x, "values", x)  # of sparse ones
+    assert not (x == SECRET).any(), "the secret was read"
     same = x.shape == X.shape and np.array_equal(x, X) and np.array_equal(y.reshape(-1), Y)
     return "read" if same else f"read {x.shape}: {x.reshape(-1)[:4]}, {y.reshape(-1)[:4]}"
 
@@ -247,7 +261,11 @@ HDF5: list[Case] = [
     ("bytes of any kind", h5(typed("x", "V8")), "holds"),
     ("complex numbers", h5(typed("x", "c16")), "holds"),
     ("targets that are text", h5(typed("y", h5py.string_dtype(), "7")), "holds text"),
-    ("arrays as numbers", h5(typed("y", np.dtype(("f8", (3,))))), "at least one sample|holds|read"),
+    (
+        "arrays as numbers",
+        h5(typed("y", np.dtype(("f8", (3,))))),
+        "at least one sample|holds|^read",
+    ),
     ("a type in place of an array", h5(put("x", lambda _: np.dtype("f8"))), "is missing"),
     ("a group in place of an array", h5(lambda f, _: None, "::good,y"), "is missing"),
     ("a path through an array", h5(lambda f, _: None, "::x/x,y"), "is missing"),
@@ -445,6 +463,10 @@ def damaged_sum(folder: Path, outside: Path) -> str:
     return str(path)
 
 
+def map_of(pa: Any) -> Any:
+    return pa.map_(pa.int64(), pa.int64())
+
+
 class Runs:
     """Makes a file when it is unpickled."""
 
@@ -483,7 +505,7 @@ LACKS = "has cls and no|has .* and no"
 TARS: list[Case] = [
     *((f"target {label[:20]!r}", labelled(label), told) for label, told in LABELS),
     ("a pickle", held(npy(np.array([Runs()]), allow_pickle=True)), "cannot be read"),
-    ("a pickle as target", tar(lambda _: [], "::npy,npy"), "expected|read"),
+    ("a pickle as target", tar(lambda _: [], "::npy,npy"), "expected|^read"),
     ("a header that is a program", held(npy_header("__import__('os').system('true')")), "expected"),
     ("numbers of a petabyte", held(npy_header(shape=(1 << 47,))), "expected"),
     ("PostScript", held(POSTSCRIPT, "png"), "expected|sample 1"),
@@ -550,7 +572,11 @@ CSVS: list[Case] = [
     ("as it should be", csv(TABLE), "^read$"),
     ("quoted names", csv(TABLE.replace("a,b,y", '"a","b","y"', 1)), "^read$"),
     ("a comma in a name", csv(TABLE.replace("a,b,", '"a, 1",b,', 1), '::"a, 1",b,y'), "^read$"),
-    ("a comma in a name that is not asked for", csv('"n, o",y,a\n1,0,2\n3,1,4\n', "::a,y"), "read"),
+    (
+        "a comma in a name that is not asked for",
+        csv('"n, o",y,a\n1,0,2\n3,1,4\n', "::a,y"),
+        "^read",
+    ),
     ("quotes in a name", csv(TABLE.replace("a,b,", '"a ""x""",b,', 1), "::b,y"), "^read"),
     ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
     ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
@@ -627,3 +653,327 @@ CSVS += [
 def test_csv_files(tmp_path: Path, outside: Outside) -> None:
     pytest.importorskip("pyarrow")
     attack(CSVS, tmp_path, outside, read)
+
+
+# NumPy's files ---------------------------------------------------------------------------------
+
+
+def npys(x: bytes, y: bytes = b"") -> Any:
+    def write(folder: Path, _: Path) -> str:
+        (folder / "x.npy").write_bytes(x)
+        (folder / "y.npy").write_bytes(y or npy(Y))
+        return f"{folder}/x.npy,{folder}/y.npy"
+
+    return write
+
+
+def npz(*members: tuple[str, bytes], names: str = "", packing: int = zipfile.ZIP_DEFLATED) -> Any:
+    def write(folder: Path, _: Path) -> str:
+        with zipfile.ZipFile(folder / "data.npz", "w", packing) as file:
+            for name, data in members:
+                file.writestr(name, data)
+        return f"{folder}/data.npz{names}"
+
+    return write
+
+
+def spoiled(find: bytes, put: bytes) -> Any:
+    """Return what writes a good .npz, with other bytes in some places."""
+
+    def write(folder: Path, outside: Path) -> str:
+        path = npz(("x.npy", npy(X)), ("y.npy", npy(Y)))(folder, outside)
+        data = Path(path).read_bytes()
+        assert find in data
+        Path(path).write_bytes(data.replace(find, put))
+        return path
+
+    return write
+
+
+GOOD_Y = ("y.npy", npy(Y))
+PICKLE = npy(np.array([Runs()]), allow_pickle=True)
+HEADERS: list[tuple[str, bytes, str]] = [
+    ("a pickle", PICKLE, "holds objects"),
+    ("a plain pickle", b"cos\nsystem\n(S'true'\ntR.", "does not begin as one|magic"),
+    ("a type of objects", npy_header(descr="O"), "holds objects"),
+    ("records of objects", npy_header(repr_of([("a", "O")])), "holds objects"),
+    ("a program", npy_header("__import__('os').system('true')"), NOT_READ),
+    ("an expression", npy_header("{'descr': '<f8', 'shape': 2 ** 99, 'fortran_order': 1}"), "read"),
+    ("brackets without end", npy_header("(" * 9000), NOT_READ),
+    ("a header of 60 KB", npy_header(" " * 60_000), NOT_READ),
+    ("a header that is empty", npy_header(" "), NOT_READ),
+    ("a shape of petabytes", npy_header(shape=(1 << 47,)), NOT_READ),
+    ("a shape beyond all", npy_header(shape=(1 << 90,)), NOT_READ),
+    ("a shape whose product is 0", npy_header(shape=(1 << 40, 0)), "at least one sample|read"),
+    ("a shape below 0", npy_header(shape=(-2,)), "expected"),
+    ("a shape of text", npy_header(shape="ab"), NOT_READ),
+    ("a shape of truths", npy_header(shape=(True, True)), "expected"),
+    ("100 dimensions", npy_header(shape=(1,) * 100), NOT_READ),
+    ("a type of bytes", npy_header(descr="V8"), "holds"),
+    ("a type of text", npy_header(descr="<U2"), "holds text"),
+    ("a type of time", npy_header(descr="<M8[s]"), "holds"),
+    ("complex numbers", npy_header(descr="<c16", shape=(1,)), "holds"),
+    ("a type that is none", npy_header(descr="os.system"), NOT_READ),
+    ("a type of a gigabyte", npy_header(descr="V1000000000"), NOT_READ),
+    ("another version", npy_header(version=b"\x09\x09"), NOT_READ),
+    ("nothing behind the header", npy_header(shape=(9, 9)), NOT_READ),
+    ("the magic alone", b"\x93NUMPY", NOT_READ),
+    ("not finite", npy(np.full((8, 2), np.inf)), "finite"),
+]
+NUMPY: list[Case] = [
+    ("as it should be", npys(npy(X)), "^read$"),
+    ("as it should be, together", npz(("x.npy", npy(X)), GOOD_Y), "^read$"),
+    *((f"{name}, .npy", npys(data), told) for name, data, told in HEADERS),
+    *((f"{name}, .npz", npz(("x.npy", data), GOOD_Y), told) for name, data, told in HEADERS[2:9]),
+    ("a pickle in .npz", npz(("x.npy", PICKLE), GOOD_Y), "holds objects"),
+    ("a plain pickle in .npz", npz(("x.npy", b"cos\nsystem\n."), GOOD_Y), NOT_READ),
+    ("targets that are a pickle", npys(npy(X), PICKLE), "holds objects"),
+    ("names that lead out", npz(("../../x.npy", npy(X)), ("/y.npy", npy(Y))), "is missing"),
+    (
+        "names that lead out, asked for",
+        npz(("../x.npy", npy(X)), ("/y.npy", npy(Y)), names="::../x,/y"),
+        "^read$",
+    ),
+    ("no .npy", npz(("x", npy(X)), ("y", npy(Y))), NOT_READ),
+    ("no arrays", npz(), "it has none"),
+    ("zeros of a gigabyte", npz(("x.npy", npy(X) + bytes(1 << 20)), GOOD_Y), "^read$|cannot"),
+    ("a member of a password", spoiled(b"\x14\x03\x14\0\0\0", b"\x14\x03\x14\0\1\0"), NOT_READ),
+    ("a packing that is unknown", spoiled(b"\x14\0\0\0\x08\0", b"\x14\0\0\0\x63\0"), NOT_READ),
+    ("another name within", spoiled(b"x.npy", b"z.npy"), "is missing"),
+    ("no end", spoiled(b"PK\5\6", b"PK\7\7"), NOT_READ),
+    ("a directory that is elsewhere", spoiled(b"PK\1\2", b"PK\7\7"), NOT_READ),
+    ("not a zip", lambda folder, _: written(folder / "data.npz", b"M" * 99), NOT_READ),
+    ("a tar file", lambda folder, _: written(folder / "data.npz", bytes(1024)), NOT_READ),
+]
+
+
+def test_numpy_files(tmp_path: Path, outside: Outside) -> None:
+    attack(NUMPY, tmp_path, outside, read)
+    assert not Path("/tmp/mpips-was-here").exists()
+
+
+# libsvm, plain text and IDX --------------------------------------------------------------------
+
+SVM = "".join(f"{y} 1:{a} 2:{b}\n" for (a, b), y in zip(X.tolist(), Y, strict=True))
+LINES: list[tuple[str, bytes, str]] = [
+    ("an index beyond all", b"1 99999999999999999999:1\n", "feature"),
+    ("an index below 0", b"1 -1:1\n", "feature"),
+    ("an index in other digits", "1 ٣:1\n".encode(), "feature"),
+    ("indices that fall", b"1 3:1 2:1\n", "not rising"),
+    ("an index twice", b"1 3:1 3:1\n", "not rising"),
+    ("a value that is a program", b"1 3:__import__('os')\n", "feature"),
+    ("a value with underscores", b"1 3:1_0\n", "feature"),
+    ("a value that is not finite", b"1 3:nan\n", "feature"),
+    ("a value beyond all", b"1 3:1e999\n", "feature"),
+    ("a value of another base", b"1 3:0x10\n", "feature"),
+    ("no value", b"1 3:\n", "feature"),
+    ("no colon", b"1 3\n", "feature"),
+    ("a label that is a path", b"/etc/passwd 1:1\n", "label"),
+    ("a label that is not finite", b"inf 1:1\n", "label"),
+    ("a label with underscores", b"1_0 1:1\n", "label"),
+    ("a label in other digits", "٣ 1:1\n".encode(), "label"),
+    ("a label of exabytes", b"99999999999999999999 1:1\n", "label"),
+    ("a zero byte", b"1 1:1\0\n", "feature"),
+    ("a comment", b"# `touch /tmp/mpips-was-here`\n", "^read$"),
+    ("a line of a megabyte", b"1 " + b"9" * (1 << 20) + b"\n", "feature"),
+]
+FLOOD = gzip.compress(bytes(1 << 24))
+
+
+def svm(more: bytes, names: str = "") -> Any:
+    return lambda folder, _: written(folder / "data.svm", SVM.encode() + more) + names
+
+
+SVMS: list[Case] = [
+    ("as it should be", svm(b""), "^read$"),
+    ("an index of 2 billion", svm(b"1 2147483647:1\n"), "at most 16,777,216 in dense"),
+    ("an index of 2 billion, sparse", svm(b"1 2147483647:1\n", "::sparse"), "^read"),
+    *((name, svm(more), told) for name, more, told in LINES),
+    *(
+        (f"{name}, sparse", svm(more, "::sparse"), re.sub(r"\$", "", told))
+        for name, more, told in LINES
+    ),
+    ("compressed", lambda f, _: written(f / "data.svm", gzip.compress(SVM.encode())), "^read$"),
+    ("compressed zeros", lambda f, _: written(f / "data.svm", FLOOD), "label"),
+    ("compressed, cut", lambda f, _: written(f / "data.svm", FLOOD[:99]), NOT_READ),
+    ("compressed, sparse", lambda f, _: written(f / "data.svm", FLOOD) + "::sparse", "compressed"),
+    ("arrays of it", svm(b"", "::../../etc,passwd"), "none"),
+]
+
+
+def test_libsvm_files(tmp_path: Path, outside: Outside) -> None:
+    attack(SVMS, tmp_path, outside, read)
+
+
+def words(data: bytes, names: str = "::words") -> Any:
+    return lambda folder, _: written(folder / "data.txt", data) + names
+
+
+TEXTS: list[Case] = [
+    ("as it should be", words(b"one two two one one\n"), "^read"),
+    ("a zero byte", words(b"one two\0two one\n"), "zero byte"),
+    ("no UTF-8", words(b"one two \xff\xfe two one\n"), "^read"),
+    ("one word alone", words(b"one " * 99), "at least 2"),
+    ("no words", words(b" .,;\n" * 99), "no words"),
+    ("a word of a megabyte", words(b"a" * (1 << 20) + b" b b"), "^read"),
+    ("compressed", words(FLOOD), "compressed"),
+    ("other names", words(b"one two", "::../../etc/passwd"), "nothing behind"),
+]
+
+
+def test_texts(tmp_path: Path, outside: Outside) -> None:
+    attack(TEXTS, tmp_path, outside, partial(read, problem="skipgram", min_count=1, context=2))
+
+
+def idx(kind: int, shape: tuple[int, ...], data: bytes = b"", count: int | None = None) -> bytes:
+    head = struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, count or len(shape), *shape)
+    return head + data
+
+
+def mnist(images: bytes, labels: bytes = b"", suffix: str = "") -> Any:
+    def write(folder: Path, _: Path) -> str:
+        labels_are = labels or idx(8, (8,), Y.astype("u1").tobytes())
+        written(folder / f"train-labels-idx1-ubyte{suffix}", labels_are)
+        return written(folder / f"train-images-idx3-ubyte{suffix}", images)
+
+    return write
+
+
+IMAGES = idx(0x0E, (8, 2), X.astype(">f8").tobytes())
+IDXS: list[Case] = [
+    ("as it should be", mnist(IMAGES), "^read$"),
+    ("compressed", mnist(gzip.compress(IMAGES), suffix=".gz"), "^read$"),
+    ("compressed twice", mnist(gzip.compress(gzip.compress(IMAGES))), "no known format"),
+    ("compressed zeros", mnist(FLOOD), "no known format"),
+    ("compressed, cut", mnist(gzip.compress(IMAGES)[:-9]), NOT_READ),
+    ("compressed, and more", mnist(gzip.compress(IMAGES) + b"M" * 9), NOT_READ),
+    ("an unknown type", mnist(idx(0x4F, (8, 2), bytes(16))), "no known format"),
+    ("255 dimensions", mnist(idx(8, (8, 2), bytes(16), 255)), NOT_READ),
+    ("no dimensions", mnist(b"\0\0\x08\0" + bytes(8)), NOT_READ),
+    ("a shape beyond all", mnist(idx(8, ((1 << 32) - 1,) * 8, bytes(16))), NOT_READ),
+    ("a shape of 0", mnist(idx(8, (0, 8))), "at least one sample"),
+    ("more than its shape", mnist(IMAGES + b"M"), NOT_READ),
+    ("labels of two dimensions", mnist(IMAGES, idx(8, (8, 2), bytes(16))), "expected"),
+    ("labels of other numbers", mnist(IMAGES, idx(8, (7,), bytes(7))), "the same number"),
+    ("labels that are none", mnist(IMAGES, b"M" * 99), NOT_READ),
+]
+
+
+def test_idx_files(tmp_path: Path, outside: Outside) -> None:
+    attack(IDXS, tmp_path, outside, read)
+
+
+# Parquet ---------------------------------------------------------------------------------------
+
+
+def parquet(change: Callable[[Any, Path], Any], names: str = "::a,b,y", **how: Any) -> Any:
+    """Return what writes a good table, which `change` makes another."""
+
+    def write(folder: Path, outside: Path) -> str:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        table = pa.table({"a": X[:, 0], "b": X[:, 1], "y": Y})
+        parquet.write_table(change(table, outside), folder / "data.parquet", **how)
+        return f"{folder}/data.parquet{names}"
+
+    return write
+
+
+def column(name: str, make: Callable[[Any], Any]) -> Callable[[Any, Path], Any]:
+    def change(table: Any, _: Path) -> Any:
+        import pyarrow as pa
+
+        return table.set_column(table.column_names.index(name), name, make(pa))
+
+    return change
+
+
+def extension(table: Any, _: Path) -> Any:
+    """Name a type whose reader, in old versions, unpickled what the file says."""
+    import pyarrow as pa
+
+    about = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Runs()),
+    }
+    field = pa.field("a", pa.float64(), metadata=about)
+    return table.cast(pa.schema([field, *list(table.schema)[1:]]))
+
+
+def elsewhere(folder: Path, outside: Path) -> str:
+    """Write what tells of row groups in another file."""
+    from pyarrow import parquet as pq
+
+    parquet(lambda table, _: table)(folder, outside)
+    about = pq.read_metadata(folder / "data.parquet")
+    about.set_file_path("../outside/secret")
+    about.write_metadata_file(str(folder / "data.parquet"))
+    return f"{folder}/data.parquet::a,b,y"
+
+
+def cut_footer(folder: Path, outside: Path) -> str:
+    path = Path(parquet(lambda table, _: table, "")(folder, outside))
+    data = path.read_bytes()
+    path.write_bytes(data[:-8] + struct.pack("<I", 0xFFFFFFF) + data[-4:])
+    return f"{path}::a,b,y"
+
+
+PARQUETS: list[Case] = [
+    ("as it should be", parquet(lambda table, _: table), "^read$"),
+    ("a type that is unpickled", parquet(extension), "^read$"),
+    ("row groups of another file", elsewhere, "expected"),
+    ("an end of 256 MB", cut_footer, NOT_READ),
+    ("text", parquet(column("a", lambda pa: pa.array(["x"] * 8))), "holds text"),
+    ("bytes", parquet(column("a", lambda pa: pa.array([b"x"] * 8))), "holds"),
+    ("truths", parquet(column("y", lambda pa: pa.array(Y.astype(bool)))), "^read$"),
+    ("times", parquet(column("a", lambda pa: pa.array(Y, pa.timestamp("s")))), "holds"),
+    ("records", parquet(column("a", lambda pa: pa.array([{"x": 1}] * 8))), "holds"),
+    (
+        "maps",
+        parquet(column("a", lambda pa: pa.array([[(1, 2)]] * 8, map_of(pa)))),
+        "holds|expected",
+    ),
+    ("nothing", parquet(column("a", lambda pa: pa.nulls(8))), "holds"),
+    (
+        "decimals",
+        parquet(column("a", lambda pa: pa.array([1] * 8).cast(pa.decimal128(20)))),
+        "hold",
+    ),
+    ("missing numbers", parquet(column("a", lambda pa: pa.array([None] * 7 + [1.0]))), "no value"),
+    (
+        "categories",
+        parquet(column("a", lambda pa: pa.array(["x"] * 8).dictionary_encode())),
+        "hold",
+    ),
+    ("lists beside columns", parquet(column("a", lambda pa: pa.array([[1.0]] * 8))), "lists"),
+    ("lists of lists", parquet(column("a", lambda pa: pa.array([[[1.0]]] * 8)), "::a,y"), "holds"),
+    (
+        "lists of other lengths",
+        parquet(column("a", lambda pa: pa.array([[1.0], [1.0, 2.0]] * 4)), "::a,y"),
+        "as the first",
+    ),
+    (
+        "empty lists",
+        parquet(column("a", lambda pa: pa.array([[1.0][:0]] * 8)), "::a,y"),
+        "expected",
+    ),
+    (
+        "two columns of a name",
+        parquet(lambda t, _: t.rename_columns(["a", "b", "b"]), "::a,b"),
+        "two",
+    ),
+    ("no rows", parquet(lambda table, _: table.slice(0, 0)), "at least one sample"),
+    ("names that are paths", parquet(lambda table, _: table, "::/etc/passwd,y"), "is missing"),
+    (
+        "text by name alone",
+        lambda f, _: written(f / "data.parquet", b"PAR1 PAR1") + "::a,y",
+        NOT_READ,
+    ),
+]
+
+
+def test_parquet_files(tmp_path: Path, outside: Outside) -> None:
+    pytest.importorskip("pyarrow")
+    attack(PARQUETS, tmp_path, outside, read)
+    assert not Path("/tmp/mpips-was-here").exists()
