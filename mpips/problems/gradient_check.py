@@ -11,6 +11,7 @@ computational noise", SIAM J. Sci. Comput. 33 (2011).
 """
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from mpips.config import Config
 from mpips.datasets import Batch, open_dataset
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
-from mpips.errors import UserError
+from mpips.errors import UserError, human_bytes
 from mpips.problems import Problem, load_problem
 from mpips.problems.base import statistics
 from mpips.problems.evaluation import checked_loss
@@ -34,6 +35,7 @@ SHIFT = 0.01  # of what the parameters begin with: zeroes would hide mistakes, a
 CLEAR, NEGLIGIBLE = 0.1, 1e-6  # doubt over the larger of two numbers, or over the loss
 POINTS, SPACING = 14, 3e-7
 NOISE = 20 * np.finfo("f8").eps
+VECTORS = 6  # of all parameters that are held at a time
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,23 @@ def check_gradient(config: Config) -> tuple[str, UserError | None]:
 
     config = dataclasses.replace(config, dtype="float64")
     problem, batch = first_batch(config)
+    check_memory(problem.layout.size)
     with threadpool_limits(config.threads or 1):  # many gradients, each of one batch
         return _check(config, problem, batch)
+
+
+def check_memory(size: int) -> None:
+    """Refuse to check so many parameters that this host cannot hold what that takes.
+
+    Raises:
+        UserError: If the host has less memory.
+    """
+    needed = VECTORS * size * np.dtype("f8").itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        got = f"a check of {size:,} parameters, which takes {human_bytes(needed)}"
+        remedy = "check a smaller model of the same layers"
+        raise UserError(got, f"at most {human_bytes(there)}, the host's memory", remedy)
 
 
 def _check(config: Config, problem: Problem, batch: Batch) -> tuple[str, UserError | None]:

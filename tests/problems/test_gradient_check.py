@@ -78,3 +78,9 @@ def test_the_command_line(
     assert program.main(["--check-gradient", "--problem", "softmax"]) == 0
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("width", ["1000000000", "100000000000"])
+def test_a_model_beyond_the_memory_is_refused(width: str) -> None:
+    with pytest.raises(UserError, match=r"takes .*, expected at most .*, the host's memory; check"):
+        check_gradient(load(["--hidden", width]))
