@@ -1,9 +1,12 @@
 """Errors that are meant for a person: what was given, what is allowed, what to do."""
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
+
+_worded: Callable[[str], str] = str
 
 
 class UserError(Exception):
@@ -18,13 +21,26 @@ class UserError(Exception):
 
     Attributes:
         code: Exit code of the job that it ends: 2, or 1 where training had begun.
+        speaks: Where every rank raises it, whether this one prints it; None for this rank alone.
     """
 
     code = 2
+    speaks: bool | None = None
 
     def __init__(self, got: str, expected: str, remedy: str = "") -> None:
         message = f"{got}, expected {expected}"
-        super().__init__(f"{message}; {remedy}" if remedy else message)
+        super().__init__(_worded(f"{message}; {remedy}" if remedy else message))
+
+
+@contextlib.contextmanager
+def reworded(change: Callable[[str], str]) -> Iterator[None]:
+    """Have `change` reword what errors say that are made within the block, and what is printed."""
+    global _worded
+    before, _worded = _worded, change
+    try:
+        yield
+    finally:
+        _worded = before
 
 
 def write_line(text: str, stream: TextIO | None = None) -> None:
@@ -34,7 +50,7 @@ def write_line(text: str, stream: TextIO | None = None) -> None:
     may come between: launchers hand on what they read.
     """
     stream = sys.stdout if stream is None else stream
-    stream.write(f"{text}\n")
+    stream.write(f"{_worded(text)}\n")
     stream.flush()
 
 

@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 from mpips import __version__
 from mpips.config import OPTIONS, Config, groups
 from mpips.config.jobfile import read_toml, resolve, to_toml
-from mpips.config.option import HELP_WIDTH, Option, help_entry, help_row, metavar, setting
+from mpips.config.names import RULES
+from mpips.config.option import (
+    HELP_WIDTH,
+    Option,
+    help_entry,
+    help_row,
+    meant,
+    metavar,
+    setting,
+)
 from mpips.config.validation import check_resume
-from mpips.errors import UserError, nearest
+from mpips.errors import UserError
 
 FLAGS = {
     "--help": "show this text, and end",
@@ -55,6 +64,8 @@ class Question:
 QUESTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Question)}
 _BY_FLAG = {option.flag: option for option in (*OPTIONS.values(), *QUESTIONS.values())}
 _NEGATED = {o.negated: o for o in OPTIONS.values() if o.kind is bool}
+_ALL_FLAGS = {option.flag: option for option in OPTIONS.values()} | _NEGATED
+OPTION_WORDS = re.compile(r"(?P<flag>--[a-z][a-z-]*[a-z])(?P<words> [\w./:*-]*\w(?: or \w+)*)?")
 
 
 class CommandLine(NamedTuple):
@@ -113,7 +124,9 @@ def _take_option(word: str, words: list[str]) -> tuple[str, Any]:
     flag, equals, text = word.partition("=")
     option = _BY_FLAG.get(flag) or _NEGATED.get(flag)
     if option is None:
-        near = nearest(flag, [*_BY_FLAG, *_NEGATED, *FLAGS])
+        flags = {name: option.flag for name, option in (OPTIONS | QUESTIONS).items()}
+        known = [*flags, *_NEGATED, *FLAGS]
+        near = meant(flag, known, lambda name: flags.get(name, name))
         raise UserError(f"unknown option {flag}", "one of those that --help lists", near)
     if option.kind is bool:
         if equals:
@@ -182,6 +195,42 @@ def requested_text(line: CommandLine, config: Config | None) -> str | None:
     if "version" in line.flags:
         return f"mpips {__version__}\n"
     return to_toml(config) if config is not None and "print_config" in line.flags else None
+
+
+def in_python(text: str) -> str:
+    """Return a text with options as a program gives them: ``mode="sync"`` for ``--mode sync``."""
+    return OPTION_WORDS.sub(_as_argument, text)
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    """Return an option as an argument, with the words behind it that are its values."""
+    option, words = _ALL_FLAGS.get(match["flag"]), match["words"] or ""
+    if option is None:
+        return match[0]
+    if option.kind is bool:
+        return f"{option.name}={match['flag'] == option.flag}{words}"
+    values = [_as_value(option, word) for word in words.strip().split(" or ")]
+    if all(values):
+        return f"{option.name}={' or '.join(values)}"
+    if values[0]:
+        return f"{option.name}={values[0]}{words[len(words.split(' or ')[0]) :]}"
+    if words and option.kind is str and not option.legal:
+        return f"{option.name}{words}"
+    return f"{option.name}={option.bare is not None or ''}{words}"
+
+
+def _as_value(option: Option, word: str) -> str:
+    """Return the value of an option as Python, or "" where a word is none."""
+    if option.name == "optimizer":
+        return f"mpips.{RULES[word]}()" if word in RULES else ""
+    if word.isupper() or option.from_text(word) != word:
+        return word
+    known = word in option.legal
+    if option.pattern is not None:
+        known = known or option.pattern.fullmatch(word) is not None
+    elif not option.legal:
+        known = re.search("[./]", word) is not None  # else it may be the next word of a sentence
+    return f'"{word}"' if word and option.kind is str and known else ""
 
 
 def help_text() -> str:

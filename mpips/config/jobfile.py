@@ -11,6 +11,7 @@ from typing import Any
 
 from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
 from mpips.config.modes import ROUND_MODES
+from mpips.config.option import meant
 from mpips.config.validation import BESIDE, has_effect, validate
 from mpips.errors import UserError, nearest
 
@@ -118,7 +119,7 @@ def _checked_key(key: str, value: Any, source: str) -> Any:
     if isinstance(value, dict):
         raise UserError(f"{source}: table [{key}]", "keys without tables", "remove the headline")
     expected = "one of those that --help lists, with _ for -"
-    raise UserError(f"{source}: unknown key {key!r}", expected, nearest(key, OPTIONS))
+    raise UserError(f"{source}: unknown key {key!r}", expected, meant(key, OPTIONS))
 
 
 def resolve(

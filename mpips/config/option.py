@@ -5,15 +5,17 @@ checks values, makes the errors, and writes the rows of ``--help``.
 """
 
 import dataclasses
+import difflib
 import math
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpips.config.names import CALLED, ELSEWHERE
 from mpips.errors import UserError, nearest
 
 BOUNDS: dict[str, Callable[[float], bool]] = {
@@ -175,6 +177,34 @@ class Option:
             return {int: _integer, float: _number}.get(self.kind, str)(text)
         except ValueError:
             return text
+
+
+def meant(name: str, legal: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """Return what to do where `name` was written, an unknown option; "" where nobody knows.
+
+    It names the one that other libraries call so, else one of nearly the same letters.
+
+    Args:
+        name: As it was written.
+        legal: What there is.
+        shown: Returns one of these as it is to be written.
+    """
+    legal, bare = list(legal), _squashed(name)
+    letters = {_squashed(known): known for known in reversed(legal)}
+    close = difflib.get_close_matches(bare, letters, n=1, cutoff=0.75)
+    found = [known for known in legal if bare in _words(CALLED.get(known, ""))]
+    found += [letters[near] for near in close]
+    if found:
+        return f"did you mean {shown(found[0])!r}?"
+    return next((remedy for remedy, names in ELSEWHERE.items() if bare in _words(names)), "")
+
+
+def _words(names: str) -> set[str]:
+    return set(map(_squashed, names.split()))
+
+
+def _squashed(name: str) -> str:
+    return re.sub("[-_.]", "", name).lower()
 
 
 def shown(value: Any) -> str:

@@ -27,15 +27,17 @@ from mpips.config.command_line import (
     FLAGS,
     CommandLine,
     help_text,
+    in_python,
     load,
     parse_command_line,
     requested_text,
 )
 from mpips.config.groups import Group, text_of
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
-from mpips.config.option import BOUNDS, Option, shown
+from mpips.config.names import CALLED
+from mpips.config.option import BOUNDS, Option, meant, shown
 from mpips.config.validation import BESIDE, check_resume, has_effect, validate
-from mpips.errors import UserError
+from mpips.errors import UserError, reworded
 from mpips.optim import rules as optim
 
 NAMES = sorted(OPTIONS)
@@ -1078,3 +1080,70 @@ def test_a_written_job_file_is_whole_and_grouped() -> None:
     assert "hidden = [512, 256]\n" in text
     heads = [line[2:] for line in text.splitlines() if line.startswith("# ")]
     assert heads == [*dict.fromkeys(o.group for o in OPTIONS.values())]
+
+
+# Names of other libraries, and options in words of a program -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("learning_rate", "lr"),
+        ("max_steps", "steps"),
+        ("output_dir", "out"),
+        ("num_epochs", "epochs"),
+        ("gradient_accumulation_steps", "accumulate"),
+        ("max_grad_norm", "clip"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("save_total_limit", "keep"),
+        ("backward_passes_per_step", "accumulate"),
+    ],
+)
+def test_an_option_is_known_by_what_others_call_it(name: str, option: str, tmp_path: Path) -> None:
+    """Not by its letters: learning_rate is most like elastic_rate."""
+    flag = OPTIONS[option].flag
+    with pytest.raises(UserError, match=f"; did you mean '{flag}'"):
+        load([f"--{name.replace('_', '-')}", "2"])
+    with pytest.raises(UserError, match=f"; did you mean '{option}'"):
+        read_toml(job_file(tmp_path, f"{name} = 2"))
+
+
+def test_what_others_call_options_leads_there() -> None:
+    """Each to its own option, where it is one of a job."""
+    for option, others in CALLED.items():
+        for name in [*others.split(), option]:
+            told = meant(name, [*OPTIONS, *CALLED])
+            assert name in OPTIONS or told.startswith("did you mean"), name
+        assert meant(others.split()[0], [option]) == f"did you mean {option!r}?"
+    assert meant("num_workers", OPTIONS).startswith("mpirun -n N")
+    assert meant("nothing_like_it", OPTIONS) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("set --epochs", "set epochs="),
+        (
+            "use --mode async or ssp, or leave out --tau",
+            'use mode="async" or "ssp", or leave out tau=',
+        ),
+        ("--out runs/x is not empty", 'out="runs/x" is not empty'),
+        ("give the one that --out says", "give the one that out says"),
+        (
+            "use --optimizer momentum or nesterov",
+            "use optimizer=mpips.Momentum() or mpips.Nesterov()",
+        ),
+        ("give --outer-momentum 0.9, as DiLoCo", "give outer_momentum=0.9, as DiLoCo"),
+        ("go on with --out runs/a --resume", 'go on with out="runs/a" resume=True'),
+        ("use --resume auto", 'use resume="auto"'),
+        ("add --record, leave out --no-shuffle", "add record=True, leave out shuffle=False"),
+        ("give --checkpoint-every 5min", 'give checkpoint_every="5min"'),
+        ("--init-from CHECKPOINT", "init_from=CHECKPOINT"),
+        ("docker: --shm-size, srun --mpi=pmi2", "docker: --shm-size, srun --mpi=pmi2"),
+    ],
+)
+def test_programs_are_told_of_arguments(text: str, expected: str) -> None:
+    assert in_python(text) == expected
+    with reworded(in_python):
+        assert str(UserError("x", "y", text)) == f"x, expected y; {expected}"
+    assert str(UserError("x", "y", text)) == f"x, expected y; {text}"
