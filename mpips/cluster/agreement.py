@@ -1,15 +1,15 @@
 """Errors that every rank raises, so that a job ends with one message and nobody waits for ever."""
 
-import sys
+import contextlib
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from mpips.cluster.collectives import begin_barrier, broadcast, gather_all
 from mpips.cluster.start import Comm
+from mpips.cluster.uncaught import of_others
 from mpips.cluster.waiting import Backoff
-from mpips.errors import UserError, complain
+from mpips.errors import UserError
 from mpips.layout import Layout, check_alike
 
 T = TypeVar("T")
@@ -22,20 +22,15 @@ class Agreed(UserError):
         Exception.__init__(self, message)
 
 
-def tell_once(comm: Comm) -> None:
-    """Have rank 0 alone tell of an `Agreed` that a program does not catch, and in one line."""
-    before, first = sys.excepthook, comm.rank == 0
-    if getattr(before, "tells_once", False):
-        return
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, Agreed):
-            before(kind, error, trace)
-        elif first:
-            complain(error)
-
-    tell.tells_once = True  # type: ignore[attr-defined]
-    sys.excepthook = tell
+@contextlib.contextmanager
+def told_once(comm: Comm) -> Iterator[None]:
+    """Have an `Agreed` leave the block as a plain `UserError`, which rank 0 of `comm` prints."""
+    try:
+        yield
+    except Agreed as agreed:
+        error = UserError.__new__(UserError, str(agreed))  # its message is whole
+        error.code, error.speaks = agreed.code, comm.rank == 0
+        raise error from None
 
 
 def together(comm: Comm, error: Exception | None) -> None:
@@ -59,7 +54,9 @@ def everywhere(comm: Comm, make: Callable[[], T]) -> T:
     except UserError as problem:
         error = problem
         if problem.__cause__ is not None:
-            trace = "".join(traceback.format_exception(problem.__cause__))
+            cause = problem.__cause__
+            lines = traceback.format_exception(type(cause), cause, of_others(cause.__traceback__))
+            trace = "".join(lines)
             error = Agreed(f"{problem}\nrank {comm.rank}: {trace}".rstrip())
     together(comm, error)
     return value

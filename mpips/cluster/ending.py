@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpips.cluster import failures, segments
+from mpips.cluster import failures, segments, uncaught
 from mpips.cluster.start import MPI
 from mpips.cluster.tags import TAG_SPEAKS
 from mpips.errors import UserError, complain
@@ -98,15 +98,19 @@ def another_speaks() -> bool:
 
 
 def raised(error: BaseException) -> str:
-    """Return the message for an exception that nobody expected, with this rank and a traceback.
+    """Return the message for an exception that nothing catches: with this rank and a traceback.
 
-    It is empty where another rank says what has happened.
+    That of a mistake is its own, with the line of the program that made it. It is empty where
+    another rank says what has happened.
     """
     if isinstance(error, failures.Lost):
         return str(error)
     if failures.is_death(error):
         return str(failures.lost_by(error))
-    lines = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, UserError):
+        return uncaught.located(error, error.__traceback__)
+    trace = uncaught.of_others(error.__traceback__)
+    lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     what = traceback.format_exception_only(error)[-1].strip()
     got = f"rank {MPI.COMM_WORLD.rank} raised {what}"
     return str(UserError(got, "no exception", f"its traceback says where:\n{lines}"))

@@ -93,6 +93,20 @@ def whole_world() -> Comm:
     return MPI.COMM_WORLD
 
 
+def ranks_of(comm: Comm | None) -> Comm:
+    """Return the communicator that a program gives, or that of all ranks.
+
+    Raises:
+        UserError: If it is none; as `whole_world`.
+    """
+    if comm is None:
+        return whole_world()
+    if not isinstance(comm, MPI.Intracomm):
+        got = f"comm of type {type(comm).__name__}"
+        raise UserError(got, "a communicator of mpi4py", "leave it out for all ranks")
+    return comm
+
+
 def share_cores(oversubscribed: bool) -> None:
     """Have this process waked and interrupted as suits its host.
 

@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpips.datasets import Batch
-from mpips.errors import UserError
-from mpips.jax.trees import PyTree, arrays, evaluation, loss_alone, value_and_grad
+from mpips.jax.trees import PyTree, arrays, checked_loss, evaluation, loss_alone, value_and_grad
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem
 
@@ -83,9 +81,7 @@ class LossProblem(Problem):
         data, dtype = self.data, np.dtype(self.config.dtype)
         x = np.zeros((TRIED, *data.x_shape), dtype)
         y = np.zeros((TRIED, *data.y_shape), dtype if data.classes is None else np.int64)
-        found = jax.eval_shape(loss, params, x, y)
-        if getattr(found, "shape", None) != () or not jnp.issubdtype(found.dtype, jnp.floating):
-            raise UserError(f"loss that returned {found}", "a number, the mean loss over the batch")
+        checked_loss(jax.eval_shape(loss, params, x, y))
 
 
 def _without_memory(leaf: Any) -> np.ndarray:

@@ -92,7 +92,7 @@ def run(
     found = library.run(
         train, like.arrays(), optimizer, evaluate=means, held_out=held_out, **options
     )
-    return Result(like.tree(found.params), found.summary, found.reason, found.code, found.out)
+    return Result(**{**vars(found), "params": like.tree(found.params)})
 
 
 def _compile(

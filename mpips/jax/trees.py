@@ -39,14 +39,15 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
         parameters may change then.
 
     Raises:
-        UserError: If a leaf is none of floating-point numbers.
+        UserError: If a leaf is none of floating-point numbers; when it is called, if the loss
+            returns no number.
     """
     like = Leaves(params)
 
     @jax.jit
     def compute(leaves: list[Any], columns: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         found: tuple[Any, list[Any]] = jax.value_and_grad(
-            lambda leaves: loss(like.build(leaves), *columns)
+            lambda leaves: checked_loss(loss(like.build(leaves), *columns))
         )(leaves)
         return found
 
@@ -58,6 +59,19 @@ def value_and_grad(loss: Callable[..., Any], params: PyTree) -> Gradient:
         return float(value)
 
     return gradient
+
+
+def checked_loss(found: Any) -> Any:
+    """Return what a loss has returned, while it is traced.
+
+    Raises:
+        UserError: If it is no number.
+    """
+    dtype = getattr(found, "dtype", np.dtype(type(found) if np.isscalar(found) else object))
+    if np.shape(found) or not jnp.issubdtype(dtype, jnp.floating):
+        what = f"{dtype}{list(np.shape(found))}" if hasattr(found, "dtype") else repr(found)
+        raise UserError(f"loss that returned {what}", "a number, the mean loss over the batch")
+    return found
 
 
 def evaluation(metrics: Callable[..., Mapping[str, Any]], params: PyTree) -> Evaluate:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpips.errors import UserError
+
 if TYPE_CHECKING:
     from mpips.library.loop import Loop
 
@@ -61,9 +63,15 @@ class Callbacks:
 
     Args:
         given: They.
+
+    Raises:
+        UserError: If one is none.
     """
 
     def __init__(self, given: Sequence[Callback]) -> None:
+        if not isinstance(given, Sequence) or not all(isinstance(one, Callback) for one in given):
+            got, remedy = f"callbacks {given!r}", "derive a class from mpips.Callback"
+            raise UserError(got, "a list of instances of mpips.Callback", remedy)
         self._given = tuple(given)
         self._epoch: int | None = None
 

@@ -4,7 +4,15 @@ What is not given is as in a job without it: ``python -m mpips.train --help`` li
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+
+from mpips.errors import UserError
+
+ELSEWHERE = {  # numbers of PyTorch's rules, by what has them here
+    "betas": "give beta1 and beta2",
+    "momentum": "mpips.Momentum has it",
+    "nesterov": "that rule is mpips.Nesterov",
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,20 @@ class Optimizer:
     name: ClassVar[str]
 
     lr: float | None = None
+
+    def __new__(cls, *_: float | None, **numbers: float | None) -> Self:
+        """Check the names of numbers, before the class takes them.
+
+        Raises:
+            UserError: If the rule has no such number.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in set(numbers) - set(known):
+            from mpips.config.option import meant
+
+            remedy = ELSEWHERE.get(name) or meant(name, known)
+            raise UserError(f"{name} of mpips.{cls.__name__}", f"one of {', '.join(known)}", remedy)
+        return super().__new__(cls)
 
     def options(self) -> dict[str, Any]:
         """Return the options of a job that it stands for."""

@@ -1,5 +1,6 @@
 """`mpips.run`: one run of a program's own training function."""
 
+import contextlib
 import inspect
 import itertools
 import time
@@ -12,8 +13,8 @@ import numpy as np
 
 from mpips.checkpoint import newest_whole
 from mpips.cluster import ending, failures, signals, uncaught
-from mpips.cluster.agreement import Agreed, everywhere, tell_once
-from mpips.cluster.start import Comm, whole_world
+from mpips.cluster.agreement import Agreed, everywhere
+from mpips.cluster.start import Comm, ranks_of
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.library.callbacks import Callback, Callbacks
@@ -22,7 +23,7 @@ from mpips.library.loop import Loop
 from mpips.library.model import Evaluate, MakeState, Parameters
 from mpips.library.notes import Note, write_late
 from mpips.library.optimizers import Optimizer
-from mpips.library.start import Given, Start, checked
+from mpips.library.start import Given, Start, checked, of_program
 from mpips.library.worker import Worker
 from mpips.problems.accumulate import follow
 from mpips.ps.saved_rows import find_rows
@@ -41,7 +42,8 @@ class Result:
         reason: Why it ended: ``epochs``, ``steps``, ``target``, ``patience``, ``stopped`` (by
             `Worker.stop`), ``diverged``, or the name of the signal that asked to save and end.
         code: Exit code that the command line would end with: 0 when done, 85 when saved at a
-            signal and not finished (``sys.exit(result.code)`` tells the job script), 1 otherwise.
+            signal and not finished, 1 otherwise. End with ``sys.exit(result.code)``, which tells
+            the job script: a program that has not looked at a code that is not 0 is warned.
         out: The run's folder.
     """
 
@@ -50,6 +52,11 @@ class Result:
     reason: str
     code: int
     out: Path
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "code":
+            uncaught.heed()
+        return super().__getattribute__(name)
 
     def rows(self, table: str, ids: Any) -> np.ndarray:
         """Return rows of a table from the run's newest checkpoint, which a run that is over has.
@@ -168,9 +175,9 @@ def agreed(comm: Comm | None, make: Callable[[], T]) -> T:
     """
     if instead is not None:
         return make()
-    world = whole_world() if comm is None else comm
-    tell_once(world)
-    return everywhere(world, make)
+    world = ranks_of(comm)
+    with of_program(world):
+        return everywhere(world, make)
 
 
 def run_program(
@@ -187,11 +194,10 @@ def run_program(
         raise UserError(got, "a world of ranks that all live", "start the program again")
     if instead is not None:
         instead(program, *_given(program, params, started))
-    world = whole_world() if comm is None else comm
-    tell_once(world)
-    given, name = everywhere(world, lambda: _given(program, params, started))
-    uncaught.disarm()
-    with signals.noted():
+    world = ranks_of(comm)
+    with of_program(world), signals.noted():
+        given, name = everywhere(world, lambda: _given(program, params, started))
+        uncaught.disarm()
         start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)
         program.begin(start)
         try:
@@ -201,15 +207,24 @@ def run_program(
             start.free()
             raise
         except BaseException as error:  # this rank's alone: the others wait for it
+            if isinstance(error, UserError) and hasattr(start, "job") and start.job.begun:
+                error.code = 1
             if world.size == 1:
                 start.hide()
                 raise
-            own = isinstance(error, UserError) and not start.works  # of a server: not its program's
-            ending.abort(str(error) if own else ending.raised(error), 1)
+            code = error.code if isinstance(error, UserError) else 1
+            ending.abort(ending.raised(error), code)
         result = _result(start, ended, late)
         start.part(ended.code)
         start.free()
+    uncaught.expect_code(_unheeded(result) if world.rank == 0 and result.code else "")
     return result
+
+
+def _unheeded(result: Result) -> str:
+    """Return the warning for a program that would end as if its run had come to its end."""
+    how = "was saved, and is not finished" if result.code == signals.EXIT_SAVED else "failed"
+    return f"the run in {result.out} {how} ({result.reason}): end with sys.exit(result.code)"
 
 
 def _given(program: Program, params: Mapping[str, Any], started: float) -> tuple[Given, str]:
@@ -265,6 +280,12 @@ def _name(train: Callable[[Any], object]) -> str:
         got = f"train of type {type(train).__name__}"
         raise UserError(got, "a function that takes an mpips.Worker")
     function = inspect.unwrap(train)
+    with contextlib.suppress(ValueError):  # of what is built in there may be no signature
+        try:
+            inspect.signature(train, follow_wrapped=False).bind(None)
+        except TypeError as problem:
+            got, expected = f"train that takes other arguments ({problem})", "a worker alone"
+            raise UserError(got, expected, "write def train(worker):") from None
     name = getattr(function, "__name__", type(function).__name__)
     code = getattr(function, "__code__", None)
     file = Path(code.co_filename).name if code is not None else ""

@@ -1,25 +1,26 @@
 """How a run of a program begins on every rank: options, ranks, then the job, all agreed on."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mpips.cluster.agreement import everywhere, layouts_alike, on_root
+from mpips.cluster.agreement import everywhere, layouts_alike, on_root, told_once
 from mpips.cluster.collectives import PIECE, cluster_subset, free, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.link import Link, agreed
 from mpips.cluster.start import Comm, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import OPTIONS, Config
-from mpips.config.command_line import CommandLine
+from mpips.config.command_line import CommandLine, in_python
 from mpips.config.groups import text_of
 from mpips.config.modes import ROUND_MODES
+from mpips.config.option import meant
 from mpips.datasets import DataInfo, Dataset
-from mpips.errors import UserError, nearest
+from mpips.errors import UserError, reworded
 from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
@@ -39,9 +40,17 @@ NOT_OPTIONS = (
     *("dataset", "test_dataset", "test_fraction", "classes", "scale", "flip", "shift"),
     "eval_only",
 )
+ARGUMENTS = ("held_out", "evaluate", "callbacks", "tables", "comm")  # which options are not
 DATASET = "given"
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def of_program(comm: Comm) -> Iterator[None]:
+    """Have what is refused within the block speak to the program, which rank 0 tells it to."""
+    with reworded(in_python), told_once(comm):
+        yield
 
 
 def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -62,7 +71,7 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
             expected = "one of those that python -m mpips.guide options lists"
             if name in NOT_OPTIONS:
                 expected += ", but for those of models and data: a program has its own"
-            raise UserError(f"option {name!r}", expected, nearest(name, legal))
+            raise UserError(f"option {name!r}", expected, meant(name, [*legal, *ARGUMENTS]))
         if isinstance(value, Path):
             value = str(value)
         if name == "groups" and isinstance(value, (list, tuple)):

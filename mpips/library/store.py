@@ -16,17 +16,18 @@ from mpips.cluster import ending
 from mpips.cluster.agreement import everywhere, layouts_alike, on_root
 from mpips.cluster.collectives import begin_barrier
 from mpips.cluster.library import check_world
-from mpips.cluster.start import Comm, whole_world
+from mpips.cluster.start import Comm, ranks_of, whole_world
 from mpips.cluster.world import Cluster
 from mpips.config import Config
 from mpips.config.jobfile import resolve
+from mpips.config.option import meant
 from mpips.errors import UserError
 from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving
-from mpips.library.start import checked
+from mpips.library.start import checked, of_program
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
@@ -83,13 +84,14 @@ class Store:
         optimizer: Optimizer | None = None,
         **options: Any,
     ) -> None:
-        world = whole_world() if comm is None else comm
-        given = everywhere(world, lambda: _checked(options, optimizer))
-        first = everywhere(world, lambda: Parameters(params))
-        config = on_root(world, partial(_config, given, first.dtype, world.size))
-        layouts_alike(world, first.layout)
-        self._cluster = assign_roles(world, config)
-        self._job = _job(self._cluster, config, first)
+        world = ranks_of(comm)
+        with of_program(world):
+            given = everywhere(world, lambda: _checked(options, optimizer))
+            first = everywhere(world, lambda: Parameters(params))
+            config = on_root(world, partial(_config, given, first.dtype, world.size))
+            layouts_alike(world, first.layout)
+            self._cluster = assign_roles(world, config)
+            self._job = _job(self._cluster, config, first)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)
         self._half = assemble(self._cluster, Design.of(self._job))
         self._open = True
@@ -247,6 +249,8 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:  # this rank's alone: the others wait for it
+            if isinstance(error, UserError):
+                error.code = 1  # in the midst of it
             ending.abort(ending.raised(error), 1)
         self.close()
 
@@ -254,7 +258,8 @@ class Store:
 def _checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     for name in options:
         if name not in STORE_OPTIONS:
-            raise UserError(f"option {name!r} of a store", f"one of {', '.join(STORE_OPTIONS)}")
+            expected, near = f"one of {', '.join(STORE_OPTIONS)}", meant(name, STORE_OPTIONS)
+            raise UserError(f"option {name!r} of a store", expected, near)
     return checked(options, optimizer)
 
 

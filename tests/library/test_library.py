@@ -53,15 +53,15 @@ REFUSED = {
     "a folder in use": "is not empty",
     "good": "epochs",
 }
-ABUSES = {
-    "unpushed": "taken and not pushed, .*give the run accumulate=k",
-    "raises": "ValueError: so it is",
-    "leaves": r"own.py:train that left its loop",
-    "unwritten": r"left NaN in out\['w'\]",
-    "late": "pull without a batch",
-    "early": r"evaluate\(\) of 9 samples, and on worker 1 the end of its function",
-    "unequal": r"evaluate\(\) of . samples, and on worker . . samples",
-    "missing": r"evaluate\(\) in the loop, to which not all have come for 1 s",
+ABUSES = {  # and the exit code: 1 where a gradient was computed before
+    "unpushed": ("own.py:7: .*taken and not pushed, .*give the run accumulate=k", 2),
+    "raises": ("ValueError: so it is", 1),
+    "leaves": (r"own.py:train that left its loop", 2),
+    "unwritten": (r"own.py:11: .*left NaN in out\['w'\]", 2),
+    "late": ("own.py:10: pull without a batch", 1),
+    "early": (r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1),
+    "unequal": (r"own.py:10: evaluate\(\) of . samples, and on worker . . samples", 2),
+    "missing": (r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2),
 }
 ABUSE = """
 import sys, numpy as np, mpips, mpips.library.loop
@@ -131,10 +131,11 @@ def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["started", "none", "model", "interrupted"])
 def test_what_one_rank_raises_before_a_run_ends_the_job(how: str, tmp_path: Path) -> None:
     """Whether MPI has been started or not; the others would wait in the collectives of a run."""
-    found = run(3, [str(PROGRAMS / "early.py"), how, "out"], tmp_path, 60)
+    found = run(3, [str(PROGRAMS / "early.py"), how, "out"], tmp_path)
     assert found.code not in (0, 124), found.output
     if how == "model":
-        told = "mpips: model=net raised FileNotFoundError: weights.pt, expected a module"
+        assert found.code == 2
+        told = "early.py:37: model=net raised FileNotFoundError: weights.pt, expected a module"
         assert found.output.count(told) == 1, found.output
     else:
         told = "KeyboardInterrupt" if how == "interrupted" else "FileNotFoundError: data.npy"
@@ -163,8 +164,11 @@ def test_evaluators_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     args = [str(PROGRAMS / "refused.py"), str(tmp_path / "runs")]
-    found = run(3, args, tmp_path).check(1)
-    assert found.output.count("mpips: params['w'] of dtype <U4") == 1, "nobody catches it"
+    found = run(3, args, tmp_path).check(2)
+    told_once = re.findall(
+        r"^mpips: refused.py:\d+: params\['w'\] of dtype <U4", found.output, re.M
+    )
+    assert len(told_once) == 1, "nobody catches it"
     assert "Traceback" not in found.output
     lines = [line.split(": ", 1) for line in found.output.splitlines() if ": " in line]
     told = {name: text for name, text in lines if name in REFUSED}  # others are the launcher's
@@ -181,11 +185,54 @@ def test_a_loop_that_fails_ends_the_job(name: str, tmp_path: Path) -> None:
     line, after = LINES[name]
     mode = "sync" if name == "missing" else "async"
     (tmp_path / "own.py").write_text(ABUSE.format(line=line, after=after, mode=mode))
-    found = run(3, ["own.py", "out"], tmp_path).check(1)
-    assert re.search(ABUSES[name], found.output), found.output
-    assert "own.py" in found.output, "the traceback is there"
+    pattern, code = ABUSES[name]
+    found = run(3, ["own.py", "out"], tmp_path).check(code)
+    assert re.search(pattern, found.output), found.output
+    assert "own.py" in found.output, "the line of the program is there"
+    assert str(ROOT / "mpips") not in found.output, "and none of ours"
     told = found.output.count("mpips: ")
     assert told == 1 or (name, told) == ("unequal", 2), "told once"
+
+
+ENDS = """
+import os, signal, sys, numpy as np, mpips, mpips.session.loading
+
+def train(worker):
+    for batch in worker.batches(20, batch_size=5, epochs=2):
+        worker.grads["w"][:] = 0
+        worker.push({loss})
+
+{before}
+result = mpips.run(train, {{"w": np.zeros(3)}}, mode="sync", out="out", quiet=True)
+{after}
+"""
+STOP = "os.kill(os.getpid(), signal.SIGUSR1)"
+START = f"""
+def at_the_start(*args, load=mpips.session.loading._load):
+    {STOP}
+    return load(*args)
+
+mpips.session.loading._load = at_the_start
+"""
+WARNED = r"^mpips: warning: the run in out {}: end with sys.exit\(result.code\)$"
+# Before the run, a loss, after it, the exit code, and what is said at the end.
+CODES = {
+    "diverged": ("", "np.nan", "", 0, WARNED.format(r"failed \(diverged\)")),
+    "saved": ("", f"{STOP} or 1.0", "", 0, WARNED.format(r"was saved, .* \(SIGUSR1\)")),
+    "heeded": ("", "np.nan", "sys.exit(result.code)", 1, ""),
+    "stopped as it starts": (START, "1.0", "", 85, r"^mpips: own.py:\d+: SIGUSR1 before training"),
+}  # fmt: skip
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", shared_out(CODES, ["diverged", "stopped as it starts"]))
+def test_a_program_ends_as_its_run(name: str, tmp_path: Path) -> None:
+    """With the trainer's exit code, or a warning; on two ranks it comes once."""
+    before, loss, after, code, told = CODES[name]
+    (tmp_path / "own.py").write_text(ENDS.format(before=before, loss=loss, after=after))
+    output = run(2, ["own.py"], tmp_path).check(code).output
+    assert len(re.findall("^mpips: warning: the run", output, re.M)) == ("warning" in told)
+    assert re.search(told, output, re.M), output
 
 
 @pytest.mark.launch
@@ -266,7 +313,7 @@ def test_help_starts_no_mpi() -> None:
 @pytest.mark.one_mpi
 def test_the_program_in_the_documentation(tmp_path: Path) -> None:
     assert mpips.__doc__ is not None
-    (program,) = re.findall(r"^    import mpips\n.*?\n(?=\S)", mpips.__doc__, re.M | re.S)
+    (program,) = re.findall(r"^    import sys\n.*?\n(?=\S)", mpips.__doc__, re.M | re.S)
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     told = run(2, ["program.py"], tmp_path, 60).check().output
     (found,) = {*re.findall(r"^\[(.*)\]$", told, re.M)}

@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
             call(folder / name.replace(" ", "-"))
             told = "nothing"
         except mpips.UserError as error:
-            told = str(error)
+            told = str(error) if type(error) is mpips.UserError else repr(error)
         found = set(WORLD.allgather(told))
         if WORLD.rank == 0:
             print(f"{name}: {' | '.join(sorted(found))}")
