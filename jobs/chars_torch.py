@@ -17,6 +17,7 @@ async, ssp and sync, and 3.5 of local_sgd. On 2 ranks, --epochs 3 of the whole t
 import argparse
 import functools
 import math
+import sys
 
 import torch
 from documentation import strings
@@ -133,8 +134,8 @@ def alone(args: argparse.Namespace) -> float:
         return metrics(model, next(iter(parts)))["loss"]
 
 
-def together(args: argparse.Namespace) -> float:
-    """Train with mpips on all ranks; returns the held-out loss."""
+def together(args: argparse.Namespace) -> tuple[float, int]:
+    """Train with mpips on all ranks; returns the held-out loss, and the exit code."""
 
     def train(worker: mt.Worker) -> None:
         model, opt = worker.model, worker.optimizer
@@ -148,11 +149,11 @@ def together(args: argparse.Namespace) -> float:
         epochs=args.epochs, schedule="cosine", evaluate=metrics,
         held_out=lambda: documentation(args.text)[1], **MODES[args.mode],
     )  # fmt: skip
-    return result.summary["eval_loss"]
+    return result.summary["eval_loss"], result.code
 
 
-def main(argv: list[str] | None = None) -> float:
-    """Train, and print bits a character; returns them."""
+def main(argv: list[str] | None = None) -> int:
+    """Train, and print bits a character; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="async", choices=MODES)
     parser.add_argument("--epochs", type=int, default=1)
@@ -162,11 +163,14 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--out", default="", metavar="DIR", help="by default a new one in runs")
     parser.add_argument("--alone", action="store_true", help="plain PyTorch in one process")
     args = parser.parse_args(argv)
-    bits = (alone(args) if args.alone else together(args)) / math.log(2)
+    found, code = (alone(args), 0) if args.alone else together(args)
     if MPI.COMM_WORLD.rank == 0:
-        print(f"{'alone' if args.alone else args.mode}: {bits:.3f} bits a character", flush=True)
-    return bits
+        print(
+            f"{'alone' if args.alone else args.mode}: {found / math.log(2):.3f} bits a character",
+            flush=True,
+        )
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,6 +11,7 @@ accuracy of each, and 55 % of --linear, where 51 % are clicks.
 """
 
 import argparse
+import sys
 from typing import Any
 
 import torch
@@ -98,8 +99,8 @@ def alone(args: argparse.Namespace) -> float:
         return metrics(model, held_out.tensors)["accuracy"]
 
 
-def together(args: argparse.Namespace) -> float:
-    """Train with mpips on all ranks; returns the held-out accuracy."""
+def together(args: argparse.Namespace) -> tuple[float, int]:
+    """Train with mpips on all ranks; returns the held-out accuracy, and the exit code."""
     data, held_out = clicks(args.samples)
 
     def train(worker: mt.Worker) -> None:
@@ -113,11 +114,11 @@ def together(args: argparse.Namespace) -> float:
         train, lambda: Net(True, args.linear), mpips.Adagrad(RATE), mode=args.mode,
         batch_size=BATCH, epochs=args.epochs, out=args.out, evaluate=metrics, held_out=held_out,
     )  # fmt: skip
-    return result.summary["accuracy"]
+    return result.summary["accuracy"], result.code
 
 
-def main(argv: list[str] | None = None) -> float:
-    """Train, and print the held-out accuracy; returns it."""
+def main(argv: list[str] | None = None) -> int:
+    """Train, and print the held-out accuracy; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="async", choices=("async", "ssp"))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
@@ -126,11 +127,11 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--out", default="", metavar="DIR", help="by default a new one in runs")
     parser.add_argument("--alone", action="store_true", help="plain PyTorch in one process")
     args = parser.parse_args(argv)
-    accuracy = alone(args) if args.alone else together(args)
+    accuracy, code = (alone(args), 0) if args.alone else together(args)
     if MPI.COMM_WORLD.rank == 0:
         print(f"{'alone' if args.alone else args.mode}: accuracy {accuracy:.4f}", flush=True)
-    return accuracy
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

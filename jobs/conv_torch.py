@@ -8,6 +8,7 @@ samples and the same measure; it needs no mpirun. Expect 97 to 99 % held-out acc
 """
 
 import argparse
+import sys
 
 import h5py
 import torch
@@ -73,8 +74,8 @@ def alone(args: argparse.Namespace) -> float:
         return metrics(model, held_out.tensors)["accuracy"]
 
 
-def together(args: argparse.Namespace) -> float:
-    """Train with mpips on all ranks; returns the held-out accuracy."""
+def together(args: argparse.Namespace) -> tuple[float, int]:
+    """Train with mpips on all ranks; returns the held-out accuracy, and the exit code."""
     data, held_out = digits()
 
     def train(worker: mt.Worker) -> None:
@@ -88,22 +89,22 @@ def together(args: argparse.Namespace) -> float:
         train, Net, mpips.Adam(RATE), mode=args.mode, batch_size=BATCH, epochs=args.epochs,
         schedule="cosine", out=args.out, evaluate=metrics, held_out=held_out,
     )  # fmt: skip
-    return result.summary["accuracy"]
+    return result.summary["accuracy"], result.code
 
 
-def main(argv: list[str] | None = None) -> float:
-    """Train, and print the held-out accuracy; returns it."""
+def main(argv: list[str] | None = None) -> int:
+    """Train, and print the held-out accuracy; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="async", choices=("async", "ssp", "sync", "local_sgd"))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", default="", metavar="DIR", help="by default a new one in runs")
     parser.add_argument("--alone", action="store_true", help="plain PyTorch in one process")
     args = parser.parse_args(argv)
-    accuracy = alone(args) if args.alone else together(args)
+    accuracy, code = (alone(args), 0) if args.alone else together(args)
     if MPI.COMM_WORLD.rank == 0:
         print(f"{'alone' if args.alone else args.mode}: accuracy {accuracy:.4f}", flush=True)
-    return accuracy
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ and the same measure; it needs no mpirun. Expect 97 to 99 % held-out accuracy of
 
 import argparse
 import math
+import sys
 from typing import Any
 
 import h5py
@@ -87,29 +88,29 @@ def alone(args: argparse.Namespace) -> float:
     return float(means(params, *held_out)["accuracy"])
 
 
-def together(args: argparse.Namespace) -> float:
-    """Train with mpips on all ranks; returns the held-out accuracy."""
+def together(args: argparse.Namespace) -> tuple[float, int]:
+    """Train with mpips on all ranks; returns the held-out accuracy, and the exit code."""
     data, held_out = digits()
     result = mj.run(
         loss, start(), data, mpips.Adam(RATE), mode=args.mode, batch_size=BATCH,
         epochs=args.epochs, schedule="cosine", out=args.out, evaluate=means, held_out=held_out,
     )  # fmt: skip
-    return result.summary["accuracy"]
+    return result.summary["accuracy"], result.code
 
 
-def main(argv: list[str] | None = None) -> float:
-    """Train, and print the held-out accuracy; returns it."""
+def main(argv: list[str] | None = None) -> int:
+    """Train, and print the held-out accuracy; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="async", choices=("async", "ssp", "sync", "local_sgd"))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--out", default="", metavar="DIR", help="by default a new one in runs")
     parser.add_argument("--alone", action="store_true", help="plain JAX in one process")
     args = parser.parse_args(argv)
-    accuracy = alone(args) if args.alone else together(args)
+    accuracy, code = (alone(args), 0) if args.alone else together(args)
     if MPI.COMM_WORLD.rank == 0:
         print(f"{'alone' if args.alone else args.mode}: accuracy {accuracy:.4f}", flush=True)
-    return accuracy
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,8 @@
 From the command line, ``mpirun -n 8 python -m mpips.train`` trains a model that is built in, or one
 in a file of yours (``--problem``). In a program, `run` calls a function of yours on every worker:
 
+    import sys
+
     import mpips
     import numpy as np
 
@@ -20,6 +22,7 @@ in a file of yours (``--problem``). In a program, `run` calls a function of your
 
     result = mpips.run(train, params={"w": np.zeros(3)}, optimizer=mpips.Adam(0.05), mode="sync")
     print(result.params["w"])
+    sys.exit(result.code)
 
 ``mpirun -n 4 python program.py`` runs it, and ``python program.py`` does on one rank. With
 ``mode="async"`` some ranks are servers. `run` takes the command line's options under their names.

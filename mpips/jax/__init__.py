@@ -9,6 +9,7 @@
     params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
     result = mj.run(loss, params, (x, y), mpips.Adam(1e-3), mode="async", batch_size=64, epochs=5)
     result.params["w"]
+    sys.exit(result.code)
 
 The loss and its gradient are compiled once for each size of batch: a last one that is smaller
 compiles a second time. Leaves of any floating type are trained as float32 (float64 where

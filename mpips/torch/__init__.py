@@ -13,6 +13,7 @@
             opt.step()
 
     result = mt.run(train, model=Net, optimizer=mpips.AdamW(1e-3), mode="async")
+    sys.exit(result.code)
 
 The model's parameters are views of the worker's replica, its gradients views of what is pushed.
 """

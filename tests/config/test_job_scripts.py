@@ -48,7 +48,7 @@ def together(
     path, program = (str(ROOT / k) for k in (f"jobs/{script}.py", "tests/jobs/scripts.py"))
     args = [program, str(folder), ",".join(modes), path, *options]
     output = run(4, args, folder, timeout_s, ONE_THREAD).check().output
-    found = dict(re.findall(r"^(\w+) ended with ([\d.]+)$", output, re.M))
+    found = dict(re.findall(r"^(\w+): (?:accuracy )?([\d.]+)", output, re.M))
     assert set(found) == set(modes)
     return {mode: float(value) for mode, value in found.items()}
 
