@@ -293,7 +293,9 @@ class Config:
     )  # fmt: skip
 
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
-    log_every: float = setting("output", 0.25, "seconds between progress lines", ">= 0")
+    log_every: float = setting(
+        "output", 0.25, "seconds between progress lines; by default in a log 2 and more", ">= 0"
+    )
     trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
     record: bool = setting(
         "output", False, "for mpips.replay; wants --read consistent", modes=("async", "ssp")

@@ -44,7 +44,7 @@ class Log:
         interval_s: Least seconds between progress lines; they grow rarer in a long run.
         quiet: Whether to print nothing.
         listener: Told of each line too: its kind, its step, its fields.
-        hushed: See `Progress`.
+        hushed: See `Progress`; `sparse` likewise.
 
     Attributes:
         warnings: What went wrong and did not end the run.
@@ -61,12 +61,13 @@ class Log:
         quiet: bool = False,
         listener: Listener | None = None,
         hushed: Callable[[], bool] = lambda: False,
+        sparse: bool = False,
     ) -> None:
         self._file = MetricsFile(path) if path else None
         self._step, self._listener = 0, listener
         self.warnings: deque[str] = deque(maxlen=WARNINGS)
         self._start, self._interval_s, self._quiet = start, interval_s, quiet
-        self._progress = Progress(total_steps, hushed)
+        self._progress = Progress(total_steps, hushed, sparse)
         self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
         self._loss_sum, self._loss_samples = 0.0, 0
@@ -193,17 +194,17 @@ class Log:
                 samples_per_s=round(rate, 1), **stale,
             )  # fmt: skip
         if not self._quiet:
-            self._show(step, epoch, rate)
+            self._show(step, epoch, rate, force)
         if force:
             self._progress.end_bar()
 
-    def _show(self, step: int, epoch: float, rate: float) -> None:
+    def _show(self, step: int, epoch: float, rate: float, last: bool) -> None:
         accuracy = self.last_eval.get("accuracy")
-        self._shown = (accuracy,)
         held_out = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
         loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
         words = [f"epoch {epoch:6.2f}", f"loss {loss}", *held_out, f"{rate:,.0f} samples/s"]
-        self._progress.show(time.perf_counter() - self._start, step, words)
+        shown = self._progress.show(time.perf_counter() - self._start, step, words, last)
+        self._shown = (accuracy if shown else math.nan,)  # which no accuracy is equal to
 
     def say(self, text: str) -> None:
         """Print `text`, unless quiet or not the chief."""

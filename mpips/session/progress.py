@@ -6,6 +6,8 @@ from typing import Any
 from mpips.errors import write_line
 from mpips.launch.terminal import Terminal, find_terminal
 
+# Seconds between two lines of a log: the first, then a share of the time gone, at most the last.
+LINE_S, LINE_SHARE, LINE_MAX_S = 2.0, 0.1, 60.0
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # of 80 columns
 
 
@@ -15,24 +17,35 @@ class Progress:
     Args:
         total_steps: Updates in the whole run, for the bar; None if unknown.
         hushed: Whether nothing is to be shown any more, as the job ends.
+        sparse: Whether lines come less often than they are shown, and ever less; a bar does not.
     """
 
-    def __init__(self, total_steps: int | None, hushed: Callable[[], bool]) -> None:
-        self._total, self._hushed = total_steps, hushed
+    def __init__(
+        self, total_steps: int | None, hushed: Callable[[], bool], sparse: bool = False
+    ) -> None:
+        self._total, self._hushed, self._sparse = total_steps, hushed, sparse
+        self._next_s = 0.0  # after the start, when the next line may come
         self._bar: Any = None
         self._found: tuple[Terminal | None, bool] | None = None
 
-    def show(self, gone_s: float, step: int, words: Sequence[str]) -> None:
-        """Show `words` about update `step`, so many seconds after the start."""
+    def show(self, gone_s: float, step: int, words: Sequence[str], last: bool = False) -> bool:
+        """Show `words` about update `step`, so many seconds after the start.
+
+        Returns:
+            Whether they are shown: a line only if it is time for one, or it is the `last`.
+        """
         if self._hushed():
-            return
+            return False
         if self._found is None:
             self._found = find_terminal()
         terminal, lines = self._found
         if terminal is not None:
             self._show_bar(terminal, step, ", ".join(words).replace(" samples/s", "/s"))
+        lines = lines and (last or not self._sparse or gone_s >= self._next_s)
         if lines:
+            self._next_s = gone_s + max(LINE_S, min(LINE_MAX_S, LINE_SHARE * gone_s))
             write_line(f"[{gone_s:7.1f} s] step {step:>8d}  {'  '.join(words)}")
+        return lines or terminal is not None
 
     def _show_bar(self, terminal: Terminal, step: int, text: str) -> None:
         if self._bar is None:

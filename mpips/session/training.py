@@ -16,6 +16,7 @@ from mpips.cluster.collectives import PIECE, begin_sum, broadcast_polled
 from mpips.cluster.link import Link
 from mpips.cluster.process import keep_freed_memory
 from mpips.cluster.world import Cluster
+from mpips.config import Config
 from mpips.cut.evaluations import Evaluations
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
@@ -139,7 +140,7 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
             listener = stack.enter_context(contextlib.closing(events))
         log = Log(
             path, job.started, job.total_steps, c.log_every, c.quiet, listener,
-            hushed=ending.another_speaks,
+            hushed=ending.another_speaks, sparse=c.log_every == Config.log_every,
         )  # fmt: skip
         yield stack.enter_context(log)
 

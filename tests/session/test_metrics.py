@@ -80,6 +80,27 @@ def test_progress_comes_in_its_time(tmp_path: Path, clock: Clock) -> None:
     assert 150 <= shown <= 210
 
 
+@pytest.mark.parametrize("quiet_end", [False, True])
+def test_lines_of_a_log_become_fewer(
+    quiet_end: bool, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture
+) -> None:
+    """Every 2 s at first, each minute after hours; the last one is there in any case."""
+    path, shown = tmp_path / "metrics.jsonl", {}
+    with Log(path, 100.0, interval_s=0.25, sparse=True) as log:
+        for step in range(1, 4 * 7200 + 1):
+            clock.now += 0.25
+            log.count(1.0, 1)
+            log.progress(step, 0.0, step)
+            if step in (4 * 13, 4 * 60, 4 * 7200):
+                shown[step] = capsys.readouterr().out.count("step")
+        if not quiet_end:
+            log.count(1.0, 1)
+        log.progress(99, 0.0, 99, force=True)
+    assert [*shown.values()] == [7, 13, 130]
+    assert capsys.readouterr().out.count("step       99") == 1
+    assert len(rows(path)) > 300
+
+
 def test_a_line_is_forced(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "metrics.jsonl"
     with Log(path, 100.0, quiet=True) as log:
