@@ -25,6 +25,12 @@ from mpips.library.notes import TEXT_MAX, Notes
 PROGRAMS = ROOT / "tests" / "library" / "programs"
 REFUSED = {
     "unknown option": "'batchsize'.*did you mean 'batch_size'",
+    "another's option": "'learning_rate'.*did you mean 'lr'",
+    "lacks another": "schedule 'step' with step_every 0, .*; set step_every=",
+    "a rule's number": "betas of mpips.Adam, .*; give beta1 and beta2",
+    "a rank alone": "lr -1.0, expected a number > 0",
+    "no server of a store": "servers=3 leaves no worker",
+    "a store's option": "'num_servers' of a store.*did you mean 'servers'",
     "no such value": "unknown mode 'asink'.*did you mean 'async'",
     "a model of the command line": "'hidden'.*a program has its own",
     "a rule by name": r"optimizer 'adam'.*mpips.Adam\(1e-3\)",
@@ -81,10 +87,13 @@ mpips.run(train, {{"w": np.zeros(3)}}, out=sys.argv[1], quiet=True, mode="{mode}
 FAILS = """
 import numpy as np, mpips
 
-with mpips.Store(None, {"w": np.zeros(3)}) as store:
-    if store.worker == 1:
-        raise ValueError("so it is")
+with mpips.Store(None, {{"w": np.zeros(3)}}) as store:
+    {}
 """
+IN_A_STORE = {
+    "raises": ('if store.worker == 1: raise ValueError("so it is")', "ValueError: so it is"),
+    "pulls": ("store.pull()", r"^mpips: own.py:5: pull on a server, expected a worker; look"),
+}
 LINES = {
     "unpushed": ("continue", "pass"),
     "raises": ('raise ValueError("so it is")', "pass"),
@@ -120,10 +129,12 @@ def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_an_exception_in_the_block_of_a_store_ends_the_job(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(FAILS)
+@pytest.mark.parametrize("name", shared_out(IN_A_STORE, ["pulls"]))
+def test_an_exception_in_the_block_of_a_store_ends_the_job(name: str, tmp_path: Path) -> None:
+    line, told = IN_A_STORE[name]
+    (tmp_path / "own.py").write_text(FAILS.format(line))
     found = run(3, ["own.py"], tmp_path).check(1)
-    assert "ValueError: so it is" in found.output
+    assert re.search(told, found.output, re.M), found.output
     assert found.output.count("mpips: ") == 1, "told once"
 
 

@@ -38,6 +38,14 @@ def tabled(out: Path, **options: Any) -> mpips.Result:
 
 CASES: dict[str, Callable[[Path], Any]] = {
     "unknown option": lambda out: mpips.run(train, INIT, batchsize=3, out=out),
+    "another's option": lambda out: mpips.run(train, INIT, learning_rate=0.1, out=out),
+    "lacks another": lambda out: mpips.run(train, INIT, schedule="step", out=out),
+    "a rule's number": lambda out: mpips.run(train, INIT, mpips.Adam(betas=0.9), out=out),
+    "a rank alone": lambda out: mpips.run(
+        train, INIT, lr=-1.0 if WORLD.rank == 1 else 0.1, out=out
+    ),
+    "no server of a store": lambda out: mpips.Store(WORLD, INIT, servers=WORLD.size),
+    "a store's option": lambda out: mpips.Store(WORLD, INIT, num_servers=1),
     "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
     "a model of the command line": lambda out: mpips.run(train, INIT, hidden=(3,), out=out),
     "a rule by name": lambda out: mpips.run(train, INIT, "adam", out=out),
