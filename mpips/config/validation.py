@@ -1,6 +1,6 @@
 """What makes a configuration valid: its fields by themselves, and against each other."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,6 +13,7 @@ from mpips.config.row_optimizer import parse_row_optimizer
 from mpips.errors import UserError
 
 ADAPTIVE = ("adagrad", "rmsprop", "adam", "adamw")
+FILES = ("problem", "dataset", "test_dataset")  # options that name files
 # Options that have an effect beside some values of another one alone: that, and its values.
 BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "hidden": ("problem", ("mlp", "wide_deep")),
@@ -260,12 +261,10 @@ def check_resume(saved: Config, now: Config, run: Path | None = None) -> None:
         UserError: For the first of `LAYOUT_FIELDS` that differs, with both values.
     """
     where = f" {run}" if run else ""
-    for name in LAYOUT_FIELDS:
-        old, new = getattr(saved, name), getattr(now, name)
-        if _identity(old) != _identity(new):
-            got = f"{name} {shown(new)} on resume"
-            remedy = f"leave out {OPTIONS[name].flag}, or begin a new run with another --out"
-            raise UserError(got, f"{shown(old)} as in the saved run{where}", remedy)
+    for name, old, new in _other_layout(saved, now):
+        got = f"{name} {shown(new)} on resume"
+        remedy = f"leave out {OPTIONS[name].flag}, or begin a new run with another --out"
+        raise UserError(got, f"{shown(old)} as in the saved run{where}", remedy)
 
 
 def check_saved(file: Config, sealed: Config, path: Path, remedy: str) -> None:
@@ -274,11 +273,18 @@ def check_saved(file: Config, sealed: Config, path: Path, remedy: str) -> None:
     Raises:
         UserError: For the first of `LAYOUT_FIELDS` that differs; ends in `remedy`.
     """
-    for name, old, new in differences(sealed, file):
-        if name in LAYOUT_FIELDS:
-            got = f"{path}: {name} {shown(new)}, which was changed by hand"
-            remedy = f"write {name} = {shown(old)} there, {remedy}"
-            raise UserError(got, f"{shown(old)} as in its checkpoints", remedy)
+    for name, old, new in _other_layout(sealed, file):
+        got = f"{path}: {name} {shown(new)}, which was changed by hand"
+        remedy = f"write {name} = {shown(old)} there, {remedy}"
+        raise UserError(got, f"{shown(old)} as in its checkpoints", remedy)
+
+
+def _other_layout(before: Config, now: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, old and new value of each of `LAYOUT_FIELDS` that differs; see `check_resume`."""
+    for name in LAYOUT_FIELDS:
+        old, new = getattr(before, name), getattr(now, name)
+        if old != new and (name not in FILES or _moved(old) != _moved(new)):
+            yield name, old, new
 
 
 def differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
@@ -289,12 +295,10 @@ def differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
     names = [name for name in OPTIONS if name not in SESSION_FIELDS]
     pairs = [(k, getattr(before, k), getattr(now, k)) for k in names if k != "lr"]
     pairs.append(("lr", before.learning_rate, now.learning_rate))
-    return [(k, old, new) for k, old, new in pairs if _identity(old) != _identity(new)]
+    return [(k, old, new) for k, old, new in pairs if old != new]
 
 
-def _identity(value: Any) -> Any:
-    """Return a value without the folders of the files that it names."""
-    if not isinstance(value, str):
-        return value
-    files, mark, arrays = value.partition("::")
+def _moved(names: str) -> str:
+    """Return the names of files without their folders."""
+    files, mark, arrays = names.partition("::")
     return ",".join(PurePath(file).name for file in files.split(",")) + mark + arrays

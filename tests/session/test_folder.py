@@ -23,6 +23,7 @@ from mpips.checkpoint.place import NO_LOCKS, Place, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve, to_toml
+from mpips.config.option import shown
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
 from mpips.session import folder
@@ -250,6 +251,8 @@ def resumed(out: Path, *options: str) -> folder.Run:
 
 
 SAVED = Config(batch_size=48, seed=3, optimizer="sgd", lr=0.1, codec="int8")
+GROUPS, HELD_OUT = "enc/*: lr=0.5; enc/out.*: weight_decay=0.5", "2024/held-out.h5::x/a,y/b"
+WITH_SLASHES = Config(dataset="2024/train.h5", test_dataset=HELD_OUT, groups=GROUPS, lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -278,9 +281,10 @@ def test_a_changed_config_is_refused_where_the_order_depends_on_it(
     assert resumed(out).config.batch_size == 48
 
 
-def test_every_flipped_bit_of_a_config_is_refused_or_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [SAVED, WITH_SLASHES])
+def test_every_flipped_bit_of_a_config_is_refused_or_said(saved: Config, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    saved_run(out, SAVED)
+    saved_run(out, saved)
     path = out / "config.toml"
     good, kept = path.read_bytes(), resumed(out).config
     for at in range(0, len(good), 7):
@@ -303,6 +307,24 @@ def test_another_change_of_the_config_is_said(tmp_path: Path) -> None:
     assert not resumed(out, "--lr", "0.1").notes
     path.write_text(to_toml(dataclasses.replace(SAVED, codec="auto", dataset="digits")))
     assert not resumed(out).notes  # the checkpoint has what was chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("groups", GROUPS, GROUPS.replace("lr=0.5", "lr=0.1")),
+        ("groups", GROUPS, GROUPS.replace("enc/*", "dec/*")),
+        ("test_dataset", HELD_OUT, HELD_OUT.replace("2024", "2025")),
+        ("dataset", "2024/train.h5", "2025/train.h5"),
+    ],
+)
+def test_a_change_before_a_slash_is_said(name: str, old: str, new: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    saved_run(out, WITH_SLASHES)
+    path = out / "config.toml"
+    path.write_text(path.read_text().replace(old, new))
+    (note,) = resumed(out).notes
+    assert f": {name} {shown(old)} -> {shown(new)}; this holds from here on" in note
 
 
 def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
