@@ -9,7 +9,7 @@ without ``--workers`` the world is its own, so that both stand side by side. Sta
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from mpips.errors import UserError, answer
 from mpips.layout.roles import default_servers
 from mpips.planning.explain import codec_ratios
 from mpips.planning.simulator import measured
-from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, size
+from mpips.planning.simulator.asked import ASKED, Asked, count, rate, seconds, shown_time, size
 from mpips.planning.simulator.measured import Run
 from mpips.planning.simulator.model import MPICH, PAYLOAD, ROUND_COSTS, Speeds
 from mpips.planning.simulator.prediction import Facts, predict, told
@@ -41,12 +41,23 @@ RATED = "training loss"  # the curve whose points have the samples before them
 
 
 class _Known(NamedTuple):
-    """What a command line comes to: the job, the facts, the run, and its world where it is used."""
+    """What a command line comes to.
 
+    Attributes:
+        asked: What is asked beside the job.
+        config: The job.
+        facts: What holds in all worlds.
+        run: The run of ``--from``.
+        own_world: Whether the world is the run's.
+        assumed: What was not given, and what was taken for it.
+    """
+
+    asked: Asked
     config: Config
     facts: Facts
     run: Run | None
     own_world: bool
+    assumed: dict[str, str]
 
 
 def make_parser() -> Parser:
@@ -80,25 +91,27 @@ def write(argv: Sequence[str]) -> str:
             small.
     """
     args, words = make_parser().parse_known_args(argv)
-    asked = Asked(**{k: v for k in ASKED if (v := getattr(args, k)) is not None})
-    if asked.deadline and not args.search:
+    given = {k: v for k in ASKED if (v := getattr(args, k)) is not None}
+    if "deadline" in given and not args.search:
         raise UserError("--deadline without --search", "--search with it")
     if args.compare:
-        return _compared(args.compare, asked, words)
-    known = _known(args.run, asked, words)
+        return _compared(args.compare, given, words)
+    known = _known(args.run, given, words)
     if args.search:
-        return _searched(known, asked, args.json)
-    config, hosts, node_of = known.config, *_world(known, asked)
+        return _searched(known, args.json)
+    config, hosts, node_of = known.config, *_world(known)
     found = predict(config, hosts, node_of, known.facts)
     run = known.run if known.own_world else None
     if not args.json:
-        return text_of(found, run)
-    beside = {"run": dataclasses.asdict(run)} if run is not None else {}
+        return text_of(found, known.assumed, run)
+    beside: dict[str, Any] = {"assumed": known.assumed}
+    if run is not None:
+        beside["run"] = dataclasses.asdict(run)
     return json.dumps({**told(found), **beside}, indent=1) + "\n"
 
 
-def _known(path: Path | None, asked: Asked, words: Sequence[str]) -> _Known:
-    line = parse_command_line(words)
+def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) -> _Known:
+    asked, line = Asked(**given), parse_command_line(words)
     record = _record(path) if path else None
     job = read_toml(line.job) if line.job else None
     if record is not None:
@@ -112,18 +125,49 @@ def _known(path: Path | None, asked: Asked, words: Sequence[str]) -> _Known:
         raise UserError("a plan without a world", "--workers N", "or --from RUN")
     if own and run is not None and run.server_ranks and "servers" not in line.options:
         config = dataclasses.replace(config, server_ranks=run.server_ranks, servers=None)
-    return _Known(config, _facts(config, asked, run, record, start_s), run, own)
+    facts = _facts(config, asked, run, record, start_s)
+    names = {*given, *line.options, *(job or {})}
+    assumed = {k: v for k, v in _figures(config, asked, facts, run) if k not in names}
+    start_up_s = None if record is None else _start_up_s(record, start_s)
+    if start_up_s is None:
+        assumed["start_up"] = shown_time(facts.start_s)
+    else:
+        facts = dataclasses.replace(facts, start_s=start_up_s)
+    return _Known(asked, config, facts, run, own, assumed)
 
 
-def _compared(paths: Sequence[Path], asked: Asked, words: Sequence[str]) -> str:
+def _figures(
+    config: Config, asked: Asked, facts: Facts, run: Run | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the figures that a plan takes for those that are not given, nor the run's."""
+    if run is None:
+        yield "parameters", f"{facts.parameters:,} (problem {config.problem})"
+        yield "samples", f"{facts.samples:,} (dataset {config.dataset})"
+        yield "step_time", f"{shown_time(facts.speeds.step_s)} (measured here)"
+        yield "mpi", MPICH
+    yield "batch_size", str(config.batch_size)
+    if not config.steps:
+        yield "epochs", str(config.epochs)
+    if run is None or asked.workers:
+        if not (config.server_ranks or config.in_rounds):
+            yield "servers", str(_servers(config, asked.workers))
+        if not config.node_size:
+            yield "nodes", "one a rank"
+    for name in ("link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf"):
+        yield name, default_text(ASKED[name])
+    if asked.mtbf:
+        yield "restart", default_text(ASKED["restart"])
+
+
+def _compared(paths: Sequence[Path], given: Mapping[str, Any], words: Sequence[str]) -> str:
     rows = []
     for path in paths:
-        known = _known(path, asked, words)
+        known = _known(path, given, words)
         if known.run is None or not known.own_world:
             raise UserError("--compare with --workers", "the world of each run")
-        found = predict(known.config, *_world(known, asked), known.facts)
+        found = predict(known.config, *_world(known), known.facts)
         rows.append((path.name, found, known.run))
-    return comparison(rows, asked.link)
+    return comparison(rows, Asked(**given).link)
 
 
 def _record(path: Path) -> Record:
@@ -154,11 +198,29 @@ def _pace(record: Record, config: Config) -> tuple[float | None, float]:
     return found, max(0.0, first.seconds - first.samples / found)
 
 
+def _start_up_s(record: Record, before_s: float) -> float | None:
+    """Return the seconds from a run's start to its first step; None where it does not say that.
+
+    Args:
+        record: The run.
+        before_s: Seconds of its training before its first step.
+    """
+    wall_s = record.summary.get("wall_s")
+    if wall_s is None or not record.jobs:
+        return None
+    begun, ended = record.jobs[-1]
+    return max(0.0, float(wall_s) - (ended - begun)) + before_s
+
+
 def _facts(
     config: Config, asked: Asked, run: Run | None, record: Record | None, start_s: float
 ) -> Facts:
     """Return what holds in any world: what is asked, else what the run or the job says."""
     parameters, samples = count(asked.parameters), count(asked.samples)
+    if parameters and not asked.step_time and (run is None or parameters != run.parameters):
+        got = f"--parameters {asked.parameters} without --step-time"
+        remedy = "a gradient of another model cannot be timed here: give it, such as 300ms"
+        raise UserError(got, "both", remedy)
     own = ":" in config.problem  # a user's, of which nothing is known here
     tables: Tables | None = None if own or config.problem in ROW_PROBLEMS else ()
     step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
@@ -202,14 +264,21 @@ def _codecs(config: Config, parameters: int, given: bool) -> dict[str, float]:
     return found
 
 
-def _world(known: _Known, asked: Asked) -> World:
+def _world(known: _Known) -> World:
     if known.own_world and known.run is not None:
         return list(known.run.hosts), list(known.run.node_of)
-    c, workers = known.config, asked.workers
-    servers = len(c.server_ranks) or c.servers
-    if servers is None:  # as many as the mode has in a world of so many ranks in all
-        servers = next(k for k in range(workers + 1) if default_servers(c.mode, workers + k) == k)
-    return spread(workers + servers + c.spares, asked.nodes, c.node_size)
+    c, asked = known.config, known.asked
+    ranks = asked.workers + _servers(c, asked.workers) + c.spares
+    return spread(ranks, asked.nodes, c.node_size)
+
+
+def _servers(config: Config, workers: int) -> int:
+    """Return how many servers a job has beside so many workers."""
+    servers = len(config.server_ranks) or config.servers
+    if servers is not None:
+        return servers
+    counts = range(workers + 1)  # as many as the mode has in a world of so many ranks in all
+    return next(k for k in counts if default_servers(config.mode, workers + k) == k)
 
 
 def spread(ranks: int, nodes: int, node_size: int) -> World:
@@ -225,9 +294,10 @@ def spread(ranks: int, nodes: int, node_size: int) -> World:
     return [f"node{node}" for node in node_of], node_of
 
 
-def _searched(known: _Known, asked: Asked, as_json: bool) -> str:
+def _searched(known: _Known, as_json: bool) -> str:
+    asked = known.asked
     workers = asked.workers or (known.run.workers if known.run else 0)
-    whole = len(_world(known, asked)[1])
+    whole = len(_world(known)[1])
     size_ = -(-whole // asked.nodes) if asked.nodes else 1
 
     def world_of(ranks: int) -> World:
@@ -235,9 +305,10 @@ def _searched(known: _Known, asked: Asked, as_json: bool) -> str:
 
     deadline_s = seconds(asked.deadline)
     found = search(known.config, workers, world_of, known.facts, deadline_s)
+    assumed = {k: v for k, v in known.assumed.items() if k != "servers"}  # which it has chosen
     if not as_json:
-        return proposal_text(found, deadline_s)
-    return json.dumps(_proposal_json(found), indent=1) + "\n"
+        return proposal_text(found, deadline_s, assumed)
+    return json.dumps({**_proposal_json(found), "assumed": assumed}, indent=1) + "\n"
 
 
 def _proposal_json(found: Proposal) -> dict[str, Any]:

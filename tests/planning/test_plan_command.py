@@ -52,6 +52,10 @@ def test_units() -> None:
     ("words", "error"),
     [
         (MODEL, "a plan without a world, expected --workers N; or --from RUN"),
+        (
+            ["--parameters", "25M", "--workers", "4"],
+            "--parameters 25M without --step-time, expected both; a gradient of another model",
+        ),
         ([*WORLD, "--mpi", "lam"], "unknown mpi 'lam', expected one of mpich, openmpi"),
         ([*WORLD, "--link", "fast"], "link 'fast', expected a rate such as 100mbit or 25gbit"),
         ([*WORLD, "--step-time", "soon"], "step_time 'soon', expected a time such as 300ms"),
@@ -96,6 +100,7 @@ def test_a_plan_in_words() -> None:
         *("bottleneck: ", "4 nodes with 1 worker", "workers' time: compute 9", "staleness mean "),
         *(
             "memory: ",
+            "start-up: 5 s\n",
             "time to the end of 2 epochs: ",
             "failures of nodes: ",
             "core hours: 6 ranks",
@@ -138,13 +143,33 @@ def test_json_of_a_plan() -> None:
             "applying",
         ),
         *("workers_time", "dropped", "staleness", "batches", "end_s", "lifetime", "core_hours"),
-        *("server_bytes", "worker_bytes", "simulation"),
+        *("server_bytes", "worker_bytes", "simulation", "assumed"),
     }
     assert (found["ranks"], found["nodes"], found["parameter_bytes"]) == (5, 5, 4_000_000)
     assert found["links"][0] == {"nodes": 1, "servers": 1, "workers": 0,
                                  "sends": found["links"][0]["sends"],
                                  "receives": found["links"][0]["receives"]}  # fmt: skip
     assert sum(found["staleness"]["histogram"]) == 4 * 40
+
+
+def test_figures_that_are_not_given_are_told() -> None:
+    """In text and JSON; a job of seconds does not take minutes."""
+    given = [*WORLD, "--link", "1gbit", "--batch-size", "32", "--mtbf", "1000d"]
+    found = json.loads(plan.write([*given, "--json"]))
+    assert found["assumed"] == {
+        "mpi": "mpich", "servers": "1", "nodes": "one a rank", "latency": "50us", "jitter": "0.1",
+        "slow": "none", "sample_bytes": "0", "storage": "no limit", "restart": "2min",
+        "start_up": "5 s",
+    }  # fmt: skip
+    told = " ".join(plan.write(given).split())
+    listed = ", ".join(f"{name} {value}" for name, value in found["assumed"].items())
+    assert told.endswith(f"assumed: {listed}")
+    short = ["--workers", "2", "--epochs", "1", "--mode", "sync"]
+    here = json.loads(plan.write([*short, "--json"]))
+    assert here["end_s"] == here["lifetime"]["start_s"] + here["batches"] * here["step_s"] < 20
+    assert here["assumed"]["parameters"] == "17,226 (problem mlp)"
+    assert here["assumed"]["step_time"].endswith(" (measured here)")
+    assert not {"epochs", "servers", "restart"} & set(here["assumed"])
 
 
 def test_servers_by_default_are_those_of_the_mode() -> None:
@@ -241,12 +266,29 @@ def test_a_search_in_words_and_json() -> None:
     told = plan.write(words)
     assert told.startswith("cheapest of ")
     assert "why not another" in told
+    assert "\nassumed: mpi mpich, " in told
     found = json.loads(plan.write([*words, "--json"]))
     assert found["best"]["end_s"] <= 3600
     assert all(other["why"] for other in found["others"])
+    assert "link" in found["assumed"]
+    assert not {"servers", "mode", "codec"} & set(found["assumed"])
     late = plan.write([*MODEL, "--workers", "4", "--search", "--deadline", "1s"])
     assert late.startswith("none of ")
     assert "the fastest takes" in late
+
+
+def test_the_start_up_is_the_run_s(run: Path) -> None:
+    """From its start to its first step, by what it took in all."""
+    words = ["--from", str(run), "--json"]
+    assert json.loads(plan.write(words))["assumed"]["start_up"] == "5 s"
+    (run / "summary.json").write_text(json.dumps({**SUMMARY, "wall_s": 14.5}))
+    found = json.loads(plan.write(words))
+    assert found["lifetime"]["start_s"] == pytest.approx(14.5 - 11)
+    assert set(found["assumed"]) == {
+        *("link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf")
+    }
+    with pytest.raises(UserError, match="without --step-time, expected both"):
+        plan.write([*words, "--parameters", "25M"])
 
 
 def test_a_run_beside_its_prediction(run: Path) -> None:

@@ -20,7 +20,7 @@ from mpips.planning.simulator import rounds, served
 from mpips.planning.simulator.failures import Hazards, expected_s, live
 from mpips.planning.simulator.measured import mpi_of, run_of, speeds_of, table_bytes_of, tables_of
 from mpips.planning.simulator.model import Simulated, Speeds, Work
-from mpips.planning.simulator.prediction import Facts, predict, told
+from mpips.planning.simulator.prediction import START_S, Facts, predict, told
 from mpips.planning.simulator.search import Proposal, search, variants, varied
 from mpips.planning.traffic import Case, Rows
 
@@ -410,9 +410,9 @@ def test_events_beside_a_plain_loop(
 
 
 def test_failures_are_daly_s() -> None:
-    hazards = Hazards(mtbf_s=5000, restart_s=100, period_s=600, save_s=20)
+    hazards = Hazards(mtbf_s=5000, restart_s=100, period_s=600, save_s=20, start_s=30)
     found = live(36_000, hazards, seed=0, lives=3000)
-    assert found.mean_s == pytest.approx(100 + expected_s(36_000, hazards), rel=0.03)
+    assert found.mean_s == pytest.approx(30 + expected_s(36_000, hazards), rel=0.03)
     assert found.p90_s > found.mean_s
     assert found.lost_s > 0
     assert found.failures == pytest.approx(found.mean_s / 5000, rel=0.1)
@@ -420,10 +420,11 @@ def test_failures_are_daly_s() -> None:
 
 
 def test_without_failures_a_job_takes_its_time() -> None:
-    found = live(1000, Hazards(restart_s=7, period_s=100, save_s=2), seed=0)
+    """And no restart: its start-up comes before the first step."""
+    found = live(1000, Hazards(period_s=100, save_s=2, start_s=7), seed=0)
     assert (found.mean_s, found.p90_s, found.failures, found.lost_s) == (1027, 1027, 0, 0)
-    assert live(1000, Hazards(period_s=math.inf), 0).mean_s == 1120
-    rare = Hazards(mtbf_s=1e12, restart_s=7, period_s=100, save_s=2)
+    assert live(1000, Hazards(period_s=math.inf), 0).mean_s == 1000
+    rare = Hazards(mtbf_s=1e12, period_s=100, save_s=2, start_s=7)
     assert live(1000, rare, 0).mean_s == pytest.approx(1027)
 
 
@@ -446,7 +447,7 @@ def test_a_prediction_has_all_numbers() -> None:
     found = predict(resolve({"servers": 2, "epochs": 3}), *world(8), FACTS)
     data = told(found)
     assert data["batches"] == 3 * math.ceil(100_000 / (32 * 6))
-    assert data["end_s"] == pytest.approx(120 + data["batches"] * data["step_s"], rel=0.01)
+    assert data["end_s"] == pytest.approx(START_S + data["batches"] * data["step_s"], rel=0.01)
     assert data["core_hours"] == pytest.approx(8 * data["end_s"] / 3600)
     assert data["samples_per_s"] == pytest.approx(6 * 32 / data["step_s"])
     assert data["step_s"] >= 0.98 * data["step_formula_s"]

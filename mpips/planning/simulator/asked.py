@@ -76,7 +76,7 @@ class Asked:
         metavar="TIME", numeric=True, unset="none fails",
     )  # fmt: skip
     restart: str = setting(
-        "plan", "2min", "from a failure to the next step, and before the first", pattern=TIME,
+        "plan", "2min", "from a failure to the next step", pattern=TIME,
         form=TIME_FORM, metavar="TIME", numeric=True,
     )  # fmt: skip
     simulate: int = setting(

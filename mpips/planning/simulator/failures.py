@@ -26,17 +26,19 @@ class Hazards:
         restart_s: From a failure to the next step.
         period_s: Of training between two checkpoints; infinite: at the end alone.
         save_s: For which training stands still in each.
+        start_s: Before the first step.
     """
 
     mtbf_s: float = math.inf
     restart_s: float = 120.0
     period_s: float = 60.0
     save_s: float = 0.0
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """How long a job takes, its start and all that is lost included.
+    """How long a job takes, its start-up and all that is lost included.
 
     Attributes:
         mean_s: On average.
@@ -44,6 +46,7 @@ class Lifetime:
         failures: On average.
         lost_s: Of training that is done again, on average.
         saving_s: In which training stands still for checkpoints.
+        start_s: Before the first step.
     """
 
     mean_s: float
@@ -51,6 +54,7 @@ class Lifetime:
     failures: float
     lost_s: float
     saving_s: float
+    start_s: float
 
 
 def expected_s(work_s: float, hazards: Hazards) -> float:
@@ -73,8 +77,8 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
     h = hazards
     saving = work_s // h.period_s * h.save_s if math.isfinite(h.period_s) else 0.0
     if math.isinf(h.mtbf_s):
-        whole = h.restart_s + work_s + saving
-        return Lifetime(whole, whole, 0.0, 0.0, saving)
+        whole = h.start_s + work_s + saving
+        return Lifetime(whole, whole, 0.0, 0.0, saving, h.start_s)
     piece = min(work_s, h.period_s) + h.save_s
     if (piece + h.restart_s) / h.mtbf_s > math.log(HOPELESS):
         got = f"a failure every {h.mtbf_s:.3g} s with {piece + h.restart_s:.3g} s to a checkpoint"
@@ -83,15 +87,16 @@ def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Life
     found = np.array([_life(work_s, h, rng) for _ in range(lives)])
     mean, failures, lost = found.mean(axis=0)
     return Lifetime(float(mean), float(np.percentile(found[:, 0], 90)), float(failures),
-                    float(lost), saving)  # fmt: skip
+                    float(lost), saving, h.start_s)  # fmt: skip
 
 
 def _life(work_s: float, h: Hazards, rng: np.random.Generator) -> tuple[float, float, float]:
     """Return the seconds of a life, its failures, and the seconds of training that were lost."""
     at, done, failures, lost = 0.0, 0.0, 0, 0.0
     while True:
-        left = rng.exponential(h.mtbf_s) - h.restart_s
-        at += min(0.0, left) + h.restart_s
+        start_s = h.restart_s if failures else h.start_s
+        left = rng.exponential(h.mtbf_s) - start_s
+        at += min(0.0, left) + start_s
         if left > 0:
             ahead = work_s - done
             pieces = ahead // h.period_s if math.isfinite(h.period_s) else 0.0

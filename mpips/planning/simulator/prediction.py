@@ -19,6 +19,7 @@ from mpips.planning.simulator.model import PACK, Busy, Simulated, Speeds, Work
 from mpips.planning.traffic import Case, Tables
 
 BUSY = 0.85  # from here on something is the bottleneck
+START_S = 5.0  # of a job whose start-up is not known
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Facts:
         tables: Of each table its rows, their numbers, and how many rows a batch needs; None where
             there are tables of which that is not known.
         table_bytes: Memory that their rows take, with all that rules keep.
+        start_s: From the start to the first step.
     """
 
     parameters: int
@@ -49,6 +51,7 @@ class Facts:
     simulated: int = 0
     tables: Tables | None = ()
     table_bytes: int = 0
+    start_s: float = START_S
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,9 @@ def hazards_of(config: Config, case: Case, facts: Facts) -> Hazards:
     if steps is not None:
         seconds = steps * facts.speeds.step_s
     return Hazards(
-        facts.mtbf_s / case.nodes, facts.restart_s, seconds or math.inf, state / facts.speeds.copy
-    )
+        facts.mtbf_s / case.nodes, facts.restart_s, seconds or math.inf,
+        state / facts.speeds.copy, facts.start_s,
+    )  # fmt: skip
 
 
 def told(prediction: Prediction) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _candidate(config: Config, workers: int, changes: dict[str, Any],
         return None
     step_s = traffic.step_s(case, speeds.link, compute_s)
     key = workers, changes["mode"], changes["servers"], (changes["codec"], changes["pull_codec"])
-    least_s = facts.restart_s + batches_of(changed, case, facts.samples) * step_s
+    least_s = facts.start_s + batches_of(changed, case, facts.samples) * step_s
     return _Candidate(key, changed, hosts_nodes, least_s)
 
 

@@ -1,12 +1,16 @@
 """Predictions as people read them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
+from mpips.config.option import HELP_WIDTH
 from mpips.errors import human_bytes
 from mpips.planning.simulator.asked import shown_time
 from mpips.planning.simulator.measured import Run
 from mpips.planning.simulator.prediction import Prediction, nodes_text
 from mpips.planning.simulator.search import Proposal
+
+GLUE = "\0"  # a space at which no line breaks
 
 
 def many(count: int, name: str) -> str:
@@ -14,8 +18,14 @@ def many(count: int, name: str) -> str:
     return f"{count:,} {name}{'s' * (count != 1)}"
 
 
-def text_of(p: Prediction, run: Run | None = None) -> str:
-    """Return a prediction as it is printed; beside what a run did, where that is its world."""
+def text_of(p: Prediction, assumed: Mapping[str, str], run: Run | None = None) -> str:
+    """Return a prediction as it is printed.
+
+    Args:
+        p: The prediction.
+        assumed: What was not given, and what was taken for it.
+        run: The run that it stands beside, where the world is the run's own.
+    """
     roles, c = p.case.roles, p.config
     where = "one node" if p.case.nodes == 1 else f"{p.case.nodes} nodes"
     servers = f"{many(len(roles.servers), 'server')} and " if roles.servers else ""
@@ -32,6 +42,7 @@ def text_of(p: Prediction, run: Run | None = None) -> str:
         f"{p.core_hours:,.1f} core hours: {many(p.ranks, 'rank')} of {many(p.cores, 'core')}",
         f"simulated: {p.found.steps:,} steps, {p.found.events:,} events, "
         f"{p.found.took_s:.2g} s",
+        *_assumed(assumed),
         *(_beside(p, run) if run is not None else []),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -79,13 +90,22 @@ def _memory(p: Prediction) -> list[str]:
     return [f"memory: {server}{human_bytes(p.needs.worker_bytes)} of a worker"]
 
 
+def _assumed(assumed: Mapping[str, str]) -> list[str]:
+    """Return the figures that were not given; lines break between two of them."""
+    words = ", ".join(f"{name} {value}".replace(" ", GLUE) for name, value in assumed.items())
+    lines = wrap(f"assumed: {words}", HELP_WIDTH, subsequent_indent="  ") if words else []
+    return [line.replace(GLUE, " ") for line in lines]
+
+
 def _end(p: Prediction) -> list[str]:
     life, c = p.lifetime, p.config
     what = many(c.steps, "step") if c.steps else many(c.epochs, "epoch")
-    line = f"time to the end of {what}: {shown_time(life.mean_s)}"
+    start = f"start-up: {shown_time(life.start_s)}"
+    line = f"time to the end of {what}: {shown_time(life.mean_s)}, start-up included"
     if not life.failures:
-        return [line]
+        return [start, line]
     return [
+        start,
         f"{line}, in nine cases of ten at most {shown_time(life.p90_s)}",
         f"failures of nodes: {life.failures:.3g}, which undo {shown_time(life.lost_s)} of "
         f"training; checkpoints hold it up for {shown_time(life.saving_s)}",
@@ -130,8 +150,8 @@ def _cells(measured: float, predicted: float) -> list[str]:
     return [f"{measured:.3g}", f"{predicted:.3g}", off]
 
 
-def proposal_text(proposal: Proposal, deadline_s: float) -> str:
-    """Return the outcome of a search as it is printed."""
+def proposal_text(proposal: Proposal, deadline_s: float, assumed: Mapping[str, str]) -> str:
+    """Return the outcome of a search as it is printed; see `text_of`."""
     best = proposal.best
     if best is None:
         fastest = proposal.fastest
@@ -139,10 +159,11 @@ def proposal_text(proposal: Proposal, deadline_s: float) -> str:
             f"none of {proposal.looked_at} configurations is over within "
             f"{shown_time(deadline_s)}; the fastest takes {shown_time(fastest.lifetime.mean_s)}: "
             f"{proposal.options(fastest)}; its bottleneck: {fastest.bottleneck[0]}\n"
+            + "".join(f"{line}\n" for line in _assumed(assumed))
         )
     lines = [
         f"cheapest of {proposal.looked_at} configurations: {proposal.options(best)}",
-        "", text_of(best).rstrip(), "",
+        "", text_of(best, assumed).rstrip(), "",
         "why not another (of the same samples; what a mode does to the result is not counted):",
         *_rows(proposal, proposal.others),
     ]  # fmt: skip
