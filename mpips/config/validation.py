@@ -46,11 +46,29 @@ def has_effect(name: str, values: Mapping[str, Any]) -> bool:
         name: A key of `BESIDE`.
         values: Of the job's options, where they are not the default.
     """
+    idle = values.get(name, OPTIONS[name].default) in (OPTIONS[name].default, 0)
+    return idle or _is_beside(name, values)
+
+
+def _is_beside(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a key of `BESIDE` stands beside what it needs."""
     other, needed = BESIDE[name]
     beside = values.get(other, OPTIONS[other].default)
     own_problem = other == "problem" and beside not in OPTIONS[other].legal
-    idle = values.get(name, OPTIONS[name].default) in (OPTIONS[name].default, 0)
-    return idle or own_problem or beside in needed
+    return own_problem or beside in needed
+
+
+def applies(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a job's mode and its other options leave an effect to an option.
+
+    Args:
+        name: Of the option.
+        values: Of the job's options, where they are not the default.
+    """
+    modes = OPTIONS[name].modes
+    if modes and values.get("mode", OPTIONS["mode"].default) not in modes:
+        return False
+    return name not in BESIDE or _is_beside(name, values)
 
 
 def _check_effects(config: Config) -> None:

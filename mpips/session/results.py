@@ -13,6 +13,7 @@ from mpips.checkpoint.place import CONFIG, DONE, SUMMARY
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.config.jobfile import read_toml
 from mpips.config.option import HELP_WIDTH
+from mpips.config.validation import applies
 from mpips.errors import UserError
 from mpips.session.metrics import LONG_LOSS
 
@@ -71,11 +72,15 @@ def rows(
     jobs: Sequence[Mapping[str, Any]],
     summaries: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
-    """Return `results` of files that were read already, empty where there is none."""
+    """Return `results` of files that were read already, empty where there is none.
+
+    An option that has no effect in a run, such as one of another mode, is ``-`` there.
+    """
     differ = differing(jobs)
     found = []
     for run, job, summary in zip(runs, jobs, summaries, strict=True):
-        varied = {f"--{k}" if k in RESULTS else k: plain(job.get(k)) for k in differ}
+        values = {k: job.get(k) if applies(k, job) else None for k in differ}
+        varied = {f"--{k}" if k in RESULTS else k: plain(value) for k, value in values.items()}
         came = {k: _number(form, summary.get(k)) for k, form in RESULTS.items()}
         found.append({"run": run.name, "state": _state(run, summary), **came, **varied})
     return found

@@ -64,6 +64,23 @@ def test_what_came_of_a_run_and_what_was_asked_for(tmp_path: Path) -> None:
     assert (row["eval_loss"], row["global_step"]) == ("3.5e+28", "150000")
 
 
+def test_options_without_effect_are_not_shown(tmp_path: Path) -> None:
+    """Those of another mode, codec or rule than the run's."""
+    for name, config in {
+        "1": Config(mode="easgd", tau=4, optimizer="momentum", momentum=0.5),
+        "2": Config(mode="sync", codec="topk", topk_ratio=0.1),
+        "3": Config(codec="topk", topk_ratio=0.1, staleness_lr=True),
+    }.items():
+        make_run(tmp_path / name, config, SUMMARY, done=True)
+    rows = results(find_runs([tmp_path]))
+    names = ("mode", "staleness_lr", "codec", "topk_ratio", "momentum", "tau")
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        ("easgd", "-", "-", "-", "0.5", "4"),
+        ("sync", "-", "topk", "0.1", "-", "-"),
+        ("async", "True", "topk", "0.1", "-", "-"),
+    ]
+
+
 def test_what_diverged(tmp_path: Path) -> None:
     """NaN and infinities stand as text in a summary."""
     came = {**SUMMARY, "loss": "nan", "eval_loss": "inf", "accuracy": None}
