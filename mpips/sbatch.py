@@ -80,16 +80,17 @@ def write(argv: Sequence[str]) -> str:
         if words:
             raise UserError(f"--copy beside {words[0]}", "--copy DIR alone")
         return "".join(f"{path}\n" for path in copy_shared("slurm", args.copy))
+    for name in ("row", "array"):
+        if getattr(args, name) and not args.sweep:
+            raise UserError(f"--{name} {getattr(args, name)}", "--sweep TABLE with it")
     if args.row:
-        return shlex.join(read_row(args.sweep or "", args.row)) + "\n"
+        return shlex.join(read_row(args.sweep, args.row)) + "\n"
     line = parse_command_line(words)
     rows = read_table(args.sweep) if args.sweep else [[]]
     configs = [_resolve([*words, *row], k if args.sweep else 0) for k, row in enumerate(rows, 1)]
     array = ""
     if args.sweep:
         array = rows_to_run(args.array or "", len(rows), line.options.get("out"))
-    elif args.array:
-        raise UserError(f"--array {args.array}", "--sweep TABLE with it")
     scratch, moved = _scratch(args.scratch, configs[0])
     need = _most(configs, args.nodes, args.ntasks_per_node)
     request = Request(

@@ -74,6 +74,7 @@ def test_of_a_job_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         (["--mem-per-cpu", "much"], "--mem-per-cpu 'much', expected a size such as 500M or 4G"),
         (["--gres", "gpu 1"], "--gres 'gpu 1', expected a word"),
         (["--array", "1-6"], "--array 1-6, expected --sweep TABLE with it"),
+        (["--row", "2"], "--row 2, expected --sweep TABLE with it"),
         (["--sweep", "no.txt"], "--sweep no.txt: [Errno 2] No such file"),
     ],
 )
