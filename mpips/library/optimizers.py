@@ -49,6 +49,15 @@ class Optimizer:
         return {"optimizer": self.name, **set_ones}
 
 
+def example(kind: type) -> str:
+    """Return how a program makes the rule that is called as a class is; else Adam."""
+    named = globals().get(kind.__name__)
+    ours = isinstance(named, type) and issubclass(named, Optimizer) and named is not Optimizer
+    name = kind.__name__ if ours else Adam.__name__
+    decay = ", weight_decay=0.01" if name == AdamW.__name__ else ""  # as torch has by default
+    return f"mpips.{name}(1e-3{decay})"
+
+
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """Plain SGD: ``w <- w - lr g``."""

@@ -115,7 +115,8 @@ def run(
             every rank. Modes async, ssp and sync have them.
         **options: Those of the command line, with ``_`` for ``-``: ``mode="ssp"``, ``servers=2``,
             ``out="runs/mine"``, ``resume="auto"``; ``mpips guide options`` lists them. What names
-            a built-in model or a data file is left out.
+            a built-in model or a data file is left out. They are the same on every rank; of `out`
+            that of rank 0 counts.
 
     Returns:
         The result, on every rank.

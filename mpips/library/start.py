@@ -24,7 +24,7 @@ from mpips.errors import UserError, reworded
 from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
-from mpips.library.optimizers import Optimizer
+from mpips.library.optimizers import Optimizer, example
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
@@ -34,10 +34,14 @@ from mpips.session.setup import assign_roles, held_run, make_job, shown, tell_ra
 from mpips.session.tracing import traced
 from mpips.session.training import Ended, train
 
-# What the program says in its own way: its model, its data.
+# Of models and data these are options of a program too; the others it says in its own way.
+OPTIONS_TOO = ("dtype", "batch_size", "accumulate", "shuffle")
 NOT_OPTIONS = (
-    *("problem", "hidden", "activation"),
-    *("dataset", "test_dataset", "test_fraction", "classes", "scale", "flip", "shift"),
+    *(
+        name
+        for name, o in OPTIONS.items()
+        if o.group in ("model", "data") and name not in OPTIONS_TOO
+    ),
     "eval_only",
 )
 ARGUMENTS = ("held_out", "evaluate", "callbacks", "tables", "comm")  # which options are not
@@ -62,8 +66,12 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
     found = dict(options)
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
-            remedy = "such as mpips.Adam(1e-3)"
-            raise UserError(f"optimizer {optimizer!r}", "an mpips optimizer", remedy)
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            shown = repr(optimizer) if kind is str else f"{kind.__module__}.{kind.__qualname__}"
+            raise UserError(f"optimizer {shown}", "an mpips optimizer", f"such as {example(kind)}")
+        for name in sorted(optimizer.options().keys() & found.keys()):
+            got = f"{name}={found[name]!r} beside optimizer={optimizer!r}"
+            raise UserError(got, f"one {name}", f"leave out {name}={found[name]!r}")
         found |= optimizer.options()
     for name, value in found.items():
         if name not in OPTIONS or name in NOT_OPTIONS:
@@ -113,7 +121,7 @@ class Start:
     Args:
         comm: The ranks.
         name: What the run is called after: ``file.py:function``.
-        options: As `checked` returns them; those of rank 0 count.
+        options: As `checked` returns them, the same on every rank; of `out` that of rank 0 counts.
         given: The rest.
 
     Attributes:
@@ -131,7 +139,9 @@ class Start:
     def __init__(self, comm: Comm, name: str, options: dict[str, Any], given: Given) -> None:
         self.comm, self.name, self.given = comm, name, given
         dtype = given.params.dtype
-        self._options = {"dtype": dtype, **options, "problem": name, "dataset": DATASET}
+        options = {"dtype": dtype, **options}
+        _alike(self.comm, options)
+        self._options = {**options, "problem": name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
         states = gather_all(self.comm, given.params.make_state is not None)
         layouts_alike(self.comm, given.params.layout)
@@ -166,7 +176,7 @@ class Start:
 
         Args:
             make: Returns the samples, on workers; None on servers.
-            batch_size: Samples in a batch, if the program says so; first worker's counts.
+            batch_size: Samples in a batch, if the program says so, the same on every worker.
             epochs: Passes over the data; likewise.
 
         Raises:
@@ -178,8 +188,7 @@ class Start:
         given = {"batch_size": batch_size, "epochs": epochs}
         mine = {name: value for name, value in given.items() if value is not None}
         said = everywhere(comm, lambda: checked(mine, None))
-        by_rank = gather_all(comm, said if make is not None else None)  # by workers alone
-        more = next(said for said in by_rank if said is not None)
+        more = _alike(comm, said if make is not None else None)  # by workers alone
         with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
             self.out = run.out
             ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
@@ -279,6 +288,30 @@ class Start:
         self.ranks.free()
         if self._link is not None:
             self._link.free()
+
+
+def _alike(comm: Comm, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the options of all ranks that have any (None), which are the same but for `out`.
+
+    Raises:
+        Agreed: If they are not, on every rank.
+
+    Collective: yes.
+    """
+    given = {rank: mine for rank, mine in enumerate(gather_all(comm, options)) if mine is not None}
+    first, expected = next(iter(given.items()))
+
+    def check() -> None:
+        for rank, mine in given.items():
+            for name in sorted({*mine, *expected} - {"out"}):
+                if mine.get(name) != expected.get(name):
+                    each = [repr(o[name]) if name in o else "not given" for o in (mine, expected)]
+                    raise UserError(
+                        f"{name} {each[0]} on rank {rank}", f"{each[1]}, as on rank {first}"
+                    )
+
+    everywhere(comm, check)
+    return expected
 
 
 def _check_states(given: list[bool]) -> None:

@@ -15,6 +15,13 @@ INIT = {"w": np.zeros(4)}
 ITEM = mpips.Table(rows=5, dim=2)
 
 
+class AdamW:
+    """What torch's looks like."""
+
+    def __repr__(self) -> str:
+        return "AdamW (\nParameter Group 0\n)"
+
+
 def train(worker: mpips.Worker) -> None:
     """Take batches and push zeroes."""
     for batch in worker.batches(100):
@@ -48,6 +55,16 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "a store's option": lambda out: mpips.Store(WORLD, INIT, num_servers=1),
     "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
     "a model of the command line": lambda out: mpips.run(train, INIT, hidden=(3,), out=out),
+    "numbers of a built-in model": lambda out: mpips.run(train, INIT, factors=99, out=out),
+    "a place for data files": lambda out: mpips.run(train, INIT, data_cache="/nowhere", out=out),
+    "a rate twice": lambda out: mpips.run(train, INIT, mpips.AdamW(1e-2), lr=1e-3, out=out),
+    "options that differ": lambda out: mpips.run(train, INIT, clip=1.0 + WORLD.rank, out=out),
+    "an option of some": lambda out: mpips.run(
+        train, INIT, out=out, **({"keep": 5} if WORLD.rank == 2 else {})
+    ),
+    "loops that differ": lambda out: mpips.run(loop(100, batch_size=8 + WORLD.rank), INIT, out=out),
+    "a rule of another library": lambda out: mpips.run(train, INIT, AdamW(), out=out),
+    "a rule that is not made": lambda out: mpips.run(train, INIT, mpips.RMSprop, out=out),
     "a rule by name": lambda out: mpips.run(train, INIT, "adam", out=out),
     "no parameters": lambda out: mpips.run(train, {}, out=out),
     "words as parameters": lambda out: mpips.run(train, {"w": "zero"}, out=out),
