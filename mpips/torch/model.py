@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 import torch
@@ -335,23 +334,6 @@ def _copy_into(running: Mapping[str, torch.Tensor], arrays: Arrays) -> None:
     for name, buffer in running.items():
         if name in arrays:
             buffer.copy_(torch.tensor(arrays[name]))
-
-
-@contextmanager
-def noting_losses(losses: list[torch.Tensor]) -> Iterator[None]:
-    """Note what ``backward`` is called of within the block: a step does not say its loss."""
-    backward = torch.autograd.backward
-
-    def noted(tensors: Any, *args: Any, **options: Any) -> None:
-        backward(tensors, *args, **options)
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            losses.append(tensors.detach())
-
-    torch.autograd.backward = noted
-    try:
-        yield
-    finally:
-        torch.autograd.backward = backward
 
 
 def state_of(model: torch.nn.Module, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:

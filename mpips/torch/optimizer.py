@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,55 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mpips.config import Config
 from mpips.config.groups import members, parse_groups
 from mpips.errors import UserError
+
+
+class Losses:
+    """Losses of a step, which is not told them: what ``backward`` was called of.
+
+    A call counts with what it differentiates: the sum of its tensors, each times its gradient.
+    Tensors of several elements, such as the output of a part of the model, count only where a step
+    has no scalar.
+    """
+
+    def __init__(self) -> None:
+        self._scalars: list[list[torch.Tensor]] = []  # of each call
+        self._others: list[list[torch.Tensor]] = []
+
+    def note(self, tensors: Sequence[Any], grads: Sequence[torch.Tensor | None]) -> None:
+        """Note a call of ``backward``."""
+        pairs = zip(tensors, grads, strict=False)
+        given = [(t.detach(), g) for t, g in pairs if isinstance(t, torch.Tensor)]
+        scalars = [(t, g) for t, g in given if t.numel() == 1]
+        if given and (scalars or not self._scalars):
+            found = [(t if g is None else t * g.detach()).sum() for t, g in scalars or given]
+            (self._scalars if scalars else self._others).append(found)
+
+    def mean(self) -> float | None:
+        """Return the mean over the calls of the step; None without any."""
+        calls = self._scalars or self._others
+        return sum(float(loss) for call in calls for loss in call) / len(calls) if calls else None
+
+    def clear(self) -> None:
+        """Forget them: a step begins."""
+        self._scalars.clear()
+        self._others.clear()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the calls within the block."""
+        backward = torch.autograd.backward
+
+        def noting(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+            backward(tensors, grad_tensors, *args, **options)
+            several = tensors if isinstance(tensors, Sequence) else (tensors,)
+            grads = grad_tensors if isinstance(grad_tensors, Sequence) else (grad_tensors,)
+            self.note(several, (None,) * len(several) if grad_tensors is None else grads)
+
+        torch.autograd.backward = noting
+        try:
+            yield
+        finally:
+            torch.autograd.backward = backward
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -23,11 +23,11 @@ from mpips.torch.model import (
     evaluating,
     for_numpy,
     make_model,
-    noting_losses,
     state_of,
     statistics_of,
     trained_parameters,
 )
+from mpips.torch.optimizer import Losses
 from mpips.torch.state import state_maker
 from mpips.torch.tables import ModelTables, noting_weights
 from mpips.torch.worker import TorchSamples, Worker
@@ -93,7 +93,7 @@ def run(
     """
     module, tables, groups = library.agreed(comm, lambda: _make(model, options, optimizer))
     options.setdefault("dtype", _dtype(module, groups))
-    losses: list[torch.Tensor] = []
+    losses = Losses()
     buffers: dict[str, np.ndarray] = {}
 
     def metrics(params: Mapping[str, np.ndarray], batch: Any) -> dict[str, float]:
@@ -113,7 +113,7 @@ def run(
         sets_rate=True, statistics=tuple(statistics_of(module)),
         make_state=state_maker(optimizer_state, module), tables=tables.tables,
     )  # fmt: skip
-    with contextlib.ExitStack() as over, noting_losses(losses), direct_gradients():
+    with contextlib.ExitStack() as over, losses.noted(), direct_gradients():
         over.callback(tables.source.close)
         result = library.run_program(program, Initial(module, groups), optimizer, comm, options)
     _set_buffers(module, buffers)

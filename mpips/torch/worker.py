@@ -20,7 +20,7 @@ from mpips.problems.accumulate import Task
 from mpips.ps.saved_rows import find_rows
 from mpips.torch.embedding import Source
 from mpips.torch.model import Bound, evaluating, trained_parameters
-from mpips.torch.optimizer import Optimizer, param_groups
+from mpips.torch.optimizer import Losses, Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Worker(Loop):
     )
 
     def __init__(
-        self, start: "Start", model: torch.nn.Module, losses: list[torch.Tensor], source: Source
+        self, start: "Start", model: torch.nn.Module, losses: Losses, source: Source
     ) -> None:
         super().__init__(start)
         self.model = model
@@ -182,9 +182,8 @@ class Worker(Loop):
             UserError: If there was none, or no batch is in work.
         """
         self._in_work("step")
-        if not self._losses:
+        if (loss := self._losses.mean()) is None:
             raise UserError("step without a gradient", "loss.backward() before it")
-        loss = sum(map(float, self._losses)) / len(self._losses)
         self._bound.complete()
         if math.isfinite(loss):  # else the run ends, and nothing is pushed
             self._source.push_into(lambda *rows: self._tables("step").push(*rows))

@@ -28,10 +28,10 @@ from mpips.torch.model import (  # noqa: E402
     arrays_of,
     evaluating,
     make_model,
-    noting_losses,
     statistics_of,
     trained_parameters,
 )
+from mpips.torch.optimizer import Losses  # noqa: E402
 from mpips.torch.state import torch_optimizer  # noqa: E402
 from mpips.torch.worker import TorchSamples, device_of  # noqa: E402
 
@@ -120,7 +120,7 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        pytest.param("not compiled", 5, marks=pytest.mark.one_mpi),
+        pytest.param("not compiled", 6, marks=pytest.mark.one_mpi),
         pytest.param("aot_eager", 1, marks=LONG),
         pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
     ],
@@ -473,14 +473,32 @@ def test_a_large_gradient_is_written_where_it_is_pushed_from(
 
 
 def test_losses_are_noted() -> None:
-    model, losses = make_model(Two, 0), list[Any]()
-    with noting_losses(losses):
-        loss = model(torch.ones(3))
-        loss.backward()
-        torch.autograd.backward(model(torch.zeros(3)))
-    model(torch.ones(3)).backward()
-    assert losses[0] == loss
-    assert len(losses) == 2
+    """A call counts with what it differentiates; where there are scalars, with these alone."""
+    w = torch.nn.Parameter(torch.tensor([1.0, 2, 3, 6]))
+    quarter = torch.tensor(0.25)
+    ways: dict[str, Callable[[], object]] = {
+        "one": lambda: w.mean().backward(),
+        "a function": lambda: torch.autograd.backward(w.mean()),
+        "several": lambda: torch.autograd.backward([w[:2].sum() / 4, w[2:].sum() / 4]),
+        "one of each": lambda: (w.square() / w.detach()).backward(torch.full((4,), 0.25)),
+        "a factor": lambda: torch.autograd.backward([w.sum()], [quarter]),
+        "some with a factor": lambda: torch.autograd.backward(
+            (w.sum(), w.new_tensor(0) * w[0]), (quarter, None)
+        ),
+        "two": lambda: [(k * w.mean()).backward() for k in (0.5, 1.5)],
+        "a part of a model behind it": lambda: [w.mean().backward(), (2 * w).backward(w.detach())],
+        "a part of a model before it": lambda: [(2 * w).backward(w.detach()), w.mean().backward()],
+    }
+    losses, found = Losses(), dict[str, Any]()
+    assert losses.mean() is None
+    with losses.noted():
+        for name, way in ways.items():
+            way()
+            found[name] = losses.mean()
+            losses.clear()
+    w.mean().backward()
+    assert losses.mean() is None
+    assert found == pytest.approx(dict.fromkeys(ways, 3.0))
 
 
 def test_a_model_in_16_bits_has_copies_of_what_is_kept_in_32() -> None:

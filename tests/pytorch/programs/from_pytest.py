@@ -121,6 +121,25 @@ def test_a_batch_without_a_step_is_told_what_adds_up(tmp_path: Path) -> None:
     mt.run(train, net, mpips.Adam(0.01), mode="sync", steps=1, quiet=True, out=tmp_path / "run")
 
 
+def test_several_losses_are_one_step(tmp_path: Path) -> None:
+    def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        opt.zero_grad()
+        each = F.cross_entropy(model(x), y, reduction="none")
+        torch.autograd.backward([each[:3].sum() / SIZE, each[3:].sum() / SIZE])
+        opt.step()
+
+    def weighed(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y, reduction="none").backward(torch.full((SIZE,), 1 / SIZE))
+        opt.step()
+
+    expected = runs(plainly, tmp_path / "run")[1]
+    for k, way in enumerate((step, weighed)):
+        result, losses = runs(way, tmp_path / f"run-{k}")
+        assert_alike(result, plain(way))
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def autocast(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """Make a step of a loss in bfloat16."""
     opt.zero_grad()
