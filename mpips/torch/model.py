@@ -5,7 +5,8 @@ Those in 16 bits, and those on another device, are copies of what is there.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -95,6 +96,23 @@ def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that `is_apart` as a copy that NumPy can take, another as it is."""
     found = tensor.detach().cpu()
     return found.float() if found.dtype in HALVES else found
+
+
+def check_sum(tensor: torch.Tensor) -> int:
+    """Return a check sum of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())
+
+
+def marks_of(model: torch.nn.Module, trained: Collection[str]) -> dict[str, int]:
+    """Return what shows a change of each parameter and each running mean of a model, by name.
+
+    Trained parameters and running means have a check sum, frozen ones PyTorch's count of changes.
+    """
+    kept = dict(model.named_parameters())
+    summed = {name: kept[name] for name in kept if name in trained} | _running(model)
+    versions = {name: 0 if p.is_inference() else p._version for name, p in kept.items()}
+    return versions | {name: check_sum(tensor) for name, tensor in summed.items()}
 
 
 def is_apart(tensor: torch.Tensor) -> bool:

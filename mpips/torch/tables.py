@@ -1,6 +1,5 @@
 """The tables of a PyTorch model: its own embeddings, and those of torch that are to be sparse."""
 
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from mpips.optim.row_rules import ROW_RULES
 from mpips.planning.tables import TABLE_MODES
 from mpips.ps.saved_rows import find_rows
 from mpips.torch.embedding import MODES, Embedding, EmbeddingBag, RowsModule, Source
+from mpips.torch.model import check_sum
 
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 MADE = "_mpips_made_as"  # a check sum of the weight that the module was made with
@@ -34,7 +34,7 @@ def noting_weights() -> Iterator[None]:
                 isinstance(arg, torch.Tensor) for arg in args
             )
             if self.sparse and not given and self.weight.device.type == "cpu":
-                setattr(self, MADE, _check_sum(self.weight))
+                setattr(self, MADE, check_sum(self.weight))
 
         return __init__
 
@@ -45,10 +45,6 @@ def noting_weights() -> Iterator[None]:
     finally:
         for kind, init in before.items():
             kind.__init__ = init
-
-
-def _check_sum(weight: torch.Tensor) -> int:
-    return zlib.crc32(weight.detach().contiguous().view(torch.uint8).numpy())
 
 
 class ModelTables:
@@ -140,7 +136,7 @@ def _check(name: str, module: Any, uses: int) -> None:
     for lack, there in lacks.items():
         if there:
             raise UserError(f"{what}, {lack}", "one without, to be taken as a table", dense)
-    if getattr(module, MADE, None) != _check_sum(module.weight):
+    if getattr(module, MADE, None) != check_sum(module.weight):
         got = f"{what}, whose weight is not as torch makes it"
         expected = "rows that begin N(0, 1), to be taken as a table"
         raise UserError(got, expected, f"{own}; or {dense}")

@@ -19,7 +19,7 @@ from mpips.planning.job import batches_before
 from mpips.problems.accumulate import Task
 from mpips.ps.saved_rows import find_rows
 from mpips.torch.embedding import Source
-from mpips.torch.model import Bound, evaluating, trained_parameters
+from mpips.torch.model import Bound, evaluating, marks_of, trained_parameters
 from mpips.torch.optimizer import Losses, Optimizer, param_groups
 from mpips.torch.processes import METHOD, Processes
 
@@ -100,6 +100,7 @@ class Worker(Loop):
         alone = start.config.mode in ("async", "ssp")
         trained = trained_parameters(model, parse_groups(start.config.groups))
         self._bound = Bound(model, 1 / self.workers if alone else 1.0, trained)
+        self._made = marks_of(model, self._bound.parameters)
         self._losses, self._source = losses, source
         source.open(self._pull_rows)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
@@ -135,12 +136,14 @@ class Worker(Loop):
             Batches, as torch's DataLoader does.
 
         Raises:
-            UserError: As `mpips.Worker.batches`; if the processes cannot start, or one has died.
+            UserError: As `mpips.Worker.batches`; if the model was changed before the loop; if the
+                processes cannot start, or one has died.
 
         Collective: over the workers, the first step of it.
         """
 
         def make() -> TorchSamples:
+            self._check_as_made()
             if num_workers != 0:
                 args = num_workers, self._start.config.seed, multiprocessing_context
                 self._processes = Processes(dataset, collate_fn, *args)
@@ -227,6 +230,23 @@ class Worker(Loop):
         """End the processes that read for this worker."""
         if self._processes is not None:
             self._processes.end()
+
+    def _check_as_made(self) -> None:
+        """Check that the loop begins with the model that every rank has made.
+
+        Raises:
+            UserError: If the program has changed its parameters or running means.
+        """
+        now = marks_of(self._bound.model, self._bound.parameters)
+        names = [name for name in {**self._made, **now} if self._made.get(name) != now.get(name)]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            got = f"a change of {names[0]!r}{more} in the model before the loop"
+            expected = "the model as model= made it: a run begins with that on every rank"
+            remedy = "change it in the function model=, such as by load_state_dict there"
+            if not set(names) & {name for name, _ in self._bound.model.named_parameters()}:
+                remedy = "call model.eval() for a forward pass before the loop"
+            raise UserError(got, expected, remedy)
 
     def _pull_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
         """Read rows: as the servers hold them now, or when the run is over as it has saved them."""

@@ -121,6 +121,66 @@ def test_a_batch_without_a_step_is_told_what_adds_up(tmp_path: Path) -> None:
     mt.run(train, net, mpips.Adam(0.01), mode="sync", steps=1, quiet=True, out=tmp_path / "run")
 
 
+def normal() -> nn.Module:
+    """Return one with running means, and a layer that stays frozen."""
+    found = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 2))
+    found[2].requires_grad_(False)
+    return found
+
+
+def changed(model: nn.Module, k: int) -> None:
+    """Change a parameter, in a way that PyTorch does not count."""
+    model[k].weight.data.fill_(1)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "loaded": (
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+        r"a change of '0\.weight' and \d more in the model before the loop, .* by load_state_dict",
+    ),
+    "by data": (lambda model: changed(model, 0), r"a change of '0\.weight' in the model"),
+    "frozen": (lambda model: nn.init.ones_(model[2].weight), r"a change of '2\.weight' in the"),
+    "a new layer": (
+        lambda model: setattr(model, "head", nn.Linear(2, 2)),
+        r"a change of 'head\.weight' and 1 more",
+    ),
+    "running means": (
+        lambda model: model.train()(points),
+        r"a change of '1\.running_mean' and 1 more .* call model\.eval\(\) for a forward pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_model_that_changed_before_the_loop_is_refused(how: str, tmp_path: Path) -> None:
+    """A new run, which leaves no folder, and one that is resumed."""
+    change, told = CHANGES[how]
+
+    def train(worker: mt.Worker) -> None:
+        worker.model.eval()(points)  # is none
+        worker.model[0].requires_grad_(False).requires_grad_(True)
+        if changes:
+            change(worker.model)
+        for x, y in worker.loader(DATA, batch_size=SIZE):
+            plainly(worker.model.train(), worker.optimizer, x, y)
+
+    def once(**more: Any) -> mt.Result:
+        given = {"mode": "sync", "resume": "auto", "quiet": True, "out": tmp_path / "run"}
+        return mt.run(train, normal, mpips.Adam(0.01), **given, **more)
+
+    changes = True
+    with pytest.raises(mpips.UserError, match=told):
+        once(steps=1)
+    assert not (tmp_path / "run").exists()
+    changes = False
+    before = once(steps=1)
+    changes = True
+    with pytest.raises(mpips.UserError, match=told):
+        once(steps=2)
+    changes = False
+    assert once(steps=2).summary["global_step"] == before.summary["global_step"] + 1
+
+
 def test_several_losses_are_one_step(tmp_path: Path) -> None:
     def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         opt.zero_grad()
