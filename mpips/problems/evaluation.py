@@ -113,7 +113,7 @@ def checked_loss(value: Any) -> float:
 
 
 def checked_metrics(value: Any) -> Mapping[str, float]:
-    """Return what a problem's ``evaluate`` gave.
+    """Return what a problem's ``evaluate`` gave, of arrays and tensors without a dimension numbers.
 
     Raises:
         UserError: If it is not a mapping of names to numbers, ``loss`` among them.
@@ -124,11 +124,16 @@ def checked_metrics(value: Any) -> Mapping[str, float]:
         raise UserError(got, expected)
     if "loss" not in value:
         raise UserError(f"{got}, without 'loss'", expected, "add the mean loss under that name")
-    for name, number in value.items():
-        if np.ndim(number) or not isinstance(number, (int, float, np.number)):
-            got = f"evaluate of the problem returned {type(number).__name__} for {name!r}"
+    found = {}
+    for name, given in value.items():
+        apart = np.ndim(given) == 0 and hasattr(given, "item")  # of NumPy, JAX or PyTorch
+        found[name] = given.item() if apart else given
+        if not isinstance(found[name], (int, float)):
+            got = f"evaluate of the problem returned {type(given).__name__} for {name!r}"
+            if np.ndim(given):
+                got += f" of shape {np.shape(given)}"
             raise UserError(got, expected)
-    return value
+    return found
 
 
 def try_evaluation(job: "Job", params: Arrays) -> None:

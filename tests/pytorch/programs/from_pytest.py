@@ -200,6 +200,27 @@ def test_several_losses_are_one_step(tmp_path: Path) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_tensors_without_a_dimension_are_numbers(tmp_path: Path) -> None:
+    found = list[dict[str, float]]()
+
+    def means(model: nn.Module, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        out = model(x)
+        return {"loss": F.cross_entropy(out, y), "accuracy": (out.argmax(1) == y).double().mean()}
+
+    def train(worker: mt.Worker) -> None:
+        for x, y in worker.loader(DATA, batch_size=SIZE):
+            plainly(worker.model, worker.optimizer, x, y)
+            found.append(worker.evaluate(means, DATA))
+
+    result = mt.run(
+        train, net, mpips.Adam(0.01), evaluate=means, held_out=DATA, mode="sync", steps=1,
+        quiet=True, out=tmp_path / "run",
+    )  # fmt: skip
+    assert 0 < found[0]["accuracy"] <= 1
+    assert result.summary["accuracy"] == pytest.approx(found[0]["accuracy"], abs=0.2)
+
+
 def autocast(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """Make a step of a loss in bfloat16."""
     opt.zero_grad()
