@@ -21,6 +21,13 @@ WORDS = "words.txt"  # of text: a line a row, a word and how often it occurs
 TRACE = "trace"  # a folder a job, in it a file a rank: what it did when
 RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
 BEST = "best"  # points to the checkpoint with the lowest held-out loss
+TENSORBOARD = "tensorboard"  # a folder of event files
+PLACES = ".places."  # in names of files beside DATA: where samples lie in the files of a dataset
+# What a job may leave that is stopped before its first step; each may have been written as *.tmp.
+EARLY = {
+    *(CONFIG, METRICS, CHECKPOINTS, SUMMARY, LOCK, DATA, WORDS, TRACE, f"{TRACE}.json", RECORD),
+    *(BEST, TENSORBOARD),
+}
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give another --out, or the right to write there"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give another --out"),
@@ -75,6 +82,11 @@ class Place:
         self._hold(self._out)
         self.moved = f"{self._out} was removed while the job ran"
         return self._out
+
+
+def is_early(name: str) -> bool:
+    """Whether a job that is stopped before its first step may have left a file of that name."""
+    return name.removesuffix(".tmp") in EARLY or PLACES in name
 
 
 def claim(out: Path) -> None:

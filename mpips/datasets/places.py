@@ -47,11 +47,5 @@ def load(index: Path, option: str, entry: Entry) -> np.ndarray | None:
     return found if found.size == size else None
 
 
-def forget(index: Path) -> None:
-    """Remove all that `save` has written beside an index."""
-    for path in index.parent.glob("*.places.*"):
-        path.unlink(missing_ok=True)
-
-
 def _path(index: Path, option: str, worker: int) -> Path:
     return index.with_name(f"{option}.places.{worker}")

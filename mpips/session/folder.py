@@ -21,13 +21,13 @@ from mpips.checkpoint.index import read_index
 from mpips.checkpoint.place import (
     CHECKPOINTS,
     CONFIG,
-    DATA,
     LOCK,
     METRICS,
     RECORD,
+    SUMMARY,
     TRACE,
-    WORDS,
     claim,
+    is_early,
     unwritable,
 )
 from mpips.config import OPTIONS, Config
@@ -35,10 +35,8 @@ from mpips.config.command_line import CommandLine
 from mpips.config.jobfile import from_toml, read_toml, resolve, to_toml
 from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
-from mpips.datasets import places
 from mpips.errors import UserError
 
-STARTING = {f"{CONFIG}.tmp", DATA, f"{DATA}.tmp", WORDS, LOCK}  # what is written before CONFIG
 LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
@@ -142,10 +140,7 @@ def find_run(line: CommandLine) -> Run:
     if config.eval_only and checkpoint is None:
         raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
     if not config.eval_only:
-        used = exists or _take_over(out)
-        out = _make(out, named=bool(config.out), used=used)
-        if not used:
-            claim(out)
+        out = _make(out, named=bool(config.out), held=exists)
     return Run(config, out, checkpoint, False, notes)
 
 
@@ -167,15 +162,13 @@ def save_config(out: Path, config: Config) -> None:
 
 
 def forget(out: Path) -> None:
-    """Remove what a job has made that was refused before it saved anything."""
-    if _was_saved(out):
+    """Remove what a job has made that was refused, or stopped, before it saved anything."""
+    if _was_saved(out) or not out.is_dir():
         return
-    for name in (CONFIG, DATA, WORDS, METRICS, LOCK):
-        (out / name).unlink(missing_ok=True)
-    places.forget(out / DATA)
-    for folder in (out / CHECKPOINTS, out):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    _clear(out)
+    (out / LOCK).unlink(missing_ok=True)
+    if not any(out.iterdir()):
+        out.rmdir()
 
 
 def _run_folder(wanted: Mapping[str, Any]) -> Path:
@@ -216,28 +209,44 @@ def _is_file(path: Path) -> bool:
         raise unwritable(path.parent, problem) from None
 
 
-def _make(out: Path, named: bool, used: bool) -> Path:
-    """Make an empty folder for a new run and try it; one without a given name may be renumbered.
+def _make(out: Path, named: bool, held: bool) -> Path:
+    """Make an empty folder for a new run, try it and hold it.
 
     Args:
-        out: The folder.
+        out: The folder; one without a given name may be renumbered.
         named: Whether the user named it.
-        used: Whether a run that never saved anything may be there.
+        held: Whether it is held already: the run in it begins anew.
     """
     try:
         if not named:
             out = _fresh(out)
-        if out.exists() and not used and not _is_unused(out):
-            raise _taken(out)
-        for left in (out / CHECKPOINTS, out / RECORD):  # of what nothing came
-            if left.exists():
-                shutil.rmtree(left)
-        out.mkdir(parents=True, exist_ok=True)
+        if not held:
+            if out.exists() and not _is_free(out):
+                raise _taken(out)
+            out.mkdir(parents=True, exist_ok=True)
+            claim(out)
+            _clear(out)
+        _clear_folders(out)
         (out / f"{CONFIG}.tmp").write_text("")
         (out / f"{CONFIG}.tmp").unlink()
     except OSError as problem:
         raise unwritable(out, problem) from None
     return out
+
+
+def _clear(out: Path) -> None:
+    """Remove what starts of a job have left that came to nothing; a trace says why, and stays."""
+    _clear_folders(out)
+    for path in out.iterdir():
+        is_file = path.is_symlink() or path.is_file()
+        if is_file and is_early(path.name) and path.name not in (LOCK, f"{TRACE}.json"):
+            path.unlink()
+
+
+def _clear_folders(out: Path) -> None:
+    for folder in (out / CHECKPOINTS, out / RECORD):
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 def _taken(out: Path) -> UserError:
@@ -250,34 +259,24 @@ def _taken(out: Path) -> UserError:
     return UserError(got, "a new or empty folder", remedy)
 
 
-def _take_over(out: Path) -> bool:
-    """Take the folder of a run that ended in its first batch, if it is one: nothing is lost."""
-    left = {CONFIG, METRICS, CHECKPOINTS, RECORD, TRACE, f"{TRACE}.json", *STARTING}
-    if not _is_file(out / CONFIG):
+def _is_free(out: Path) -> bool:
+    """Whether nothing is lost if a run begins in a folder: none has trained and left anything."""
+    if not out.is_dir():
         return False
-    try:
-        if {path.name for path in out.iterdir()} - left or _has_begun(out):
-            return False
-        claim(out)
-        for name in (CONFIG, DATA, WORDS, METRICS):
-            (out / name).unlink(missing_ok=True)
-    except OSError as problem:
-        raise unwritable(out, problem) from None
-    return True
+    names = {path.name for path in out.iterdir()}
+    left = SUMMARY in names or _was_saved(out)
+    return all(map(is_early, names)) and not (left and _has_trained(out))
 
 
 def _has_begun(out: Path) -> bool:
     """Whether a run has trained, and was saved; what ends in its first batch has not."""
-    if not _was_saved(out):
-        return False
+    return _was_saved(out) and _has_trained(out)
+
+
+def _has_trained(out: Path) -> bool:
     lines = (out / METRICS).read_text(errors="replace") if (out / METRICS).is_file() else ""
     later = any(f'"kind": "{kind}"' in lines for kind in LATER)
     return later or any(folder_step(folder) for folder in list_checkpoints(out))
-
-
-def _is_unused(out: Path) -> bool:
-    """Whether there is nothing in a folder, or what a job leaves that is killed as it starts."""
-    return out.is_dir() and {path.name for path in out.iterdir()} <= STARTING
 
 
 def _fresh(out: Path) -> Path:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mpips import extras
+from mpips.checkpoint.place import TENSORBOARD
 from mpips.errors import complain
 from mpips.session.metrics import Listener
 
-FOLDER = "tensorboard"
 PACKAGE = ("tensorboardX", "tensorboard", "writes event files")
 BESIDE = ("step", "worker", "epoch")  # of a line, which say where its figures belong
 
@@ -43,7 +43,7 @@ class EventFiles:
         self._proto = extras.load("tensorboardX.proto.event_pb2", *PACKAGE)
         self._summary = extras.load("tensorboardX.proto.summary_pb2", *PACKAGE).Summary
         self._file: Any = None
-        self._try(lambda: self._open(out / FOLDER))
+        self._try(lambda: self._open(out / TENSORBOARD))
 
     def _open(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mpips.checkpoint import (
     commit,
     list_checkpoints,
     open_checkpoint,
+    place,
     verify,
     write_shard,
 )
@@ -27,6 +29,8 @@ from mpips.config.option import shown
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
 from mpips.session import folder
+
+FOLDERS = {"checkpoints", "record", "trace", "tensorboard"}
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +101,6 @@ def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
         release()
         (out / name).write_text("{}")
     folder.find_run(parse_command_line(["--out", str(out)]))
-    (out / "data.json.tmp").unlink()
     folder.forget(out)
     assert not out.exists()
 
@@ -139,6 +142,41 @@ def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
     assert {path.name for path in out.iterdir()} == {".lock", "trace"}
     release()
+
+
+def test_a_stop_before_the_first_step_and_then_one_at_the_start(tmp_path: Path) -> None:
+    """What the first has left the second removes, and the third start has an empty folder."""
+    out = tmp_path / "run"
+    unfinished(out)
+    for name in place.EARLY - FOLDERS - {"config.toml", "metrics.jsonl"}:
+        (out / name).write_text("{}")
+        (out / f"{name}.tmp").touch()
+    auto = parse_command_line(["--out", str(out), "--resume", "auto"])
+    folder.forget(folder.find_run(auto).out)
+    release()
+    assert [path.name for path in out.iterdir()] == ["trace.json"]
+    found = folder.find_run(auto)
+    assert (found.checkpoint, found.resumed) == (None, False)
+
+
+def test_a_stop_that_leaves_parts_of_a_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for name in FOLDERS:
+        (out / name / "part-0000").mkdir(parents=True)
+    (out / "dataset.places.0").touch()
+    found = folder.find_run(parse_command_line(["--out", str(out)]))
+    assert (found.out, found.resumed) == (out, False)
+    assert {path.name for path in out.iterdir()} == {".lock", "trace", "tensorboard"}
+
+
+def test_what_a_run_has_left_whose_checkpoints_were_removed_stays(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    unfinished(out, "train")
+    shutil.rmtree(out / "checkpoints")
+    (out / "summary.json").touch()
+    with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
+        folder.find_run(parse_command_line(["--out", str(out)]))
+    assert (out / "summary.json").exists()
 
 
 def test_resume_auto_begins_anew_what_ended_in_its_first_batch(tmp_path: Path) -> None:

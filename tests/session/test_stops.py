@@ -1,0 +1,77 @@
+"""Jobs that are stopped while they start, again and again: the same command ends well."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launch import Running
+from runs import final
+
+from mpips.checkpoint.place import CHECKPOINTS, CONFIG, DONE, LOCK, METRICS, is_early
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
+TOUCHED = (LOCK, CONFIG, METRICS, CHECKPOINTS)  # as a job starts, about in that order
+LIMIT_S = 300.0
+
+
+def touched(path: Path) -> int:
+    """Return when a file was last written, 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def stopped(rng: random.Random, number: int, words: list[str], out: Path, cwd: Path) -> None:
+    """Start a job and stop it within a second of the time when it writes a certain file."""
+    path = out / rng.choice(TOUCHED)
+    before, deadline = touched(path), time.monotonic() + LIMIT_S
+    with Running(2, words, cwd) as job:
+        while job.process.poll() is None and touched(path) in (0, before):
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.001)
+        time.sleep(rng.random() ** 3)
+        pid = rng.choice([job.process.pid, *job.ranks()])
+        if number == signal.SIGKILL and pid == job.process.pid:
+            job.kill()
+        elif job.process.poll() is None:
+            os.kill(pid, number)
+        done = job.wait(LIMIT_S)
+    assert done.code != 2, f"{path.name}, {signal.Signals(number).name}: {done.output}"
+    assert "Traceback" not in done.output, done.output
+    left = {path.name for path in out.iterdir()} if out.exists() else set()
+    assert all(name == DONE or is_early(name) for name in left), left
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("mode", "resumed", "stops"),
+    [
+        ("async", False, 2),
+        *(
+            pytest.param(mode, resumed, 25, marks=pytest.mark.long)
+            for mode in ("async", "sync")
+            for resumed in (False, True)
+        ),
+    ],
+)
+def test_stops_as_a_job_starts(mode: str, resumed: bool, stops: int, tmp_path: Path) -> None:
+    out, rng = tmp_path / "run", random.Random(f"{mode} {resumed} {stops}")
+    words = ["-m", "mpips.train", "--mode", mode, "--resume", "auto", "--out", str(out), "--quiet"]
+    for k in range(stops):
+        if k % 5 == 0:  # five stops a run, each in what the others have left
+            out = tmp_path / f"run-{k}"
+            words[words.index("--out") + 1] = str(out)
+        if k % 5 == 0 and resumed:
+            with Running(2, [*words, "--steps", "50"], tmp_path) as job:
+                job.wait(LIMIT_S)
+            assert final(out).step == 50
+        stopped(rng, SIGNALS[k % 3], [*words, "--steps", "1000"], out, tmp_path)
+        if k % 5 == 4 or k == stops - 1:
+            with Running(2, [*words, "--steps", "1000"], tmp_path) as job:
+                done = job.wait(LIMIT_S)
+            assert done.code == 0, done.output
+            assert final(out).step == 1000
