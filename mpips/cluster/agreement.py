@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpips.cluster.collectives import begin_barrier, broadcast, gather_all
 from mpips.cluster.start import Comm
 from mpips.cluster.uncaught import of_others
-from mpips.cluster.waiting import Backoff
+from mpips.cluster.waiting import Backoff, attend
 from mpips.errors import UserError
 from mpips.layout import Layout, check_alike
 
@@ -37,6 +37,7 @@ def together(comm: Comm, error: Exception | None) -> None:
     """Raise the same `Agreed` on every rank of `comm` if any has an error. Collective: yes."""
     here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     while not here.Test():  # somebody may be reading a large file
+        attend()
         backoff.pause()
     found = [e for e in gather_all(comm, error and str(error)) if e]
     if found:

@@ -5,7 +5,7 @@ that signals are noticed and other messages get on. The others block inside MPI,
 that they need has come; they belong where nothing else is under way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -74,11 +74,25 @@ def gather_polled(comm: Comm, value: object, wait: Callable[[Request], object]) 
 
     Collective: yes. Blocks: until all have come, but never inside MPI.
     """
+    steps = gathering(comm, value)
+    while True:
+        try:
+            wait(next(steps))
+        except StopIteration as end:
+            found: list[Any] = end.value
+            return found
+
+
+def gathering(comm: Comm, value: object) -> Generator[Request, None, list[Any]]:
+    """Yield requests, each to be complete before the next; returns every rank's value, by rank.
+
+    Collective: yes. Blocks: no.
+    """
     mine = np.frombuffer(MPI.pickle.dumps(value), "u1")
     sizes = np.zeros(comm.size, "i4")
-    wait(comm.Iallgather(np.array([mine.size], "i4"), sizes))
+    yield comm.Iallgather(np.array([mine.size], "i4"), sizes)
     found = np.empty(sizes.sum(), "u1")
-    wait(comm.Iallgatherv(mine, (found, sizes)))
+    yield comm.Iallgatherv(mine, (found, sizes))
     ends = np.cumsum(sizes)
     parts = zip(ends - sizes, ends, strict=True)
     return [MPI.pickle.loads(found[begin:end].tobytes()) for begin, end in parts]

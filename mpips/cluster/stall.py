@@ -45,7 +45,11 @@ _stacks: list[int] = []  # where this process writes them, for all its life; -1 
 
 @contextlib.contextmanager
 def watched(
-    cluster: Cluster, timeout_s: float, link: Link | None = None, ends_job: bool = True
+    cluster: Cluster,
+    timeout_s: float,
+    link: Link | None = None,
+    ends_job: bool = True,
+    saves: bool = True,
 ) -> Iterator[list[Address]]:
     """Show where the ranks are, and end the job when it stands still, within the block.
 
@@ -55,6 +59,7 @@ def watched(
             are judged by the chief (`mpips.cluster.link`).
         link: What joins the sides, where some ranks evaluate.
         ends_job: Whether it is ended here then, and not from outside.
+        saves: Whether the servers save what they have before that.
 
     Yields:
         By rank, where the words of its node are found.
@@ -75,7 +80,7 @@ def watched(
             role, timeout_s = words.EVALUATOR, 0.0
         words.begin(everyone.rank, role, number, _stacks_file(), time.perf_counter())
         times = 0 if not ends_job else 1 if cluster.near(cluster.roles.chief) else FAR
-        thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s)
+        thread = _Thread(board, cluster.failures, timeout_s, times * timeout_s, saves)
     try:
         yield gather_all(
             everyone, (platform.node(), os.getpid(), board.file if board is not None else -1)
@@ -128,12 +133,18 @@ class _Thread:
         deaths: Which of them may die.
         timeout_s: Of the job.
         limit_s: After how long it is ended here; 0 if it never is.
+        saves: See `watched`.
     """
 
     def __init__(
-        self, board: Board, deaths: failures.Failures, timeout_s: float, limit_s: float
+        self,
+        board: Board,
+        deaths: failures.Failures,
+        timeout_s: float,
+        limit_s: float,
+        saves: bool,
     ) -> None:
-        self._board, self._deaths, self._limit_s = board, deaths, limit_s
+        self._board, self._deaths, self._limit_s, self._saves = board, deaths, limit_s, saves
         self._look_s = min(BEAT_S, timeout_s / 10) if timeout_s else BEAT_S
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
@@ -160,6 +171,8 @@ class _Thread:
             found = board.read()
             judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
             stopped = self._stopped.look(found, now) if self._stopped else []
+            if not judges:  # this process's words are another job's at the moment
+                continue
             if os.getpid() == judges[0]:
                 self._end_stopped(stopped)
             if self._limit_s and os.getpid() in judges:
@@ -185,7 +198,7 @@ class _Thread:
         board, chief = self._board, self._board.job[words.CHIEF]
         lines = table(ranks, chief, platform.node(), time.perf_counter(), whole=False)
         stacks = _stacks_of(ranks)
-        saved = self._save(chief)
+        saved = self._save(chief) if self._saves else ""
         if self._ended.is_set():
             return
         got = f"no progress for {quiet_s:.0f} s, and ranks wait"

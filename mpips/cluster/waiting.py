@@ -15,6 +15,14 @@ SLEEP_MAX_S = 1e-3
 IDLE_S = 1.0
 BACKGROUND_S = 200e-6
 
+duties: list[Callable[[], object]] = []  # what this process does for others while it waits
+
+
+def attend() -> None:
+    """Do what this process does for others. Blocks: no."""
+    for duty in duties:
+        duty()
+
 
 class Backoff:
     """How a rank waits: it spins, then yields, then sleeps longer and longer.

@@ -201,6 +201,11 @@ def write_to_own() -> None:
     write_to(_alone, memoryview(bytes(RECORD)).cast("q"))
 
 
+def is_shown() -> bool:
+    """Whether others see this process's words."""
+    return not _job.readonly
+
+
 def asked_to_save() -> bool:
     """Whether what can be saved is to be saved: the job is about to end."""
     return bool(_job[ASKED])

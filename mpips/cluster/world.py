@@ -13,7 +13,7 @@ from mpips.cluster.failures import Failures
 from mpips.cluster.messages import Arrays, Mailbox
 from mpips.cluster.start import MPI, share_cores
 from mpips.cluster.tags import TAG_NEVER
-from mpips.cluster.waiting import Backoff
+from mpips.cluster.waiting import Backoff, attend
 from mpips.layout.roles import Roles
 
 
@@ -106,6 +106,7 @@ class Cluster:
         self.failures.attempt(self.comm.Iprobe, MPI.ANY_SOURCE, TAG_NEVER)
         if self.serving is not None:
             self.serving()
+        attend()
 
     def wait(self, ready: Callable[[], bool], what: int = words.OTHERS) -> float:
         """Wait until `ready()`; the core is given away, MPI gets on, signals are noticed.

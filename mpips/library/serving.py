@@ -1,9 +1,9 @@
 """A server's part in stores: it applies pushes, saves and loads, for all stores of its process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from mpips import checkpoint
 from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.fits import check_checkpoint
 from mpips.checkpoint.place import CHECKPOINTS
-from mpips.cluster.collectives import begin_barrier, gather_polled
+from mpips.cluster.collectives import begin_barrier, gathering
 from mpips.cluster.start import Request
-from mpips.cluster.waiting import take_turns
+from mpips.cluster.waiting import duties, take_turns
 from mpips.config.jobfile import to_toml
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
@@ -21,13 +21,17 @@ from mpips.planning.job import Job, read_slots
 from mpips.ps.assemble import ServerHalf
 
 T = TypeVar("T")
+Steps: TypeAlias = Generator[Request, None, T]  # that yield what they wait for
 
 _serving: list["Serving"] = []  # of this process, in the order in which they were opened
 
 
-def _turn_of_all() -> bool:
-    """Take a turn of every store of this process; returns whether any had something to do."""
-    busy = [serving.turn() for serving in _serving]
+def serve() -> bool:
+    """Take a turn of every store of this process; returns whether any had something to do.
+
+    A store in whose turn this is called is left out. Blocks: no.
+    """
+    busy = [serving.take_turn() for serving in _serving]
     return any(busy)
 
 
@@ -35,7 +39,8 @@ class Serving:
     """A server's part in a store: it applies pushes, and saves and loads where all workers ask.
 
     What workers ask for waits until everything is applied that they have pushed before; they do
-    nothing until they are answered, so that servers may block each other in files.
+    nothing until they are answered, so that servers may block each other in files. A turn waits for
+    no other server: it goes on with an answer where the others have come as far.
     """
 
     def __init__(self, job: Job, half: ServerHalf) -> None:
@@ -43,27 +48,41 @@ class Serving:
         self._final: dict[int, int] = {}
         self._asked: dict[int, tuple[int, str]] = {}
         self._what = ""
+        self._answer: Steps[None] | None = None  # that is being made, with what it waits for
+        self._awaited: Request | None = None
+        self._in_turn = False
         job.fill(self.server.params, self.server.slots, job.shard)
         self.server.start_from(0)
         self._base = 0  # updates of the run that was loaded, less those applied here
         self._own: dict[Path, int] = {}  # on the chief, the newest steps by folder of checkpoints
         _serving.append(self)
+        if serve not in duties:
+            duties.append(serve)
         half.open(self._wait)
 
     def _wait(self, request: Request) -> None:
-        take_turns(_turn_of_all, request.Test, self._cluster.ranks_per_core)
+        take_turns(serve, request.Test, self._cluster.ranks_per_core)
 
     def serve_to_the_end(self) -> None:
         """Serve until every worker has come to its end. Collective: yes."""
-        done = lambda: self._all_applied(self._final)  # noqa: E731
-        take_turns(_turn_of_all, done, self._cluster.ranks_per_core)
+        done = lambda: self._answer is None and self._all_applied(self._final)  # noqa: E731
+        take_turns(serve, done, self._cluster.ranks_per_core)
         here = begin_barrier(self._cluster.comm)
         self._wait(here)
         _serving.remove(self)
         self._half.close()
 
-    def turn(self) -> bool:
-        """Do what there is to do; returns whether there was anything."""
+    def take_turn(self) -> bool:
+        """Do what there is to do, unless this is called in the course of it; returns whether."""
+        if self._in_turn:
+            return False
+        self._in_turn = True
+        try:
+            return self._turn()
+        finally:
+            self._in_turn = False
+
+    def _turn(self) -> bool:
         push = self._half.receiver.take()
         if push is not None:
             self.server.apply(push)
@@ -71,9 +90,19 @@ class Serving:
         messages = self._cluster.poll()
         for source, kind, payload in messages:
             self._handle(source, kind, payload)
-        if self._asked and self._all_applied({r: seq for r, (seq, _) in self._asked.items()}):
-            self._answer()
-        return push is not None or bool(messages)
+        waits = self._answer is None and bool(self._asked)
+        if waits and self._all_applied({r: seq for r, (seq, _) in self._asked.items()}):
+            self._answer = self._answering()
+        return self._go_on() or push is not None or bool(messages)
+
+    def _go_on(self) -> bool:
+        """Go on with an answer as far as the other servers have come; returns whether it did."""
+        if self._answer is None or (self._awaited is not None and not self._awaited.Test()):
+            return False
+        self._awaited = next(self._answer, None)
+        if self._awaited is None:
+            self._answer = None
+        return True
 
     def _handle(self, source: int, kind: str, payload: Any) -> None:
         if kind == "read":
@@ -89,21 +118,21 @@ class Serving:
         ranks = self._cluster.roles.workers
         return len(pushed) == len(ranks) and self.server.has_applied([pushed[r] for r in ranks])
 
-    def _answer(self) -> None:
+    def _answering(self) -> Steps[None]:
         asked, self._asked = self._asked, {}
         seqs = [seq for seq, _ in asked.values()]
         path = asked[self._cluster.roles.workers[0]][1]
         answer: tuple[str, Any]
         try:
             act = self._save if self._what == "save" else self._load
-            answer = "done", act(Path(path), sum(seqs))
+            answer = "done", (yield from act(Path(path), sum(seqs)))
         except _Failed as failed:
             answer = "failed", failed.args
         if self._cluster.is_chief:
             for rank in self._cluster.roles.workers:
                 self._cluster.send(rank, *answer)
 
-    def _save(self, path: Path, pushed: int) -> int:
+    def _save(self, path: Path, pushed: int) -> Steps[int]:
         """Write a checkpoint. Collective: over the servers."""
         step, shard = self._base + pushed, self._job.shard
 
@@ -112,7 +141,7 @@ class Serving:
             self._check_history(path / CHECKPOINTS)
             return checkpoint.begin_step(path / CHECKPOINTS, step)
 
-        folder = self._agree(begin if self._cluster.is_chief else None)[0]
+        folder = (yield from self._agree(begin if self._cluster.is_chief else None))[0]
         slots = dict(zip(self._job.slots, self.server.slots, strict=True))
         number = self._cluster.roles.servers.index(self._cluster.rank)
 
@@ -121,7 +150,7 @@ class Serving:
                 raise UserError("parameters with NaN or infinity", "finite ones")
             return checkpoint.write_shard(folder, number, shard, step, params, slots)
 
-        records = self._agree(write)
+        records = yield from self._agree(write)
 
         def commit() -> None:
             c, layout = self._job.config, self._job.layout
@@ -132,7 +161,7 @@ class Serving:
             )  # fmt: skip
             self._own[folder.parent.resolve()] = step
 
-        self._agree(commit if self._cluster.is_chief else None)
+        yield from self._agree(commit if self._cluster.is_chief else None)
         return step
 
     def _check_history(self, folder: Path) -> None:
@@ -149,10 +178,10 @@ class Serving:
             got = f"{folder} holds step {found.step}, which this store neither saved nor loaded"
             raise UserError(got, "a folder of its own", "load it first, or save into another one")
 
-    def _load(self, path: Path, pushed: int) -> int:
+    def _load(self, path: Path, pushed: int) -> Steps[int]:
         """Read a checkpoint: all of it, and then take it. Collective: over the servers."""
         find = partial(_newest, path, self._job)
-        folder = self._agree(find if self._cluster.is_chief else None)[0]
+        folder = (yield from self._agree(find if self._cluster.is_chief else None))[0]
         server, shard = self.server, self._job.shard
         live = (server.params, *server.slots)
         arrays = tuple(map(np.zeros_like, live))
@@ -164,16 +193,16 @@ class Serving:
             read_slots(saved, self._job.slots, arrays[1:], shard)
             return saved.step
 
-        step = self._agree(read)[0]
+        step = (yield from self._agree(read))[0]
         for old, new in zip(live, arrays, strict=True):
             np.copyto(old, new)
         self._base = step - pushed
         self._own = {folder.resolve().parent: step}
         server.start_from(step)
-        self._agree(lambda: None)  # whoever is answered finds all shards
+        yield from self._agree(lambda: None)  # whoever is answered finds all shards
         return step
 
-    def _agree(self, make: Callable[[], T] | None) -> list[T]:
+    def _agree(self, make: Callable[[], T] | None) -> Steps[list[T]]:
         """Return what each server makes, by its number.
 
         Raises:
@@ -185,7 +214,7 @@ class Serving:
             found = make() if make is not None else None
         except (UserError, OSError) as problem:
             error = str(problem)
-        parts = gather_polled(self._half.servers, (found, error), self._wait)
+        parts = yield from gathering(self._half.servers, (found, error))
         errors = [text for _, text in parts if text is not None]
         if errors:
             raise _Failed("a folder that it can be done with", errors[0])

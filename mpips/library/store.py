@@ -1,9 +1,11 @@
 """`mpips.Store`: parameters on servers, for a program that has its own loop, data and MPI code.
 
 Workers pull and push when they like; servers apply each push once, in the order of its worker. A
-rank that serves several stores serves all of them whenever it serves one.
+rank that serves a store serves it in each call of another one, and while it waits.
 """
 
+import contextlib
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mpips.cluster import ending
+from mpips.cluster import ending, words
 from mpips.cluster.agreement import everywhere, layouts_alike, on_root
-from mpips.cluster.collectives import begin_barrier
+from mpips.cluster.collectives import begin_barrier, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.start import Comm, ranks_of, whole_world
 from mpips.cluster.world import Cluster
@@ -26,19 +28,19 @@ from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
-from mpips.library.serving import Serving
+from mpips.library.serving import Serving, serve
 from mpips.library.start import checked, of_program
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
 from mpips.session.loading import load_loops
-from mpips.session.setup import assign_roles
+from mpips.session.setup import assign_roles, shown
 
 # Of a job's options those that a store without data, rounds and a schedule has.
 STORE_OPTIONS = (
     *("servers", "server_ranks", "server_hosts", "node_size", "window", "threads"),
-    *("dtype", "read", "far_read", "codec", "pull_codec", "inbox", "seed"),
+    *("dtype", "read", "far_read", "codec", "pull_codec", "inbox", "seed", "timeout"),
 )
 NO_BATCH = (0, 0, 1)
 NAME = "store.py:Store"  # as a run is called after its program
@@ -64,7 +66,8 @@ class Store:
             constant.
         **options: Of those of the command line ``servers``, by default one in four ranks,
             ``server_ranks``, ``server_hosts``, ``dtype``, ``read``, ``far_read``, ``codec``,
-            ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads`` and ``seed``.
+            ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads``, ``seed`` and
+            ``timeout``; that of the outermost of several open stores holds.
 
     Attributes:
         worker: This rank's number among the workers; None on servers.
@@ -93,6 +96,9 @@ class Store:
             self._cluster = assign_roles(world, config)
             self._job = _job(self._cluster, config, first)
         self.worker, self.workers = self._job.worker_id, len(self._cluster.roles.workers)
+        self._shown = contextlib.ExitStack()
+        if not any(gather_all(self._cluster.comm, words.is_shown())):
+            self._shown.enter_context(shown(self._cluster, config, saves=False))
         self._half = assemble(self._cluster, Design.of(self._job))
         self._open = True
         if isinstance(self._half, ServerHalf):
@@ -103,6 +109,7 @@ class Store:
             self._params = self._job.layout.views(self._replica, writable=False)
             self._grads = [self._job.layout.views(self._half.sender.buffer(k)) for k in range(2)]
             self.versions = self._half.puller.versions.copy()
+        words.enter(words.BETWEEN, time.perf_counter())
 
     def _room(self) -> np.ndarray:
         return aligned_zeros(self._job.layout.size, self._job.dtype)
@@ -131,7 +138,7 @@ class Store:
         """
         half = self._mine("grads")
         seq = half.sender.seq + 1
-        self._cluster.wait(lambda: half.writable(seq))
+        self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
         return self._grads[seq % 2]
 
     def push(self, loss: float = 0.0) -> int:
@@ -150,8 +157,9 @@ class Store:
         """
         half = self._mine("push")
         seq = half.sender.seq + 1
-        self._cluster.wait(lambda: half.writable(seq))
+        self._cluster.wait(lambda: half.writable(seq), words.BUFFER)
         half.sender.push(NO_BATCH, 1, loss, self.versions)
+        words.tell(words.CLOCK, half.sender.seq)
         return half.sender.seq
 
     def save(self, path: str | Path) -> int:
@@ -206,7 +214,7 @@ class Store:
             half.sender.sent()
             return bool(heard)
 
-        self._cluster.wait(answered)
+        self._cluster.wait(answered, words.SAVE)
         kind, payload = heard[0]
         if kind == "failed":
             raise UserError(f"{what} {str(path)!r}", payload[0], payload[1])
@@ -217,6 +225,7 @@ class Store:
             raise UserError(f"{what} of a store after its end", "a call inside its block")
         if not isinstance(self._half, WorkerHalf):
             raise UserError(f"{what} on a server", "a worker", "look whether store.worker is None")
+        serve()
         return self._half
 
     def close(self) -> None:
@@ -233,9 +242,12 @@ class Store:
             for rank in self._cluster.roles.servers:
                 self._cluster.send(rank, "fin", half.sender.seq)
             here = begin_barrier(self._cluster.comm)
-            self._cluster.wait(lambda: half.sender.sent() and here.Test())
+            self._cluster.wait(lambda: half.sender.sent() and here.Test(), words.END)
         else:
+            words.enter(words.SERVING, time.perf_counter())
             self._server.serve_to_the_end()
+        words.enter(words.BETWEEN, time.perf_counter())
+        self._shown.close()
         self._half.free()
         self._cluster.free()
 

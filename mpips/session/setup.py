@@ -69,15 +69,15 @@ def make_cluster(ranks: Comm | Link, config: Config) -> Cluster:
 
 
 def shown(
-    ranks: Cluster, config: Config, link: Link | None = None
+    ranks: Cluster, config: Config, link: Link | None = None, saves: bool = True
 ) -> contextlib.AbstractContextManager[list[words.Address]]:
     """Show where the ranks are within a block, which ends the job when it stands still.
 
-    Under a supervisor that may be the one to end it. Collective: yes, the beginning; with a link,
-    over both sides.
+    Under a supervisor that may be the one to end it. One that `saves` does so first. Collective:
+    yes, the beginning; with a link, over both sides.
     """
     outside_s = signs.timeout_s()
-    return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s)
+    return watched(ranks, outside_s or config.timeout, link, ends_job=not outside_s, saves=saves)
 
 
 def tell_ranks(

@@ -102,6 +102,18 @@ IN_A_STORE = {
     "raises": ('if store.worker == 1: raise ValueError("so it is")', "ValueError: so it is"),
     "pulls": ("store.pull()", r"^mpips: own.py:5: pull on a server, expected a worker; look"),
 }
+NEVER_SERVES = """
+import time, numpy as np, mpips
+
+def busy():
+    time.sleep(600)
+
+with mpips.Store(None, {"w": np.zeros(3)}, timeout=2) as store:
+    while store.worker is not None:
+        store.grads["w"][:] = 0
+        store.push()
+    busy()
+"""
 LINES = {
     "unpushed": ("continue", "pass"),
     "raises": ('raise ValueError("so it is")', "pass"),
@@ -134,6 +146,15 @@ def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
     found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
     assert found.output.count("is done") == 4, found.output
     assert not verify(newest(tmp_path / "servers").path)
+
+
+@pytest.mark.launch
+def test_a_store_whose_server_does_not_serve_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NEVER_SERVES)
+    found = run(2, ["own.py"], tmp_path).check(1)
+    assert re.search(r"no progress for \d+ s, and ranks wait", found.output), found.output
+    assert re.search(r"0 +server 0 .* between steps +busy ", found.output), found.output
+    assert re.search(r"1 +worker 0 .* waits for a buffer \(rank 0\) +Store.grads", found.output)
 
 
 @pytest.mark.launch

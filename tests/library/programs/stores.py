@@ -105,6 +105,24 @@ def two_at_once() -> None:
             np.testing.assert_array_equal(second.pull()["seen"], 20)
 
 
+def of_each_other(folder: Path) -> None:
+    """Two pairs of ranks serve each other's stores, also while they save, and where one is late."""
+    params = {"seen": np.zeros(N), "all": np.zeros(())}
+    low, high = [0, 1], [2, 3]
+    with mpips.Store(WORLD, params, COUNT, server_ranks=low) as first:
+        if first.worker is not None:
+            push_counts(first, PUSHES)  # while its servers wait for the other store to begin
+        with mpips.Store(WORLD, params, COUNT, server_ranks=high) as second:
+            mine = first if second.worker is None else second
+            for k in range(5):
+                push_counts(mine, PUSHES)
+                step = mine.save(folder / str(mine is first))
+                assert step == (k + 1 + (mine is first)) * PUSHES * mine.workers
+                assert mine.load(folder / str(mine is first)) == step
+            while mine.pull()["all"] < step:
+                pass
+
+
 def main(folder: Path) -> None:
     """Run all, and say so."""
     one(folder / "near")
@@ -113,6 +131,7 @@ def main(folder: Path) -> None:
     one(folder / "nodes", servers=2, node_size=2, read="consistent", inbox=1)
     on_others(folder / "servers")
     two_at_once()
+    of_each_other(folder)
     total = np.zeros(1)
     WORLD.Allreduce(np.ones(1), total)
     assert total[0] == WORLD.size
