@@ -70,7 +70,7 @@ class Log:
         self._progress = Progress(total_steps, hushed, sparse)
         self._shown: tuple[float | None] | None = None
         self._last = self._begin = (time.perf_counter(), 0)
-        self._loss_sum, self._loss_samples = 0.0, 0
+        self._losses = 0.0, 0  # their sum, and of how many samples
         self.last_loss = math.nan
         self.last_eval: dict[str, float] = {}
         self._evaluated: int | None = None  # the step of that
@@ -104,8 +104,8 @@ class Log:
 
     def count(self, loss: float, samples: int) -> None:
         """Add a batch's mean loss to the next progress line."""
-        self._loss_sum += loss * samples
-        self._loss_samples += samples
+        total, counted = self._losses
+        self._losses = total + loss * samples, counted + samples
 
     def event(self, kind: str, step: int | None, /, **fields: Any) -> None:
         """Write a line to ``metrics.jsonl``."""
@@ -135,7 +135,7 @@ class Log:
         self.event("warning", self._step, text=text)
 
     def heard(self, kind: str, payload: Any) -> None:
-        """Note what a worker has sent.
+        """Note what a worker has sent; the same evaluation of the same step is noted once.
 
         Args:
             kind: ``eval`` or ``log``.
@@ -144,17 +144,15 @@ class Log:
         """
         for line in [payload] if kind == "eval" else payload:
             values = dict(line)
-            if kind == "eval":
-                self.last_eval = {k: v for k, v in line.items() if k not in ("step", "epoch")}
             number = values.pop("step")
             step = None if number is None else int(number)
-            self._evaluated = step if kind == "eval" else self._evaluated
+            if kind == "eval":
+                before = self._evaluated, self.last_eval
+                self.last_eval = {k: v for k, v in values.items() if k != "epoch"}
+                self._evaluated = step
+                if (step, self.last_eval) == before:
+                    continue
             self.event(kind, step, **values)
-
-    def last_evaluation(self, step: int, epoch: float, means: Mapping[str, float]) -> None:
-        """Note what the final parameters come to, unless the last line of it says the same."""
-        if (step, means) != (self._evaluated, self.last_eval):
-            self.heard("eval", {"step": step, "epoch": round(epoch, 4), **means})
 
     def due(self) -> bool:
         """Whether it is time for a progress line here."""
@@ -162,7 +160,7 @@ class Log:
             return False
         now = time.perf_counter()
         gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
-        return bool(self._loss_samples) and now - self._last[0] >= gap
+        return bool(self._losses[1]) and now - self._last[0] >= gap
 
     def progress(
         self,
@@ -178,16 +176,16 @@ class Log:
         The mean `staleness` since the last line goes into the file, where it is known.
         """
         outdated = self._shown is not None and self._shown != (self.last_eval.get("accuracy"),)
-        new = bool(self._loss_samples) or outdated
+        new = bool(self._losses[1]) or outdated
         if self._file is None or not ((force and new) or self.due()):
             return
         then, before = self._begin if force else self._last
         now = time.perf_counter()
         rate = (samples - before) / max(now - then, 1e-9)
-        if self._loss_samples:
+        if self._losses[1]:
             self._last = (now, samples)
-            self.last_loss = self._loss_sum / self._loss_samples
-            self._loss_sum, self._loss_samples = 0.0, 0
+            self.last_loss = self._losses[0] / self._losses[1]
+            self._losses = 0.0, 0
             stale = {} if staleness is None else {"staleness": round(staleness, 3)}
             self.event(
                 "train", step, epoch=round(epoch, 4), loss=self.last_loss, samples=samples,

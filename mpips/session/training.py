@@ -258,7 +258,7 @@ def _gather(
     if job.evaluations is not None:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
     elif means and (outcome.samples > job.base_samples or not finished):
-        log.last_evaluation(outcome.step, outcome.epochs, means)
+        log.heard("eval", {"step": outcome.step, "epoch": round(outcome.epochs, 4), **means})
     return summarise(job, outcome, parts, means, train_s)
 
 

@@ -127,7 +127,7 @@ def test_the_last_line_has_the_last_accuracy(
         log.progress(9, 2.0, 10, force=True)
         assert capsys.readouterr().out.count("accuracy 0.7000") == 1
         for _ in range(2):
-            log.last_evaluation(9, 2.0, {"accuracy": 0.9875})
+            log.heard("eval", {"step": 9, "epoch": 2.0, "accuracy": 0.9875})
         clock.now += 2.0
         log.progress(9, 2.0, 10, force=True)
     last = capsys.readouterr().out
