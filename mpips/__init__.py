@@ -43,9 +43,10 @@ What there is:
 ``python -m mpips.guide library`` shows the one about programs.
 
 Importing this package starts nothing, nor does looking at it: MPI is started when `run`, `Worker`,
-`Result` or `Store` is used, and ``dir(mpips)`` has these from then on.
+`Result` or `Store` is used. ``help(mpips)`` leaves these out until then.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from mpips.cluster import uncaught
@@ -107,13 +108,15 @@ _MODULES = {
     "run": "library.run",
 }
 _START_MPI = {"Result", "Store", "Worker", "run"}
+_LOOKING = {"inspect", "rlcompleter"}  # modules that take every name of `dir`
 
 uncaught.arm()
 
 
 def __getattr__(name: str) -> object:
     """Import a name of the library when it is used."""
-    if name not in __all__:
+    looking = name in _START_MPI and sys._getframe(1).f_globals.get("__name__") in _LOOKING
+    if name not in __all__ or looking:
         raise AttributeError(f"module 'mpips' has no attribute {name!r}")
     from importlib import import_module
 
@@ -124,5 +127,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return what can be looked at without starting MPI, as `help` does with all of this."""
-    return [*{*__all__} - _START_MPI | {*globals()}]
+    return [*{*__all__, *globals()}]

@@ -336,7 +336,9 @@ def test_importing_starts_nothing() -> None:
 
 def test_help_starts_no_mpi() -> None:
     code = (
-        "import inspect, pydoc, sys, mpips; inspect.getmembers(mpips); "
+        "import inspect, pydoc, rlcompleter, sys, mpips; inspect.getmembers(mpips); "
+        "assert {*mpips.__all__} <= {*dir(mpips)}; complete = rlcompleter.Completer().complete; "
+        "assert 'mpips.Store' in [complete('mpips.St', k) for k in range(3)]; "
         "print(pydoc.plain(pydoc.render_doc(mpips))); "
         "print([m for m in ('mpi4py', 'numba', 'torch', 'jax') if m in sys.modules])"
     )
