@@ -1,19 +1,23 @@
 """What the servers of a run apply, in which order: a compact record, for `mpips.replay`.
 
-Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: how
-many lines, the bytes of reads, their sum (CRC-32), and the lines, one a push, in the order in which
-they were applied (`mpips.kernels.record_lines`). A line says whose push it was, and how old: the
-version that its worker had read is the one before the update less the staleness. That of server 0
-says as well which samples it was made of, and its loss. So the whole order of a run is known, and
-what each gradient was computed from.
+Each server writes a file of its own: a line of JSON, what is known of the job, and then pieces: a
+head, and lines, one a push, in the order in which they were applied (`mpips.kernels.record_lines`),
+with the bytes of reads. The first piece has no lines, and seals the JSON. A head has the numbers of
+lines and of bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that
+of the piece before. So each bit of a file is in a sum, and a piece has one place.
+
+A line says whose push it was, and how old: the version that its worker had read is the one before
+the update less the staleness. That of server 0 says as well which samples it was made of, and its
+loss. So the whole order of a run is known, and what each gradient was computed from.
 
 Where there are tables each push has as well which reads of rows its worker has made of the server
 since its push before: a byte a read, how many updates before this one it was. Where old rows were
 evicted between that update and the one before, it has by how many epochs that were over.
 
 By the loss, and by a sum of one cache line of the shard after each update, another one each time, a
-replay sees at which push it goes another way. A piece is of `PIECE` lines: as many are lost at
-most when a job is killed, and none of those in a checkpoint.
+replay sees at which push it goes another way. A piece is of `PIECE` lines, and is one `write`: a
+kill leaves whole pieces and the beginning of one more, and loses as many lines at most, none of
+those in a checkpoint. Nothing is synced: a power cut can lose more, and leave a wrong sum.
 """
 
 import json
@@ -40,9 +44,11 @@ from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
 from mpips.transport.push import Push
 
-FORMAT = 3
+FORMAT = 4
+FILE = "server-{:05d}"
 PIECE = 64  # lines
-HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both
+HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:
+SUM = struct.Struct("<I")
 NARROW, WIDE = "<u1", "<u2"  # numbers of workers; the highest is nobody's
 FAR, NONE, MORE = 0x7E, 0x7F, 0x80  # reads: the age follows; there is none; one more follows
 EVICTED = NONE | MORE  # and the epochs, before the reads
@@ -92,6 +98,8 @@ class Recorder:
         self._pushes, self._read_at = 0, dict[int, list[int]]()
         self._reads, self._notes_reads = bytearray(), bool(about.get("tables"))
         self._over: int | None = None
+        self._sum = crc32(json.dumps(about).encode())
+        self._append(0, b"")
 
     def note_read(self, worker: int) -> None:
         """Note that a worker reads rows of tables at this version."""
@@ -135,15 +143,33 @@ class Recorder:
         """Write what is not written yet."""
         if filled := int(self._made[FILLED]):
             body = self._lines[: filled * self._width].tobytes() + self._reads
-            self._file.append(HEAD.pack(filled, len(self._reads), crc32(body)) + body)
+            self._append(filled, body)
             self._made[FILLED] = 0
             self._reads.clear()
+
+    def _append(self, count: int, body: bytes) -> None:
+        data, self._sum = piece(count, len(self._reads), body, self._sum)
+        self._file.append(data)
 
     def close(self) -> None:
         """Write what is left, and let the shard go."""
         self.flush()
         self._file.close()
         self._words = self._words[:0].copy()
+
+
+def piece(count: int, reads: int, body: bytes, before: int) -> tuple[bytes, int]:
+    """Return a piece of a file, and the sum of its head.
+
+    Args:
+        count: Lines in it.
+        reads: Bytes of reads behind them.
+        body: Both.
+        before: The sum of the head before.
+    """
+    head = HEAD.pack(count, reads, crc32(body))
+    total = crc32(head, before)
+    return head + SUM.pack(total) + body, total
 
 
 def encoded(ages: Sequence[int], over: int | None = None) -> bytes:
@@ -200,7 +226,7 @@ def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
     if not part or half.server.idle:
         return None
     server = job.cluster.roles.servers.index(job.cluster.rank)
-    path = part_folder(job.out, part) / f"server-{server:05d}"
+    path = part_folder(job.out, part) / FILE.format(server)
     return Recorder(path, _about(job, part, server), half.server.params, whole=server == 0)
 
 
@@ -245,7 +271,8 @@ def _about(job: Job, part: int, server: int) -> dict[str, Any]:
     defaults = {name: OPTIONS[name].default for name in ("out", "resume")}
     started = job.initial.path if job.initial is not None and job.checkpoint is None else None
     return {
-        "format": FORMAT, "part": part, "server": server, "shard": [job.shard.begin, job.shard.end],
+        "format": FORMAT, "part": part, "server": server,
+        "owners": [k for k, shard in enumerate(job.shards) if shard.size or tables_of(job)],
         "config": to_toml(replace(job.config, **defaults, lr=job.config.learning_rate)),
         "world": job.world(), "workers": list(job.cluster.roles.workers),
         "spares": job.cluster.roles.spares, "block": job.block, "step": job.base_step,
@@ -263,48 +290,102 @@ class Recorded:
     Attributes:
         about: What is known of the job, and of the server.
         records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
-        whole: Whether the file ends with a piece, and not within one.
+        damage: The error for the first piece that is not as it was written, which ends the records.
         reads: Of rows: see `decoded`.
         evicted: Likewise.
     """
 
     about: dict[str, Any]
     records: np.ndarray
-    whole: bool
+    damage: UserError | None
     reads: np.ndarray
     evicted: dict[int, int]
 
 
-def read(path: Path) -> Recorded:
-    """Read a file as far as it is whole.
+def damaged(got: str, expected: str) -> UserError:
+    """Return the error for a record that is not what was written, with exit code 1."""
+    error = UserError(got, expected, "the record is damaged: bring it back from a copy")
+    error.code = 1
+    return error
+
+
+def read(path: Path) -> Recorded | None:
+    """Read a file as far as it is sound; None where a kill has left less than its first piece.
 
     Raises:
-        UserError: If it is no such file, or of another format.
+        UserError: If it is of another format, or, with exit code 1, its first line is damaged.
     """
     first, _, data = path.read_bytes().partition(b"\n")
+    about, damage = _about_of(path, first), None
+    try:
+        found = _piece_at(data, 0, 0, crc32(first))
+    except ValueError:
+        about, found = None, (b"", b"", 0, 0)
+    if found is None:
+        return None
+    if about is None:
+        raise damaged(f"{path} without a sound first line", "the record of a server")
+    whole = about["server"] == 0
+    dtype = line_dtype(whole, len(about["workers"]))
+    lines, codes, (_, _, total, at) = bytearray(), bytearray(), found
+    try:
+        while (found := _piece_at(data, at, dtype.itemsize, total)) is not None:
+            lines += found[0]
+            codes += found[1]
+            total, at = found[2:]
+    except ValueError:
+        got = f"{path}: byte {len(first) + 1 + at} begins a piece whose sum is wrong"
+        damage = damaged(got, "what the server wrote")
+    records = _records_of(np.frombuffer(lines, dtype), whole, max(1, about["samples"][0]))
+    workers = records["worker"] if about.get("tables") else records["worker"][:0]
+    return Recorded(about, records, damage, *decoded(bytes(codes), workers))
+
+
+def _about_of(path: Path, first: bytes) -> dict[str, Any] | None:
+    """Return what a file's first line says; None where that is nothing.
+
+    Raises:
+        UserError: If it is of another format.
+    """
     try:
         about = json.loads(first)
-        found, server = about["format"], about["server"]
+        found = about["format"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}", "the record of a server", "remove it") from None
+        return None
     if found != FORMAT:
         got = f"{path}: format {found}"
         raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
-    whole, at = server == 0, 0
-    dtype = line_dtype(whole, len(about["workers"]))
-    pieces, codes = [np.zeros(0, dtype)], bytearray()
-    while at + HEAD.size <= len(data):
-        count, length, total = HEAD.unpack_from(data, at)
-        begin, middle = at + HEAD.size, at + HEAD.size + count * dtype.itemsize
-        end = middle + length
-        if end > len(data) or crc32(data[begin:end]) != total:
-            break
-        pieces.append(np.frombuffer(data, dtype, count, begin))
-        codes += data[middle:end]
-        at = end
-    records = _records_of(np.concatenate(pieces), whole, max(1, about["samples"][0]))
-    workers = records["worker"] if about.get("tables") else records["worker"][:0]
-    return Recorded(about, records, at == len(data), *decoded(bytes(codes), workers))
+    return dict(about)
+
+
+def _piece_at(
+    data: bytes, at: int, width: int, before: int
+) -> tuple[bytes, bytes, int, int] | None:
+    """Return lines, reads, sum and end of the piece at `at`; None where the data ends within it.
+
+    Args:
+        data: What is behind the file's first line.
+        at: Where it begins.
+        width: Bytes of a line.
+        before: Sum of the head before.
+
+    Raises:
+        ValueError: If a sum is wrong.
+    """
+    begin = at + HEAD.size + SUM.size
+    if begin > len(data):
+        return None
+    count, reads, of_body = HEAD.unpack_from(data, at)
+    (total,) = SUM.unpack_from(data, at + HEAD.size)
+    if crc32(data[at : at + HEAD.size], before) != total:
+        raise ValueError(at)
+    middle = begin + count * width
+    end = middle + reads
+    if end > len(data):
+        return None
+    if crc32(data[begin:end]) != of_body:
+        raise ValueError(at)
+    return data[begin:middle], data[middle:end], total, end
 
 
 def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:

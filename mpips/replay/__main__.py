@@ -2,10 +2,11 @@
 
 One process does the work of all ranks, in the order in which the servers applied pushes, from the
 configuration in the record, and compares with all checkpoints that are there, bit by bit. Of a run
-of several jobs each is replayed from what it began with. The exit code is 1 if something differs;
-it is named. Run it where the job ran: on a processor of that type, in the folder that its paths
-begin in. With --until it stops at an update, and says which push that was; -o keeps the parameters
-and slots as they were then, in a file that --init-from and numpy.load read.
+of several jobs each is replayed from what it began with. The exit code is 1 if something differs,
+or if the record is damaged; it is named. Run it where the job ran: on a processor of that type, in
+the folder that its paths begin in. With --until it stops at an update, and says which push that
+was; -o keeps the parameters and slots as they were then, in a file that --init-from and numpy.load
+read.
 
 A run of a program of mpips.run is replayed with the program, whose file and words come last, as in
 python -m mpips.replay runs/mine digits.py --lr 0.1. The program is started as one process; where it

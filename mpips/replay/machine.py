@@ -16,6 +16,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
+from mpips.ps.recording import damaged
 from mpips.ps.shard import Server
 from mpips.ps.table_server import TableServer, evict_old
 from mpips.replay.apart import Apart
@@ -176,7 +177,7 @@ class Replay:
                 moved += [self._advance_server(k, until, found) for k in self.servers]
                 if not any(moved):
                     break
-        self._check_end(found)
+        self._check_end(found, until)
         if until is not None and len(found) < len(self.servers):
             reached = min(store.version for store in self.servers.values())
             remedy = f"records behind it are lost: use --until {reached}"
@@ -189,11 +190,13 @@ class Replay:
         each = self.servers.items()
         return {k: len(self._records[k]) - (s.version - self._part.base) for k, s in each}
 
-    def _check_end(self, found: Mapping[int, object]) -> None:
+    def _check_end(self, found: Mapping[int, object], until: int | None) -> None:
         lengths = {len(self._records[k]) for k in self.servers}
-        if len(lengths) == 1 and not found and any(self.left.values()):
+        left = len(lengths) == 1 and any(self.left.values())
+        beyond = any(self.compared.get(step) != len(self.servers) for step in self._saved)
+        if not found and (left or (beyond and until is None)):
             got = f"{self._part.folder}: pushes in an order in which nobody can go on"
-            raise UserError(got, "the order of a run", "the record is damaged")
+            raise damaged(got, "the order of a run")
 
     def _advance_worker(self, number: int) -> bool:
         worker, self._has_read_rows = self._workers[number], False

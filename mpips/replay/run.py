@@ -16,7 +16,7 @@ from mpips.planning.tables import tables_of
 from mpips.replay.machine import Replay, batch_text
 from mpips.replay.parts import Setting
 from mpips.replay.program import run_program
-from mpips.replay.record import Part, checkpoints_of, read_parts
+from mpips.replay.record import Part, check_parts, checkpoints_of, read_parts
 
 
 def replay(
@@ -35,7 +35,7 @@ def replay(
 
     Raises:
         UserError: If there is no record, something that it needs is missing, or, with exit code 1,
-            something differs.
+            the record is damaged or something differs.
     """
     if out is not None and out.suffix != NPZ:
         raise UserError(f"{out}", f"a name that ends in {NPZ}")
@@ -45,6 +45,8 @@ def replay(
         raise UserError(f"{run} of a program", "the program as well", remedy)
     saved, complaints = checkpoints_of(run, parts)
     yield from complaints
+    if until is None:
+        check_parts(run, parts, saved)
     for part in parts if until is None else [_part_with(parts, until)]:
         yield from warnings(part)
         with make(part) as setting:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,15 @@ from mpips.ps import recording
 from mpips.replay.compare import element
 from mpips.replay.draws import Draws
 from mpips.replay.order import Order
+from mpips.replay.record import check_parts, read_parts
+from mpips.replay.run import replay
 from mpips.transport.push import Push
 
 PROGRAMS = Path(__file__).parent / "programs"
 RECORDED = ["--record", "--read", "consistent", "--checkpoint-every", "40steps", "--keep", "100"]
 SEED, EPOCHS = 21, 14
 FEW, MANY = 1, 20
+DAMAGES = 100  # of each run's record
 
 
 def replayed(out: Path, *options: str, code: int | tuple[int, ...] = 0) -> str:
@@ -87,8 +92,95 @@ def test_random_runs_are_replayed(first: int, count: int, tmp_path: Path) -> Non
             print(name, ranks, *options)
             plan.add(name, ranks, options, 0 if k + 1 == len(jobs) else SAVED)
     plan.run(400)
-    for name, jobs in runs.items():
+    found = Counter[str]()
+    for seed, (name, jobs) in zip(seeds, runs.items(), strict=True):
         assert_replayed(plan.out(name), len(jobs))
+        found += damaged_in_turn(plan.out(name), DAMAGES, random.Random(seed))
+        assert_cut_tails_are_sound(plan.out(name), random.Random(seed))
+    print("damaged records, all of them refused:", found.total(), dict(found))
+
+
+def damaged_in_turn(out: Path, count: int, chance: random.Random) -> Counter[str]:
+    """Damage a run's record, once at a time, and have it refused; returns how many of each kind."""
+    paths, found = sorted(out.glob("record/part-*/server-*")), Counter[str]()
+    for _ in range(count):
+        path, kind = chance.choice(paths), chance.choice(DAMAGED)
+        whole, moved = path.read_bytes(), path.parent.with_name("moved")
+        if kind == "removed":
+            path.unlink()
+        elif kind == "folder removed":
+            path.parent.rename(moved)
+        else:
+            path.write_bytes(damaged(whole, kind, chance))
+        with pytest.raises(UserError) as caught:
+            print(kind, path, *replay(out))
+        refused = caught.value.code == 1 or re.search(
+            ": format | without a record", str(caught.value)
+        )
+        assert refused, (kind, caught.value)
+        if moved.exists():
+            moved.rename(path.parent)
+        path.write_bytes(whole)
+        found[kind] += 1
+    return found
+
+
+DAMAGED = (
+    *("removed", "folder removed", "cut", "cut behind a piece", "end of zeros", "piece left out"),
+    *("piece twice", "bit", "bit", "bit of the first line", "bit of a head"),
+)
+
+
+def damaged(data: bytes, kind: str, chance: random.Random) -> bytes:
+    """Return a file of a record with damage of a kind."""
+    begins, end = pieces_of(data), len(data)
+    head = recording.HEAD.size + recording.SUM.size
+    at, next_ = chance.choice([*zip(begins, [*begins[1:], end], strict=True)])
+    cut = chance.randrange(end)
+    if kind in ("cut", "cut behind a piece"):
+        return data[: cut if kind == "cut" else at]
+    if kind == "end of zeros":
+        return data[:cut] + bytes(end - cut - 1) + bytes([data[-1] ^ 1])
+    if kind == "piece left out":
+        return data[:at] + data[next_:]
+    if kind == "piece twice":
+        return data[:next_] + data[at:]
+    ranges = {
+        "bit": (0, end),
+        "bit of the first line": (0, begins[0]),
+        "bit of a head": (at, at + head),
+    }
+    flipped = bytearray(data)
+    flipped[chance.randrange(*ranges[kind])] ^= 1 << chance.randrange(8)
+    return bytes(flipped)
+
+
+def pieces_of(data: bytes) -> list[int]:
+    """Return where the pieces of a file of a record begin; the first seals the first line."""
+    first = data.partition(b"\n")[0]
+    about, found, at = json.loads(first), [], len(first) + 1
+    width = recording.line_dtype(about["server"] == 0, len(about["workers"])).itemsize
+    while at < len(data):
+        found.append(at)
+        count, reads, _ = recording.HEAD.unpack_from(data, at)
+        at += recording.HEAD.size + recording.SUM.size + count * width + reads
+    return found
+
+
+def assert_cut_tails_are_sound(out: Path, chance: random.Random) -> None:
+    """What a kill leaves of the last job's record is no damage, but of a run that is done."""
+    done, last = out / "DONE", max(out.glob("record/part-*"))
+    for path in sorted(last.glob("server-*")):
+        whole, begins = path.read_bytes(), pieces_of(path.read_bytes())
+        for cut in (begins[1], *(chance.randrange(begins[1], len(whole)) for _ in range(9))):
+            path.write_bytes(whole[:cut])
+            parts = read_parts(out)
+            with pytest.raises(UserError, match=r"ends at update .*, at which the run was done"):
+                check_parts(out, parts, {})
+            done.rename(out / "undone")
+            check_parts(out, parts, {})
+            (out / "undone").rename(done)
+        path.write_bytes(whole)
 
 
 def assert_replayed(out: Path, jobs: int, *program: str) -> str:
@@ -137,23 +229,42 @@ def assert_differences_are_named(out: Path) -> None:
         assert re.search(named, replayed(out, code=1)), column
     path.write_bytes(whole[:-9])
     assert "that were lost" in replayed(out)
-    path.write_bytes(whole.replace(b'"format": 3', b'"format": 2', 1))
-    assert "format 2, expected 3" in replayed(out, code=2)
-    path.write_bytes(b"none\n")
-    assert "expected the record of a server" in replayed(out, code=2)
+    path.write_bytes(whole[:-9] + bytes(9))
+    assert "begins a piece whose sum is wrong" in replayed(out, code=1)
+    assert "update 1 of server 0" in replayed(out, "--until", "1")
+    path.write_bytes(whole.replace(b'"format": 4', b'"format": 3', 1))
+    assert "format 3, expected 4" in replayed(out, code=2)
+    path.write_bytes(b"none\n" + whole)
+    assert "expected the record of a server" in replayed(out, code=1)
+    path.write_bytes(whole)
 
 
 def changed(data: bytes, column: str, bits: int) -> bytes:
-    """Return a record of server 0 with one value of its 30th push changed, and the right sum."""
-    first, _, pieces = data.partition(b"\n")
-    count, _, _ = recording.HEAD.unpack_from(pieces)
-    dtype = recording.line_dtype(True, len(json.loads(first)["workers"]))
-    end = recording.HEAD.size + count * dtype.itemsize
-    records = np.frombuffer(pieces[recording.HEAD.size : end], dtype).copy()
-    view = records[column].view(f"u{records[column].itemsize}")
-    view[29] ^= bits
-    body = records.tobytes()
-    return first + b"\n" + recording.HEAD.pack(count, 0, zlib.crc32(body)) + body + pieces[end:]
+    """Return a record of server 0 with one value of its 30th push changed, and the right sums."""
+    dtype = recording.line_dtype(True, len(json.loads(data.partition(b"\n")[0])["workers"]))
+
+    def change(lines: bytearray, reads: bytearray) -> None:
+        view = np.frombuffer(lines, dtype)[column][29:30].view(f"u{dtype[column].itemsize}")
+        view ^= bits
+
+    return resealed(data, dtype, change)
+
+
+def resealed(data: bytes, dtype: np.dtype, change: Callable[[bytearray, bytearray], None]) -> bytes:
+    """Return a record whose first lines and reads of rows are changed, with the right sums."""
+    first, _, rest = data.partition(b"\n")
+    found, total, at, number = first + b"\n", zlib.crc32(first), 0, 0
+    while at < len(rest):
+        count, length, _ = recording.HEAD.unpack_from(rest, at)
+        begin = at + recording.HEAD.size + recording.SUM.size
+        middle = begin + count * dtype.itemsize
+        at, lines = middle + length, bytearray(rest[begin:middle])
+        reads = bytearray(rest[middle:at])
+        if number == 1:  # the one before seals the first line
+            change(lines, reads)
+        piece, total = recording.piece(count, length, bytes(lines + reads), total)
+        found, number = found + piece, number + 1
+    return found
 
 
 def test_a_record_is_read_as_far_as_it_is_whole(
@@ -168,7 +279,7 @@ def test_a_record_is_read_as_far_as_it_is_whole(
             kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k, k)
         kept.close()
         found = recording.read(path)
-        assert found.whole
+        assert found.damage is None
         assert found.records["worker"].tolist() == [k % 3 for k in range(count)]
         assert found.records["stale"].tolist() == list(range(count))
         words = params.view("u4")
@@ -179,10 +290,14 @@ def test_a_record_is_read_as_far_as_it_is_whole(
             assert found.records["begin"].tolist() == [32 * k for k in range(count)]
             assert set(found.records["samples"]) == {7}
         whole = path.read_bytes()
-        for damaged in (whole[:-1], whole[:-3] + b"abc"):
-            path.write_bytes(damaged)
-            assert len(recording.read(path).records) == 2 * recording.PIECE
-            assert not recording.read(path).whole
+        for tail, sound in ((whole[:-1], True), (whole[:-3] + b"abc", False)):
+            path.write_bytes(tail)
+            found = recording.read(path)
+            assert len(found.records) == 2 * recording.PIECE
+            assert (found.damage is None) == sound
+        for cut in range(whole.index(b"\n") + 17):  # the first piece is not there yet
+            path.write_bytes(whole[:cut])
+            assert recording.read(path) is None
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
     recording.Recorder(full, about, params, whole=True).close()
@@ -347,16 +462,13 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     assert packed["bytes_sent"] < packed["bytes_received"] / 2
     path = recording.part_folder(plan.out("wide deep"), 1) / "server-00000"
     data = path.read_bytes()
-    head, _, pieces = data.partition(b"\n")
-    count, reads, _ = recording.HEAD.unpack_from(pieces)
+    head = data.partition(b"\n")[0]
     dtype = recording.line_dtype(True, len(json.loads(head)["workers"]))
-    end = recording.HEAD.size + count * dtype.itemsize
-    found = np.frombuffer(pieces, "u1", reads, end).copy()
-    found[next(k for k in range(20, reads) if found[k] % recording.MORE < 9)] += 1
-    body = pieces[recording.HEAD.size : end] + found.tobytes()
-    rest = pieces[end + reads :]
-    piece = recording.HEAD.pack(count, reads, zlib.crc32(body)) + body
-    path.write_bytes(head + b"\n" + piece + rest)
+
+    def read_later(lines: bytearray, reads: bytearray) -> None:
+        reads[next(k for k in range(20, len(reads)) if reads[k] % recording.MORE < 9)] += 1
+
+    path.write_bytes(resealed(data, dtype, read_later))
     named = r"first difference: |reads rows of server 0|nobody can go on"
     # A worker that cannot have read what it pushed (2) depends on where the two are.
     assert re.search(named, replayed(plan.out("wide deep"), code=(1, 2)))
@@ -417,4 +529,11 @@ def assert_linear(out: Path, words: list[str]) -> None:
 
 def test_a_run_without_a_record(tmp_path: Path) -> None:
     assert "expected a run made with --record" in replayed(tmp_path, code=2)
+    missing = tmp_path / "missing"
+    with pytest.raises(UserError, match=f"no folder {missing}, expected the folder of a run"):
+        list(replay(missing))
+    recording.part_folder(tmp_path, 1).mkdir(parents=True)
+    (recording.part_folder(tmp_path, 1) / recording.FILE.format(0)).write_bytes(b"")
+    with pytest.raises(UserError, match="empty record, expected one of a job that has begun"):
+        list(replay(tmp_path))
     assert "name that ends in .npz" in replayed(tmp_path, "-o", "state.h5", code=2)
