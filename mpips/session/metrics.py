@@ -73,7 +73,6 @@ class Log:
         self._losses = 0.0, 0  # their sum, and of how many samples
         self.last_loss = math.nan
         self.last_eval: dict[str, float] = {}
-        self._evaluated: int | None = None  # the step of that
 
     def __enter__(self) -> "Log":
         return self
@@ -135,7 +134,7 @@ class Log:
         self.event("warning", self._step, text=text)
 
     def heard(self, kind: str, payload: Any) -> None:
-        """Note what a worker has sent; the same evaluation of the same step is noted once.
+        """Note what a worker has sent.
 
         Args:
             kind: ``eval`` or ``log``.
@@ -144,15 +143,10 @@ class Log:
         """
         for line in [payload] if kind == "eval" else payload:
             values = dict(line)
-            number = values.pop("step")
-            step = None if number is None else int(number)
             if kind == "eval":
-                before = self._evaluated, self.last_eval
-                self.last_eval = {k: v for k, v in values.items() if k != "epoch"}
-                self._evaluated = step
-                if (step, self.last_eval) == before:
-                    continue
-            self.event(kind, step, **values)
+                self.last_eval = {k: v for k, v in line.items() if k != "epoch"}
+            step = values.pop("step")
+            self.event(kind, None if step is None else int(step), **values)
 
     def due(self) -> bool:
         """Whether it is time for a progress line here."""

@@ -255,10 +255,12 @@ def _gather(
     for _, kind, payload in job.cluster.poll():
         if kind in ("eval", "log"):  # overtaken by the end
             log.heard(kind, payload)
+    told = {"step": outcome.step, **means}
+    anew = outcome.samples > job.base_samples or not finished
     if job.evaluations is not None:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
-    elif means and (outcome.samples > job.base_samples or not finished):
-        log.heard("eval", {"step": outcome.step, "epoch": round(outcome.epochs, 4), **means})
+    elif means and anew and log.last_eval != told:
+        log.heard("eval", {**told, "epoch": round(outcome.epochs, 4)})
     return summarise(job, outcome, parts, means, train_s)
 
 

@@ -59,7 +59,7 @@ def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFi
     assert found[3]["kind"] == "eval"
     assert found[3]["step"] == 7
     assert (found[3]["loss"], found[3]["accuracy"]) == (1.5, 0.5)
-    assert log.last_eval == {"loss": 1.5, "accuracy": 0.5}
+    assert log.last_eval == {"step": 7, "loss": 1.5, "accuracy": 0.5}
     assert log.last_loss == 1.0
     shown = capsys.readouterr().out
     assert "step        7" in shown
@@ -126,8 +126,7 @@ def test_the_last_line_has_the_last_accuracy(
         log.progress(9, 2.0, 10)
         log.progress(9, 2.0, 10, force=True)
         assert capsys.readouterr().out.count("accuracy 0.7000") == 1
-        for _ in range(2):
-            log.heard("eval", {"step": 9, "epoch": 2.0, "accuracy": 0.9875})
+        log.heard("eval", {"step": 9, "epoch": 2.0, "accuracy": 0.9875})
         clock.now += 2.0
         log.progress(9, 2.0, 10, force=True)
     last = capsys.readouterr().out
