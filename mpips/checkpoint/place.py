@@ -15,6 +15,7 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
     *("config.toml", "metrics.jsonl", "checkpoints"),
     *("summary.json", "DONE"),
 )
+EVALUATION = "evaluation.json"  # what --eval-only has found
 LOCK = ".lock"
 DATA = "data.json"  # the index of a dataset of many files
 WORDS = "words.txt"  # of text: a line a row, a word and how often it occurs

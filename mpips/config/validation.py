@@ -120,6 +120,8 @@ def validate(config: Config) -> None:
         raise UserError("classes 1", "0 (inferred) or at least 2", "set --classes")
     if config.eval_only and not (config.resume or config.init_from):
         raise UserError("eval_only without a checkpoint", "--resume or --init-from CHECKPOINT")
+    if config.eval_only and config.quiet and not config.out:
+        raise UserError("eval_only and quiet without out", "a place for the result", "give --out")
 
 
 def _check_staleness(config: Config) -> None:

@@ -139,6 +139,8 @@ def find_run(line: CommandLine) -> Run:
     checkpoint, notes = _start_checkpoint(config)
     if config.eval_only and checkpoint is None:
         raise UserError(f"--eval-only finds no run in {out}", "a run's folder", "set --init-from")
+    if config.eval_only and config.out:
+        _try(out)
     if not config.eval_only:
         out = _make(out, named=bool(config.out), held=exists)
     return Run(config, out, checkpoint, False, notes)
@@ -227,11 +229,20 @@ def _make(out: Path, named: bool, held: bool) -> Path:
             claim(out)
             _clear(out)
         _clear_folders(out)
+    except OSError as problem:
+        raise unwritable(out, problem) from None
+    _try(out)
+    return out
+
+
+def _try(out: Path) -> None:
+    """Make a folder, if it is not there, and write into it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
         (out / f"{CONFIG}.tmp").write_text("")
         (out / f"{CONFIG}.tmp").unlink()
     except OSError as problem:
         raise unwritable(out, problem) from None
-    return out
 
 
 def _clear(out: Path) -> None:

@@ -1,6 +1,11 @@
 """One job from its command line to its exit code, on every rank."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from mpips.checkpoint import Checkpoint
+from mpips.checkpoint.place import EVALUATION, unwritable
 from mpips.cluster.agreement import on_root
 from mpips.cluster.collectives import gather_to_first
 from mpips.cluster.library import check_world
@@ -17,6 +22,7 @@ from mpips.ps.saved_rows import SavedRows
 from mpips.session import folder
 from mpips.session.evaluator import end_evaluations, evaluate_for
 from mpips.session.folder import Run
+from mpips.session.metrics import write_json
 from mpips.session.setup import assign_roles, held_run, make_cluster, make_job, shown, tell_ranks
 from mpips.session.training import train
 
@@ -94,19 +100,32 @@ def _train(found: Run, comm: Comm | Link, started: float) -> int:
 
 
 def _evaluate_only(job: Job, found: Run) -> int:
-    """Evaluate the parameters that were named, and print the result. Collective: yes."""
+    """Evaluate the parameters that were named; print the result, and write it where `out` is given.
+
+    Collective: yes.
+    """
     assert job.initial is not None, "config checks that one is named"
-    parts = None
+    parts, saved = None, job.initial if isinstance(job.initial, Checkpoint) else None
     if job.worker_id is not None and job.info.n_test:
         params = job.layout.views(job.initial.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
-        saved = job.initial if isinstance(job.initial, Checkpoint) else None
         parts = evaluate(job, params, *part, SavedRows(saved) if saved else None)
     gathered = gather_to_first(job.cluster.comm, parts)
     means = on_root(job.cluster.comm, lambda: mean_evaluation(job, gathered or []))
+    if job.config.out:
+        step = saved.step if saved is not None else None
+        told = {"path": str(job.initial.path), "step": step, "samples": job.info.n_test}
+        on_root(job.cluster.comm, lambda: _write(found.out, {**told, "metrics": means}))
     if gathered is not None and not job.config.quiet:
         for note in found.notes:
             write_line(note)
         text = ", ".join(f"{name} {value:.6f}" for name, value in sorted(means.items()))
         write_line(f"{job.initial.path} on {job.info.n_test} held-out samples: {text}")
     return 0
+
+
+def _write(out: Path, found: Mapping[str, Any]) -> None:
+    try:
+        write_json(out / EVALUATION, found)
+    except OSError as problem:
+        raise unwritable(out, problem) from None

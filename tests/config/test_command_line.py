@@ -110,6 +110,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         last = str(plan.out(f"first {mode}"))
         other = ("--mode", mode, "--optimizer", "momentum", "--epochs", "1", "--init-from", last)
         plan.add(f"from {mode}", 3, other)
+        plan.add(f"evaluated {mode}", 3, ("--init-from", last, "--eval-only"))
     rng = np.random.default_rng(0)
     given = {"b": np.full(10, 0.5, "f4"), "w": rng.normal(size=(64, 10)), "other": np.zeros(3)}
     np.savez(folder / "given.npz", **given)
@@ -360,6 +361,22 @@ def test_metrics(mode: str, plan: Plan) -> None:
     for kind in ("train", "checkpoint"):
         steps = [row["step"] for row in found if row["kind"] == kind]
         assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_quiet_evaluation_leaves_its_result(mode: str, plan: Plan) -> None:
+    out, run = plan.out(f"evaluated {mode}"), plan.out(f"first {mode}")
+    assert plan.outputs(f"evaluated {mode}") == ["\n"]
+    assert os.listdir(out) == ["evaluation.json"]
+    found, ended, saved = (
+        json.loads((out / "evaluation.json").read_text()),
+        summary(run),
+        final(run),
+    )
+    means = found.pop("metrics")
+    assert found == {"path": str(saved.path), "step": saved.step, "samples": 359}
+    assert means["accuracy"] == pytest.approx(ended["accuracy"], abs=1e-12)
+    assert means["loss"] == pytest.approx(ended["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

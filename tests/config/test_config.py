@@ -600,6 +600,10 @@ def test_a_run_is_resumed_from_its_own_job_file(tmp_path: Path) -> None:
         ("--mode sync --steps 9 --warmup-steps 9", "warmup_steps 9 with steps 9, expected warmup_"),
         ("--classes 1", "classes 1, expected 0 (inferred) or at least 2"),
         ("--eval-only", "eval_only without a checkpoint, expected --resume or --init-from"),
+        (
+            "--eval-only --resume --quiet",
+            "eval_only and quiet without out, expected a place for the",
+        ),
         ("--codec int8 --mode easgd", "codec 'int8' in mode easgd, expected mode async or ssp or"),
         ("--pull-codec fp16 --mode local_sgd", "'fp16' in mode local_sgd, expected mode async or"),
         (
@@ -691,6 +695,7 @@ def test_fields_that_contradict_each_other(argv: str, part: str) -> None:
         "--epochs 0 --steps 1",
         "--epochs 0 --eval-only --resume",
         "--eval-only --init-from x",
+        "--eval-only --init-from x --quiet --out y",
         "--schedule step --step-every 9",
         "--schedule warmup --warmup-steps 9",
         "--steps 9 --warmup-steps 30",
