@@ -36,9 +36,11 @@ class Loop:
         rank: This process's MPI rank among the run's.
         ended: How the run ended; None before.
         notes: What it has logged and not sent yet.
+        batches_by: What its program takes batches by.
         unpushed: What to do where a batch is taken before the one in work was pushed.
     """
 
+    batches_by = "worker.batches"
     unpushed = "for steps of k batches give the run accumulate=k, and push each of them"
 
     def __init__(self, start: "Start") -> None:
@@ -53,6 +55,17 @@ class Loop:
         self._next: Task | None = None  # the one after it, which is here already
         self._last: Task | None = None  # the batch in work, or the one before
         self._over = False  # whether the loop was told that there is no batch left
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the batch that was taken last, from 0.
+
+        Raises:
+            UserError: Before the loop over the batches, and after it.
+        """
+        if self._last is None:
+            raise UserError("epoch outside the loop over the batches", "its use in it")
+        return self._last.batch.epoch
 
     def log(self, /, **values: Any) -> None:
         """Write numbers or short texts to the run's ``metrics.jsonl``, a line of kind ``log``.
@@ -130,7 +143,7 @@ class Loop:
         Collective: over the workers, the first step of it.
         """
         if self._tasks is not None:
-            remedy = "give it all epochs: batch.epoch says which one a batch is of"
+            remedy = f"give {self.batches_by} all epochs: worker.epoch says which one a batch is of"
             raise UserError("a second loop over batches", "one in a run", remedy)
         self._tasks = self._start.tasks(make, batch_size, epochs)
         while (task := self._take()) is not None:
@@ -225,8 +238,10 @@ class Loop:
     def _tables(self, what: str) -> "RowsAtWork":
         """Return what rows are read and pushed by."""
         if self._tasks is None or self.ended is not None:
-            remedy = "a run's checkpoints have its rows when it is over"
-            raise UserError(f"{what}() outside the loop over the batches", "a call in it", remedy)
+            when, remedy = "before", f"rows are there from the first batch of {self.batches_by} on"
+            if self.ended is not None:
+                when, remedy = "after", "result.rows(table, ids) reads them when the run is over"
+            raise UserError(f"{what}() {when} the loop over the batches", "a call in it", remedy)
         rows = self._start.job.rows
         if rows is None:
             raise UserError(f"{what}() in a run without tables", "tables given to mpips.run")
@@ -235,7 +250,8 @@ class Loop:
     def _in_work(self, what: str) -> Task:
         if self._task is None:
             expected = "a batch in work: from when it is taken until it is pushed"
-            raise UserError(f"{what} without a batch", expected)
+            remedy = f"take batches from {self.batches_by}, and push each of them once"
+            raise UserError(f"{what} without a batch", expected, remedy)
         return self._task
 
     def _take(self) -> Task | None:

@@ -7,11 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from mpips.config import Config
 from mpips.config.groups import members, parse_groups
 from mpips.errors import UserError
+from mpips.library.optimizers import example
 
 
 class Losses:
@@ -88,6 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rates = [float(group["lr"]) for group in groups]
         self._decays = [group.get("weight_decay") for group in groups]
         self._push, self._drop = push, drop
+        self._refusal: RemovableHandle | None = None  # of steps of others
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that are there, and their losses; a step begins without any."""
@@ -121,7 +128,8 @@ class Optimizer(torch.optim.Optimizer):
     def _is_observed(self) -> bool:
         """Whether a profiler runs, or hooks are to be called."""
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        others = len(_global_optimizer_pre_hooks) > (self._refusal is not None)
+        of_all = others or _global_optimizer_post_hooks
         return bool(torch.autograd._profiler_enabled() or own or of_all)
 
     @property
@@ -136,8 +144,28 @@ class Optimizer(torch.optim.Optimizer):
         raise UserError(got, "opt.step() for each batch, with the gradient of its loss", remedy)
 
     def begin(self, steps: int) -> None:
-        """Have a scheduler step as often as a run has that is resumed, and not be warned of it."""
+        """Have a scheduler step as often as a run has that is resumed, and not be warned of it.
+
+        From here on until `end` no optimizer of torch may change the run's parameters.
+        """
         self._opt_called = steps > 0
+        self._refusal = register_optimizer_step_pre_hook(self._refuse_others)
+
+    def end(self) -> None:
+        """Let optimizers of torch change these parameters again."""
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def _refuse_others(self, other: torch.optim.Optimizer, *_: Any) -> None:
+        mine, theirs = (
+            {id(p) for group in opt.param_groups for p in group["params"]} for opt in (self, other)
+        )
+        if other is not self and mine & theirs:
+            kind = type(other)
+            got = f"a step of {kind.__module__}.{kind.__qualname__} over parameters of the run"
+            remedy = f"name the rule in mpips.torch.run(optimizer={example(kind)})"
+            raise UserError(got, "worker.optimizer.step(), which pushes to the servers", remedy)
 
     def factor(self) -> float:
         """Return what the rates are multiplied by, compared with those of the run.

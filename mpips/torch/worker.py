@@ -83,9 +83,10 @@ class Worker(Loop):
         optimizer: Pushes gradients, where one of torch would apply them.
         steps: Calls of the optimizer's `step` that count as made by this worker, from the first
             batch on: its own, and in a resumed run its share of those before.
-        unpushed: See `mpips.library.loop.Loop`.
+        batches_by: See `mpips.library.loop.Loop`; `unpushed` likewise.
     """
 
+    batches_by = "worker.loader"
     unpushed = (
         "call worker.optimizer.step() for each; for steps of k batches give mpips.torch.run "
         "accumulate=k, and do not divide the loss by k"
@@ -227,7 +228,8 @@ class Worker(Loop):
         return self._evaluate(of_batch, TorchSamples(data))
 
     def close(self) -> None:
-        """End the processes that read for this worker."""
+        """End the processes that read for this worker, and let others' optimizers step again."""
+        self.optimizer.end()
         if self._processes is not None:
             self._processes.end()
 

@@ -72,7 +72,7 @@ ABUSES = {  # and the exit code: 1 where a gradient was computed before
     "raises": ("ValueError: so it is", 1),
     "leaves": (r"own.py:train that left its loop", 2),
     "unwritten": (r"own.py:11: .*left NaN in out\['w'\]", 2),
-    "late": ("own.py:10: pull without a batch", 1),
+    "late": ("own.py:10: pull without a batch, .* take batches from worker.batches, and push", 1),
     "early": (r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1),
     "unequal": (r"own.py:10: evaluate\(\) of . samples, and on worker . . samples", 2),
     "missing": (r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2),

@@ -506,7 +506,11 @@ def bad(folder: Path) -> None:
     outside: list[mpips.Worker] = []
 
     def train(worker: mpips.Worker) -> None:
-        assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
+        told = told_by(lambda w: w.pull_rows("one", [0]), worker)
+        assert (
+            "before the loop over the batches, expected a call in it; rows are there from the"
+            in told
+        )
         for _ in worker.batches(8, batch_size=1, epochs=1):
             worker.push_rows("few", [2, 2], np.ones((2, 1)))
             worker.push_rows("few", np.array([3], "u8"), [[1e300]])
@@ -518,7 +522,8 @@ def bad(folder: Path) -> None:
             assert worker.pull_rows("wide", [[1, 2]]).dtype == np.float64
             worker.grads["counts"][:] = 0
             worker.push(0.0)
-        assert "outside the loop" in told_by(lambda w: w.pull_rows("one", [0]), worker)
+        told = told_by(lambda w: w.pull_rows("one", [0]), worker)
+        assert "after the loop over the batches, expected a call in it; result.rows(" in told
         outside.append(worker)
 
     out = folder / "bad"

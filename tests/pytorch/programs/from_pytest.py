@@ -181,6 +181,41 @@ def test_a_model_that_changed_before_the_loop_is_refused(how: str, tmp_path: Pat
     assert once(steps=2).summary["global_step"] == before.summary["global_step"] + 1
 
 
+def misused(out: Path, train: Callable[[mt.Worker], object]) -> None:
+    """Run a loop of a step."""
+    mt.run(train, net, mpips.Adam(0.01), mode="sync", steps=1, quiet=True, out=out)
+
+
+def test_an_optimizer_of_torch_is_told_what_stands_for_it(tmp_path: Path) -> None:
+    """Over the run's parameters alone, while the run goes on; what else a loop cannot do too."""
+    told = r"a step of torch\.optim\.adamw\.AdamW over .*=mpips\.AdamW\(1e-3, weight_decay=0\.01\)"
+    others = torch.optim.SGD(net().parameters(), 0.1)
+    kept = []
+
+    def train(worker: mt.Worker) -> None:
+        opt = torch.optim.AdamW(worker.model.parameters(), 0.01)
+        kept.append(opt)
+        with pytest.raises(mpips.UserError, match=r"step without a batch, .* worker\.loader,"):
+            worker.optimizer.step()
+        with pytest.raises(mpips.UserError, match="epoch outside the loop"):
+            worker.epoch  # noqa: B018
+        for x, y in worker.loader(DATA, batch_size=SIZE):
+            F.cross_entropy(worker.model(x), y).backward()
+            others.step()
+            with pytest.raises(mpips.UserError, match=told):
+                opt.step()
+            worker.optimizer.step()
+            assert worker.epoch == 0
+        again = "a second loop .* give worker.loader all epochs: worker.epoch says which one"
+        with pytest.raises(mpips.UserError, match=again):
+            next(worker.loader(DATA, batch_size=SIZE))
+        with pytest.raises(mpips.UserError, match="step without a batch"):
+            worker.optimizer.step()
+
+    misused(tmp_path / "run", train)
+    kept[0].step()
+
+
 def test_several_losses_are_one_step(tmp_path: Path) -> None:
     def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         opt.zero_grad()
