@@ -189,7 +189,7 @@ class Start:
         mine = {name: value for name, value in given.items() if value is not None}
         said = everywhere(comm, lambda: checked(mine, None))
         more = _alike(comm, said if make is not None else None)  # by workers alone
-        with held_run(comm, lambda: folder.find_run(self._line(more))) as run:
+        with held_run(comm, lambda: _find_run(self._line(more))) as run:
             self.out = run.out
             ended = (yield from self._train(run, make)) if self.trains else self._follow(run)
         if self._link is not None:
@@ -312,6 +312,14 @@ def _alike(comm: Comm, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
     everywhere(comm, check)
     return expected
+
+
+def _find_run(line: CommandLine) -> folder.Run:
+    """Find a run, and note how long it is to be where the program does not say it."""
+    run = folder.find_run(line)
+    if not run.resumed and not {"epochs", "steps"} & line.options.keys():
+        run.notes.append(f"the loop takes {run.config.epochs} epochs: epochs= was not given")
+    return run
 
 
 def _check_states(given: list[bool]) -> None:

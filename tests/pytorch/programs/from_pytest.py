@@ -256,6 +256,19 @@ def test_tensors_without_a_dimension_are_numbers(tmp_path: Path) -> None:
     assert result.summary["accuracy"] == pytest.approx(found[0]["accuracy"], abs=0.2)
 
 
+@pytest.mark.parametrize("given", [{}, {"epochs": 2}, {"steps": 3}])
+def test_epochs_that_are_not_given_are_told(
+    given: dict[str, int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(worker: mt.Worker) -> None:
+        for x, y in worker.loader(DATA, batch_size=len(DATA)):
+            plainly(worker.model, worker.optimizer, x, y)
+
+    mt.run(train, net, mpips.Adam(0.01), mode="sync", out=tmp_path / "run", **given)
+    told = "the loop takes 40 epochs: epochs= was not given" in capfd.readouterr().out
+    assert told == (not given)
+
+
 def autocast(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """Make a step of a loss in bfloat16."""
     opt.zero_grad()
