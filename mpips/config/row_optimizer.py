@@ -9,7 +9,7 @@ from mpips.errors import UserError
 
 SETTING = rf"\s*[a-z_0-9]+\s*=\s*{NUMBER}\s*"
 ROW_OPTIMIZER = re.compile(rf"([a-z_]+(\s*:{SETTING}(,{SETTING})*)?)?")
-FORM = "NAME, or NAME: lr=X, .. (such as ftrl: lr=0.1, l1=1)"
+FORM = "NAME, or NAME: lr=X, .. (such as ftrl: lr=0.1, l1=0.03)"
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,11 @@ class RowAdagrad(Optimizer):
 
 @dataclass(frozen=True)
 class FTRL(Optimizer):
-    """FTRL-proximal (McMahan et al., KDD 2013), whose lr is alpha: for tables alone."""
+    """FTRL-proximal (McMahan et al., KDD 2013), whose lr is alpha: for tables alone.
+
+    The paper adds up the gradients of samples. Here they are means over batches: give `beta`, `l1`
+    and `l2` divided by the size of a batch, and `lr` as it is.
+    """
 
     name = "ftrl"
     beta: float | None = None

@@ -156,6 +156,8 @@ class Ftrl(RowRule):
     ``|z| <= l1``, else ``w = -(z - sign(z) l1) / ((beta + sqrt(n)) / lr + l2)``. n starts at 0, and
     z where the equation gives the parameters that the row begins with: at 0 for 0. lr is the
     paper's alpha, and stays as it is given whatever the schedule: all of z belongs to it.
+    Gradients that are means over batches make the same rows as their sums where beta, l1 and l2 are
+    divided by the size of a batch.
 
     Args:
         beta: Keeps the first steps small, above 0.
