@@ -114,7 +114,7 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019), by default 0."""
 
     name = "adamw"
 

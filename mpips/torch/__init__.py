@@ -12,7 +12,8 @@
             loss.backward()
             opt.step()
 
-    result = mt.run(train, model=Net, optimizer=mpips.AdamW(1e-3), mode="async")
+    adamw = mpips.AdamW(1e-3, weight_decay=0.01)
+    result = mt.run(train, model=Net, optimizer=adamw, mode="async")
     sys.exit(result.code)
 
 The model's parameters are views of the worker's replica, its gradients views of what is pushed.

@@ -68,7 +68,7 @@ def run(
             them, and train it again, by ``requires_grad_``; and so it may those that come frozen,
             where one of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of
             mpips.torch, and torch's with ``sparse=True``, are tables, named as they are in it.
-        optimizer: The update rule, such as ``mpips.AdamW(1e-3)``.
+        optimizer: The update rule, such as ``mpips.AdamW(1e-3, weight_decay=0.01)``.
         comm: As in `mpips.run`.
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
             ``loss`` among them, and ``accuracy``, which `target_accuracy` looks at.
