@@ -69,7 +69,7 @@ class Job:
     def prepare(self) -> None:
         """Choose the launcher, and say what is run where."""
         known, cores = self._variables, int(self._variables.get("OMP_NUM_THREADS", "1"))
-        library = python("-c", LIBRARY).strip()
+        library = python("-c", LIBRARY).stdout.strip()
         self._launcher = pick_launcher(library, known, len(os.sched_getaffinity(0)))
         ranks = counted(int(known.get("SLURM_NTASKS", "1")), "rank")
         where = f"{ranks} on {known.get('SLURM_JOB_NODELIST')} by {' '.join(self._launcher)}"
@@ -157,15 +157,15 @@ class Job:
         Raises:
             UserError: If the time limit is over as soon as the ranks would be asked to save.
         """
-        train = ["python", "-m", "mpips.train", *words]
+        train = ("-m", "mpips.train", *words)
         if any(word.partition("=")[0] in TEXTS for word in words):
-            return subprocess.run(train, check=False).returncode
+            return subprocess.run(["python", *train], check=False).returncode
         config: dict[str, object] = {"eval_only": True}
         if "--explain" not in words:
-            shown = subprocess.run([*train, "--print-config"], stdout=subprocess.PIPE, check=False)
+            shown = python(*train, "--print-config")
             if shown.returncode:
                 return REFUSED
-            config = tomllib.loads(shown.stdout.decode())
+            config = tomllib.loads(shown.stdout)
         if not config.get("eval_only"):
             self._out = Path(str(config.get("out") or default))
             self._check_time()
@@ -182,7 +182,8 @@ class Job:
             UserError: If it is one.
         """
         limit = self._controller.field("TimeLimit")
-        text = Path(self._script).read_text(errors="replace")
+        script = Path(self._script)
+        text = script.read_text(errors="replace") if script.is_file() else ""
         said = re.findall(r"^#SBATCH .*--signal=(.*)", text, re.MULTILINE)
         if by_site := self._variables.get("SBATCH_SIGNAL"):
             said.append(by_site)
@@ -319,7 +320,7 @@ def show_rows(folder: Path, rows: int) -> None:
     with open(folder / "results.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks goes without
             fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "results.tmp").write_text(python("-m", "mpips.results", str(folder)))
+        (folder / "results.tmp").write_text(python("-m", "mpips.results", str(folder)).stdout)
         (folder / "results.tmp").replace(folder / "results.txt")
         if len([*folder.glob(f"*/{DONE}"), *folder.glob("*.failed")]) >= rows:
             draw(folder)
@@ -338,10 +339,14 @@ def draw(folder: Path) -> None:
     say(done.stdout.rstrip() if done.returncode == 0 else f"{done.stdout}no report of {folder}")
 
 
-def python(*words: str) -> str:
-    """Return what Python prints; errors go where this process's do."""
-    command = ["python", *words]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, which prints its errors where this process does.
+
+    A signal that SLURM sends to all processes of the job does not end it.
+    """
+    with signals.blocked():
+        command = ["python", *words]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
 
 
 def output(*words: str) -> str:

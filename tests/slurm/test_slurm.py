@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from launch import ROOT
 from runs import assert_same_state, final, newest, summary
-from slurm_cluster import SlurmCluster
+from slurm_cluster import SlurmCluster, until
 from slurm_jobs import HELD, HOLDS, LAUNCHERS, SYNC, TEN, TRAIN, TWO_BY_TWO, Submitted
 
 from mpips.launch.mpirun import is_open_mpi
@@ -81,6 +81,24 @@ def test_crashed_node(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: 
     assert job.wait()["Restarts"] == "1"
     assert "cancelled;" not in job.log()
     assert job.resumed_steps()[0] > 0
+    assert (job.out / "DONE").exists()
+
+
+def test_what_ends_a_start_from_outside_does_not_count(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job that is signalled, loses a node, and is signalled again, each before a run began."""
+    words = (*TWO_BY_TWO, "-w", "n1,n2", TRAIN, "--problem", "softmax", "--epochs", "1")
+    job = Submitted(slurm, tmp_path, *words)
+    for restart in range(3):
+        until(lambda k=restart: f", restart {k}: " in job.log(), 60, job.told)
+        if restart == 1:
+            slurm.crash("n2")
+        else:
+            slurm.ask("scancel", "--batch", "-s", "USR1", job.id)
+        restarts = f"{restart + 1}"
+        until(lambda n=restarts: slurm.show(job.id).get("Restarts") == n, 60, job.told)
+        slurm.wait_idle()
+    assert job.wait()["Restarts"] == "3"
+    assert job.resumed_steps() == []
     assert (job.out / "DONE").exists()
 
 

@@ -39,7 +39,9 @@ case $* in    # what takes long and is the same in every test
     "-c import mpips, mpi4py") ;;
     "-c import jinja2, matplotlib") [ -e draws ] ;;
     "-m mpips.report "*) echo "report ${{*:3}}" >>calls; cat draws; [ -s draws ] ;;
-    "-c import mpi4py"*) echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
+    "-c import mpi4py"*)
+        if rm asked 2>/dev/null; then kill -TERM $PPID $$; fi
+        echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
     "-m mpips.launch.job "*)
         if rm early 2>/dev/null; then kill -USR1 $PPID; exec sleep 20; fi
         exec {sys.executable} "$@" ;;
@@ -310,6 +312,9 @@ def test_signal_before_the_ranks_start(batch: Batch) -> None:
     batch.run("--lr=1")
     assert batch.requeued == ["17", "17"]
     assert "SIGUSR1 before the ranks were started\n" in batch.log
+    (batch.folder / "asked").touch()
+    batch.run("--lr=1")
+    assert batch.requeued == ["17"] * 3, "SLURM signals all processes of a job"
     assert not batch.calls("launch")
     assert not batch.left
 
