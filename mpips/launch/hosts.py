@@ -13,9 +13,11 @@ from mpips.launch.mpirun import PART, is_open_mpi
 SLURM = "slurm"  # for hosts: those of the allocation
 SCONTROL_S = 60.0
 NUMBER = r"[1-9]\d{0,6}"
+# The keys in any order: slots and their limit of Open MPI, the interface of MPICH.
+SLOTS, LIMIT = rf"slots\s*=\s*(?P<slots>{NUMBER})", rf"max[_-]slots\s*=\s*{NUMBER}"
+INTERFACE = r"ifname\s*=\s*(?P<interface>[^\s=]+)"
 LINE = re.compile(
-    rf"(?P<name>[^\s:=,]+)(?::(?P<ranks>{NUMBER}))?(?:\s+slots\s*=\s*(?P<slots>{NUMBER}))?"
-    rf"(?:\s+max[_-]slots\s*=\s*{NUMBER})?(?:\s+ifname\s*=\s*(?P<interface>[^\s=]+))?"
+    rf"(?P<name>[^\s:=,]+)(?::(?P<ranks>{NUMBER}))?(?:\s+(?:{SLOTS}|{LIMIT}|{INTERFACE}))*"
 )
 TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")  # of SLURM, for nodes in a row
 FORM = "names with numbers of ranks, such as a:4,b:4"

@@ -37,7 +37,7 @@ def test_a_file_of_hosts_of_either_mpi(tmp_path: Path) -> None:
 def test_limits_and_interfaces_in_a_file_of_hosts(tmp_path: Path) -> None:
     """Of Open MPI and of MPICH, which is told of its interface by a file again."""
     file = tmp_path / "hosts"
-    file.write_text("node1 slots=4 max_slots=8\nnode2 slots=2 max-slots=2\nnode3:1 ifname=eth1\n")
+    file.write_text("node1 slots=4 max_slots=8\nnode2 max-slots=2 slots=2\nnode3:1 ifname=eth1\n")
     hosts = find_hosts(str(file), None)
     assert " ".join(map(str, hosts)) == "node1:4 node2:2 node3:1"
     words = launcher_words([mpirun()], placed(hosts, 7), tmp_path / "agent")
