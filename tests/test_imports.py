@@ -47,8 +47,8 @@ errors layout layout.roles config config.validation config.jobfile config.jobs o
 kernels.atomics kernels.barrier kernels.vectors kernels.update_rules kernels.compensation
 problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
-planning.memory launch.mpirun launch.supervise session.metrics train __main__ results sbatch
-report.__main__ report.page watch trace plan planning.simulator.search
+planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__ results
+sbatch report.__main__ report.page watch trace plan planning.simulator.search
 bench.__main__
 bench.driver
 doctor.__main__ doctor.alone doctor.launcher doctor.memory doctor.network
