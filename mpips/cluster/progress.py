@@ -82,8 +82,9 @@ def _remark(one: Record, ranks: Sequence[Record], chief: int) -> list[str]:
         return [f"and {what}"]
     found = [f"{r.rank}" for r in awaited(one, ranks, chief)]
     more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+    how = ["in a call of MPI by the program"] if one.in_mpi else []
     who = [f"(rank{'s' if len(found) > 1 else ''} {', '.join(found[:NAMED])})"] if found else []
-    return [*who, *more, *(["and writes"] if one.writing else [])]
+    return [*how, *who, *more, *(["and writes"] if one.writing else [])]
 
 
 class Judge:

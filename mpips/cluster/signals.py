@@ -1,10 +1,12 @@
 """Requests to stop: SIGUSR1, SIGTERM and SIGINT set a flag, and the loops act on it.
 
 The handlers only note the signal. The rank then finishes its step, and the whole job saves and
-ends with `EXIT_SAVED`. A Python handler runs between bytecodes, so no loop may block in MPI.
+ends with `EXIT_SAVED`. A Python handler runs between bytecodes, so no loop may block in MPI. A call
+of the program's may: so signals are written to a pipe as well, which a thread reads (`again`).
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +15,11 @@ from types import FrameType
 EXIT_SAVED = 85
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
+AGAIN_S = 3.0  # between a signal and the next that is none of the same request
+
 _received: list[int] = []
+_pipe: list[int] = []  # its two ends
+_asked: list[float] = []  # when `again` has first seen a signal that asks for the end
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -24,6 +30,36 @@ def install() -> None:
     """Note SIGUSR1, SIGTERM and SIGINT from now on, instead of dying by them."""
     for number in SIGNALS:
         signal.signal(number, _note)
+    if not _pipe:
+        _pipe.extend(os.pipe())
+        os.register_at_fork(after_in_child=_write_nothing)
+        for end in _pipe:
+            os.set_blocking(end, False)
+    signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+
+
+def _write_nothing() -> None:
+    """Keep signals of a process that this one has forked out of the pipe."""
+    before = signal.set_wakeup_fd(-1)
+    if before != _pipe[1]:
+        signal.set_wakeup_fd(before)
+
+
+def again(now: float) -> str | None:
+    """Return the name of SIGTERM or SIGINT if one has come once more, at least `AGAIN_S` later.
+
+    Any thread may ask, now and then, with the time; a main thread in a call of C has noted nothing.
+    """
+    try:
+        found = os.read(_pipe[0], 4096) if _pipe else b""
+    except BlockingIOError:
+        return None
+    for number in found:
+        if number != signal.SIGUSR1 and number in SIGNALS:
+            if _asked and now - _asked[0] >= AGAIN_S:
+                return signal.Signals(number).name
+            _asked.append(now)
+    return None
 
 
 @contextlib.contextmanager
@@ -33,14 +69,17 @@ def noted() -> Iterator[None]:
     In a thread that is not the main one nothing can be installed, and nothing changes.
     """
     _received.clear()
+    _asked.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    woken = signal.set_wakeup_fd(-1)
     install()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         _received.clear()
@@ -73,7 +112,10 @@ def divert() -> None:
 
 def _take() -> None:
     while True:
-        _received.append(signal.sigwait(SIGNALS))
+        number = signal.sigwait(SIGNALS)
+        _received.append(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(_pipe[1], bytes([number]))
 
 
 def received() -> str | None:

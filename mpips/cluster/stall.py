@@ -7,8 +7,10 @@ has to answer for that. A rank of its host that is stopped, and that the others 
 (`mpips.cluster.failures`), it kills.
 """
 
+import ast
 import contextlib
 import faulthandler
+import linecache
 import os
 import platform
 import signal
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mpips.cluster import ending, failures, process, segments, words
+from mpips.cluster import ending, failures, process, segments, signals, words
 from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.link import Link
 from mpips.cluster.progress import Judge, Stopped, table, trouble
@@ -38,6 +40,8 @@ FIRST_S = 5.0  # that others leave the one who tells, to end the job
 FAR = 2  # times the limit where the chief is on another node, whose ranks may get on
 SOONER = 0.5  # times the limit, before others have waited that long for one that is stopped
 DUMP = signal.SIGUSR2  # as under a supervisor
+PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
+MPI_OBJECTS = (MPI.Comm, MPI.Win, MPI.Request, MPI.Message, MPI.File)
 WAITS = (Cluster.wait.__code__, take_turns.__code__)
 
 _stacks: list[int] = []  # where this process writes them, for all its life; -1 if it does not
@@ -150,6 +154,7 @@ class _Thread:
         self._ended = threading.Event()
         self._judge = Judge(limit_s, self._look_s)
         self._stopped = Stopped(timeout_s * SOONER, self._look_s) if timeout_s else None
+        self._at: object = None  # the instruction of the main thread at the last beat
         self._thread = threading.Thread(target=self.tell_and_judge, name="words", daemon=True)
         self._thread.start()
 
@@ -165,7 +170,11 @@ class _Thread:
         board = self._board
         while not self._ended.wait(self._look_s):
             now = time.perf_counter()
-            words.beat(now, _call(sys._current_frames().get(self._main or 0)))
+            frame, at = sys._current_frames().get(self._main or 0), self._at
+            self._at = (frame.f_code, frame.f_lasti) if frame is not None else None
+            words.beat(now, _call(frame), self._at == at and _is_in_mpi(frame))
+            if (name := signals.again(now)) is not None:
+                self._end_asked(name)
             if board.job[words.OVER]:
                 self._leave()
             found = board.read()
@@ -188,6 +197,15 @@ class _Thread:
                 complain(f"warning: {one.name} (rank {one.rank}, {where}) is stopped: ending it")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one.pid, signal.SIGKILL)
+
+    def _end_asked(self, name: str) -> None:
+        """End the job at once: whoever asked it to save and end has waited long enough."""
+        sys.stdout.flush()
+        if self._board.is_first():
+            got = f"{name} again, as the job has not ended since the first"
+            complain(UserError(got, "one that saves and ends", "it ends without that"))
+        time.sleep(ending.HEARD_S)
+        _end_process()
 
     def _leave(self) -> None:
         """End with the job; the rank that tells why ends first, and by that all others."""
@@ -259,6 +277,33 @@ def _written(one: Record) -> str:
     except OSError:
         return "  does not answer\n"
     return process.shown_stacks(text)
+
+
+def _is_in_mpi(frame: FrameType | None) -> bool:
+    """Whether a frame of a program is in a call of a method of MPI, as far as its source says."""
+    if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
+        return False
+    places = list(frame.f_code.co_positions())
+    first, last, begin, end = places[frame.f_lasti // 2]
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    if first is None or first != last or first > len(lines):
+        return False
+    try:
+        call = ast.parse(lines[first - 1].encode()[begin:end].decode(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    return isinstance(_value(call.func.value, frame), MPI_OBJECTS)
+
+
+def _value(node: ast.expr, frame: FrameType) -> object:
+    """Return what a name, or an attribute of one, stands for; runs no code of the program."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if not isinstance(node, ast.Attribute):
+        return None
+    return getattr(_value(node.value, frame), "__dict__", {}).get(node.attr)
 
 
 def _call(frame: FrameType | None) -> str:

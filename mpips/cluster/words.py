@@ -39,9 +39,10 @@ PHASES = {
 
 RECORD = 256  # bytes of a rank; of the memory's first record the first words are the job's
 TEXT = 128  # where the text of a record begins
-RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT = (
-    range(13)
-)
+(
+    RANK, PID, STARTED, ROLE, NUMBER, STACKS, PHASE, SINCE, CLOCK, HANDLED, SAVED, WRITING, BEAT,
+    IN_MPI,
+) = range(14)  # fmt: skip
 MAGIC, COUNT, CHIEF, ASKED, OVER = range(5)
 IS_MPIPS = 0x6D70_6970_7331  # "mpips1"
 SERVER, WORKER, EVALUATOR = 1, 2, 3  # of ROLE
@@ -67,6 +68,7 @@ class Record(NamedTuple):
         writing: Whether it writes a checkpoint.
         beat: When it was last seen to live.
         call: The call that it was in then.
+        in_mpi: Whether that is one of MPI which its program has made, and has lasted for a while.
     """
 
     rank: int
@@ -83,11 +85,12 @@ class Record(NamedTuple):
     writing: bool
     beat: float
     call: str
+    in_mpi: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for something."""
-        return self.phase >= WAITING
+        """Whether it waits for something, or stands in MPI where nobody knows for what."""
+        return self.phase >= WAITING or self.in_mpi
 
     @property
     def is_server(self) -> bool:
@@ -176,7 +179,7 @@ def _read(record: bytes) -> Record:
     return Record(
         ints[RANK], ints[PID], ints[STARTED], ints[ROLE], ints[NUMBER], ints[STACKS],
         ints[PHASE], times[SINCE], ints[CLOCK], ints[HANDLED], ints[SAVED], bool(ints[WRITING]),
-        times[BEAT], text,
+        times[BEAT], text, bool(ints[IN_MPI]),
     )  # fmt: skip
 
 
@@ -304,8 +307,9 @@ def answered(rank: int, start: float) -> None:
         _note(_ints[PHASE], time.perf_counter(), 0)
 
 
-def beat(now: float, call: str) -> None:
-    """Say that this process lives, and the call that it is in."""
+def beat(now: float, call: str, in_mpi: bool = False) -> None:
+    """Say that this process lives, and the call that it is in; see `Record`."""
+    _ints[IN_MPI] = in_mpi
     text = call.encode()[: len(_text) - 1]
     _text[: len(text) + 1] = text + b"\0"
     _times[BEAT] = now

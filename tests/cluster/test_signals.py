@@ -34,3 +34,33 @@ def test_who_notes_a_signal(notes: str, number: int, printed: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed.format(("SIGUSR1", "SIGTERM", "SIGINT")[number]) + "\n"
+
+
+AGAIN = """
+import os
+from mpips.cluster import signals
+
+def sent(name, now):
+    os.kill(os.getpid(), getattr(signals.signal, name))
+    return signals.again(now)
+
+assert signals.again(0.0) is None
+signals.install()
+assert [sent("SIGTERM", 10.0), sent("SIGTERM", 11.0), sent("SIGUSR1", 20.0)] == [None] * 3
+if not os.fork():
+    sent("SIGTERM", 20.0)
+    os._exit(0)
+os.wait()
+assert signals.again(20.0) is None
+print(sent("SIGINT", 20.0))
+with signals.noted():
+    print(sent("SIGTERM", 30.0), sent("SIGTERM", 40.0))
+"""
+
+
+def test_a_signal_that_comes_again() -> None:
+    """Not one that follows at once, nor SIGUSR1, nor that of another process."""
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "SIGINT\nNone SIGTERM\n", done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """Jobs that stand still: what is told of them, and that they end."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 
 from launch import Running
-from runs import ENDLESS, counting, newest, samples_file
+from runs import ENDLESS, counting, newest, samples_file, wait_for
 
 from mpips.cluster import words
 from mpips.launch.ranks import ranks_table
@@ -28,6 +29,20 @@ def train(worker):
         worker.push(1.0)
 mpips.run(
     train, {"x": np.zeros(8)}, mpips.SGD(0.1), mode="sync", timeout=3, out=sys.argv[1], quiet=True
+)
+"""
+
+BARRIER = """
+import sys
+import numpy as np
+import mpips
+from mpi4py import MPI
+def train(worker):
+    for batch in worker.batches(1000, batch_size=5):
+        print("in a barrier", flush=True)
+        MPI.COMM_WORLD.barrier()
+mpips.run(
+    train, {"x": np.zeros(8)}, mode="async", timeout=int(sys.argv[2]), out=sys.argv[1], quiet=True
 )
 """
 
@@ -80,3 +95,26 @@ def test_a_program_whose_function_hangs(tmp_path: Path) -> None:
     assert re.search(r"0 +worker 0 .* waits for the round \(rank 1\) ", done.output), done.output
     assert re.search(r"1 +worker 1 .* hangs ", done.output), done.output
     assert re.search(r'rank 1:\n(.*\n)*  File ".*program.py", line \d+ in hangs', done.output)
+
+
+def test_a_call_of_mpi_in_the_loop_that_servers_do_not_make(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BARRIER)
+    with Running(2, ["program.py", str(tmp_path / "out"), "3"], tmp_path) as job:
+        done = job.wait(WAIT_S)
+    assert done.code == 1, done.output
+    assert re.search(r"0 +server 0 .* serving +AsyncServer", done.output), done.output
+    assert re.search(r"1 +worker 0 .* in a call of MPI by the program .* train ", done.output)
+
+
+def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BARRIER)
+    with Running(2, ["program.py", str(tmp_path / "out"), "0"], tmp_path) as job:
+        wait_for(job, lambda: "in a barrier" in job.output())
+        ranks, deadline = job.ranks(), time.monotonic() + WAIT_S
+        while job.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[1], signal.SIGTERM)
+            time.sleep(1)
+        done = job.wait(10)
+    assert done.code, done.output
+    assert "SIGTERM again, as the job has not ended since the first" in done.output
