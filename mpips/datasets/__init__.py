@@ -28,7 +28,7 @@ from mpips.datasets.hashed import NAME as HASHED
 from mpips.datasets.index import Counted, Entry, Held, count, held_by
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
-from mpips.datasets.table import Table, check_file
+from mpips.datasets.table import Table, check_file, reading
 from mpips.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -279,10 +279,10 @@ def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config
     files = counted.files
     if files.reader in (SPARSE, TEXT):
         known = [counted.places_of(number) for number in range(len(files.paths))]
-        if files.reader == SPARSE:
-            return _reader("sparse.SparseTable")(files.title, files.paths, known)
-        chosen = config.min_count, config.context
-        return _reader("text.TextTable")(files.title, files.paths, known, *chosen)
+        chosen = (config.min_count, config.context) if files.reader == TEXT else ()
+        make = _reader("text.TextTable" if chosen else "sparse.SparseTable")
+        with reading(files.title, "text"):  # places may be of another file
+            return make(files.title, files.paths, known, *chosen)
     if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)
     make = _reader("many.ManyTable")

@@ -5,6 +5,7 @@ size, time and the sum of its head with those of the index, which lies in the ru
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from mpips.datasets.files import Files, parts
-from mpips.datasets.table import ArrayInfo, Table, check_file
+from mpips.datasets.table import ArrayInfo, Table, check_arrays, check_file
 from mpips.errors import UserError
 
 HEAD_BYTES = 1 << 16
@@ -173,8 +174,11 @@ def recognise(entry: Entry, path: str, index: Path) -> Entry:
     Raises:
         UserError: If it is missing, or its size, time or head is another.
     """
-    names = parts(path)
-    for name, before, now in zip(names, entry.stamps, stamps_of(path), strict=True):
+    names, stamps = parts(path), stamps_of(path)
+    if len(stamps) != len(entry.stamps):
+        got = f"{index} has {len(entry.stamps)} stamps of {path}"
+        raise UserError(got, f"{len(stamps)}", "remove it: the files are counted again")
+    for name, before, now in zip(names, entry.stamps, stamps, strict=True):
         if before == now:
             continue
         old, new = (
@@ -219,7 +223,7 @@ def load(path: Path) -> Index:
         return {option: [_entry(e) for e in entries] for option, entries in found["files"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as problem:
+    except Exception as problem:  # whatever a file of another kind leads to
         got = f"{path} cannot be read ({problem})"
         remedy = "remove it: the files are counted again, and not compared with what they were"
         raise UserError(got, "the index of the run's data", remedy) from None
@@ -235,15 +239,34 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _entry(plain: dict[str, Any]) -> Entry:
-    stamps, held = tuple(Stamp(**stamp) for stamp in plain["stamps"]), plain["held"]
+    path, stamps, held = plain["path"], tuple(Stamp(**s) for s in plain["stamps"]), plain["held"]
+    if not (isinstance(path, str) and stamps):
+        raise TypeError(f"a file {path!r} of {len(stamps)} stamps")
+    for stamp in stamps:
+        _whole([stamp.size, stamp.head], 0)
+        _when(stamp.time_s)
     if held is not None:
         x, y = (
-            ArrayInfo(a["name"], tuple(a["shape"]), np.dtype(a["dtype"]))
+            ArrayInfo(str(a["name"]), _whole(a["shape"], 1), np.dtype(a["dtype"]))
             for a in (held["x"], held["y"])
         )
-        held = Held(x, y, held["scale"], held["chunk"], held.get("together", 1))
+        check_arrays(path, x, y)
+        chunk, together = _whole([held["chunk"], held.get("together", 1)], 1)
+        if not math.isfinite(held["scale"]):
+            raise ValueError(f"scale {held['scale']}")
+        held = Held(x, y, held["scale"], chunk, together)
     place = plain.get("place")
-    return Entry(plain["path"], stamps, held, tuple(place) if place else None)
+    if place is not None:
+        worker, begin, size = _whole(place, 0)
+        place = worker, begin, size
+    return Entry(path, stamps, held, place)
+
+
+def _whole(values: list[Any], least: int) -> tuple[int, ...]:
+    """Return whole numbers; TypeError if one is something else, or less."""
+    if not all(type(value) is int and value >= least for value in values):
+        raise TypeError(f"{values} in place of whole numbers from {least}")
+    return tuple(values)
 
 
 def _names(path: str) -> str:

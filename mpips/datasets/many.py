@@ -14,7 +14,7 @@ import numpy as np
 from mpips.datasets.files import Files
 from mpips.datasets.index import Held
 from mpips.datasets.local import Copies
-from mpips.datasets.table import ArrayInfo, Table
+from mpips.datasets.table import ArrayInfo, Table, reading
 from mpips.errors import UserError
 
 OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; to open one takes as long as to read some MB
@@ -142,7 +142,8 @@ class ManyTable(Table):
     def _opened(self, number: int, path: str) -> Table:
         assert self._open_table is not None, "tables in memory are all open"
         known = () if self._places is None else (self._places(number),)
-        table = self._open_table(path, *known)
+        with reading(path, "data"):  # places may be of another file
+            table = self._open_table(path, *known)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):
             shape = rows, *mine.shape[1:]

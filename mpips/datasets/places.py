@@ -5,6 +5,7 @@ counted, each worker writes what it has found to a file of its own in the run's 
 data file reads its part of that.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +42,12 @@ def load(index: Path, option: str, entry: Entry) -> np.ndarray | None:
         return None
     worker, begin, size = entry.place
     try:
-        found = np.fromfile(_path(index, option, worker), np.int64, size, offset=8 * begin)
+        path = _path(index, option, worker)
+        if 8 * (begin + size) > os.path.getsize(path):
+            return None
+        return np.fromfile(path, np.int64, size, offset=8 * begin)
     except OSError:
         return None
-    return found if found.size == size else None
 
 
 def _path(index: Path, option: str, worker: int) -> Path:

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import json
 import os
 import pickle
 import re
@@ -11,6 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ import h5py
 import numpy as np
 import pytest
 from hostile import SECRET, Case, Outside, attack, outside
-from test_datasets import opened
+from test_datasets import config, opened
 
+from mpips.config.jobfile import read_toml
+from mpips.datasets import Counted, count_file, find_many, index, open_parts
+from mpips.datasets import places as index_places
 from mpips.errors import UserError
 
 __all__ = ["outside"]
@@ -861,6 +866,157 @@ IDXS: list[Case] = [
 
 def test_idx_files(tmp_path: Path, outside: Outside) -> None:
     attack(IDXS, tmp_path, outside, read)
+
+
+# The index of many files, and where samples lie in them ----------------------------------------
+
+
+def saved_run(change: Callable[[Any], Any], places: Callable[[bytes], bytes] = bytes) -> Any:
+    """Return what writes two tar files with their index and places, of which these make others."""
+
+    def write(folder: Path, outside: Path) -> str:
+        for number in range(2):
+            (folder / str(number)).mkdir()
+            path = labelled(b"1")(folder / str(number), outside)
+            os.rename(path, folder / f"{number}.tar")
+        path, name = folder / "data.json", f"{folder}/*.tar"
+        files = find_many(config(name))["dataset"]
+        entries = [count_file(files, each) for each in files.paths]
+        kept = index_places.save(path, "dataset", worker=0, entries=entries)
+        index.save(path, {"dataset": kept})
+        text = change(json.loads(path.read_text()))
+        path.write_text(text if isinstance(text, str) else json.dumps(text))
+        binary = folder / "dataset.places.0"
+        binary.write_bytes(places(binary.read_bytes()))
+        return str(folder)
+
+    return write
+
+
+def entry(change: dict[str, Any], *place: str) -> Any:
+    """Return what writes these fields into the first entry, or into what is at `place` in it."""
+
+    def made(found: Any) -> Any:
+        at = found["files"]["dataset"][0]
+        for key in place:
+            at = at[int(key) if key.isdigit() else key]
+        at.update(change)
+        return found
+
+    return saved_run(made)
+
+
+def resumed(folder: str) -> str:
+    """Return what a resumed run is told of its data; ``read`` if all samples are read."""
+    path, name = Path(folder) / "data.json", f"{folder}/*.tar"
+    try:
+        kept, files = index.load(path)["dataset"], find_many(config(name))["dataset"]
+        index.check_names(kept, files, path)
+        pairs = zip(kept, files.paths, strict=True)
+        known = [index.recognise(each, file, path) for each, file in pairs]
+        counted = Counted(files, known, partial(index_places.load, path, "dataset"))
+        with closing(open_parts(config(name, test_fraction=0), {"dataset": counted})) as parts:
+            x, y = parts.train.gather(np.arange(parts.train.n))
+    except UserError as error:
+        return str(error)
+    same = np.array_equal(x, X[[0, 1, 0, 1]]) and np.array_equal(y, [0, 1, 0, 1])
+    return "read" if same else f"read {x}, {y}"
+
+
+UNREAD = r"data\.json cannot be read .* remove it: the files are counted again"
+DEEP = "[" * 100_000 + "]" * 100_000
+INDEXES: list[Case] = [
+    ("as it should be", saved_run(lambda found: found), "^read$"),
+    ("lists without end", saved_run(lambda _: DEEP), UNREAD),
+    ("a program", saved_run(lambda _: "__import__('os').system('true')"), UNREAD),
+    ("a list", saved_run(lambda _: []), UNREAD),
+    ("a number of 10,000 digits", saved_run(lambda _: "9" * 10_000), UNREAD),
+    ("files that are a list", saved_run(lambda f: f | {"files": []}), UNREAD),
+    ("entries that are text", saved_run(lambda f: f | {"files": {"dataset": ["x"]}}), UNREAD),
+    ("a path that is a number", entry({"path": 7}), UNREAD),
+    ("a path of another file", entry({"path": "/etc/passwd"}), "expected the 2 of the run"),
+    ("a path with a zero", entry({"path": "0.tar\0"}), "expected the 2 of the run"),
+    ("no stamps", entry({"stamps": []}), UNREAD),
+    (
+        "a stamp more",
+        entry({"stamps": [{"size": 1, "time_s": 1, "head": 1}] * 2}),
+        "2 stamps of",
+    ),
+    ("a stamp that is text", entry({"size": "x"}, "stamps", "0"), UNREAD),
+    ("a time beyond all", entry({"time_s": 1 << 70}, "stamps", "0"), "not what it was|" + UNREAD),
+    ("a field more", entry({"run": "true"}, "held"), "^read$"),
+    ("a type of objects", entry({"dtype": "O"}, "held", "x"), UNREAD),
+    ("a type that is a program", entry({"dtype": "os.system"}, "held", "x"), UNREAD),
+    ("a type of records", entry({"dtype": "f4,O"}, "held", "x"), UNREAD),
+    ("a shape below 0", entry({"shape": [-1, 2]}, "held", "x"), UNREAD),
+    ("a shape of text", entry({"shape": "22"}, "held", "x"), UNREAD),
+    ("a shape of nothing", entry({"shape": []}, "held", "x"), UNREAD),
+    ("samples of petabytes", entry({"shape": [2, 1 << 47]}, "held", "x"), "expected"),
+    ("another number of samples", entry({"shape": [3, 2]}, "held", "x"), "expected"),
+    ("a name that is a number", entry({"name": 7}, "held", "x"), "^read$"),
+    ("a scale that is text", entry({"scale": "x"}, "held"), UNREAD),
+    ("a scale that is not finite", entry({"scale": float("nan")}, "held"), UNREAD),
+    ("a chunk of 0", entry({"chunk": 0}, "held"), UNREAD),
+    ("no places", entry({"place": None}), "^read$"),
+    ("places of another file", entry({"place": ["../../outside/secret", 0, 8]}), UNREAD),
+    ("places that are text", entry({"place": "080"}), UNREAD),
+    ("places below 0", entry({"place": [0, -8, 8]}), UNREAD),
+    ("places of all numbers", entry({"place": [0, 0, -1]}), UNREAD),
+    ("places of exabytes", entry({"place": [0, 0, 1 << 62]}), "^read$"),
+    ("places of another worker", entry({"place": [7, 0, 8]}), "^read$"),
+    ("places of an odd number", entry({"place": [0, 0, 7]}), "expected"),
+    ("places of no samples", entry({"place": [0, 0, 0]}), "expected"),
+    ("places that are cut", saved_run(lambda f: f, lambda data: data[:9]), "^read$"),
+    ("places that are all 77", saved_run(lambda f: f, lambda data: b"M" * len(data)), "expected"),
+    ("places below 0", saved_run(lambda f: f, lambda data: b"\xff" * len(data)), "expected"),
+    ("places that are 0", saved_run(lambda f: f, lambda data: bytes(len(data))), "expected"),
+]
+
+
+def test_the_index_of_a_run(tmp_path: Path, outside: Outside) -> None:
+    attack(INDEXES, tmp_path, outside, resumed)
+
+
+# Job files -------------------------------------------------------------------------------------
+
+
+def job(text: str | bytes) -> Any:
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda folder, _: written(folder / "job.toml", data)
+
+
+JOBS: list[Case] = [
+    ("as it should be", job("epochs = 3\nlr = 0.5\n"), "^read$"),
+    ("lists without end", job(f"epochs = {DEEP}"), "expected TOML"),
+    ("tables without end", job("[" + "a." * 10_000 + "a]\nb = 1\n"), "expected"),
+    ("a number of 10,000 digits", job("epochs = " + "9" * 10_000), "expected"),
+    ("a number below 0", job("epochs = -1"), "expected"),
+    ("not a number", job("lr = nan"), "expected"),
+    ("a time", job("epochs = 1979-05-27T07:32:00Z"), "expected"),
+    ("an unknown key", job("__class__ = 1"), "unknown key"),
+    ("a table", job("[mpips]\nepochs = 1"), "keys without tables"),
+    ("an include", job('include = "/etc/passwd"'), "unknown key"),
+    ("a program", job("epochs = __import__('os').system('true')"), "expected TOML"),
+    ("a variable", job("epochs = ${EPOCHS}"), "expected TOML"),
+    ("a zero byte", job(b"epochs = 3\0"), "expected TOML"),
+    ("no UTF-8", job(b"\xff\xfe"), "text in UTF-8"),
+    ("a key twice", job("epochs = 3\nepochs = 4\n"), "expected TOML"),
+    ("text in place of a number", job('epochs = "3"'), "expected"),
+    ("a list in place of text", job('mode = ["sync"]'), "expected"),
+    ("nothing", job(""), "^read$"),
+]
+
+
+def read_job(path: str) -> str:
+    try:
+        read_toml(path)
+    except UserError as error:
+        return str(error)
+    return "read"
+
+
+def test_job_files(tmp_path: Path, outside: Outside) -> None:
+    attack(JOBS, tmp_path, outside, read_job)
 
 
 # Parquet ---------------------------------------------------------------------------------------
