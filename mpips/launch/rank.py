@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from mpips.cluster.uncaught import located
 from mpips.errors import UserError, write_line
 from mpips.launch import signs
 from mpips.launch.mpirun import rank_of
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         _leave_the_dead(code)
         raise
     except UserError as error:
-        _leave(f"mpips: {error}", error.code, rank or 0)
+        _leave(f"mpips: {located(error, error.__traceback__)}", error.code, rank or 0)
     except Exception as error:
         _leave(_traceback(error), 1, rank or 0)
     signs.tell_end(0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, Ordered
-from mpips.errors import unknown
+from mpips.errors import UserError, unknown
 from mpips.layout.hashed_ids import digests_of, rows_of
 from mpips.layout.tables import Grouped, Init, Normal, Ownership, Table, Uniform, Zeros
 from mpips.optim.row_rules import Sgd
@@ -56,6 +56,8 @@ def find_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> np.ndarray:
         UserError: If there is no such table, an id is none of its rows, or the checkpoint cannot be
             read.
     """
+    if not checkpoint.tables:
+        raise UserError(f"rows of table {name!r} in a run without tables", "one that has tables")
     if name not in checkpoint.tables:
         raise unknown("table", name, tuple(checkpoint.tables))
     read = checkpoint.read_table(name)

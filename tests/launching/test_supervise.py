@@ -221,7 +221,7 @@ def test_what_a_program_raises_outside_a_run(raised: tuple[str, str], tmp_path: 
     (tmp_path / "program.py").write_text("\n".join([*lines, "MPI.COMM_WORLD.Barrier()"]))
     with Supervised(tmp_path, 3, ["program.py"]) as job:
         told = job.wait(1 if "KeyError" in what else 2)
-    assert told.count("mpips: this, expected that") == ("UserError" in what)
+    assert told.count("mpips: program.py:4: this, expected that") == ("UserError" in what)
     assert told.count("Traceback") == told.count("a mistake of mine") / 2 == 2 * ("Key" in what)
     assert "runpy" not in told
 

@@ -127,6 +127,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "few samples": ("loop(n='4')", "batch_size 5, expected at most 4"),
         "logged": ("loop('worker.log(kind=1)')", "another name"),
         "no tables": ("loop('worker.pull_rows(\"item\", [1])')", "run without tables"),
+        "no rows": ("run().rows('item', [1])", "'item' in a run without tables"),
         "a store alone": ("mpips.Store(None, P)", "a store on one rank"),
         "a store's rate": ("mpips.Store(None, P, learning_rate=0.1)", "'learning_rate' of a store"),
         "a store's servers": ("mpips.Store(None, P, num_servers=1)", "did you mean 'servers'"),
