@@ -1,4 +1,4 @@
-"""A job of SLURM: what its script runs, and its way back into the queue.
+"""Job of SLURM: start, signals and requeueing of a run.
 
 ``slurm/common.sh`` calls ``python -m mpips.launch.job SCRIPT SIGNAL VERB WORDS...`` in the
 environment that ranks are to have, and hands on SLURM's signals. SIGNAL is one that came before, or

@@ -1,4 +1,4 @@
-"""Facts of a job of SLURM: its launcher, what its steps say, folders of earlier starts."""
+"""SLURM's side of a job: launcher, messages of steps, folders of earlier starts."""
 
 import contextlib
 import os

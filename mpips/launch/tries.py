@@ -1,4 +1,4 @@
-"""Tries of a job of SLURM: which of them count, and when there have been enough.
+"""Counted tries of a job of SLURM, and their limit.
 
 SLURM starts a requeued job under its old number: each start is a try. A try that SLURM or somebody
 has ended says nothing about the job: a preemption, a lost node, a signal. A try counts if the job
