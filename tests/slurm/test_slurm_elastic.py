@@ -24,7 +24,7 @@ def test_crashed_node_of_an_allocation(
 
     By Open MPI's mpirun the death of a worker alone is no reason to start again.
     """
-    words = ("--nodes=3", "--ntasks-per-node=2", "--mem-per-cpu=600M", "--time=5", "--no-kill")
+    words = ("--nodes=3", "--ntasks-per-node=2", "--mem-per-cpu=600M", "--time=15", "--no-kill")
     names = ("-w", "n1,n2,n3", f"--export=ALL,LAUNCHER={launcher},MPIPS_ELASTIC=3")
     by_mpirun = launcher == "mpirun"
     mode = ("--mode", "async" if by_mpirun else "sync")
