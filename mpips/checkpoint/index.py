@@ -235,6 +235,8 @@ def read_index(folder: Path) -> Contents:
         UserError: If it is missing, damaged, of another format or of another folder.
     """
     path = folder / INDEX
+    if path.exists() and not path.is_file():  # who opens a pipe waits for whoever writes
+        raise damaged(f"{path} is not a file", "an index of a checkpoint")
     try:
         with open(path, "rb") as raw:
             found = raw.read(SEAL_BYTES)

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from mpips import extras
-from mpips.datasets.table import reading
+from mpips.datasets.table import check_regular, reading
 from mpips.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -128,6 +128,8 @@ def _pool() -> ThreadPoolExecutor:
 @contextmanager
 def _opened(file: str | IO[bytes], name: str) -> Iterator[Any]:
     pillow = _pillow("Image")
+    if isinstance(file, str):
+        check_regular(file)
     with reading(name, "image"), pillow.open(file, formats=FORMATS) as image:
         yield image
 

@@ -25,7 +25,7 @@ from mpips.datasets.files import Files
 from mpips.datasets.idx import is_mnist
 from mpips.datasets.index import Held
 from mpips.datasets.order import SPLIT, shuffled
-from mpips.datasets.table import ArrayInfo, Table, reading
+from mpips.datasets.table import ArrayInfo, Table, check_regular, reading
 from mpips.errors import UserError
 
 READER = "images.ImageTable"
@@ -105,6 +105,7 @@ class ImageTable(Table):
 
     def _decode(self, row: int) -> np.ndarray:
         path, _ = self.where(row)
+        check_regular(path)
         with reading(path, "image"), open(path, "rb", buffering=0) as file:
             data = file.read()  # at once: Pillow would read a little at a time
         return decode(data, path, self._shape, self._fit)

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from mpips.datasets.files import Files, parts
-from mpips.datasets.table import ArrayInfo, Table, check_arrays, check_file
+from mpips.datasets.table import ArrayInfo, Table, check_arrays, check_file, check_regular
 from mpips.errors import UserError
 
 HEAD_BYTES = 1 << 16
@@ -216,6 +216,7 @@ def load(path: Path) -> Index:
     Raises:
         UserError: If it cannot be read.
     """
+    check_regular(path)
     try:
         found = json.loads(path.read_text())
         if found["version"] != VERSION:

@@ -214,6 +214,12 @@ def check_file(path: str) -> None:
         raise UserError(f"data file {path} is empty (0 bytes)", "a file with samples")
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if there is something at `path` that who opens it waits for, as a FIFO."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise UserError(f"{path} is a pipe or a device", "a file")
+
+
 @contextmanager
 def reading(path: str, format_name: str) -> Iterator[None]:
     """Turn whatever `format_name`'s reader raises on a damaged file into a UserError."""

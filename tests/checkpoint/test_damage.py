@@ -192,3 +192,13 @@ def test_what_is_no_number_type_is_damage(tmp_path: Path, capsys: pytest.Capture
     assert main(["export", str(tmp_path), "-o", output]) == 0
     assert "step 2" in capsys.readouterr().out
     assert len(list_checkpoints(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file(name: str, tmp_path: Path) -> None:
+    """Who opens one waits for whoever writes."""
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert name in str(verify(folder))
+    assert newest_whole(tmp_path)[0] is None

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 import tomllib
@@ -440,6 +441,12 @@ def test_a_missing_job_file_names_a_near_one(tmp_path: Path) -> None:
     job_file(tmp_path, "", "digits.toml")
     message = message_of([str(tmp_path / "digit.toml")])
     assert "not found, expected an existing file; did you mean 'digits.toml'?" in message
+
+
+def test_a_pipe_is_no_job_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.toml")
+    message = message_of([str(tmp_path / "job.toml")])
+    assert "job.toml' is a pipe or a device, expected a file" in message
 
 
 def test_a_missing_folder() -> None:

@@ -167,6 +167,20 @@ def test_a_truncated_image_is_named_when_it_is_read(tmp_path: Path, suffix: str)
         everything(data.train)
 
 
+def test_a_pipe_is_no_picture(tmp_path: Path) -> None:
+    """Who opens one waits for whoever writes; the folder has another one when it is read."""
+    folder, told = photos(tmp_path / "photos"), "is a pipe or a device, expected a file"
+    with opened(folder, test_fraction=0) as data:
+        (folder / "cat" / "7.png").unlink()
+        os.mkfifo(folder / "cat" / "7.png")
+        with pytest.raises(UserError, match=told):
+            everything(data.train)
+    assert "7.png" in refused(folder)
+    os.mkfifo(tmp_path / "data.json")
+    with pytest.raises(UserError, match=told):
+        index.load(tmp_path / "data.json")
+
+
 def test_shapes_and_classes_have_to_match(tmp_path: Path) -> None:
     one, two = photos(tmp_path / "one"), photos(tmp_path / "two")
     shutil.rmtree(two / "bee,s")
