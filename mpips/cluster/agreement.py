@@ -5,11 +5,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from mpips.cluster.collectives import begin_barrier, broadcast, gather_all
+from mpips.cluster import ending
+from mpips.cluster.absent import MEETS, Absent, named
+from mpips.cluster.collectives import begin_barrier, broadcast, gather_all, world_ranks
 from mpips.cluster.start import Comm
 from mpips.cluster.uncaught import of_others
 from mpips.cluster.waiting import Backoff, attend
-from mpips.errors import UserError
+from mpips.errors import UserError, complain
 from mpips.layout import Layout, check_alike
 
 T = TypeVar("T")
@@ -31,6 +33,31 @@ def told_once(comm: Comm) -> Iterator[None]:
         error = UserError.__new__(UserError, str(agreed))  # its message is whole
         error.code, error.speaks = agreed.code, comm.rank == 0
         raise error from None
+
+
+def await_ranks(comm: Comm, limit_s: float) -> None:
+    """Wait for every rank before a run begins; one of this host that has left ends the job.
+
+    Args:
+        comm: The ranks.
+        limit_s: After how long those that do not come are told of; after `PATIENCE` times as long
+            they end the job. 0 for never.
+
+    Collective: yes. Blocks: until all have come, but never inside MPI.
+    """
+    here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
+    rank, *others = world_ranks(comm)
+    absent = Absent(rank, others, limit_s)
+    with named(MEETS):
+        while not here.Test():
+            attend()
+            got, never = absent.look()
+            error = UserError(got, "every rank", "begin the run on each, or give it comm=")
+            if never:
+                ending.abort(str(error), error.code)
+            if got:
+                complain(f"warning: {error}")
+            backoff.pause()
 
 
 def together(comm: Comm, error: Exception | None) -> None:

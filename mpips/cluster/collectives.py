@@ -27,6 +27,12 @@ def cluster_subset(cluster: "Cluster", ranks: Sequence[int]) -> Comm:
     return comm
 
 
+def world_ranks(comm: Comm) -> list[int]:
+    """Return the ranks of `comm` in the world: this one, then the others."""
+    ranks = [comm.rank, *(set(range(comm.size)) - {comm.rank})]
+    return MPI.Group.Translate_ranks(comm.group, ranks, MPI.COMM_WORLD.group)
+
+
 def free(comm: Comm) -> None:
     """Free a communicator that this rank may be outside of. Collective: over its ranks."""
     if comm != MPI.COMM_NULL:

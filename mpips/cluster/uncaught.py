@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from mpips.cluster import absent, process
 from mpips.errors import UserError, complain
 
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -34,7 +35,9 @@ def arm() -> None:
     """
     global _armed
     _armed, told = any(os.environ.get(name, "1") != "1" for name in SIZES), sys.excepthook
-    atexit.register(_warn)
+    if _armed:
+        atexit.register(_leave)
+    atexit.register(_warn)  # before
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         heed()
@@ -148,6 +151,30 @@ def _end_alone(message: str, code: int) -> None:
 def _mpi_runs() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+
+
+def _leave() -> None:
+    """End the job if this rank's program ends before a run, and others wait for it for ever.
+
+    Where MPI is started, they find that out by themselves (`mpips.cluster.agreement.await_ranks`).
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    waiting = absent.leave(may_wait=_armed and mpi is None and _is_rank())
+    if waiting is None:
+        return
+    got = f"a rank has left before the run began, for which rank {waiting} waits"
+    complain(UserError(got, "every rank", "begin the run on each of them"))
+    if _is_rank_of_hydra():
+        _end_others(2)
+    os._exit(2)
+
+
+def _is_rank() -> bool:
+    """Whether this process is a rank itself, and not a child of one."""
+    if PMI_FD in os.environ:
+        return _is_rank_of_hydra()
+    name = process.stat_of(os.getppid())[process.NAME]
+    return name.startswith(("prte", "orte", "slurmstepd"))
 
 
 def _end_others(code: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpips.checkpoint import newest_whole
 from mpips.cluster import ending, failures, signals, uncaught
-from mpips.cluster.agreement import Agreed, everywhere
+from mpips.cluster.agreement import Agreed, await_ranks, everywhere
 from mpips.cluster.start import Comm, ranks_of
 from mpips.errors import UserError
 from mpips.layout.tables import Table
@@ -23,7 +23,7 @@ from mpips.library.loop import Loop
 from mpips.library.model import Evaluate, MakeState, Parameters
 from mpips.library.notes import Note, write_late
 from mpips.library.optimizers import Optimizer
-from mpips.library.start import Given, Start, checked, of_program
+from mpips.library.start import Given, Start, checked, limit_of, of_program
 from mpips.library.worker import Worker
 from mpips.problems.accumulate import follow
 from mpips.ps.saved_rows import find_rows
@@ -169,8 +169,13 @@ class Program:
 instead: Callable[[Program, Given, str], NoReturn] | None = None
 
 
-def agreed(comm: Comm | None, make: Callable[[], T]) -> T:
+def agreed(comm: Comm | None, make: Callable[[], T], options: Mapping[str, Any]) -> T:
     """Call `make` on every rank before a run begins; an error on any is raised on all.
+
+    Args:
+        comm: The ranks.
+        make: Makes what all need.
+        options: Of the run.
 
     Collective: yes, over `comm`, but where another process makes a run of the program again.
     """
@@ -178,6 +183,7 @@ def agreed(comm: Comm | None, make: Callable[[], T]) -> T:
         return make()
     world = ranks_of(comm)
     with of_program(world):
+        await_ranks(world, limit_of(options))
         return everywhere(world, make)
 
 
@@ -197,6 +203,7 @@ def run_program(
         instead(program, *_given(program, params, started))
     world = ranks_of(comm)
     with of_program(world), signals.noted():
+        await_ranks(world, limit_of(options))
         given, name = everywhere(world, lambda: _given(program, params, started))
         uncaught.disarm()
         start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)

@@ -90,6 +90,12 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
     return found
 
 
+def limit_of(options: Mapping[str, Any]) -> float:
+    """Return the timeout of a run whose options are not checked yet."""
+    given = options.get("timeout")
+    return float(given if isinstance(given, int | float) else OPTIONS["timeout"].default)
+
+
 @dataclass(frozen=True)
 class Given:
     """What a program gives a run beside its options.

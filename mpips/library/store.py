@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpips.cluster import ending, words
-from mpips.cluster.agreement import everywhere, layouts_alike, on_root
+from mpips.cluster.agreement import await_ranks, everywhere, layouts_alike, on_root
 from mpips.cluster.collectives import begin_barrier, gather_all
 from mpips.cluster.library import check_world
 from mpips.cluster.start import Comm, ranks_of, whole_world
@@ -29,7 +29,7 @@ from mpips.library.data import info_of
 from mpips.library.model import Model, Parameters
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving, serve
-from mpips.library.start import checked, of_program
+from mpips.library.start import checked, limit_of, of_program
 from mpips.planning.job import Job
 from mpips.problems.base import Arrays
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
@@ -89,6 +89,7 @@ class Store:
     ) -> None:
         world = ranks_of(comm)
         with of_program(world):
+            await_ranks(world, limit_of(options))
             given = everywhere(world, lambda: _checked(options, optimizer))
             first = everywhere(world, lambda: Parameters(params))
             config = on_root(world, partial(_config, given, first.dtype, world.size))

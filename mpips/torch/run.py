@@ -91,7 +91,7 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    module, tables, groups = library.agreed(comm, lambda: _make(model, options, optimizer))
+    module, tables, groups = library.agreed(comm, lambda: _make(model, options, optimizer), options)
     options.setdefault("dtype", _dtype(module, groups))
     losses = Losses()
     buffers: dict[str, np.ndarray] = {}

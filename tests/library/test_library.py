@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, environment, run
-from runs import newest, shared_out
+from launch import ROOT, Running, environment, run
+from runs import newest, shared_out, wait_for
 
 import mpips
 from mpips import trace
@@ -102,6 +102,23 @@ IN_A_STORE = {
     "raises": ('if store.worker == 1: raise ValueError("so it is")', "ValueError: so it is"),
     "pulls": ("store.pull()", r"^mpips: own.py:5: pull on a server, expected a worker; look"),
 }
+ABSENT = """
+import os, sys, time, mpips
+names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+is_absent = next(os.environ[name] for name in names if name in os.environ) == "1"
+if sys.argv[1] == "leaves early" and is_absent:
+    sys.exit(3)
+from mpi4py import MPI
+if sys.argv[1] == "leaves" and is_absent:
+    sys.exit()
+while is_absent and not os.path.exists("told"):
+    time.sleep(0.01)
+def train(worker):
+    for batch in worker.batches(3, batch_size=1, epochs=1):
+        worker.grads["w"][:] = 0
+        worker.push(0.0)
+mpips.run(train, {"w": [0.0]}, mode="sync", timeout=4, out="out", quiet=True)
+"""
 NEVER_SERVES = """
 import time, numpy as np, mpips
 
@@ -146,6 +163,32 @@ def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
     found = run(4, [str(PROGRAMS / "stores.py"), str(tmp_path)], tmp_path).check()
     assert found.output.count("is done") == 4, found.output
     assert not verify(newest(tmp_path / "servers").path)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("absent", "expected"),
+    [
+        ("leaves early", "a rank has left before the run began, for which rank . waits"),
+        ("leaves", "rank 1 has left before the run began, expected every rank"),
+    ],
+)
+def test_a_rank_that_leaves_before_the_run(absent: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ABSENT)
+    done = run(3, ["own.py", absent], tmp_path)
+    assert len(re.findall(expected, done.output)) == 1, done.output
+    assert done.code, done.output
+
+
+@pytest.mark.launch
+def test_a_rank_that_comes_late_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ABSENT)
+    with Running(2, ["own.py", "is late"], tmp_path) as job:
+        wait_for(job, lambda: "has not come to the run" in job.output())
+        (tmp_path / "told").touch()
+        done = job.wait(60)
+    assert done.code == 0, done.output
+    assert re.search(r"warning: rank 1 \(process \d+\) has not come to the run", done.output)
 
 
 @pytest.mark.launch
