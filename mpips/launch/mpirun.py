@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from types import TracebackType
 from mpips.cluster import segments
 from mpips.cluster.process import PARENT, SESSION, STATE, stat_of
 from mpips.errors import UserError
+from mpips.launch.folders import OwnFolder
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
@@ -247,7 +247,7 @@ class Running:
         shown: bool = False,
     ) -> None:
         started = [*wrapper, *command(ranks, args, launcher)]
-        self._folder = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
+        self._folder = OwnFolder()
         self._log = Path(self._folder.name) / "output.txt"
         self._before = segments.present()
         with self._log.open("wb") as log:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import IO
 
 from mpips.launch.afar import ANSWER
+from mpips.launch.folders import OwnFolder
 from mpips.launch.mpirun import environment
 
 # An ssh that asks for a password would wait for ever.
@@ -120,7 +121,7 @@ class Reach:
     ) -> None:
         self._folder = folder
         # Open MPI takes no path with a space in it.
-        self._own = tempfile.TemporaryDirectory(prefix="mpips-", ignore_cleanup_errors=True)
+        self._own = OwnFolder()
         self.agent = Path(self._own.name) / "agent"
         text = AS_SRUN if slurm and not words else AS_SSH
         command = shlex.join(words or (SRUN if slurm else SSH))

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from mpips.config.command_line import given_values
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
 from mpips.launch.fewer import changed_options, words_of
+from mpips.launch.folders import OwnFolder, remove_left
 from mpips.launch.hosts import Host, launcher_words
 from mpips.launch.mpirun import Running, default_launcher
 from mpips.launch.placement import Placement
@@ -111,8 +111,9 @@ def supervise(order: Order) -> int:
     if order.crew is not None and order.crew.slurm:
         slurm.remove_left(Path.cwd(), PREFIX, os.environ)
         prefix = slurm.folder_prefix(PREFIX, os.environ)
+    remove_left(parent)
     try:
-        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+        folder = OwnFolder(prefix, parent)
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None

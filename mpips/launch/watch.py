@@ -153,9 +153,11 @@ class Signs:
         """Read what was told since the last time."""
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
-            self.beats[path] = path.stat().st_mtime_ns
-            tail = self._tails.setdefault(path, Tail(path))
-            for line in map(json.loads, tail.lines(path)):
+            told: list[bytes] = []
+            with contextlib.suppress(FileNotFoundError):  # somebody clears temporary files
+                self.beats[path] = path.stat().st_mtime_ns
+                told.extend(self._tails.setdefault(path, Tail(path)).lines(path))
+            for line in map(json.loads, told):
                 if "run" in line:
                     begun.append(line)
                 elif "code" in line:
@@ -172,7 +174,7 @@ class Signs:
 
     def begin(self, terms: Terms) -> None:
         """Make the folder, for ranks that are about to start, which read these terms there."""
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         (self.folder / CURRENT).write_text(json.dumps(terms._asdict()))
 
     def end(self) -> None:
@@ -209,8 +211,10 @@ class Signs:
         return "".join(f"{_names(ranks)}:\n{text}" for text, ranks in texts.items())
 
     def _stacks(self, rank: Rank) -> str:
-        text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
-        return shown_stacks(text)
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.folder / f"{rank.name}{STACKS}").read_text(errors="replace")
+            return shown_stacks(text)
+        return ""
 
 
 def _names(ranks: Iterable[Rank]) -> str:

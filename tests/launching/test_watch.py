@@ -49,6 +49,20 @@ def rank(tmp_path: Path) -> Iterator[Path]:
         signs._files.pop().close()
 
 
+def test_a_folder_that_somebody_has_cleared(job: Signs, rank: Path) -> None:
+    """The job goes on as far as it can, and another attempt has its folder again."""
+    signs.begin(job.folder, "0")
+    (job.folder / f"1{signs.LINES}").symlink_to("gone")  # since the folder was listed
+    job.read()
+    shutil.rmtree(job.folder.parent)
+    job.read()
+    assert "does not answer" in job.ask_for_stacks(os.getpid(), 0.0)
+    job.end()
+    job = Signs(job.folder.parent / "2")
+    job.begin(Terms())
+    assert (job.folder / signs.CURRENT).is_file()
+
+
 def begin(
     job: Signs, out: Path, resume: str = "", log_every_s: float = 0.25, spares: Sequence[int] = ()
 ) -> None:

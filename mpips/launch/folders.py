@@ -1,0 +1,68 @@
+"""Temporary folders that tell whose they are: what a killed process has left is removed later."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+from mpips.cluster.process import GONE, STARTED, stat_of, trouble
+
+PREFIX = "mpips-"
+OWNER = "owner"  # a file that the process which made the folder holds a lock of
+
+
+class OwnFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder of this process, removed at the end or, if it is killed, by a later one.
+
+    Args:
+        prefix: How its name begins, with `PREFIX`.
+        parent: Where it is; by default with other temporary files.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+
+    def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
+        super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
+        self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._owner, fcntl.LOCK_EX)
+        pid = os.getpid()
+        json.dump([platform.node(), pid, int(stat_of(pid)[STARTED])], self._owner)
+        self._owner.flush()
+
+    def cleanup(self) -> None:
+        """Remove it; may be called twice."""
+        super().cleanup()
+        self._owner.close()
+
+
+def remove_left(parent: Path | None = None) -> None:
+    """Remove folders whose process of this host is gone, and leave all others alone.
+
+    Args:
+        parent: Where they are; by default with other temporary files.
+    """
+    for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{OWNER}"):
+        if _is_left(path):
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _is_left(owner: Path) -> bool:
+    """Whether the process that has written a file is one of this host, gone, and holds no lock.
+
+    It may be one of another container, whose processes are not seen, but its lock is.
+    """
+    try:
+        with open(owner, "r+") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid() or owner.parent.is_symlink():
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            host, pid, started = json.load(file)
+    except (OSError, ValueError, TypeError):
+        return False
+    return bool(host == platform.node() and trouble(int(pid), int(started)) == GONE)
