@@ -173,7 +173,10 @@ def _is_rank() -> bool:
     """Whether this process is a rank itself, and not a child of one."""
     if PMI_FD in os.environ:
         return _is_rank_of_hydra()
-    name = process.stat_of(os.getppid())[process.NAME]
+    try:
+        name = process.stat_of(os.getppid())[process.NAME]
+    except OSError:  # a parent outside of this container
+        return False
     return name.startswith(("prte", "orte", "slurmstepd"))
 
 
