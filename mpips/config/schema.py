@@ -47,9 +47,8 @@ class Config:
     seed: int = setting("run", 0, "seed of the initial parameters and of the order", ">= 0")
     quiet: bool = setting("run", False, "print errors only")
     eval_only: bool = setting(
-        "run", False, "evaluate what --resume or --init-from reads; with --out the result is in "
-        "evaluation.json there",
-    )  # fmt: skip
+        "run", False, "evaluate what --resume or --init-from reads; into evaluation.json of --out"
+    )
     init_from: str = setting(
         "run", "", "start a run from the parameters alone of this checkpoint, .npz or .safetensors "
         "file; unused on --resume", metavar="CHECKPOINT", unset="a random start",
