@@ -53,6 +53,7 @@ class FarReads(ABC):
         self._last = np.zeros((servers, 8), "i8")  # ... and after them
         self._out = np.zeros(0)
         self._coming: list[Request] = []
+        self._fetched = True  # since `begin`
         self._received = 0
 
     @property
@@ -74,7 +75,10 @@ class FarReads(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Get on; returns whether all that `fetch` asked for is here. Blocks: no."""
+        """Get on; returns whether all that `fetch` asked for is here. Blocks: no.
+
+        Between `begin` and `fetch` nothing is here, whatever came of the read before.
+        """
 
     def stamped(self) -> bool:
         """Whether the owners have said which versions they will send. Blocks: no."""
@@ -109,7 +113,7 @@ class GetReads(FarReads):
 
     def begin(self, out: np.ndarray) -> None:
         """Read the versions, which have to be known before the shards are read."""
-        self._out = out
+        self._out, self._fetched = out, False
         requests = self._headers(self._first)
         self._cluster.wait(lambda: all_done(requests), words.SHARD)
 
@@ -119,9 +123,12 @@ class GetReads(FarReads):
         found = [self._window.get(r, "params", out[shard.range]) for _, r, shard in self._owners]
         self._received += sum(out[shard.range].nbytes for *_, shard in self._owners)
         self._coming = [request for requests in found for request in requests]
+        self._fetched = True
 
     def advance(self) -> bool:
         """See `FarReads.advance`."""
+        if not self._fetched:
+            return False
         if self._checks is None and all_done(self._coming):
             self._checks = self._headers(self._last)
         return self._checks is not None and all_done(self._checks)
@@ -153,11 +160,12 @@ class ReplyReads(FarReads):
 
     def begin(self, out: np.ndarray) -> None:
         """See `FarReads.begin`: nothing is asked for yet."""
-        self._out, self._stamps = out, []
+        self._out, self._fetched, self._stamps = out, False, []
 
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
         self._coming, self._ends, self._stamps, out = [], [], [], self._out
+        self._fetched = True
         words.fetched()
         begin = self._cluster.arrays.begin_receive
         for server, rank, shard in self._owners:
@@ -182,7 +190,8 @@ class ReplyReads(FarReads):
         while self._packed and self._packed[0][0].Test():
             _, chunked, message, chunk = self._packed.popleft()
             chunked.unpack(message, chunk)
-        return not self._packed and all_done(self._ends) and all_done(self._coming)
+        ended = self._fetched and not self._packed
+        return ended and all_done(self._ends) and all_done(self._coming)
 
     def stamped(self) -> bool:
         """See `FarReads.stamped`."""

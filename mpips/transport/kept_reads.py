@@ -61,7 +61,7 @@ class KeptReads(ReplyReads):
     def fetch(self) -> None:
         """See `FarReads.fetch`."""
         words.fetched()
-        self._hurried = False
+        self._hurried, self._fetched = False, True
         self._asked = {server: self._ask(server, shard) for server, _, shard in self._owners}
 
     def _ask(self, server: int, shard: Shard) -> _Asked:
@@ -94,7 +94,7 @@ class KeptReads(ReplyReads):
                     chunked.unpack(message, chunk)
             elif self._serving(server) != asked.rank:
                 self._asked[server] = self._ask(server, shard)
-        return all(asked.here for asked in self._asked.values())
+        return self._fetched and all(asked.here for asked in self._asked.values())
 
     def hurry(self) -> None:
         """See `ReplyReads.hurry`."""

@@ -1,6 +1,7 @@
 """How far shards are read where nobody has said it."""
 
 import pytest
+from rig import Rig
 from verdict import check
 
 from mpips.bench.pushpull import Exchange
@@ -23,3 +24,22 @@ def test_nodes_of_one_host_read_by_reply_with_open_mpi(
     exchange.free()
     expected = "reply" if "Open MPI" in mpi_name() else "get"
     check(cluster.comm, way == expected, way)
+
+
+@pytest.mark.parametrize(("far", "share"), [("get", False), ("reply", False), ("get", True)])
+def test_a_read_is_not_here_before_it_is_asked_for(cluster: Cluster, far: str, share: bool) -> None:
+    """Nor where one before it has come whole."""
+    rig, early = Rig(cluster, 1003, 1, far=far, share=share), list[int]()
+    if rig.worker:
+        for k in range(3):
+            rig.puller.begin(rig.replica)
+            if rig.puller.looks_ahead and rig.puller.advance():
+                early.append(k)
+            rig.puller.fetch()
+            rig.puller.finish()
+        rig.finish()
+    else:
+        rig.serve(lambda push: None)
+    check(cluster.comm, not early, early)
+    cluster.barrier()
+    rig.free()
