@@ -8,11 +8,13 @@ Header words are touched by `publish` and `observe` (see `mpips.kernels`) and by
 """
 
 import contextlib
+import math
 import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -61,8 +63,9 @@ class Plan:
 
     fields: tuple[Field, ...]
 
-    def offsets(self) -> dict[str, tuple[int, Field]]:
-        """Return ``{name: (offset in bytes, field)}``."""
+    @cached_property
+    def offsets(self) -> Mapping[str, tuple[int, Field]]:
+        """``{name: (offset in bytes, field)}``; every Get looks there."""
         out, at = {}, 0
         for field in sorted(self.fields, key=lambda field: field.sparse):
             out[field.name] = (at, field)
@@ -174,9 +177,9 @@ class Window:
         `out` may be read when all the requests are complete, which needs the target to enter
         MPI (MPI-4.1, 12.7.3). Collective: no. Blocks: no.
         """
-        offset, field = self._plans[rank].offsets()[name]
+        offset, field = self._plans[rank].offsets[name]
         assert not field.sparse, f"{name} is not read from afar"
-        items = int(np.prod(field.shape, dtype=np.int64))
+        items = math.prod(field.shape)
         if begin < 0 or begin + out.size > items:  # MPICH reads past the end of a window silently
             raise IndexError(f"items {begin} to {begin + out.size} of {name}, which has {items}")
         assert self._far is not None, "get needs a job of several nodes"
@@ -252,7 +255,7 @@ def _aligned(memory: np.ndarray) -> np.ndarray:
 def _fields(plan: Plan, memory: np.ndarray) -> Mapping[str, np.ndarray]:
     return {
         name: memory[at : at + f.nbytes].view(f.dtype).reshape(f.shape)
-        for name, (at, f) in plan.offsets().items()
+        for name, (at, f) in plan.offsets.items()
     }
 
 

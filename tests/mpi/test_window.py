@@ -125,6 +125,26 @@ def test_get_reads_any_range_of_any_rank(
     window.free()
 
 
+@pytest.mark.world(max_size=4, min_nodes=2)
+def test_a_plan_is_laid_out_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    window, sized = Window(cluster, plans(cluster)), list[str]()
+    out, rank = np.zeros(3), (cluster.rank + 1) % cluster.world
+    for request in window.get(rank, "large", out):
+        cluster.wait_request(request)
+
+    def nbytes(field: Field) -> int:
+        sized.append(field.name)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Field, "nbytes", property(nbytes))
+        requests = window.get(rank, "large", out)
+    for request in requests:
+        cluster.wait_request(request)
+    check(cluster.comm, not sized, sized)
+    window.free()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.world(min_nodes=2)
 def test_get_refuses_what_is_outside_the_field(cluster: Cluster) -> None:

@@ -67,7 +67,7 @@ class Memory:
             name: np.frombuffer(
                 buffer, field.dtype, int(np.prod(field.shape)), at
             ).reshape(field.shape)
-            for name, (at, field) in plan.offsets().items()
+            for name, (at, field) in plan.offsets.items()
         }  # fmt: skip
 
     def view(self, rank: int, name: str) -> np.ndarray:
