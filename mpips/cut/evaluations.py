@@ -220,7 +220,10 @@ class Evaluations:
         if not self.link.living and (c.patience or c.target_accuracy):
             asks = "patience" if c.patience else "target_accuracy"
             raise Lost(f"{who}, and {asks} is given", "an evaluator", "--resume goes on")
-        left = "the others evaluate its share" if self.link.living else "nobody evaluates from now"
+        left = "the others evaluate its share"
+        if not self.link.living:
+            best = ", and the best checkpoint is no longer kept" if c.keep_best else ""
+            left = f"nothing is evaluated any more{best}"
         self._log.warn(f"{who}; {left}")
         self._log.event("lost", None, rank=rank, evaluator=number)
         if self._answers is not None:

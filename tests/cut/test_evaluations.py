@@ -6,6 +6,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from mpips.checkpoint.files import step_folder
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.config.validation import validate
-from mpips.cut.evaluations import Standing
+from mpips.cut.evaluations import Evaluations, Standing
 from mpips.datasets import iterate, open_dataset
 from mpips.errors import UserError
 from mpips.problems import load_problem
@@ -123,6 +124,25 @@ def test_the_curve_is_that_of_the_checkpoints(runs: Plan, name: str) -> None:
     assert summary(out)["best_step"] == lowest["step"]
     assert summary(out)["best_loss"] == lowest["loss"]
     assert (out / "best").is_symlink() == ("--keep-best" in MODES[name][1])
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_the_loss_of_the_last_evaluator_is_told_at_once(keep_best: bool) -> None:
+    """With no evaluation under way, too."""
+    told, given_up = list[str](), set[int]()
+    link: Any = SimpleNamespace(
+        evaluators=(3,), living=(), given_up=given_up, give_up=given_up.add,
+        spare=lambda ranks: None, send=lambda *message: None, poll=lambda: [(3, "lost", None)],
+    )  # fmt: skip
+    config = Config(evaluators=1, keep_best=keep_best)
+    handout = SimpleNamespace(epochs_done=0.0)
+    job: Any = SimpleNamespace(checkpoint=None, config=config, handout=lambda: handout)
+    log: Any = SimpleNamespace(warn=told.append, event=lambda *args, **fields: None)
+    evaluations = Evaluations(job, link, log)
+    assert evaluations.poll() == ""
+    assert evaluations.poll() == ""
+    best = ", and the best checkpoint is no longer kept" if keep_best else ""
+    assert told == [f"evaluator 0 (rank 3) has died; nothing is evaluated any more{best}"]
 
 
 @pytest.mark.launch

@@ -360,7 +360,7 @@ def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) 
 def test_evaluators_and_others_that_die_are_left_out(tmp_path: Path) -> None:
     """Of each kind one, and an evaluator that is stopped: nothing starts again, all counts once."""
     out, more = tmp_path / "out", ("--evaluators", "2", "--eval-every", "1", "--servers", "2")
-    words = counting_words(tmp_path, 60, *more, "--trace")
+    words = counting_words(tmp_path, 60, *more, "--trace", "--keep-best")
     with Supervised(tmp_path, 7, words, "--timeout", "12") as job:
         _, server, *_, worker, first, second = job.wait_for_training(out, 1)
         os.kill(worker, signal.SIGKILL)
@@ -372,7 +372,8 @@ def test_evaluators_and_others_that_die_are_left_out(tmp_path: Path) -> None:
         os.kill(second, signal.SIGSTOP)
         told = job.wait(0)
     assert told.count("is stopped: ending it") == 1
-    assert "rank 6) has died; nobody evaluates from now" in told
+    lost_all = "nothing is evaluated any more, and the best checkpoint is no longer kept"
+    assert f"rank 6) has died; {lost_all}" in told
     assert "starting again" not in told
     assert_counts(final(out), N, 60)
     assert summary(out)["lost"] == [1, 4, 5, 6]
