@@ -10,7 +10,7 @@ from typing import Any
 
 from mpips.bench import jobs
 from mpips.bench.catalogue import Catalogue, Measure
-from mpips.bench.measure import Options, Row, aims_for, table
+from mpips.bench.measure import Options, Row, aims_for, say_rows, table
 from mpips.errors import UserError
 from mpips.session.metrics import write_json
 
@@ -19,7 +19,7 @@ Part = tuple[str, Callable[[], list[Row]]]
 
 
 def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
-    """Take measures one after the other; a line each to stderr, and the table at the end.
+    """Take measures one after the other; rows to stderr as they come, and the table at the end.
 
     Args:
         measures: All that there are.
@@ -39,13 +39,15 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     rows: list[Row] = []
     for label, part in _parts(chosen, options):
         start = time.perf_counter()
-        outcome = ""
+        outcome, found = "", list[Row]()
         try:
-            rows += aims_for(options, part())
+            found = aims_for(options, part())
         except (jobs.Failed, UserError) as error:
             report["failed"].append(label)
             outcome = f", failed: {error}"
+        rows += found
         _say(f"{label}: {time.perf_counter() - start:.1f} s{outcome}")
+        say_rows(found)
         report["rows"] = [row.to_json() for row in rows]
         if path:
             write_json(path, report)

@@ -78,13 +78,18 @@ def among(cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], T]) 
 def _between(cluster: Cluster, options: Options) -> tuple[list[Row], float]:
     """Measure between two ranks; returns rows, and TCP's rate in bytes a second."""
     link = Link(cluster)
-    rows = []
+    rows = list[Row]()
+
+    def add(found: list[Row]) -> None:
+        rows.extend(found)
+        options.tell(found)
+
     for size in options.pick(SIZES, QUICK):
         found, rate = _transfers(cluster, link, size, options)
-        rows += found
+        add(found)
         if size >= 1 << 20 or options.quick:
-            rows += _overlap(cluster, size, options, rate)
-    rows.append(_latency(cluster))
+            add(_overlap(cluster, size, options, rate))
+    add([_latency(cluster)])
     link.close()
     return rows, rate
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,11 +22,13 @@ class Options:
         repeats: Times that each side is measured, in turn.
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
         sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
+        tell: Takes the first of a measure's rows as they come, where it takes long.
     """
 
     repeats: int = 5
     quick: bool = False
     sizes: tuple[int, ...] = ()
+    tell: Callable[[Sequence["Row"]], None] = lambda rows: None
 
     def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         """Return the sizes to measure at: those asked for, or the measure's own."""
@@ -120,12 +123,19 @@ def significant(value: float, digits: int = 3) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, one line each."""
     head = ("measure", "case", "mpips", "beside it", "", "ratio", "aim")
-    cells = [head]
+    return aligned([head, *map(_cells, rows)], (2, 3, 5))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    aim = "" if row.reach is None else f"{row.reach:.3g} {'ok' if row.reached else 'MISSED'}"
+    mine, other = (f"{significant(v)} {row.unit}" for v in (row.value, row.other))
+    return row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", aim
+
+
+def say_rows(rows: Sequence[Row]) -> None:
+    """Print rows to stderr as they come; `table` has them all at the end."""
     for row in rows:
-        aim = "" if row.reach is None else f"{row.reach:.3g} {'ok' if row.reached else 'MISSED'}"
-        mine, other = (f"{significant(v)} {row.unit}" for v in (row.value, row.other))
-        cells.append((row.measure, row.case, mine, other, row.beside, f"{row.ratio:.2f}", aim))
-    return aligned(cells, (2, 3, 5))
+        print(f"  {'  '.join(filter(None, _cells(row)))}", file=sys.stderr, flush=True)
 
 
 def aligned(cells: Sequence[Sequence[str]], right: Collection[int]) -> str:

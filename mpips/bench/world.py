@@ -3,11 +3,12 @@
 import datetime
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mpips.bench.catalogue import Catalogue
-from mpips.bench.measure import Options, Row, aims_for, table
+from mpips.bench.measure import Options, Row, aims_for, say_rows, table
 from mpips.cluster import ending
 from mpips.cluster.agreement import Agreed, everywhere, together
 from mpips.cluster.library import check_world, mpi_name
@@ -55,8 +56,17 @@ def _measure(
     size = ranks.world, ranks.nodes
     chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
     rows: list[Row] = []
+
+    def tell(more: Sequence[Row]) -> None:
+        found = aims_for(options, more)
+        rows.extend(found)
+        if ranks.rank == 0:
+            say_rows(found)
+
     for measure in chosen:
-        rows += aims_for(options, measure.run(ranks, options))
+        before = len(rows)
+        found = measure.run(ranks, replace(options, tell=tell))
+        tell(found[len(rows) - before :])  # those that it has not told itself
     if ranks.rank == 0:
         if path:
             write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})
