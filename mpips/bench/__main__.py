@@ -38,7 +38,7 @@ def make_common_parser(package: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
     add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
-    add("--repeats", type=int, default=5, metavar="N", help="repeats of each side [default: 5]")
+    add("--repeats", type=int, metavar="N", help="repeats of each side [default: 5, of --quick 1]")
     add("--sizes", default="", metavar="N,N,...", help="bytes of the parameters, where sizes vary")
     add("--json", type=Path, metavar="FILE", help="also write the rows, and the machine's facts")
     add("--list", action="store_true", help="show the measures, and end")
@@ -69,6 +69,8 @@ def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Option
         UserError: If one is illegal.
     """
     measures.choose(args.measures)
+    if args.repeats is None:
+        args.repeats = 1 if args.quick else Options.repeats
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}", "an integer >= 1")
     words = args.sizes.split(",") if args.sizes else []

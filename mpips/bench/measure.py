@@ -34,6 +34,11 @@ class Options:
         """Return the sizes to measure at: those asked for, or the measure's own."""
         return self.sizes or (quick if self.quick else normal)
 
+    def times(self, bounds: tuple[int, int], wanted: int) -> int:
+        """Return how often to do something in one repeat: as wanted within bounds, or a tenth."""
+        least, most = bounds
+        return max(least, min(most, wanted) // (10 if self.quick else 1))
+
 
 @dataclass(frozen=True)
 class Row:

@@ -150,8 +150,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 def _at(cluster: Cluster, size: int, options: Options) -> Row:
     exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
-    least, most = STEPS
-    steps = max(least, min(most, WORK_BYTES // size))
+    steps = options.times(STEPS, WORK_BYTES // size)
 
     def side(of: Callable[[int], None]) -> Callable[[], None]:
         return lambda: of(steps)
@@ -189,8 +188,7 @@ def with_and_without(
 
     Collective: yes.
     """
-    least, most = bounds
-    steps = max(least, min(most, WITH_BYTES // size))
+    steps = options.times(bounds, WITH_BYTES // size)
 
     def side(within: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
         def work() -> None:

@@ -53,8 +53,7 @@ class Rounds:
 def _at(cluster: Cluster, size: int, options: Options) -> Row:
     rounds = Rounds(cluster, size)
     params, grad = rounds.round.replica.copy(), rounds.round.grad.copy()
-    least, most = ROUNDS
-    count = max(least, min(most, WORK_BYTES // size))
+    count = options.times(ROUNDS, WORK_BYTES // size)
 
     def plain() -> None:
         for _ in range(count):

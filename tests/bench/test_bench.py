@@ -241,6 +241,18 @@ def driver(
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "repeats"), [((), 5), (("--quick",), 1), (("--quick", "--repeats", "3"), 3)]
+)
+def test_a_quick_run_takes_each_side_once(words: tuple[str, ...], repeats: int) -> None:
+    assert read_options(make_parser().parse_args(words)).repeats == repeats
+
+
+def test_a_quick_repeat_is_a_tenth() -> None:
+    assert [Options().times((3, 100), wanted) for wanted in (1, 50, 900)] == [3, 50, 100]
+    assert [Options(quick=True).times((3, 100), n) for n in (1, 50, 900)] == [3, 5, 10]
+
+
 def test_list(tmp_path: Path) -> None:
     done = driver("--list", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -471,7 +483,7 @@ def test_rows_of_two_workers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = check_rows(tmp_path / "rows.json", {"rows", "row growth"})
     beside = [row for row in found if row["beside"] == "2 plain loops, SGD"]
-    assert [row["measure"] for row in beside] == ["rows"] * 2 + ["row growth"] * 4
+    assert [row["measure"] for row in beside] == ["rows"] + ["row growth"] * 4
     assert [row["case"] for row in beside if "2 servers" in row["case"]] == [
         "8,192 x 32 floats of 0.01 M rows, Zipf 1.05, 2 servers, 2 workers"
     ]
