@@ -44,7 +44,7 @@ COMMUNICATORS = {"comm", "world", "node", "leaders", "owners", "workers", "serve
 
 LOGIN_NODE = """
 errors layout layout.roles config config.validation config.jobfile config.jobs optim
-kernels.atomics kernels.barrier kernels.vectors kernels.update_rules kernels.compensation
+kernels.atomics kernels.barrier kernels.vectors kernels.rule_loops kernels.compensation
 problems problems.evaluation problems.gradient_check datasets datasets.loader datasets.order
 datasets.ledger checkpoint checkpoint.__main__ cluster.segments cluster.signals planning.needs
 planning.memory launch.mpirun launch.job launch.supervise session.metrics train __main__ results
@@ -292,7 +292,7 @@ RECEIVERS = {
     "Clocks",
     "has_arrived",
     "find_ahead",
-    "keeping",
+    "Undo",
     "_Reply",
     "append",
 }

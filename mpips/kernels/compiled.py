@@ -87,12 +87,16 @@ class Kernel:
             arrays, `int`, `float` or `numpy.uint64`. It may raise before it writes anything.
         fastmath: LLVM's flags for its arithmetic.
         quick: Whether it takes less time than to let the GIL go.
+        inlined: Whether it is compiled into each loop that calls it.
     """
 
-    def __init__(self, function: FunctionType, fastmath: frozenset[str], quick: bool) -> None:
+    def __init__(
+        self, function: FunctionType, fastmath: frozenset[str], quick: bool, inlined: bool = False
+    ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
         self.function, self.fastmath, self.quick = function, fastmath, quick
+        self.inlined = inlined
         self.kinds = [v for k, v in function.__annotations__.items() if k != "return"]
         self.variants: dict[Key, Any] = {}
         self._entry: Callable[..., Any] = self._call_new
@@ -331,10 +335,18 @@ def _source(name: str) -> bytes:
     return Path(name).read_bytes() if os.path.exists(name) else b""
 
 
+@functools.cache
+def _code(loop: Kernel) -> bytes:
+    """Return what the machine code of all variants of a loop depends on, and of what it calls."""
+    code, names = loop.function.__code__, loop.function.__globals__
+    called = [names[name] for name in code.co_names if isinstance(names.get(name), Kernel)]
+    options = sorted(loop.fastmath), loop.quick, loop.inlined, code.co_consts, code.co_names
+    parts = _source(code.co_filename), code.co_code, str(options).encode(), *map(_code, called)
+    return hashlib.blake2b(b"".join(parts)).digest()
+
+
 def _digest(loop: Kernel, key: Key) -> str:
-    code = loop.function.__code__
-    options = f"{key} {sorted(loop.fastmath)} {loop.quick} {code.co_consts} {code.co_names}"
-    parts = (_machine(), _source(code.co_filename), code.co_code, options.encode())
+    parts = (_machine(), _code(loop), str(key).encode())
     return hashlib.blake2b(b"".join(parts), digest_size=DIGEST_BYTES).hexdigest()
 
 

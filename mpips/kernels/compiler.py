@@ -173,6 +173,7 @@ def _jit(loop: Kernel) -> Any:
     # Without numba's runtime nothing is counted, and code may be loaded where numba is not.
     options: Any = {"error_model": "numpy", "_nrt": False, "fastmath": set(loop.fastmath)}
     options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options["forceinline"] = loop.inlined
     return njit(**options)
 
 

@@ -1,130 +1,90 @@
-"""Update rules, each one fused loop; the equations stand in `mpips.optim.rules`.
+"""Steps of the update rules: each rule's equation for one element.
 
-A loop takes the vectors, and then every scalar by itself: loops take no tuple and no object, and a
-scalar that is computed once in float64 is not computed for each element.
+A step takes a parameter, its gradient and the element of each state vector, then ``/``, then the
+rates, which are the same for all elements. It returns the new parameter and the new state elements
+as a tuple. `mpips.kernels.rule_loops` makes the loops; there the rates have the vectors' dtype, so
+that no operand turns float32 into float64.
 
-Scalars come as float64 and are rounded to the vectors' dtype here, since one float64 operand
-would turn the whole loop into float64. Weight decay is tested for zero so that an infinite
-parameter without decay does not become NaN; LLVM makes a mask of the test.
+`mpips.optim.rules` and `mpips.optim.row_rules` have the equations. Three functions at the end
+compute the rates of one row from the numbers of a rule of rows.
 """
 
 import math
 
 from mpips.kernels.compiled import Vector, kernel
+from mpips.kernels.rule_loops import step
+
+Rates = tuple[float, ...]
 
 
-@kernel()
-def sgd(params: Vector, grad: Vector, lr: float, weight_decay: float) -> None:
-    """Apply `mpips.optim.rules.Sgd` in place."""
-    if params.size != grad.size:
-        raise ValueError("sgd: vectors of one length are expected")
-    real = params.dtype.type
-    lr, decay = real(lr), real(weight_decay)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + decay * w if decay != 0 else grad[i]
-        params[i] = w - lr * g
+@step
+def decayed(g: float, w: float, decay: float) -> float:
+    """Add weight decay to a gradient.
+
+    Decay is tested for zero so that an infinite parameter without decay does not become NaN; LLVM
+    makes a mask of the test.
+    """
+    return g + decay * w if decay != 0 else g
 
 
-@kernel()
+@step
+def sgd(w: float, g: float, /, lr: float, decay: float) -> tuple[float]:
+    """Apply `mpips.optim.rules.Sgd`."""
+    return (w - lr * decayed(g, w, decay),)
+
+
+@step
 def momentum(
-    params: Vector, grad: Vector, velocity: Vector, lr: float, mu: float, weight_decay: float
-) -> None:
-    """Apply `mpips.optim.rules.Momentum` in place."""
-    if params.size != grad.size or params.size != velocity.size:
-        raise ValueError("momentum: vectors of one length are expected")
-    real = params.dtype.type
-    lr, mu, decay = real(lr), real(mu), real(weight_decay)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + decay * w if decay != 0 else grad[i]
-        v = mu * velocity[i] + g
-        velocity[i] = v
-        params[i] = w - lr * v
+    w: float, g: float, v: float, /, lr: float, mu: float, decay: float
+) -> tuple[float, float]:
+    """Apply `mpips.optim.rules.Momentum`."""
+    v = mu * v + decayed(g, w, decay)
+    return w - lr * v, v
 
 
-@kernel()
+@step
 def nesterov(
-    params: Vector, grad: Vector, velocity: Vector, lr: float, mu: float, weight_decay: float
-) -> None:
-    """Apply `mpips.optim.rules.Nesterov` in place."""
-    if params.size != grad.size or params.size != velocity.size:
-        raise ValueError("nesterov: vectors of one length are expected")
-    real = params.dtype.type
-    lr, mu, decay = real(lr), real(mu), real(weight_decay)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + decay * w if decay != 0 else grad[i]
-        v = mu * velocity[i] + g
-        velocity[i] = v
-        params[i] = w - lr * (g + mu * v)
+    w: float, g: float, v: float, /, lr: float, mu: float, decay: float
+) -> tuple[float, float]:
+    """Apply `mpips.optim.rules.Nesterov`."""
+    g = decayed(g, w, decay)
+    v = mu * v + g
+    return w - lr * (g + mu * v), v
 
 
-@kernel()
+@step
 def adagrad(
-    params: Vector, grad: Vector, total: Vector, lr: float, eps: float, weight_decay: float
-) -> None:
-    """Apply `mpips.optim.rules.Adagrad` in place."""
-    if params.size != grad.size or params.size != total.size:
-        raise ValueError("adagrad: vectors of one length are expected")
-    real = params.dtype.type
-    lr, eps, decay = real(lr), real(eps), real(weight_decay)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + decay * w if decay != 0 else grad[i]
-        s = total[i] + g * g
-        total[i] = s
-        params[i] = w - lr * g / (math.sqrt(s) + eps)
+    w: float, g: float, total: float, /, lr: float, eps: float, decay: float
+) -> tuple[float, float]:
+    """Apply `mpips.optim.rules.Adagrad`."""
+    g = decayed(g, w, decay)
+    total = total + g * g
+    return w - lr * g / (math.sqrt(total) + eps), total
 
 
-@kernel()
+@step
 def rmsprop(
-    params: Vector,
-    grad: Vector,
-    square: Vector,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Apply `mpips.optim.rules.RMSProp` in place."""
-    if params.size != grad.size or params.size != square.size:
-        raise ValueError("rmsprop: vectors of one length are expected")
-    real = params.dtype.type
-    lr, rho, rest = real(lr), real(rho), real(one_minus_rho)
-    eps, decay = real(eps), real(weight_decay)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + decay * w if decay != 0 else grad[i]
-        s = rho * square[i] + rest * g * g
-        square[i] = s
-        params[i] = w - lr * g / (math.sqrt(s) + eps)
+    w: float, g: float, square: float, /, lr: float, rho: float, rest: float, eps: float,
+    decay: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.RMSProp`; `rest` is ``1 - rho``, computed in float64."""
+    g = decayed(g, w, decay)
+    square = rho * square + rest * g * g
+    return w - lr * g / (math.sqrt(square) + eps), square
 
 
-@kernel()
+@step
 def adam(
-    params: Vector,
-    grad: Vector,
-    m: Vector,
-    v: Vector,
-    beta1: float,
-    beta2: float,
-    rest1: float,
-    rest2: float,
-    rate: float,
-    root: float,
-    eps: float,
-    coupled: float,
-    decoupled: float,
-) -> None:
-    """Apply `mpips.optim.rules.Adam` or `mpips.optim.rules.AdamW` in place.
+    w: float, g: float, m: float, v: float, /, beta1: float, beta2: float, rest1: float,
+    rest2: float, rate: float, root: float, eps: float, coupled: float, decoupled: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Apply `mpips.optim.rules.Adam` or `mpips.optim.rules.AdamW`.
 
-    It takes 13 arguments since a loop takes neither tuple nor object: every scalar stands alone.
+    It takes 13 arguments since a step takes no object: every rate stands alone.
 
     Args:
-        params: Parameters w.
-        grad: Gradient g.
+        w: Parameter.
+        g: Gradient.
         m: First moment.
         v: Second moment.
         beta1: Decay rate of m.
@@ -137,58 +97,105 @@ def adam(
         coupled: Weight decay added to the gradient (Adam).
         decoupled: ``lr * weight_decay``, subtracted from the parameter (AdamW).
     """
-    if params.size != grad.size or params.size != m.size or params.size != v.size:
-        raise ValueError("adam: vectors of one length are expected")
-    real = params.dtype.type
-    beta1, beta2, rest1, rest2 = real(beta1), real(beta2), real(rest1), real(rest2)
-    rate, root, eps = real(rate), real(root), real(eps)
-    coupled, decoupled = real(coupled), real(decoupled)
-    for i in range(params.size):
-        w = params[i]
-        g = grad[i] + coupled * w if coupled != 0 else grad[i]
-        first = beta1 * m[i] + rest1 * g
-        second = beta2 * v[i] + rest2 * g * g
-        m[i] = first
-        v[i] = second
-        change = rate * first / (math.sqrt(second) * root + eps)
-        # One subtraction from w: rounding (1 - lr * weight_decay) to float32 first would change
-        # the decay by a per cent.
-        params[i] = w - (change + decoupled * w if decoupled != 0 else change)
+    g = decayed(g, w, coupled)
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    change = rate * m / (math.sqrt(v) * root + eps)
+    # One subtraction from w: rounding (1 - lr * weight_decay) to float32 first would change the
+    # decay by a per cent.
+    return w - decayed(change, w, decoupled), m, v
 
 
-@kernel()
+@step
+def ftrl(
+    w: float, g: float, z: float, n: float, /, lr: float, beta: float, l1: float, l2: float
+) -> tuple[float, float, float]:
+    """Apply `mpips.optim.row_rules.Ftrl`."""
+    new = n + g * g
+    z = z + g - (math.sqrt(new) - math.sqrt(n)) / lr * w
+    found = (math.copysign(l1, z) - z) / ((beta + math.sqrt(new)) / lr + l2)
+    return type(w)(0) if abs(z) <= l1 else found, z, new
+
+
+@step
 def slow_momentum(
-    params: Vector,
-    mean: Vector,
-    velocity: Vector,
-    of_params: float,
-    of_mean: float,
-    beta: float,
-    of_change: float,
-    of_velocity: float,
-) -> None:
-    """Apply `mpips.rounds.averaging.SlowMomentum` in place."""
-    if params.size != mean.size or params.size != velocity.size:
-        raise ValueError("slow_momentum: vectors of one length are expected")
-    of_params, of_mean = params.dtype.type(of_params), params.dtype.type(of_mean)
-    beta = params.dtype.type(beta)
-    of_change, of_velocity = params.dtype.type(of_change), params.dtype.type(of_velocity)
-    for i in range(params.size):
-        w = params[i]
-        d = of_params * w - of_mean * mean[i]
-        v = beta * velocity[i] + d
-        velocity[i] = v
-        params[i] = w - (of_change * d + of_velocity * v)
+    w: float, mean: float, v: float, /, of_params: float, of_mean: float, beta: float,
+    of_change: float, of_velocity: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Apply `mpips.rounds.averaging.SlowMomentum`."""
+    d = of_params * w - of_mean * mean
+    v = beta * v + d
+    return w - (of_change * d + of_velocity * v), v
 
 
-@kernel()
-def elastic(params: Vector, centre: Vector, change: Vector, rate: float) -> None:
-    """Set ``change = rate * (params - centre)`` and subtract it from `params`."""
-    if params.size != centre.size or params.size != change.size:
-        raise ValueError("elastic: vectors of one length are expected")
-    rate = params.dtype.type(rate)
-    for i in range(params.size):
-        x = params[i]
-        d = rate * (x - centre[i])
-        change[i] = d
-        params[i] = x - d
+@step
+def elastic(x: float, centre: float, change: float, /, rate: float) -> tuple[float, float]:
+    """Set ``change = rate * (x - centre)`` and subtract it from `x`."""
+    change = rate * (x - centre)
+    return x - change, change
+
+
+# Rates of one row ------------------------------------------------------------------------------
+
+
+@kernel("reassoc", "contract")
+def sum_of_squares(x: Vector, y: Vector, decay: float) -> float:
+    """Return the sum of the squares of ``x + decay y``."""
+    total = x.dtype.type(0)
+    for j in range(x.size):
+        g = x[j] + x.dtype.type(decay) * y[j] if decay != 0 else x[j]
+        total += g * g
+    return total
+
+
+@kernel(quick=True)
+def power(base: float, exponent: int) -> float:
+    """Return a number from 0 to 1 to the power of a whole one."""
+    result = 1.0
+    while exponent > 0 and result > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+@step
+def row_adagrad(
+    line: Vector, grad: Vector, fresh: bool, lr: float, eps: float, decay: float
+) -> Rates:
+    """Add to the sum of `mpips.optim.row_rules.RowAdagrad`; returns rates of `sgd`."""
+    real, dim = line.dtype.type, grad.size
+    total = real(line[dim] + sum_of_squares(grad, line[:dim], decay) / real(dim))
+    line[dim] = total
+    return real(real(lr) / (math.sqrt(total) + real(eps))), real(decay)
+
+
+@step
+def row_adam(
+    line: Vector, grad: Vector, fresh: bool, lr: float, beta1: float, beta2: float, eps: float,
+    decay: float,
+) -> Rates:  # fmt: skip
+    """Count an update of `mpips.optim.row_rules.LazyAdam`; returns rates of `adam`."""
+    real, dim = line.dtype.type, grad.size
+    line[3 * dim] += real(1)
+    t = int(line[3 * dim])
+    return (
+        real(beta1), real(beta2), real(1 - beta1), real(1 - beta2),
+        real(lr / (1 - power(beta1, t))), real(1 / math.sqrt(1 - power(beta2, t))),
+        real(eps), real(decay), real(0),
+    )  # fmt: skip
+
+
+@step
+def row_ftrl(
+    line: Vector, grad: Vector, fresh: bool, lr: float, beta: float, l1: float, l2: float
+) -> Rates:
+    """Set z of a fresh row to that of its parameters; returns rates of `ftrl`."""
+    real, dim = line.dtype.type, grad.size
+    lr, beta, l1, l2 = real(lr), real(beta), real(l1), real(l2)
+    if fresh:
+        for j in range(dim):
+            size = abs(line[j]) * (beta / lr + l2) + l1
+            line[dim + j] = real(0) if line[j] == 0 else -math.copysign(size, line[j])
+    return lr, beta, l1, l2

@@ -13,7 +13,9 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from mpips.errors import UserError, unknown
-from mpips.kernels import row_rules
+from mpips.kernels import update_rules
+from mpips.kernels.compiled import Kernel
+from mpips.kernels.rule_loops import by_rows
 
 SHARES = ("beta1", "beta2")  # hyperparameters below 1
 POSITIVE = ("lr", "beta", "eps")  # and above 0: a row is divided by them
@@ -31,12 +33,16 @@ class RowRule(ABC):
     """One update rule of rows with its hyperparameters.
 
     Attributes:
-        name: Its name in checkpoints, and that of its loop in `mpips.kernels.row_rules`.
+        name: Its name in checkpoints.
+        kernel: Its step in `mpips.kernels.update_rules`.
+        row_rates: What makes the rates of a row's step of `numbers`, if anything does.
         default_lr: Its rate where none is given.
         lr: The rate that is given, or None.
     """
 
     name: ClassVar[str]
+    kernel: ClassVar[Kernel]
+    row_rates: ClassVar[Kernel | None] = None
     default_lr: ClassVar[float]
 
     lr: float | None = None
@@ -65,9 +71,8 @@ class RowRule(ABC):
 
     @cached_property
     def loop(self) -> Callable[..., None]:
-        """The loop: see `mpips.kernels.row_rules`."""
-        loop: Callable[..., None] = getattr(row_rules, self.name)
-        return loop
+        """The loop: see `mpips.kernels.rule_loops.by_rows`."""
+        return by_rows(self.kernel, self.row_rates)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Sgd(RowRule):
     """Stochastic gradient descent: ``w -= lr g``."""
 
     name = "sgd"
+    kernel = update_rules.sgd
     default_lr = 0.1
     weight_decay: float = 0.0
 
@@ -95,6 +101,7 @@ class Adagrad(RowRule):
     """
 
     name = "adagrad"
+    kernel = update_rules.adagrad
     default_lr = 0.02
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -116,6 +123,7 @@ class RowAdagrad(Adagrad):
     """
 
     name = "row_adagrad"
+    kernel, row_rates = update_rules.sgd, update_rules.row_adagrad
 
     def slots(self, dim: int) -> tuple[tuple[str, int], ...]:
         """See `RowRule.slots`."""
@@ -133,6 +141,7 @@ class LazyAdam(RowRule):
     """
 
     name = "adam"
+    kernel, row_rates = update_rules.adam, update_rules.row_adam
     default_lr = 0.002
     beta1: float = 0.9
     beta2: float = 0.999
@@ -168,6 +177,7 @@ class Ftrl(RowRule):
     """
 
     name = "ftrl"
+    kernel, row_rates = update_rules.ftrl, update_rules.row_ftrl
     default_lr = 0.1
     beta: float = 1.0
     l1: float = 0.0

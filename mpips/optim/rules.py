@@ -16,7 +16,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from mpips.errors import UserError, unknown
-from mpips.kernels import summed_rules, update_rules
+from mpips.kernels import update_rules
+from mpips.kernels.compiled import Kernel
+from mpips.kernels.rule_loops import Undo, dense, summed, undoable
 from mpips.kernels.vectors import sum_rows
 
 Slots = tuple[np.ndarray, ...]
@@ -79,9 +81,8 @@ class Rule(ABC):
     Attributes:
         name: Name on the command line and in checkpoints.
         slots: Names of the rule's state vectors, each of the parameters' shape and dtype.
-        kernel: Name of the rule's loop in `mpips.kernels.update_rules`, which takes parameters,
-            gradient, slots, and then `scalars`. `mpips.kernels.summed_rules` may have one of that
-            name.
+        kernel: The rule's step in `mpips.kernels.update_rules`, whose state vectors are the slots
+            and whose rates are `scalars`; None for a rule without loops.
         weight_decay: Factor of w that is added to the gradient.
         before: Updates that the slots held when the run began: see `RuleState`.
         ranges: Where settings differ, the whole vector cut by them (`mpips.optim.groups`); then
@@ -90,7 +91,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
-    kernel: ClassVar[str]
+    kernel: ClassVar[Kernel | None]
 
     weight_decay: float = 0.0
     before: int = field(default=0, kw_only=True)
@@ -132,7 +133,7 @@ class Rule(ABC):
         Raises:
             ValueError: If the vectors differ in length.
         """
-        self._loop(params, grad, *slots, *self.scalars(step, lr))
+        self.loop(params, grad, *slots, *self.scalars(step, lr))
 
     def apply_sum(self, params: np.ndarray, grad: Sum, slots: Slots, step: int, lr: float) -> None:
         """Make one update, as `apply` does, by a gradient that is summed in the same pass.
@@ -145,9 +146,9 @@ class Rule(ABC):
             lr: Likewise.
         """
         rows, weights, begin, room = grad
-        if self._summed_loop is not None:
+        if self.kernel is not None:
             scalars = np.array(self.scalars(step, lr))
-            self._summed_loop(params, *slots, rows, weights, begin, room, scalars)
+            summed(self.kernel)(params, *slots, rows, weights, begin, room, scalars)
             return
         for at in range(0, params.size, room.size):
             block = slice(at, at + room.size)
@@ -155,14 +156,18 @@ class Rule(ABC):
             sum_rows(rows, weights, begin + at, part)
             self.apply(params[block], part, tuple(slot[block] for slot in slots), step, lr)
 
-    @cached_property
-    def _loop(self) -> Callable[..., None]:
-        loop: Callable[..., None] = getattr(update_rules, self.kernel)
-        return loop
+    def apply_undoable(
+        self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo
+    ) -> None:
+        """Make one update, as `apply` does; before each piece its old values are kept."""
+        assert self.kernel is not None, "a rule without loops"
+        undoable(self.kernel)(params, *slots, grad, np.array(self.scalars(step, lr)), *undo)
 
     @cached_property
-    def _summed_loop(self) -> Callable[..., None] | None:
-        return getattr(summed_rules, self.kernel, None) if self.kernel else None
+    def loop(self) -> Callable[..., None]:
+        """The loop of `apply`."""
+        assert self.kernel is not None, "a rule without loops"
+        return dense(self.kernel)
 
     @abstractmethod
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
@@ -177,7 +182,7 @@ class Sgd(Rule):
     """
 
     name = "sgd"
-    kernel = "sgd"
+    kernel = update_rules.sgd
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return what the kernel takes; see `Rule.scalars`."""
@@ -197,7 +202,7 @@ class Momentum(Rule):
 
     name = "momentum"
     slots = ("velocity",)
-    kernel = "momentum"
+    kernel = update_rules.momentum
 
     momentum: float = 0.9
 
@@ -219,7 +224,7 @@ class Nesterov(Momentum):
     """
 
     name = "nesterov"
-    kernel = "nesterov"
+    kernel = update_rules.nesterov
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,7 @@ class Adagrad(Rule):
 
     name = "adagrad"
     slots = ("sum",)
-    kernel = "adagrad"
+    kernel = update_rules.adagrad
 
     eps: float = 1e-8
 
@@ -257,7 +262,7 @@ class RMSProp(Rule):
 
     name = "rmsprop"
     slots = ("square",)
-    kernel = "rmsprop"
+    kernel = update_rules.rmsprop
 
     decay: float = 0.9
     eps: float = 1e-8
@@ -284,7 +289,7 @@ class Adam(Rule):
 
     name = "adam"
     slots = ("m", "v")
-    kernel = "adam"
+    kernel = update_rules.adam
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -330,13 +335,20 @@ class Change(Rule):
     """What is no parameter, but travels with them: ``w -= g``, whatever the rate."""
 
     name = "change"
-    kernel = ""
+    kernel = None
 
     def apply(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
     ) -> None:
         """Subtract `grad`; the slots stay as they are."""
         params -= grad
+
+    def apply_undoable(
+        self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float, undo: Undo
+    ) -> None:
+        """See `Rule.apply_undoable`; the slots are kept, too."""
+        loop, rates = undoable(update_rules.sgd, len(slots)), np.array((1.0, 0.0))
+        loop(params, *slots, grad, rates, *undo)
 
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
         """Return nothing: there is no kernel."""

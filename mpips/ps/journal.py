@@ -13,8 +13,8 @@ the last thing is that it did, by these words (`Adopted.recover`)
   its old values are kept once more: who does that may die as well.
 
 Pieces are so small that the loop of the rule finds them, and the undo memory, in the first-level
-cache (`mpips.kernels.kept_rules`). Where staleness is compensated by a state of its own, which
-changes before the rule comes, a piece is a block of `UNDO_BYTES`.
+cache (`mpips.kernels.rule_loops.undoable`). Where staleness is compensated by a state of its own,
+which changes before the rule comes, a piece is a block of `UNDO_BYTES`.
 
 The push's gradient still lies in its worker's buffer, which is free only with the ledger.
 What the kernel keeps of a process that was killed are its stores up to one instruction, in their
@@ -31,7 +31,7 @@ from mpips.cluster.process import STARTED, stat_of
 from mpips.cluster.window import Field, Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
-from mpips.kernels.kept_rules import LOOPS, keeping
+from mpips.kernels.rule_loops import Undo
 from mpips.optim import Change, Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.shard import BLOCK_BYTES, Block, Server
@@ -72,7 +72,6 @@ class Journaled(Server):
         self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
         self._first = self._next = 0  # pieces of an update
         super().__init__(cluster, window, server_id, *args)
-        self._no_slot = np.zeros(0, self.params.dtype)
 
     def sign(self) -> None:
         """Say that this process serves the shard."""
@@ -113,13 +112,8 @@ class Journaled(Server):
         if self.stale.slots:
             super()._apply(block, grad, step, lr)
             return
-        rule = block.rule
-        loop, scalars = rule.kernel, rule.scalars(step, lr)
-        if isinstance(rule, Change):
-            loop, scalars = "sgd", (1.0, 0.0)
-        a, b = (*block.slots, self._no_slot, self._no_slot)[:2]
-        vectors = block.params, a, b, grad, np.array(scalars), self._undo
-        keeping(LOOPS.index(loop), *vectors, self._journal, PIECE, self._next)
+        undo = Undo(self._undo, self._journal, PIECE, self._next)
+        block.rule.apply_undoable(block.params, grad, block.slots, step, lr, undo)
 
     def _old_values(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield where the old values of a block's first piece lie, and the piece, each vector."""
@@ -243,12 +237,11 @@ class Process(NamedTuple):
 
 
 def warm(rule: Rule, dtype: str) -> None:
-    """Compile, or load from the cache on disk, the loop that only such a server needs."""
-    params, grad, *slots = np.zeros((4, 1), dtype)
-    undo, journal = np.zeros((HALVES, 3, 1), dtype), np.zeros(8, np.int64)
-    a, b = (*slots[: len(rule.slots)], params[:0], params[:0])[:2]
-    vectors = params, a, b, grad, np.ones(9), undo
-    keeping(LOOPS.index(rule.kernel), *vectors, journal, PIECE, 0)
+    """Compile, or load from the cache on disk, the loops that only such a server needs."""
+    params, grad, *slots = np.zeros((2 + len(rule.slots), 1), dtype)
+    undo = Undo(np.zeros((HALVES, 1 + len(slots), 1), dtype), np.zeros(8, np.int64), PIECE, 0)
+    for one in (rule, Change()):
+        one.apply_undoable(params, grad, tuple(slots), 1, 0.1, undo)
 
 
 def process_of(window: Window, rank: int) -> Process:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mpips.kernels import update_rules
 from mpips.optim import Part, Rule, Slots
 from mpips.planning.job import Job
 from mpips.rounds.base import Report, Round, Weights
@@ -23,7 +24,7 @@ class Average(Rule):
     """
 
     name = "average"
-    kernel = ""
+    kernel = None
 
     def apply(
         self, params: np.ndarray, grad: np.ndarray, slots: Slots, step: int, lr: float
@@ -57,7 +58,7 @@ class SlowMomentum(Rule):
 
     name = "slow_momentum"
     slots = ("outer_velocity",)
-    kernel = "slow_momentum"
+    kernel = update_rules.slow_momentum
 
     momentum: float = 0.9
     rate: float = 1.0

@@ -28,6 +28,7 @@ from mpips.cluster import words
 from mpips.cut.worker_state import replica_names, saved_numbers
 from mpips.datasets import Batch
 from mpips.datasets.ledger import Range, pieces
+from mpips.kernels.rule_loops import dense
 from mpips.kernels.update_rules import elastic
 from mpips.layout import aligned_zeros
 from mpips.optim import Leaving, Sgd, leaving_out
@@ -43,6 +44,7 @@ from mpips.strategies.replica import Replica
 if TYPE_CHECKING:
     from mpips.session.metrics import Log
 
+_elastic = dense(elastic)
 BETA = 0.9  # of the paper: the elastic rates of all workers together
 SKIPPED = "skipped "  # of a number saved: updates of the replica without an array, by its name
 
@@ -139,7 +141,7 @@ class ElasticSteps(Steps):
         start = time.perf_counter()
         words.enter(words.PUSHING, start)
         change = sender.buffer(seq)
-        elastic(self._own.params, self._centre, change, self._elastic_rate)
+        _elastic(self._own.params, self._centre, change, self._elastic_rate)
         sender.push(batch, batch[2] - batch[1], loss, self.versions, number)
         times.push_s += time.perf_counter() - start
 

@@ -15,6 +15,7 @@ from numba import njit, typeof
 from mpips.kernels import atomics, barrier, compensation, compiled, compiler, update_rules, vectors
 from mpips.kernels.atomics import find_ahead, observe, publish
 from mpips.kernels.barrier import meet, meet_and_add
+from mpips.kernels.rule_loops import dense
 from mpips.kernels.vectors import addresses_of
 
 DTYPES = [np.float32, np.float64]
@@ -24,10 +25,12 @@ SPECIALS = [np.nan, np.inf, -np.inf]
 HEADER_LOOPS = ["publish", "observe", "find_ahead", "meet", "meet_and_add"]
 LOOP = {
     name: found
-    for module in (atomics, barrier, compensation, update_rules, vectors)
+    for module in (atomics, barrier, compensation, vectors)
     for name, found in vars(module).items()
     if isinstance(found, compiled.Kernel)
 }
+STEPS = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "slow_momentum", "elastic"]
+LOOP |= {name: dense(getattr(update_rules, name)) for name in STEPS}
 UPDATES = {
     "sgd": (0, 2),
     "momentum": (1, 3),
@@ -35,6 +38,8 @@ UPDATES = {
     "adagrad": (1, 3),
     "rmsprop": (1, 5),
     "adam": (2, 9),
+    "slow_momentum": (1, 5),
+    "elastic": (1, 1),
     "compensate": (2, 1),
     "compensate_adaptive": (3, 4),
 }
@@ -556,8 +561,6 @@ def arguments(name, dtype):
         "all_finite": [x],
         "scale": [x, 0.5],
         "add_scaled": [x, 0.5, y, 0.5],
-        "elastic": [x, y, np.ones(8, dtype), 0.5],
-        "slow_momentum": [x, y, np.ones(8, dtype), *[0.5] * 5],
         "copy_finite": [x, y],
         "take_rows": [
             np.zeros((2, 8), np.uint8),
@@ -569,8 +572,8 @@ def arguments(name, dtype):
 
 
 LOOPS = [
-    *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled", "slow_momentum"),
-    *("elastic", "copy_finite", "take_rows", *UPDATES),
+    *("sum_rows", "sum_squares", "all_finite", "scale", "add_scaled"),
+    *("copy_finite", "take_rows", *UPDATES),
 ]
 
 
@@ -603,18 +606,21 @@ import sys
 import numpy as np
 from mpips import optim
 from mpips.kernels import atomics, barrier, compensation, update_rules, vectors
+from mpips.kernels.rule_loops import dense
 for name in optim.RULES:
     for dtype in ("float32", "float64"):
         optim.warm(optim.make_rule(name), dtype)
         x = np.ones(1, dtype)
-        update_rules.slow_momentum(x, x, x, *[0.5] * 5)
-        update_rules.elastic(x, x, x, 0.5)
+        dense(update_rules.slow_momentum)(x, x, x, *[0.5] * 5)
+        dense(update_rules.elastic)(x, x, x, 0.5)
         rows = np.ones((1, 1), dtype)
         vectors.take_rows(rows, *[np.zeros(1, "i8")] * 2, 1.0, rows.copy())
         compensation.compensate(x, x, x, x, 0.5)
         compensation.compensate_adaptive(x, x, x, x, x, 0.5, 0.5, 0.5, 0.5)
-modules = atomics, barrier, compensation, update_rules, vectors
+modules = atomics, barrier, compensation, vectors
 loops = {k: v for module in modules for k, v in vars(module).items()}
+steps = "sgd momentum nesterov adagrad rmsprop adam slow_momentum elastic".split()
+loops |= {name: dense(getattr(update_rules, name)) for name in steps}
 print(sorted(k for k, v in loops.items() if getattr(v, "variants", None)))
 print("numba" in sys.modules)
 """

@@ -1,10 +1,14 @@
 """A server that is killed at a chosen one of the moments at which it changes shared memory."""
 
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import numpy as np
 import pytest
 
-from mpips.kernels import atomics, kept_rules
-from mpips.ps import journal
+from mpips.kernels import atomics, rule_loops
+from mpips.optim import rules
 
 
 class Death(BaseException):
@@ -35,7 +39,15 @@ class Fate:
         self.passes()
         words[index] = value
 
+    def calls(self, step: Any) -> dict[str, Any]:
+        """Return what a loop that keeps old values calls: it dies before it writes a number."""
+        return {"store_ordered": self.store_ordered}
+
+    def undoable(self, step: Any, others: int = 0) -> Callable[..., None]:
+        """Return such a loop in Python; see `mpips.kernels.rule_loops.undoable`."""
+        loop = rule_loops.undoable(step, others).function
+        return FunctionType(loop.__code__, {**loop.__globals__, **self.calls(step)})
+
     def patch_pieces(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die before the number of each piece of its shard is written."""
-        patch.setattr(kept_rules, "store_ordered", self.store_ordered, raising=False)
-        patch.setattr(journal, "keeping", kept_rules.keeping.function)
+        patch.setattr(rules, "undoable", self.undoable)

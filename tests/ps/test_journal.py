@@ -17,8 +17,8 @@ from fate import Death
 
 from mpips import optim
 from mpips.cluster.window import Field
-from mpips.kernels import kept_rules, update_rules
 from mpips.kernels.atomics import observe
+from mpips.kernels.rule_loops import dense
 from mpips.layout import Shard
 from mpips.layout.roles import Roles
 from mpips.optim import Change, Part, make_rule
@@ -82,6 +82,10 @@ class Fate(fate.Fate):
     def copy(self, values: np.ndarray, kept: np.ndarray) -> None:
         self.copyto(kept[: values.size], values)
 
+    def calls(self, step: Any) -> dict[str, Any]:
+        """See `fate.Fate.calls`; it may die in a copy and in the update of a piece, too."""
+        return {**super().calls(step), "copy": self.copy, "apply": self.loop(dense(step))}
+
     def loop(self, loop: Any) -> Any:
         """Return a rule's loop that may die in the middle of a piece."""
 
@@ -94,15 +98,12 @@ class Fate(fate.Fate):
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Have a server die in whatever it does to its shard."""
-        loops = {name: self.loop(getattr(update_rules, name)) for name in kept_rules.LOOPS}
         for module in (journal, shard):
             patch.setattr(module, "publish", self.publish)
         patch.setattr(journal.np, "copyto", self.copyto)
         self.patch_pieces(patch)
-        patch.setattr(kept_rules, "copy", self.copy)
-        patch.setattr(kept_rules, "update_rules", SimpleNamespace(**loops))
         for rule in {type(rule) for rule, _ in RULES.values()}:
-            patch.setattr(rule, "_loop", property(lambda own: loops[own.kernel]))
+            patch.setattr(rule, "loop", property(lambda own: self.loop(dense(own.kernel))))
 
 
 def cluster(rank: int) -> Any:

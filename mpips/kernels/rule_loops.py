@@ -1,0 +1,191 @@
+"""Loops of an update rule, made of its step: dense, summed, undoable, and by rows.
+
+Each is the text of a function, in which the step has as many state vectors and rates as it takes:
+loops take no tuple and no object. The step is compiled into the loop.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from mpips.kernels import rows, vectors
+from mpips.kernels.compiled import Kernel, Vector, kernel
+
+
+def step(function: Callable[..., object]) -> Kernel:
+    """Make a step, or what steps call: a function of numbers that is compiled into loops."""
+    return Kernel(cast(FunctionType, function), frozenset(), quick=True, inlined=True)
+
+
+class _Names(tuple[str, ...]):
+    """Expressions in a text: ``{names:?, }`` is each of them in place of the question mark."""
+
+    def __format__(self, text: str) -> str:
+        return "".join(text.replace("?", name) for name in self)
+
+
+def _several(form: str, count: int) -> _Names:
+    return _Names(form.format(k) for k in range(count))
+
+
+def _counts(step: Kernel) -> tuple[int, int]:
+    """Return of how many vectors a step takes the state, and how many rates."""
+    code = step.function.__code__
+    return code.co_posonlyargcount - 2, code.co_argcount - code.co_posonlyargcount
+
+
+def _loop(name: str, text: str, **names: Any) -> Kernel:
+    """Make a loop of its text, and of what the text names."""
+    names |= {"Vector": Vector, "Matrix": rows.Matrix, "__name__": __name__}
+    exec(text, names)
+    made: FunctionType = names["loop"]
+    made.__name__ = name
+    return cast(Kernel, kernel()(made))
+
+
+@cache
+def dense(step: Kernel) -> Kernel:
+    """Make the loop that applies a step to vectors.
+
+    It takes parameters, gradient, state vectors, and each rate by itself, as float64.
+    """
+    states, rates = _counts(step)
+    s, r = _several("s{}", states), _several("r{}", rates)
+    text = f"""
+def loop(params: Vector, grad: Vector, {s:?: Vector, }{r:?: float, }) -> None:
+    if params.size != grad.size{s: or params.size != ?.size}:
+        raise ValueError("{step.name}: vectors of one length are expected")
+    real = params.dtype.type
+    {r:? = real(?); }
+    for i in range(params.size):
+        params[i], {s:?[i], } = step(params[i], grad[i], {s:?[i], }{r:?, })
+"""
+    return _loop(step.name, text, step=step)
+
+
+@cache
+def summed(step: Kernel) -> Kernel:
+    """Make the loop for a gradient that is a sum of rows: each block is in the cache when applied.
+
+    It takes parameters and state vectors, what `mpips.kernels.vectors.sum_rows` takes, but `room`,
+    of at least one element, for blocks of the sum, and all rates as a vector.
+    """
+    states, rates = _counts(step)
+    s, r = _several("s{}", states), _several("rates[{}]", rates)
+    text = f"""
+def loop(
+    params: Vector, {s:?: Vector, }rows: Vector, weights: Vector, begin: int, room: Vector,
+    rates: Vector,
+) -> None:
+    if rates.size != {len(r)}:
+        raise ValueError("{step.name}: {len(r)} rates are expected")
+    for at in range(0, params.size, room.size):
+        part = slice(at, min(at + room.size, params.size))
+        grad = room[: part.stop - at]
+        sum_rows(rows, weights, begin + at, grad)
+        apply(params[part], grad, {s:?[part], }{r:?, })
+"""
+    return _loop(f"{step.name}_summed", text, sum_rows=vectors.sum_rows, apply=dense(step))
+
+
+@kernel(quick=True)
+def copy(values: Vector, kept: Vector) -> None:
+    """Copy values to the beginning of `kept`."""
+    for i in range(values.size):
+        kept[i] = values[i]
+
+
+class Undo(NamedTuple):
+    """Where `undoable` keeps old values.
+
+    Attributes:
+        values: Of pieces, by turns: shape (turns, 1 + vectors, piece).
+        words: Header words, dtype int64, 8-byte aligned; only their owner may write them.
+        word: Which of them is the number of the piece.
+        number: Of the first piece.
+    """
+
+    values: np.ndarray
+    words: Vector
+    word: int
+    number: int
+
+
+@cache
+def undoable(step: Kernel, others: int = 0) -> Kernel:
+    """Make the loop that keeps old values: piece by piece, so small that the cache has them.
+
+    It copies the old values of a piece, then writes the piece's number, and then applies the step.
+    It takes parameters, state vectors and as many `others`, which are kept too and stay as they
+    are; the gradient, all rates as a vector, and the fields of `Undo`.
+    """
+    states, rates = _counts(step)
+    s, r = _several("s{}", states), _several("rates[{}]", rates)
+    every = _several("s{}", states + others)
+    copies = "".join(f"copy(s{k}[p], kept[{k + 1}]); " for k in range(states + others))
+    text = f"""
+def loop(
+    params: Vector, {every:?: Vector, }grad: Vector, rates: Vector, undo: Matrix,
+    journal: Vector, word: int, number: int,
+) -> None:
+    if params.size != grad.size or rates.size != {len(r)}:
+        raise ValueError("{step.name}: vectors of one length and {len(r)} rates are expected")
+    if word < 0 or word >= journal.size:
+        raise ValueError("{step.name}: a word of the journal is expected")
+    for at in range(0, params.size, undo.shape[2]):
+        p = slice(at, min(at + undo.shape[2], params.size))
+        kept = undo[number % undo.shape[0]]
+        copy(params[p], kept[0])
+        {copies}
+        store_ordered(journal, word, number)
+        apply(params[p], grad[p], {s:?[p], }{r:?, })
+        number += 1
+"""
+    return _loop(f"{step.name}_undoable", text, copy=copy, apply=dense(step))
+
+
+@cache
+def by_rows(step: Kernel, rates: Kernel | None = None) -> Kernel:
+    """Make the loop that applies a step to rows of a table; a row's state lies behind it.
+
+    It takes the rows' lines and local places, a gradient a row, the lines and stripe words of
+    `mpips.kernels.rows`, the table's key, and the rule's numbers as float64. No row may be there
+    twice.
+
+    Args:
+        step: What is applied.
+        rates: Returns its rates in the lines' dtype for a line, its gradient, whether nobody has
+            touched it, and the rule's numbers. Without it, they are these numbers.
+    """
+    states, count = _counts(step)
+    numbers = rates.function.__code__.co_argcount - 3 if rates else count
+    s, r, n = _several("s{}", states), _several("r{}", count), _several("n{}", numbers)
+    numbered = _several("numbers[{}]", numbers)
+    parts = "".join(f"line[{k} * dim : {k + 1} * dim], " for k in range(1, states + 1))
+    rates_of_row = f"rates(line, grad, fresh, {n:?, })" if rates else f"{n:real(?), }"
+    name = (rates or step).name
+    text = f"""
+def loop(
+    slot: Vector, local: Vector, grads: Matrix, lines: Matrix, stripes: Vector, key: Vector,
+    numbers: Vector,
+) -> None:
+    real, dim = lines.dtype.type, grads.shape[1]
+    if numbers.size != {numbers} or lines.shape[1] < {states + 1} * dim:
+        raise ValueError("{name}: {numbers} numbers, and {states} vectors of state, are expected")
+    {n:?, } = {numbered:?, }
+    for u in range(slot.size):
+        if u + rows.AHEAD < slot.size:
+            rows.fetch(slot[u + rows.AHEAD], lines, stripes)
+        fresh = not stripes[slot[u] >> rows.STRIPE_BITS] >> (slot[u] & rows.BIT_MASK) & 1
+        word = rows.open_line(slot[u], local[u], dim, lines, stripes, key)
+        line, grad = lines[slot[u]], grads[u]
+        w, {s:?, } = line[:dim], {parts}
+        {r:?, } = {rates_of_row}
+        for j in range(dim):
+            w[j], {s:?[j], } = step(w[j], grad[j], {s:?[j], }{r:?, })
+        rows.close_line(slot[u], stripes, word)
+"""
+    return _loop(f"{name}_by_rows", text, rows=rows, step=step, rates=rates)
