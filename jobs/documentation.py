@@ -2,7 +2,7 @@
 
     python jobs/documentation.py documentation.txt
 
-writes a file of them, a string a line, for jobs/words.toml.
+writes a file of them, a string a line, for jobs/words.py.
 """
 
 import ast

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.place import CONFIG
 from mpips.codecs.powersgd import Factors
-from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, TEXT_PROBLEMS, Config
+from mpips.config import OPTIONS, SESSION_FIELDS, SPARSE_PROBLEMS, Config
 from mpips.config.arguments import Parser, verbatim
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import read_toml, resolve
@@ -36,7 +36,6 @@ from mpips.planning.traffic import Tables
 from mpips.problems import load_problem
 from mpips.report.record import Record, read
 
-ROW_PROBLEMS = (*SPARSE_PROBLEMS, *TEXT_PROBLEMS)
 RATED = "training loss"  # the curve whose points have the samples before them
 
 
@@ -222,7 +221,7 @@ def _facts(
         remedy = "a gradient of another model cannot be timed here: give it, such as 300ms"
         raise UserError(got, "both", remedy)
     own = ":" in config.problem  # a user's, of which nothing is known here
-    tables: Tables | None = None if own or config.problem in ROW_PROBLEMS else ()
+    tables: Tables | None = None if own or config.problem in SPARSE_PROBLEMS else ()
     step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0
     if run is not None and record is not None:
         parameters, samples = parameters or run.parameters, samples or run.samples

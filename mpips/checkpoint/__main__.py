@@ -1,4 +1,4 @@
-"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export,nearest} DIR``."""
+"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
 
 import argparse
 import sys
@@ -14,7 +14,6 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.complete import check_run
 from mpips.checkpoint.files import folder_step
-from mpips.checkpoint.nearest import find_nearest
 from mpips.checkpoint.table_files import export_table
 from mpips.config.arguments import Parser
 from mpips.errors import UserError
@@ -29,7 +28,6 @@ def make_parser() -> argparse.ArgumentParser:
         (inspect, "layout, shards, slots and state of one checkpoint"),
         (verify_all, "check every byte; exit code 0 if all are whole, 1 if not"),
         (export, "write the parameters of one checkpoint to a file that other programs read"),
-        (nearest, "print the rows of a table that are most like some: of text, the nearest words"),
     ):
         name = function.__name__.removesuffix("_all")
         command = commands.add_parser(name, help=text, description=text)
@@ -43,12 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
                 "--run", action="store_true",
                 help="also check that the run in DIR is complete: its end, its data, its pushes",
             )  # fmt: skip
-        if function in (nearest, export):
-            command.add_argument("--table", default="", metavar="NAME", help="of a table of rows")
-        if function is nearest:
-            command.add_argument("words", nargs="+", metavar="WORD", help="or the number of a row")
-            command.add_argument("--count", type=int, default=8, metavar="N", help="default 8")
         if function is export:
+            command.add_argument("--table", default="", metavar="NAME", help="of a table of rows")
             command.add_argument(
                 "-o", "--output", required=True, metavar="FILE",
                 help="file to write: .npz (with the slots), .safetensors, or .pt for torch.load; "
@@ -164,13 +158,6 @@ def whole(args: argparse.Namespace) -> Checkpoint:
     if checkpoint is None:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
     return checkpoint
-
-
-def nearest(args: argparse.Namespace) -> int:
-    """Print a line a word, the nearest words with their cosines."""
-    for word, near in find_nearest(whole(args), args.words, args.table, args.count):
-        print(f"{word}: {', '.join(f'{other} {cosine:.2f}' for other, cosine in near)}")
-    return 0
 
 
 def readable(count: int) -> str:

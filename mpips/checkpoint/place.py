@@ -18,7 +18,6 @@ CONFIG, METRICS, CHECKPOINTS, SUMMARY, DONE = (
 EVALUATION = "evaluation.json"  # what --eval-only has found
 LOCK = ".lock"
 DATA = "data.json"  # the index of a dataset of many files
-WORDS = "words.txt"  # of text: a line a row, a word and how often it occurs
 TRACE = "trace"  # a folder a job, in it a file a rank: what it did when
 RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
 BEST = "best"  # points to the checkpoint with the lowest held-out loss
@@ -26,7 +25,7 @@ TENSORBOARD = "tensorboard"  # a folder of event files
 PLACES = ".places."  # in names of files beside DATA: where samples lie in the files of a dataset
 # What a job may leave that is stopped before its first step; each may have been written as *.tmp.
 EARLY = {
-    *(CONFIG, METRICS, CHECKPOINTS, SUMMARY, LOCK, DATA, WORDS, TRACE, f"{TRACE}.json", RECORD),
+    *(CONFIG, METRICS, CHECKPOINTS, SUMMARY, LOCK, DATA, TRACE, f"{TRACE}.json", RECORD),
     *(BEST, TENSORBOARD),
 }
 REMEDIES = {

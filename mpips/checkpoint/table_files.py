@@ -11,7 +11,6 @@ import numpy as np
 from mpips import extras
 from mpips.checkpoint.exchange import NPZ, SAFETENSORS
 from mpips.checkpoint.files import write_durably
-from mpips.checkpoint.nearest import words_of
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS
 from mpips.checkpoint.shards import PARAMS
@@ -25,8 +24,7 @@ def export_table(checkpoint: Checkpoint, name: str, output: Path) -> None:
     """Write a table to a file, whole or not at all.
 
     ``rows`` has the numbers of rows, and ``params`` their values. An ``.npz`` has the rule's slots
-    as well, as ``slots/<slot>``; ``.parquet`` a list of values a row, and the ``word`` where rows
-    are those of words.
+    as well, as ``slots/<slot>``; ``.parquet`` a list of values a row.
 
     Args:
         checkpoint: What is written.
@@ -58,18 +56,14 @@ def _safetensors(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
 def _parquet(checkpoint: Checkpoint, name: str) -> Callable[[Path], None]:
     parquet = extras.load("pyarrow.parquet", "pyarrow", "parquet", "writes Parquet files")
     pa = extras.load("pyarrow", "pyarrow", "parquet", "writes Parquet files")
-    dim, words = int(checkpoint.tables[name]["dim"]), words_of(checkpoint.path)
+    dim = int(checkpoint.tables[name]["dim"])
     kind = pa.from_numpy_dtype(np.dtype(checkpoint.dtype))
-    fields = [(ROWS, pa.int64()), *[("word", pa.string())] * bool(words)]
-    schema = pa.schema([*fields, (PARAMS, pa.list_(kind, dim))])
+    schema = pa.schema([(ROWS, pa.int64()), (PARAMS, pa.list_(kind, dim))])
 
     def write(path: Path) -> None:
         with parquet.ParquetWriter(path, schema) as file:
             for piece in checkpoint.read_table(name):
                 values = pa.FixedSizeListArray.from_arrays(piece.params.reshape(-1), dim)
-                found = {ROWS: piece.rows, PARAMS: values}
-                if words:
-                    found["word"] = pa.array([words[k] for k in piece.rows.tolist()])
-                file.write_table(pa.table(found).select(schema.names))
+                file.write_table(pa.table({ROWS: piece.rows, PARAMS: values}))
 
     return write

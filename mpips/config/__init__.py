@@ -6,7 +6,6 @@ from mpips.config.names import (
     PULL_CODECS,
     SESSION_FIELDS,
     SPARSE_PROBLEMS,
-    TEXT_PROBLEMS,
 )
 from mpips.config.schema import OPTIONS, Config, groups
 
@@ -17,7 +16,6 @@ __all__ = [
     "PULL_CODECS",
     "SESSION_FIELDS",
     "SPARSE_PROBLEMS",
-    "TEXT_PROBLEMS",
     "Config",
     "groups",
 ]

@@ -22,15 +22,14 @@ RULES = {
 }
 # Of few features a sample.
 SPARSE_PROBLEMS = ("logistic_sparse", "factorization_machine", "wide_deep")
-TEXT_PROBLEMS = ("skipgram",)  # of words
-PROBLEMS = ("linear", "softmax", "mlp", *SPARSE_PROBLEMS, *TEXT_PROBLEMS)
+PROBLEMS = ("linear", "softmax", "mlp", *SPARSE_PROBLEMS)
 CODECS = ("none", "auto", "fp16", "bf16", "int8", "int4", "topk", "onebit", "powersgd")
 PULL_CODECS = ("none", "auto", "fp16", "bf16", "int8")
 SCHEDULES = ("constant", "warmup", "cosine", "step")
 # What the shapes, the slots or the order of the samples depend on.
 LAYOUT_FIELDS = (
-    *("problem", "hidden", "activation", "factors", "dim", "dtype", "optimizer"),
-    *("dataset", "test_dataset", "test_fraction", "classes", "min_count", "batch_size"),
+    *("problem", "hidden", "activation", "factors", "dtype", "optimizer"),
+    *("dataset", "test_dataset", "test_fraction", "classes", "batch_size"),
     *("accumulate", "shuffle", "seed"),
 )
 # What is said anew at each start: a resumed run does not take these from the saved one.
@@ -118,8 +117,6 @@ CALLED = {
     "hidden": "hidden_layer_sizes hidden_size hidden_sizes hidden_units hidden_dim hidden_dims "
     "layers n_hidden",
     "activation": "activation_fn nonlinearity act",
-    "dim": "embedding_dim embedding_size embed_dim vector_size",
-    "negatives": "negative negative_samples num_sampled",
     "classes": "num_classes n_classes num_labels nclasses",
     "problem": "model model_name model_type arch architecture net network task",
     "dataset": "data data_path data_dir data_file dataset_name dataset_path input input_file "

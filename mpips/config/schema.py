@@ -174,10 +174,6 @@ class Config:
     hidden: tuple[int, ...] = setting("model", (128, 64), "widths of hidden layers", ">= 1")
     activation: str = setting("model", "relu", "their activation", legal=("relu", "tanh"))
     factors: int = setting("model", 8, "numbers of a feature beside its weight", ">= 1")
-    dim: int = setting("model", 64, "numbers of a word", ">= 1")
-    context: int = setting("model", 5, "how far neighbours of a word are, in words", ">= 1")
-    negatives: int = setting("model", 5, "words drawn to tell a neighbour from", ">= 1")
-    min_count: int = setting("model", 5, "words that occur less often are left out", ">= 1")
     dtype: str = setting(
         "model", "float32", "type of parameters and gradients", legal=("float32", "float64")
     )

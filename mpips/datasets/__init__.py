@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.config import SPARSE_PROBLEMS, TEXT_PROBLEMS
+from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import (
     Batch,
     DataInfo,
@@ -70,7 +70,6 @@ IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
 HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
 SPARSE, HASHED_CSV, HASHED_PARQUET = "sparse.open_sparse", "csv.open_hashed", "parquet.open_hashed"
-TEXT = "text.open_text"
 # For problems of few features a sample.
 SPARSELY = {
     LIBSVM: SPARSE,
@@ -78,7 +77,7 @@ SPARSELY = {
     "parquet.ParquetTable": HASHED_PARQUET,
 }
 # These go through a file, unless they are told where its samples are.
-PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV, TEXT)
+PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV)
 READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
 READ_IN_PART |= {reader: reader for reader in (*PLACED, HASHED_PARQUET)}
 FORMATS = f"{', '.join(BUILT_IN)}, or a path to {', '.join(READERS)} or IDX files"
@@ -126,8 +125,7 @@ def find_many(config: "Config") -> dict[str, Files]:
         path, _, arrays = name.partition("::")
         is_folder = os.path.isdir(os.path.expanduser(path))
         sparse = config.problem in SPARSE_PROBLEMS or arrays == "sparse"
-        words = config.problem in TEXT_PROBLEMS or arrays == "words"
-        format_of = partial(_format, sparse=sparse, words=words)
+        format_of = partial(_format, sparse=sparse)
         find: Callable[..., Files | None] = partial(find_files, format_of=format_of)
         if is_folder:
             find = _reader("images.find_classes")
@@ -229,7 +227,6 @@ def describe(config: "Config", parts: Parts, strict: bool = True) -> DataInfo:
         notes=(*found.notes, *_told_names(train.class_names)),
         class_names=train.class_names,
         sparse=train.sparse or train.x.name == HASHED,
-        vocabulary=train.vocabulary,
     )
 
 
@@ -257,8 +254,6 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
 
 
 def _source_of(table: Table) -> str:
-    if table.vocabulary is not None:
-        return "text.TextSource"
     return "sparse.SparseSource" if table.sparse else "hashed.HashedSource"
 
 
@@ -277,12 +272,11 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
 def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config") -> Table:
     """Open many files; with the folder of a cache, and whether this process fills it, if any."""
     files = counted.files
-    if files.reader in (SPARSE, TEXT):
+    if files.reader == SPARSE:
         known = [counted.places_of(number) for number in range(len(files.paths))]
-        chosen = (config.min_count, config.context) if files.reader == TEXT else ()
-        make = _reader("text.TextTable" if chosen else "sparse.SparseTable")
+        make = _reader("sparse.SparseTable")
         with reading(files.title, "text"):  # places may be of another file
-            return make(files.title, files.paths, known, *chosen)
+            return make(files.title, files.paths, known)
     if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)
     make = _reader("many.ManyTable")
@@ -304,10 +298,8 @@ def _opener(files: Files, reader: str = "") -> Callable[..., Table]:
     return lambda path, *places: open_file(path, files.arrays, *places)
 
 
-def _format(path: str, sparse: bool = False, words: bool = False) -> str:
+def _format(path: str, sparse: bool = False) -> str:
     """Return the name of a file's reader, as its suffix says, or as batches are to be."""
-    if words:
-        return TEXT
     reader = READERS.get(_suffix(path), IDX)
     return SPARSELY.get(reader, reader) if sparse else reader
 

@@ -6,13 +6,12 @@ run's dtype and finite, targets either class numbers or real values.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpips.datasets.table import ArrayInfo, Table
-from mpips.datasets.vocabulary import Vocabulary
 from mpips.errors import UserError
 from mpips.kernels.vectors import all_finite
 
@@ -57,7 +56,6 @@ class DataInfo:
         notes: What a person should know of it.
         class_names: Names of the classes, by number, where the data has them.
         sparse: Whether inputs are sparse.
-        vocabulary: The words of the training samples, where these are text.
     """
 
     name: str
@@ -72,7 +70,6 @@ class DataInfo:
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     sparse: bool = False
-    vocabulary: Vocabulary | None = field(default=None, compare=False)
 
 
 class Source:

@@ -121,8 +121,6 @@ def look(parts: Parts, classes: int, strict: bool) -> Labels:
         UserError: If a label is outside the classes, a target is not finite, or what cannot be
             meant is to be refused.
     """
-    if parts.train.vocabulary is not None:
-        return Labels(None, notes=parts.train.notes)
     whole = all(table.y.dtype.kind in "bui" for table in parts.tables)
     if not classes and not whole:
         return _look_at_targets(parts)

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpips.datasets.vocabulary import Vocabulary
 from mpips.errors import UserError, nearest
 
 UINT8_SCALE = 1 / 255
@@ -49,7 +48,6 @@ class Table(ABC):
     checks_inputs: ClassVar[bool] = False  # True if opening has proved the inputs finite
     scattered: ClassVar[bool] = False  # True if each sample is read, and checked, by itself
     sparse: ClassVar[bool] = False  # True if inputs are `mpips.datasets.csr.Csr`
-    vocabulary: Vocabulary | None = None  # of text, whose samples are words without targets
 
     def __init__(self, path: str, x: ArrayInfo, y: ArrayInfo, scale: float | None = None) -> None:
         check_arrays(path, x, y)

@@ -8,7 +8,7 @@ from mpips.checkpoint import Checkpoint
 from mpips.checkpoint.fits import check_tables
 from mpips.cluster.window import shared_bytes_free
 from mpips.cluster.world import Cluster
-from mpips.config import OPTIONS, SPARSE_PROBLEMS, TEXT_PROBLEMS
+from mpips.config import OPTIONS, SPARSE_PROBLEMS
 from mpips.errors import UserError, human_bytes
 from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
@@ -108,7 +108,7 @@ def check_job(job: "Job") -> None:
         check_tables(saved.path, saved.tables, described)
     for name in ("row_optimizer", "checkpoint_rows", "evict_after"):
         if not tables and (given := getattr(c, name)) != OPTIONS[name].default:
-            known = ", ".join((*SPARSE_PROBLEMS, *TEXT_PROBLEMS))
+            known = ", ".join(SPARSE_PROBLEMS)
             raise UserError(f"{name} {given!r} without tables", f"a problem with rows: {known}")
     if not tables or (c.eval_only and isinstance(saved, Checkpoint)):
         return

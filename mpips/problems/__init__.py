@@ -28,7 +28,6 @@ from mpips.problems.linear import Linear
 from mpips.problems.logistic_sparse import LogisticSparse
 from mpips.problems.mlp import MLP
 from mpips.problems.rows import uses_rows
-from mpips.problems.skipgram import SkipGram
 from mpips.problems.softmax import Softmax
 from mpips.problems.wide_deep import WideDeep
 
@@ -44,7 +43,6 @@ PROBLEMS: dict[str, type[Problem]] = {
     "softmax": Softmax,
     "logistic_sparse": LogisticSparse,
     "factorization_machine": FactorizationMachine,
-    "skipgram": SkipGram,
     "wide_deep": WideDeep,
 }
 
@@ -127,8 +125,8 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
 
 def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
     got = f"problem {problem!r} with the sparse samples of dataset {data.name!r}"
-    kind, other = ("words", "skipgram") if data.vocabulary else ("sparse", "logistic_sparse")
-    return UserError(got, "dense ones", f"leave out ::{kind}, or use --problem {other}{more}")
+    remedy = f"leave out ::sparse, or use --problem logistic_sparse{more}"
+    return UserError(got, "dense ones", remedy)
 
 
 def _run_file(path: Path) -> ModuleType:

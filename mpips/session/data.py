@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from mpips.checkpoint.place import DATA, WORDS, unwritable
+from mpips.checkpoint.place import DATA, unwritable
 from mpips.cluster.agreement import everywhere, on_root
 from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.world import Cluster
@@ -23,7 +23,6 @@ from mpips.datasets import (
     open_parts,
     places,
 )
-from mpips.errors import UserError
 from mpips.session.folder import Run
 
 T = TypeVar("T")
@@ -53,25 +52,7 @@ def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
     strict = not (run.resumed or config.eval_only)
     found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)
     info: DataInfo = broadcast(comm, found, first)
-    if info.vocabulary is not None:
-        text = info.vocabulary.text if comm.rank == 0 else ""
-        on_root(comm, lambda: _keep_words(run, text))
     return info, everywhere(comm, lambda: make_dataset(config, parts, info) if parts else None)
-
-
-def _keep_words(run: Run, text: str) -> None:
-    """Write which row is which word, or see that a run that goes on has the words that it had.
-
-    Raises:
-        UserError: If it has others, or they cannot be written.
-    """
-    path = run.out / WORDS
-    if run.resumed and path.is_file():
-        if path.read_text() != text:
-            got = f"other words than those of {path}"
-            raise UserError(got, "the text that the run began with", "begin a new run for another")
-    elif not run.config.eval_only:
-        _written(lambda: path.write_text(text), path)
 
 
 def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counted]:

@@ -87,7 +87,6 @@ def test_a_table_is_exported_by_itself(
     monkeypatch.setattr(rows_module, "READ_BYTES", piece)
     monkeypatch.setattr("mpips.checkpoint.files.PIECE_BYTES", piece)
     save(tmp_path / "checkpoints")
-    (tmp_path / "words.txt").write_text("".join(f"w{k} 1\n" for k in range(90)))
     wanted = {
         name: np.concatenate([rows(k, "item").arrays[name] for k in range(OWNERS)])
         for name in ("rows", "params", "slots/m", "slots/steps")
@@ -108,7 +107,6 @@ def test_a_table_is_exported_by_itself(
     np.testing.assert_array_equal(found["params"], wanted["params"], strict=True)
     lines = parquet.read_table(tmp_path / "item.parquet").to_pylist()
     assert [line["rows"] for line in lines] == wanted["rows"].tolist()
-    assert [line["word"] for line in lines] == [f"w{k}" for k in wanted["rows"]]
     np.testing.assert_array_equal([line["params"] for line in lines], wanted["params"])
     assert export("user", "user.npz") == export("user", "user.parquet") == 0
     with np.load(tmp_path / "user.npz") as found:

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import ROOT, environment, run
 
 pytestmark = pytest.mark.launch
 
-SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax")
+SCRIPTS = ("chars_torch", "clicks_torch", "conv_torch", "images_torch", "mlp_jax", "words")
 DATA = ("documentation", "make_clicks")  # read or write what jobs train on
 MODES = ("async", "ssp", "sync", "local_sgd")
 CHARACTERS = 80_000
@@ -127,3 +128,55 @@ def test_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = together("chars_torch", ["async"], *text, folder=tmp_path, timeout_s=400)
     for mode, bits in found.items():
         assert bits < min(reference + 0.8, known - 0.6), (mode, bits, reference, known)
+
+
+PAIRS = """
+list tuple  int float  minimum maximum  client server  start stop  input output  read write
+encode decode  month year  row column  width height  parent child  encoding charset
+threads processes  keys values  year day  host port  upper lower  signal handler  left right
+"""
+
+
+def test_gradients_of_words(tmp_path: Path) -> None:
+    job = runpy.run_path(str(ROOT / "jobs" / "words.py"))
+    rng = np.random.default_rng(0)
+    (tmp_path / "text.txt").write_text(
+        "\n".join(" ".join(rng.choice([*"abcd"], 9)) for _ in range(40))
+    )
+    text = job["Text"](str(tmp_path / "text.txt"))
+    samples = np.arange(7)
+    middle, words = text.pairs(samples, rng)
+    assert len(middle) > 0
+    v, u = rng.normal(size=(7, 3)), rng.normal(size=(4, 3))
+
+    def loss(v: np.ndarray, u: np.ndarray) -> float:
+        return float(job["gradients"](v, u[words], middle, words, 7)[0])
+
+    _, of_v, of_words = job["gradients"](v, u[words], middle, words, 7)
+    of_u = np.zeros_like(u)
+    np.add.at(of_u, words, of_words)
+    for array, found in ((v, of_v), (u, of_u)):
+        for k in np.ndindex(array.shape):
+            step = np.zeros_like(array)
+            step[k] = 1e-6
+            ends = [loss(v + s, u) if array is v else loss(v, u + s) for s in (step, -step)]
+            assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(found[k], abs=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.other_mpi
+def test_words_of_documentation(tmp_path: Path) -> None:
+    """Related words get rows near each other: by chance not one pair of twenty would."""
+    runpy.run_path(str(ROOT / "jobs" / "documentation.py"))["main"](str(tmp_path / "text.txt"))
+    text = runpy.run_path(str(ROOT / "jobs" / "words.py"))["Text"](str(tmp_path / "text.txt"))
+    pairs = [pair.split() for pair in re.split(r"  |\n", PAIRS.strip())]
+    asked = [pair for pair in pairs if set(text.words).issuperset(pair)]  # modules may be missing
+    assert len(asked) >= 15, asked
+    words = sorted({word for pair in asked for word in pair})
+    args = [str(ROOT / "jobs" / "words.py"), "text.txt", *words, "--count", "20"]
+    output = run(4, args, tmp_path, 300, ONE_THREAD).check().output
+    near = {
+        word: {*found.split(", ")} for word, found in re.findall(r"^(\w+): (.+)$", output, re.M)
+    }
+    hits = [f"{a} {b}" for a, b in asked if b in near[a] or a in near[b]]
+    assert len(hits) >= 0.7 * len(asked), hits

@@ -810,26 +810,6 @@ def test_libsvm_files(tmp_path: Path, outside: Outside) -> None:
     attack(SVMS, tmp_path, outside, read)
 
 
-def words(data: bytes, names: str = "::words") -> Any:
-    return lambda folder, _: written(folder / "data.txt", data) + names
-
-
-TEXTS: list[Case] = [
-    ("as it should be", words(b"one two two one one\n"), "^read"),
-    ("a zero byte", words(b"one two\0two one\n"), "zero byte"),
-    ("no UTF-8", words(b"one two \xff\xfe two one\n"), "^read"),
-    ("one word alone", words(b"one " * 99), "at least 2"),
-    ("no words", words(b" .,;\n" * 99), "no words"),
-    ("a word of a megabyte", words(b"a" * (1 << 20) + b" b b"), "^read"),
-    ("compressed", words(FLOOD), "compressed"),
-    ("other names", words(b"one two", "::../../etc/passwd"), "nothing behind"),
-]
-
-
-def test_texts(tmp_path: Path, outside: Outside) -> None:
-    attack(TEXTS, tmp_path, outside, partial(read, problem="skipgram", min_count=1, context=2))
-
-
 def idx(kind: int, shape: tuple[int, ...], data: bytes = b"", count: int | None = None) -> bytes:
     head = struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, count or len(shape), *shape)
     return head + data

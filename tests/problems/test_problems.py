@@ -370,11 +370,11 @@ def test_workspace_reuses_its_memory() -> None:
             {},
             [
                 "unknown problem 'mpl'",
-                "linear, logistic_sparse, mlp, skipgram, softmax",
+                "linear, logistic_sparse, mlp, softmax",
                 "did you mean 'mlp'?",
             ],
         ),
-        ("", {}, {}, ["unknown problem ''", "linear, logistic_sparse, mlp, skipgram, softmax"]),
+        ("", {}, {}, ["unknown problem ''", "linear, logistic_sparse, mlp, softmax"]),
         ("Softmax", {}, {}, ["did you mean 'softmax'?"]),
         ("my/file.py", {}, {}, ["'my/file.py' without a class", "FILE.py:CLASS"]),
         ("my/file", {}, {}, ["'my/file' without a class", "FILE.py:CLASS"]),
@@ -400,8 +400,6 @@ def test_registry() -> None:
     for name, cls in PROBLEMS.items():
         fields: dict[str, Any] = {"classes": 3} if name == "softmax" else {}
         fields = {"classes": 2, "sparse": True} if name in SPARSE_PROBLEMS else fields
-        if name == "skipgram":  # see test_skipgram
-            continue
         if name == "wide_deep":
             pytest.importorskip("torch")
         assert type(load_problem(name, make_data(**fields), make_config())) is cls

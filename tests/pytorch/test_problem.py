@@ -25,7 +25,6 @@ from mpips.checkpoint.exchange import export  # noqa: E402
 from mpips.config import Config  # noqa: E402
 from mpips.config.command_line import load  # noqa: E402
 from mpips.datasets import Batch, DataInfo, open_dataset  # noqa: E402
-from mpips.datasets.vocabulary import Vocabulary  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
 from mpips.problems import load_problem  # noqa: E402
 from mpips.problems.gradient_check import check_gradient, first_batch  # noqa: E402
@@ -153,9 +152,6 @@ def test_samples_that_are_no_tensors() -> None:
     expected = "Affine' with the sparse samples of dataset 'made', expected dense ones; leave out "
     with pytest.raises(UserError, match=f"{expected}::sparse, or .*logistic_sparse, or a loop of "):
         make("Affine", sparse=True)
-    words = Vocabulary(b"word\n", np.ones(1, np.int64), 1)
-    with pytest.raises(UserError, match=f"{expected}::words, or use --problem skipgram, or a loo"):
-        make("Affine", sparse=True, vocabulary=words, classes=None)
 
 
 def test_every_reader(tmp_path: Path) -> None:

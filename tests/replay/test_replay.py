@@ -432,17 +432,15 @@ def test_a_job_whose_worker_has_died_is_replayed(mode: str, tmp_path: Path) -> N
 def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     """Two jobs each, on other ranks and nodes; a read of rows at another time is named."""
     plan, chance = Plan(tmp_path), np.random.default_rng(5)
-    samples, text = tmp_path / "sparse.svm", tmp_path / "words.txt"
+    samples = tmp_path / "sparse.svm"
     lines = ([*np.sort(chance.choice(500, 12, replace=False) + 1)] for _ in range(400))
     samples.write_text("".join(f"{ids[0] % 2} {':1 '.join(map(str, ids))}:1\n" for ids in lines))
-    words = (chance.integers(0, 60, 12) for _ in range(80))
-    text.write_text("".join(" ".join(f"w{k}" for k in line) + "\n" for line in words))
     sparse, common = ["--dataset", str(samples)], ["--batch-size", "16", *RECORDED]
-    long_rows = ["--problem", "skipgram", "--dataset", str(text), "--dim", "1200"]
+    long_rows = ["--problem", "factorization_machine", *sparse, "--factors", "1200"]
     runs = {
         "wide deep": [["--problem", "wide_deep", *sparse, "--clip", "0.5", "--accumulate", "2"]]
         * 2,
-        "skipgram": [
+        "long rows": [
             [*long_rows, "--node-size", "2", *more]
             for more in (["--mode", "ssp"], ["--codec", "int8"])
         ],
@@ -458,7 +456,7 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
     plan.run(200)
     for name in runs:
         assert "2 servers: equal bits" in assert_replayed(plan.out(name), 2)
-    packed = summary(plan.out("skipgram"))
+    packed = summary(plan.out("long rows"))
     assert packed["bytes_sent"] < packed["bytes_received"] / 2
     path = recording.part_folder(plan.out("wide deep"), 1) / "server-00000"
     data = path.read_bytes()

@@ -96,7 +96,7 @@ def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
 
 def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    for name in ("data.json", "data.json.tmp", "words.txt"):  # of a job killed as it counted
+    for name in ("data.json", "data.json.tmp"):  # of a job killed as it counted
         folder.find_run(parse_command_line(["--out", str(out)]))
         release()
         (out / name).write_text("{}")
