@@ -1,0 +1,90 @@
+"""Lines of code of each room of the package, and how many it may have."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+from launch import ROOT
+
+PACKAGE = ROOT / "mpips"
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+# At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
+# rises only in a commit whose message says why.
+TOTAL = 41160
+BUDGET = {
+    "__init__.py": 70,
+    "__main__.py": 60,
+    "bench": 4270,
+    "chaos": 1080,
+    "checkpoint": 1670,
+    "cluster": 2140,
+    "codecs": 680,
+    "config": 1200,
+    "cut": 830,
+    "datasets": 3170,
+    "doctor": 1350,
+    "errors.py": 40,
+    "extras.py": 20,
+    "guide": 220,
+    "jax": 230,
+    "kernels": 2240,
+    "launch": 1800,
+    "layout": 410,
+    "library": 1070,
+    "optim": 500,
+    "plan.py": 190,
+    "planning": 2110,
+    "problems": 1180,
+    "ps": 4010,
+    "replay": 1050,
+    "report": 1530,
+    "results.py": 30,
+    "rounds": 1840,
+    "sbatch.py": 130,
+    "session": 1900,
+    "strategies": 400,
+    "torch": 1540,
+    "trace.py": 100,
+    "train.py": 90,
+    "transport": 2010,
+    "watch.py": 150,
+}
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines of a module that are neither blank, nor a comment, nor in a docstring."""
+    source, documented = path.read_text(), set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            end = node.body[0].end_lineno
+            assert end is not None
+            documented.update(range(node.body[0].lineno, end + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
+        for number, line in enumerate(source.splitlines(), 1)
+    )
+
+
+def rooms() -> Counter[str]:
+    """Return the lines of each room."""
+    found = Counter[str]()
+    for path in PACKAGE.rglob("*.py"):
+        found[path.relative_to(PACKAGE).parts[0]] += code_lines(path)
+    return found
+
+
+def test_lines_are_counted(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""A\ndocstring."""\n\n# a comment\nX = """a\ntext"""  # counts\n\n\n'
+                      'def f():\n    """Another."""\n    return X\n')  # fmt: skip
+    assert code_lines(module) == 4
+
+
+def test_rooms_keep_to_their_budget() -> None:
+    found = rooms()
+    assert set(found) == set(BUDGET), "give new rooms a number, and remove those of old ones"
+    over = [f"{k}: {n} lines, at most {BUDGET[k]}" for k, n in found.items() if n > BUDGET[k]]
+    assert not over, "shorten the room; a number rises only with a reason in the commit"
+    total = sum(found.values())
+    assert total <= TOTAL, "the package; a number rises only with a reason in the commit"
