@@ -329,7 +329,7 @@ def test_examples_pass_their_exit_code_on() -> None:
 @pytest.mark.launch
 @pytest.mark.one_mpi
 def test_callbacks_of_trackers(tmp_path: Path) -> None:
-    """As the guide has it, and with the line for the other one: on one rank, at each evaluation."""
+    """As the guide has it, and with the line for the other one: on one rank, each evaluation."""
     ((_, code),) = (block for block in blocks("report", "text") if "mpips.Callback" in block[1])
     wandb, mlflow = re.findall(r"(wandb\.log.*?)  # with MLflow: (.*)", code)[0]
     other = re.sub(r" +if wandb.run.*\n.*\n", "", code).replace(wandb, mlflow)
@@ -340,7 +340,8 @@ def test_callbacks_of_trackers(tmp_path: Path) -> None:
         program = f"TRACKER = {name!r}\n{TRACKERS}\n{text}".replace("sys.exit", f"{show}\nsys.exit")
         (tmp_path / f"with_{name}.py").write_text(program)
         output = run(2, [f"with_{name}.py"], tmp_path).check().output
-        assert sorted(re.findall(rf"{name} (\d+)", output)) == ["0", "4"], output
+        counts = sorted(re.findall(rf"{name} (\d+)", output))
+        assert counts in (["0", "4"], ["0", "5"]), output  # the final parameters may be the fourth's
 
 
 def check_beside_ddp(folder: Path) -> None:

@@ -1064,6 +1064,7 @@ def mended(values: dict[str, Any]) -> Config:
         if values["codec"] != "none" or asked:
             values |= {"local_slots": "keep", "reduce": "auto"}
     values["outer_nesterov"] = values["outer_nesterov"] and values["outer_momentum"] > 0
+    values["quiet"] = values["quiet"] and not (values["eval_only"] and not values["out"])
     return Config(**values)
 
 

@@ -140,19 +140,19 @@ threads processes  keys values  year day  host port  upper lower  signal handler
 def test_gradients_of_words(tmp_path: Path) -> None:
     job = runpy.run_path(str(ROOT / "jobs" / "words.py"))
     rng = np.random.default_rng(0)
-    (tmp_path / "text.txt").write_text(
-        "\n".join(" ".join(rng.choice([*"abcd"], 9)) for _ in range(40))
-    )
+    lines = (" ".join(f"w{k}" for k in rng.integers(30, size=12)) for _ in range(60))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
     text = job["Text"](str(tmp_path / "text.txt"))
-    samples = np.arange(7)
+    samples = np.arange(90)
     middle, words = text.pairs(samples, rng)
-    assert len(middle) > 0
-    v, u = rng.normal(size=(7, 3)), rng.normal(size=(4, 3))
+    assert len(middle) > 9
+    n = len(samples)
+    v, u = rng.normal(size=(n, 3)), rng.normal(size=(30, 3))
 
     def loss(v: np.ndarray, u: np.ndarray) -> float:
-        return float(job["gradients"](v, u[words], middle, words, 7)[0])
+        return float(job["gradients"](v, u[words], middle, words, n)[0])
 
-    _, of_v, of_words = job["gradients"](v, u[words], middle, words, 7)
+    _, of_v, of_words = job["gradients"](v, u[words], middle, words, n)
     of_u = np.zeros_like(u)
     np.add.at(of_u, words, of_words)
     for array, found in ((v, of_v), (u, of_u)):
