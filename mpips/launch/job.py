@@ -26,7 +26,7 @@ from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
 from mpips.launch.batch import EARLY_S, TIME, seconds
 from mpips.launch.mpirun import TREE
-from mpips.launch.slurm import Controller, pick_launcher, remove_left
+from mpips.launch.slurm import Controller, pick_launcher, remove_left, run
 from mpips.launch.supervise import PREFIX
 from mpips.launch.sweep import read_row
 from mpips.launch.verdict import FAILED, REFUSED
@@ -275,7 +275,7 @@ class Job:
             say(f"{why}; give a longer --time or a shorter --signal, and {onward}")
         else:
             ends = signals.count(signal.SIGTERM)
-            if self._controller.requeue():
+            if self._controller.requeue() or self._has_restarted():
                 self._is_queued = True
                 end = time.monotonic() + REQUEUED_S
                 while signals.count(signal.SIGTERM) == ends and time.monotonic() < end:
@@ -298,13 +298,17 @@ class Job:
         this = tries.Try(self._id, self._restart, saved_step(self._out), hurried=True)
         return tries.is_hurried(tries.note(self._out, this))
 
+    def _has_restarted(self) -> bool:
+        """Whether SLURM has put this job back into the queue since it began."""
+        return int(self._controller.field("Restarts") or 0) > self._restart
+
     def _leave(self) -> int:
         """Say why SLURM has ended this job; returns the exit code.
 
         Somebody has cancelled it, or it is requeued: for a node that failed, for a job that is more
         urgent, or as it has asked for.
         """
-        if self._is_queued or int(self._controller.field("Restarts") or 0) > self._restart:
+        if self._is_queued or self._has_restarted():
             self._is_queued = True
             say("requeued")
             return signals.EXIT_SAVED
@@ -340,13 +344,8 @@ def draw(folder: Path) -> None:
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, which prints its errors where this process does.
-
-    A signal that SLURM sends to all processes of the job does not end it.
-    """
-    with signals.blocked():
-        command = ["python", *words]
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    """Run Python, which prints its errors where this process does."""
+    return run("python", *words)
 
 
 def output(*words: str) -> str:

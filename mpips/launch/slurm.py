@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import Tail
+from mpips.cluster import signals
 from mpips.errors import UserError
 from mpips.launch.hosts import is_srun
 from mpips.launch.mpirun import environment, mpirun
@@ -118,18 +119,23 @@ class Controller:
 
     def requeue(self) -> bool:
         """Put the job back into the queue; returns whether that was done."""
-        words = ["scontrol", "requeue", self._job]
-        return subprocess.run(words, check=False).returncode == 0
+        return run("scontrol", "requeue", self._job).returncode == 0
 
 
 def ask(*words: str) -> str:
     """Return what one of SLURM's commands prints; empty where it is not there."""
     with contextlib.suppress(OSError):
-        found = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        return found.stdout
+        return run(*words, stderr=subprocess.STDOUT).stdout
     return ""
+
+
+def run(*words: str, stderr: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command, and take what it prints; by default its errors go where this process's do.
+
+    A signal that SLURM sends to all processes of the job does not end it.
+    """
+    with signals.blocked():
+        return subprocess.run(words, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False)
 
 
 def pick_launcher(library: str, variables: MutableMapping[str, str], mask: int) -> list[str]:

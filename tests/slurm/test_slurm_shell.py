@@ -18,11 +18,18 @@ from launch import ROOT, environment
 SCRIPTS = ROOT / "slurm"
 SCONTROL = """#!/bin/bash
 echo "scontrol $*" >>calls
+told() { rm "$1" 2>/dev/null && kill -TERM $PPID $$; }    # by SLURM, as all processes of the job
 case $* in
-    "-o show job "*) paste -sd ' ' job ;;
+    "-o show job "*)
+        told cancelled && sed -i 's/^JobState=.*/JobState=COMPLETING/' job
+        paste -sd ' ' job ;;
     "show job "*) cat job ;;
     "show config") echo "TaskPlugin = task/none" ;;
-    requeue*) sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) & ;;
+    requeue*)
+        if [ -e refused ]; then exit 1; fi
+        sed -i 's/^Restarts=.*/Restarts=9/' job; (sleep 0.5; kill -TERM $PPID) &
+        told queued
+        if [ -e unheard ]; then exit 1; fi ;;
 esac
 """
 SRUN = """#!/bin/bash
@@ -330,6 +337,21 @@ def test_job_that_slurm_ends(shown: dict[str, str], told: str, batch: Batch) -> 
     batch.run("--lr", "0.1", ranks=SAVED, shown=shown)
     assert not batch.requeued
     assert batch.log.splitlines()[-1].endswith(told)
+
+
+def test_job_that_slurm_ends_as_it_is_asked_about(batch: Batch) -> None:
+    """By signals to all processes of the job, which end no question to the controller."""
+    batch.run("--lr", "0.1", ranks=f"touch cancelled; {SAVED}")
+    assert not batch.requeued
+    assert batch.log.splitlines()[-1].endswith("cancelled; go on with --out runs/mpips-17")
+    for end in ("queued", "unheard"):
+        (batch.folder / end).touch()
+        batch.run("--lr", "0.1", ranks=SAVED)
+        assert "cannot be requeued" not in batch.log
+        assert batch.log.splitlines()[-1].endswith(" requeued")
+    (batch.folder / "refused").touch()
+    batch.run("--lr", "0.1", ranks=SAVED)
+    assert "cannot be requeued; submit it again with --out runs/mpips-17" in batch.log
 
 
 @pytest.mark.parametrize(
