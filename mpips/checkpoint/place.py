@@ -165,13 +165,13 @@ class Tail:
     """
 
     def __init__(self, path: Path, begin: int = 0) -> None:
-        self._at, self._last = 0, b""
+        self._at, self._last = begin, b""  # NFS may show less of the file for a while
         self.rest, self.anew = b"", False
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(max(0, begin - LINE_BYTES))
             before = file.read(min(begin, LINE_BYTES))
             if file.tell() == begin:
-                self._at, self._last = begin, before
+                self._last = before
 
     def lines(self, path: Path) -> Iterator[bytes]:
         """Yield the whole lines that have come since the last read.

@@ -154,9 +154,11 @@ class Signs:
         begun = []
         for path in sorted(self.folder.glob(f"*{LINES}")):
             told: list[bytes] = []
+            if path not in self._tails:
+                self._tails[path] = Tail(path)
             with contextlib.suppress(FileNotFoundError):  # somebody clears temporary files
                 self.beats[path] = path.stat().st_mtime_ns
-                told.extend(self._tails.setdefault(path, Tail(path)).lines(path))
+                told.extend(self._tails[path].lines(path))
             for line in map(json.loads, told):
                 if "run" in line:
                     begun.append(line)

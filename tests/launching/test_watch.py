@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launch import environment
 
+from mpips.checkpoint.place import Tail
 from mpips.cluster.process import GONE, STOPPED
 from mpips.launch import signs
 from mpips.launch.signs import Terms
@@ -124,6 +125,26 @@ def test_the_end_of_a_run_in_a_folder_made_anew(job: Signs, rank: Path) -> None:
         with (rank / "metrics.jsonl").open("a") as file:
             file.write(f'{{"kind": "end", "step": {step}, "reason": "SIGUSR1"}}\n')
         assert run.last() == (step, "SIGUSR1")
+    run.close()
+
+
+@pytest.mark.parametrize("shown", [None, 1, 2])
+def test_a_file_of_another_host_that_is_seen_late(shown: int | None, tmp_path: Path) -> None:
+    """What is of an earlier start stays that, though not all of it is there at first."""
+    rows = [{"kind": "end", "step": step, "reason": "SIGTERM"} for step in (3, 5, 7)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    told = {"run": str(tmp_path), "resume": "auto", "log_every_s": 1, "spares": []}
+    metrics = tmp_path / "metrics.jsonl"
+    if shown is not None:
+        metrics.write_text("".join(lines[:shown]))
+    run = Run({**told, "size": len("".join(lines))})
+    assert run.last() == (-1, "")
+    metrics.write_text("".join(lines))
+    assert run.last() == (-1, "")
+    for step in (8, 9):
+        with metrics.open("a") as file:
+            file.write(f'{{"kind": "train", "step": {step}}}\n')
+        assert run.last() == (step, "")
     run.close()
 
 
@@ -251,6 +272,23 @@ def test_a_rank_that_failed_where_mpi_ends_nobody(
     expected = "rank 1 has ended with exit code 1, and others have not"
     assert (expected in found) is not bool(others)
     job.close()
+
+
+def test_a_file_of_a_rank_is_examined_once(
+    job: Signs, rank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    class Counted(Tail):
+        def __init__(self, path: Path) -> None:
+            made.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr("mpips.launch.watch.Tail", Counted)
+    signs.begin(job.folder, "0")
+    for _ in range(3):
+        job.read()
+    assert made == [job.folder / f"0{signs.LINES}"]
 
 
 def test_half_a_line_is_read_later(job: Signs) -> None:
