@@ -29,8 +29,8 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
     def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
         super().__init__(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
         self._owner = open(Path(self.name) / OWNER, "x")  # noqa: SIM115  (held until the end)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._owner, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks goes without
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         pid = os.getpid()
         json.dump([platform.node(), pid, int(stat_of(pid)[STARTED])], self._owner)
         self._owner.flush()

@@ -53,6 +53,9 @@ class Job:
         variables: Those of SLURM and of the site; what ranks need is added.
         script: The job script.
         asked: The signal that came before this process could note it; empty if none did.
+
+    Raises:
+        UserError: If MPIPS_MAX_REQUEUES is not a number.
     """
 
     def __init__(self, variables: MutableMapping[str, str], script: str, asked: str) -> None:
@@ -62,6 +65,10 @@ class Job:
         # The last task of an array has the array's own number as its SLURM_JOB_ID.
         self._id = f"{array}_{task}" if task else variables["SLURM_JOB_ID"]
         self._restart = int(variables.get("SLURM_RESTART_COUNT", "0"))
+        most = variables.get("MPIPS_MAX_REQUEUES") or "100"
+        if not most.isdecimal():
+            raise UserError(f"MPIPS_MAX_REQUEUES {most!r}", "a number")
+        self._most = int(most)  # times that the job goes back into the queue
         self._controller = Controller(self._id)
         self._out, self._launcher, self._is_queued = Path(), list[str](), False
         self._name = variables.get("SLURM_JOB_NAME", "mpips").replace("/", "-")
@@ -69,7 +76,7 @@ class Job:
     def prepare(self) -> None:
         """Choose the launcher, and say what is run where."""
         known, cores = self._variables, int(self._variables.get("OMP_NUM_THREADS", "1"))
-        library = python("-c", LIBRARY).stdout.strip()
+        library = run("python", "-c", LIBRARY).stdout.strip()
         self._launcher = pick_launcher(library, known, len(os.sched_getaffinity(0)))
         ranks = counted(int(known.get("SLURM_NTASKS", "1")), "rank")
         where = f"{ranks} on {known.get('SLURM_JOB_NODELIST')} by {' '.join(self._launcher)}"
@@ -157,12 +164,12 @@ class Job:
         Raises:
             UserError: If the time limit is over as soon as the ranks would be asked to save.
         """
-        train = ("-m", "mpips.train", *words)
+        train = ("python", "-m", "mpips.train", *words)
         if any(word.partition("=")[0] in TEXTS for word in words):
-            return subprocess.run(["python", *train], check=False).returncode
+            return subprocess.run(train, check=False).returncode
         config: dict[str, object] = {"eval_only": True}
         if "--explain" not in words:
-            shown = python(*train, "--print-config")
+            shown = run(*train, "--print-config")
             if shown.returncode:
                 return REFUSED
             config = tomllib.loads(shown.stdout)
@@ -197,8 +204,7 @@ class Job:
         expected = f"more than {least} s, as the ranks are asked to save {notice} to {least} s"
         remedy = f"give sbatch --time={least // 60 + 5}, or a shorter notice by "
         remedy += "SBATCH_SIGNAL=B:USR1@30 sbatch ..."
-        got = f"a time limit of {seconds(limit)} s"
-        raise UserError(got, f"{expected} before its end", remedy)
+        raise UserError(f"a time limit of {seconds(limit)} s", f"{expected} before its end", remedy)
 
     def _try(self, words: Sequence[str], draws: bool = True) -> int:
         """Train, from where an earlier try has left it.
@@ -265,11 +271,10 @@ class Job:
         state, reason = (self._controller.field(name) for name in ("JobState", "Reason"))
         if state not in ("", "RUNNING") and reason != "TimeLimit":
             return self._leave()
-        most = int(self._variables.get("MPIPS_MAX_REQUEUES") or 100)
         onward = f"go on with --out {self._out}"
-        if self._restart >= most:
+        if self._restart >= self._most:
             times = counted(self._restart, "time")
-            say(f"requeued {times}, MPIPS_MAX_REQUEUES is {most}; {onward}")
+            say(f"requeued {times}, MPIPS_MAX_REQUEUES is {self._most}; {onward}")
         elif self._is_hurried():
             why = f"asked to save within a minute of its start {tries.MOST} times: giving up"
             say(f"{why}; give a longer --time or a shorter --signal, and {onward}")
@@ -324,8 +329,9 @@ def show_rows(folder: Path, rows: int) -> None:
     with open(folder / "results.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks goes without
             fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "results.tmp").write_text(python("-m", "mpips.results", str(folder)).stdout)
-        (folder / "results.tmp").replace(folder / "results.txt")
+        path = folder / "results.tmp"
+        path.write_text(run("python", "-m", "mpips.results", str(folder)).stdout)
+        path.replace(folder / "results.txt")
         if len([*folder.glob(f"*/{DONE}"), *folder.glob("*.failed")]) >= rows:
             draw(folder)
 
@@ -341,11 +347,6 @@ def draw(folder: Path) -> None:
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     say(done.stdout.rstrip() if done.returncode == 0 else f"{done.stdout}no report of {folder}")
-
-
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, which prints its errors where this process does."""
-    return run("python", *words)
 
 
 def output(*words: str) -> str:
@@ -365,15 +366,17 @@ def main(argv: Sequence[str]) -> int:
     """Run what a job script asks for; returns the exit code."""
     script, asked, verb, *words = argv
     verbs = {"train": Job.train, "chain": Job.chain, "sweep": Job.sweep, "doctor": Job.doctor}
-    with signals.noted():
-        try:
-            job = Job(os.environ, script, asked)
-            job.prepare()
-            return verbs[verb](job, words)
-        except UserError as error:
-            complain(error)
-            return error.code
+    try:
+        job = Job(os.environ, script, asked)
+        job.prepare()
+        return verbs[verb](job, words)
+    except UserError as error:
+        complain(error)
+        return error.code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signals.install()
+    code = main(sys.argv[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # Python ends without its handlers
+    sys.exit(code)

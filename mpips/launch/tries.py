@@ -68,7 +68,8 @@ def note(out: Path, one: Try) -> list[Try]:
 
 def forget(out: Path) -> None:
     """Remove what was noted of a run that is done."""
-    _file(out).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the run is done, whatever is left
+        _file(out).unlink()
 
 
 def _file(out: Path) -> Path:

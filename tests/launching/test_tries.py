@@ -49,3 +49,5 @@ def test_tries_are_noted_by_job(tmp_path: Path) -> None:
     assert not list(run.parent.iterdir())
     (tmp_path / "none").touch()
     assert note(tmp_path / "none" / "run", one) == [one]
+    (tmp_path / "kept.tries").mkdir()
+    forget(tmp_path / "kept")

@@ -51,6 +51,7 @@ case $* in    # what takes long and is the same in every test
         echo "${{LIBRARY-MPICH Version: 5.0.2}}" ;;
     "-m mpips.launch.job "*)
         if rm early 2>/dev/null; then kill -USR1 $PPID; exec sleep 20; fi
+        if [ -e late.py ]; then exec {sys.executable} late.py "${{@:3}}"; fi
         exec {sys.executable} "$@" ;;
     "-m mpips.launch "*)
         echo "launch ${{*:3}}" >>calls
@@ -153,6 +154,17 @@ def batch(tmp_path: Path) -> Batch:
     return Batch(tmp_path)
 
 
+LATE = """
+import os, runpy, sys
+
+class Late:
+    def __del__(self, kill=os.kill, shell=os.getppid(), job=os.getpid()):
+        kill(shell, 15)
+        kill(job, 15)
+
+sys.late = Late()
+runpy.run_module("mpips.launch.job", run_name="__main__", alter_sys=True)
+"""
 SAVED = "begin; save 0000000003; exit 85"
 
 
@@ -277,6 +289,12 @@ def test_number_of_requeues_is_limited(batch: Batch) -> None:
     assert "requeued 1 time, MPIPS_MAX_REQUEUES is 1; go on with --out runs/mpips-17" in batch.log
 
 
+def test_number_of_requeues_that_is_none(batch: Batch) -> None:
+    batch.run("--lr", "0.1", ranks=SAVED, env={"MPIPS_MAX_REQUEUES": "many"})
+    assert (batch.code, batch.calls("launch")) == (2, [])
+    assert batch.log.splitlines()[-1].startswith("mpips: MPIPS_MAX_REQUEUES 'many', expected a")
+
+
 def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
     """Though each try gets a little further: a notice that only SLURM knows is too long."""
     for k in range(3):
@@ -324,6 +342,12 @@ def test_signal_before_the_ranks_start(batch: Batch) -> None:
     assert batch.requeued == ["17"] * 3, "SLURM signals all processes of a job"
     assert not batch.calls("launch")
     assert not batch.left
+
+
+def test_signal_at_the_end_begins_nothing_again(batch: Batch) -> None:
+    (batch.folder / "late.py").write_text(LATE)
+    batch.run("--lr", "0.1", ranks="begin; exit 0")
+    assert (batch.code, len(batch.calls("launch"))) == (0, 1)
 
 
 @pytest.mark.parametrize(
