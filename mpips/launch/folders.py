@@ -1,4 +1,7 @@
-"""Temporary folders that tell whose they are: what a killed process has left is removed later."""
+"""Temporary folders with a note of their owner.
+
+A later process removes the folders that a killed one has left.
+"""
 
 import contextlib
 import fcntl

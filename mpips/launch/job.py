@@ -95,7 +95,10 @@ class Job:
                 output("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true")
 
     def train(self, words: Sequence[str]) -> int:
-        """Train in ``--out``, or in a folder with the name and number of the job."""
+        """Train, and put the job back into the queue if something is left to do.
+
+        The run is in ``--out``, or in a folder with the name and number of the job.
+        """
         code = self._find_out(words, f"runs/{self._name}-{self._variables['SLURM_JOB_ID']}")
         if code is None:
             code = self._try(words)
@@ -159,7 +162,7 @@ class Job:
         """Check the job before it starts, and find the folder of its run.
 
         Returns:
-            The exit code, if the words ask for a text or for an evaluation, and not for a run.
+            The exit code, if the options ask for a text or for an evaluation, and not for a run.
 
         Raises:
             UserError: If the time limit is over as soon as the ranks would be asked to save.

@@ -1,8 +1,8 @@
 """Counted tries of a job of SLURM, and their limit.
 
-SLURM starts a requeued job under its old number: each start is a try. A try that SLURM or somebody
-has ended says nothing about the job: a preemption, a lost node, a signal. A try counts if the job
-ended by itself and was not done, or if its ranks were asked to save as soon as it had begun.
+SLURM starts a requeued job under its old number: each start is a try. A try counts if the job ended
+by itself and was not done, or if its ranks were asked to save as soon as it had begun. A try that
+SLURM or a user has ended does not count: a preemption, a lost node, a signal.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def gets_no_further(tries: Sequence[Try]) -> bool:
     """Whether a job has ended by itself too often since it saved something that is newer.
 
     Args:
-        tries: That count, of one job.
+        tries: Tries that count, all of one job.
     """
     steps = [one.step for one in tries if not one.hurried][-MOST:]
     return len(steps) == MOST and max(steps) <= steps[0]
@@ -44,7 +44,7 @@ def is_hurried(tries: Sequence[Try]) -> bool:
     """Whether a job was asked to save as soon as it had begun in each of its last starts.
 
     Args:
-        tries: That count, of one job.
+        tries: Tries that count, all of one job.
     """
     last = tries[-MOST:]
     if len(last) < MOST or not all(one.hurried for one in last):
