@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38690
+TOTAL = 38800
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 60,
     "bench": 2010,
     "checkpoint": 1720,
-    "cluster": 2470,
+    "cluster": 2480,
     "codecs": 680,
     "config": 1370,
     "cut": 840,
@@ -35,8 +35,8 @@ BUDGET = {
     "plan.py": 240,
     "planning": 2130,
     "problems": 1090,
-    "ps": 4060,
-    "replay": 1110,
+    "ps": 4000,
+    "replay": 1270,
     "report": 1410,
     "results.py": 30,
     "rounds": 1840,

@@ -3,6 +3,7 @@
 Loads no MPI.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -41,19 +42,32 @@ class RankFile:
             return
         self.open = True
 
-    def append(self, data: bytes) -> None:
-        """Write a piece, if the file is open. Blocks: until the system has it."""
+    def append(self, data: bytes, end: bytes = b"") -> None:
+        """Write a piece, if the file is open. Blocks: until the system has it.
+
+        Args:
+            data: The piece.
+            end: A shorter one that replaces it if it cannot be written: of a full disk, what is
+                left of the file's last block often has room for it.
+        """
         if not self.open:
             return
         self._size += len(data)
+        at = self._file.tell()
         try:
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._most is not None and self._size >= self._most:
                 raise OSError(0, "it is full")
         except OSError as problem:
+            if end:
+                self._end_with(end, at)
             self.close()
             complain(f"warning: the {self._what} {self._path} ends here: {problem.strerror}")
+
+    def _end_with(self, end: bytes, at: int) -> None:
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file.fileno(), at + os.pwrite(self._file.fileno(), end, at))
 
     def close(self) -> None:
         """Write no more. May be called twice."""

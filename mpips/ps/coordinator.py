@@ -321,8 +321,9 @@ class Chief:
         own = self._holding.numbers if self._holding else []
         skipped = self.server.leaving.skipped
         state = self._job.state(step, self.handout.state(), self.samples, skipped)
-        if self.server.recorder is not None:
-            state["recorded"] = self.server.recorder.part
+        if self._job.config.record:
+            recorder = self.server.recorder
+            state["recorded"] = 0 if recorder is None else recorder.part
         if self._job.evaluations is not None:
             state |= self._job.evaluations.at_cut(step, self.handout.epochs_done)
         self._committer.open(step, state | ({"own": own} if own else {}), bool(own))

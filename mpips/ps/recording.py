@@ -4,7 +4,9 @@ Each server writes a file of its own: a line of JSON, what is known of the job, 
 head, and lines, one a push, in the order in which they were applied (`mpips.kernels.record_lines`),
 with the bytes of reads. The first piece has no lines, and seals the JSON. A head has the numbers of
 lines and of bytes of reads, their sum (CRC-32), and the sum of these three, which goes on from that
-of the piece before. So each bit of a file is in a sum, and a piece has one place.
+of the piece before. So each bit of a file is in a sum, and a piece has one place. If a write fails,
+as on a full disk, recording stops: a piece without lines replaces what was written of the last one,
+if there is room, and the checkpoints saved after that say ``recorded = 0``.
 
 A line says whose push it was, and how old: the version that its worker had read is the one before
 the update less the staleness. That of server 0 says as well which samples it was made of, and its
@@ -25,7 +27,7 @@ import os
 import shutil
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from zlib import crc32
@@ -33,12 +35,12 @@ from zlib import crc32
 import numpy as np
 
 from mpips.checkpoint import place
-from mpips.cluster.collectives import broadcast_polled
+from mpips.cluster.collectives import broadcast_polled, gather_polled
 from mpips.cluster.rank_file import RankFile
 from mpips.config import OPTIONS
 from mpips.config.jobfile import to_toml
-from mpips.errors import UserError, complain
-from mpips.kernels.record_lines import FILLED, STALE_BITS, note
+from mpips.errors import complain
+from mpips.kernels.record_lines import FILLED, note
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
@@ -83,12 +85,10 @@ class Recorder:
         params: Its shard, shape (shard.size,).
         whole: Whether it says which samples a push was made of.
 
-    Attributes:
-        part: Number of the job in the run's record.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], params: np.ndarray, whole: bool) -> None:
-        self.part = int(about["part"])
+        self._part = int(about["part"])
         self._file = RankFile(path, about, "record")
         self._words, self._epoch = params.view(np.uint32), max(1, about["samples"][0])
         dtype = line_dtype(whole, len(about["workers"]))
@@ -100,6 +100,11 @@ class Recorder:
         self._over: int | None = None
         self._sum = crc32(json.dumps(about).encode())
         self._append(0, b"")
+
+    @property
+    def part(self) -> int:
+        """Number of the job in the run's record; 0 if recording has stopped."""
+        return self._part if self._file.open else 0
 
     def note_read(self, worker: int) -> None:
         """Note that a worker reads rows of tables at this version."""
@@ -148,8 +153,9 @@ class Recorder:
             self._reads.clear()
 
     def _append(self, count: int, body: bytes) -> None:
+        end, _ = piece(0, 0, b"", self._sum)
         data, self._sum = piece(count, len(self._reads), body, self._sum)
-        self._file.append(data)
+        self._file.append(data, end)
 
     def close(self) -> None:
         """Write what is left, and let the shard go."""
@@ -214,20 +220,29 @@ def decoded(codes: bytes, workers: np.ndarray) -> tuple[np.ndarray, dict[int, in
 
 
 def recorder_of(job: Job, half: ServerHalf) -> Recorder | None:
-    """Return what records a server's shard; None where the job does not ask, or cannot be.
+    """Return the recorder of a server's shard; None if the job keeps no record.
 
-    Collective: over the servers.
+    If one server cannot begin its file, none of them records. Collective: over the servers.
     """
     if not job.config.record:
         return None
     number = np.array([_begin_part(job) if job.cluster.is_chief else 0])
     broadcast_polled(half.servers, number, 0, job.cluster.wait_request)
     part = int(number[0])
-    if not part or half.server.idle:
+    if not part:
         return None
-    server = job.cluster.roles.servers.index(job.cluster.rank)
-    path = part_folder(job.out, part) / FILE.format(server)
-    return Recorder(path, _about(job, part, server), half.server.params, whole=server == 0)
+    server, recorder = job.cluster.roles.servers.index(job.cluster.rank), None
+    if not half.server.idle:
+        path, about = part_folder(job.out, part) / FILE.format(server), _about(job, part, server)
+        recorder = Recorder(path, about, half.server.params, whole=server == 0)
+    begun = recorder is None or recorder.part > 0
+    if all(gather_polled(half.servers, begun, job.cluster.wait_request)):
+        return recorder
+    if recorder is not None:
+        recorder.close()
+    if job.cluster.is_chief:
+        shutil.rmtree(part_folder(job.out, part), ignore_errors=True)
+    return None
 
 
 def part_folder(out: Path, part: int) -> Path:
@@ -281,120 +296,3 @@ def _about(job: Job, part: int, server: int) -> dict[str, Any]:
         "samples": [job.info.n_train, job.info.n_test],
         "tables": [table.name for table in tables_of(job)],
     }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a server has written.
-
-    Attributes:
-        about: What is known of the job, and of the server.
-        records: In the order in which pushes were applied, of `SHORT_DTYPE` or `WHOLE_DTYPE`.
-        damage: The error for the first piece that is not as it was written, which ends the records.
-        reads: Of rows: see `decoded`.
-        evicted: Likewise.
-    """
-
-    about: dict[str, Any]
-    records: np.ndarray
-    damage: UserError | None
-    reads: np.ndarray
-    evicted: dict[int, int]
-
-
-def damaged(got: str, expected: str) -> UserError:
-    """Return the error for a record that is not what was written, with exit code 1."""
-    error = UserError(got, expected, "the record is damaged: bring it back from a copy")
-    error.code = 1
-    return error
-
-
-def read(path: Path) -> Recorded | None:
-    """Read a file as far as it is sound; None where a kill has left less than its first piece.
-
-    Raises:
-        UserError: If it is of another format, or, with exit code 1, its first line is damaged.
-    """
-    first, _, data = path.read_bytes().partition(b"\n")
-    about, damage = _about_of(path, first), None
-    try:
-        found = _piece_at(data, 0, 0, crc32(first))
-    except ValueError:
-        about, found = None, (b"", b"", 0, 0)
-    if found is None:
-        return None
-    if about is None:
-        raise damaged(f"{path} without a sound first line", "the record of a server")
-    whole = about["server"] == 0
-    dtype = line_dtype(whole, len(about["workers"]))
-    lines, codes, (_, _, total, at) = bytearray(), bytearray(), found
-    try:
-        while (found := _piece_at(data, at, dtype.itemsize, total)) is not None:
-            lines += found[0]
-            codes += found[1]
-            total, at = found[2:]
-    except ValueError:
-        got = f"{path}: byte {len(first) + 1 + at} begins a piece whose sum is wrong"
-        damage = damaged(got, "what the server wrote")
-    records = _records_of(np.frombuffer(lines, dtype), whole, max(1, about["samples"][0]))
-    workers = records["worker"] if about.get("tables") else records["worker"][:0]
-    return Recorded(about, records, damage, *decoded(bytes(codes), workers))
-
-
-def _about_of(path: Path, first: bytes) -> dict[str, Any] | None:
-    """Return what a file's first line says; None where that is nothing.
-
-    Raises:
-        UserError: If it is of another format.
-    """
-    try:
-        about = json.loads(first)
-        found = about["format"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    if found != FORMAT:
-        got = f"{path}: format {found}"
-        raise UserError(got, str(FORMAT), "use the version of mpips that wrote it")
-    return dict(about)
-
-
-def _piece_at(
-    data: bytes, at: int, width: int, before: int
-) -> tuple[bytes, bytes, int, int] | None:
-    """Return lines, reads, sum and end of the piece at `at`; None where the data ends within it.
-
-    Args:
-        data: What is behind the file's first line.
-        at: Where it begins.
-        width: Bytes of a line.
-        before: Sum of the head before.
-
-    Raises:
-        ValueError: If a sum is wrong.
-    """
-    begin = at + HEAD.size + SUM.size
-    if begin > len(data):
-        return None
-    count, reads, of_body = HEAD.unpack_from(data, at)
-    (total,) = SUM.unpack_from(data, at + HEAD.size)
-    if crc32(data[at : at + HEAD.size], before) != total:
-        raise ValueError(at)
-    middle = begin + count * width
-    end = middle + reads
-    if end > len(data):
-        return None
-    if crc32(data[begin:end]) != of_body:
-        raise ValueError(at)
-    return data[begin:middle], data[middle:end], total, end
-
-
-def _records_of(lines: np.ndarray, whole: bool, epoch: int) -> np.ndarray:
-    """Return the pushes that lines of a file are, where an epoch has so many samples."""
-    higher = np.flatnonzero(lines["worker"] == np.iinfo(lines["worker"].dtype).max)
-    found = np.zeros(len(lines), WHOLE_DTYPE if whole else SHORT_DTYPE)
-    for name in ("worker", "stale", "line", *("samples", "loss")[: 2 * whole]):
-        found[name] = lines[name]
-    found["stale"][higher + 1] += found["stale"][higher] << STALE_BITS
-    if whole:
-        found["epoch"], found["begin"] = np.divmod(lines["position"], np.uint64(epoch))
-    return np.delete(found, higher)

@@ -16,7 +16,6 @@ from mpips.checkpoint import Checkpoint
 from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
-from mpips.ps.recording import damaged
 from mpips.ps.shard import Server
 from mpips.ps.table_server import TableServer, evict_old
 from mpips.replay.apart import Apart
@@ -31,6 +30,7 @@ from mpips.replay.compare import (
 from mpips.replay.computing import Here
 from mpips.replay.order import Order, RowOrder
 from mpips.replay.parts import Made, Maker, Setting, make_memory, make_server
+from mpips.replay.server_file import damaged
 from mpips.replay.stand_ins import Memory
 
 Kept = dict[int, list[np.ndarray]]  # parameters and slots of servers, by number
@@ -191,11 +191,11 @@ class Replay:
         return {k: len(self._records[k]) - (s.version - self._part.base) for k, s in each}
 
     def _check_end(self, found: Mapping[int, object], until: int | None) -> None:
-        lengths = {len(self._records[k]) for k in self.servers}
-        left = len(lengths) == 1 and any(self.left.values())
+        complete = sum(self._order.complete)  # behind others a push may wait for one that is lost
+        left = any(self.left.values()) and all(len(self._records[k]) == complete for k in self.left)
         beyond = any(self.compared.get(step) != len(self.servers) for step in self._saved)
         if not found and (left or (beyond and until is None)):
-            got = f"{self._part.folder}: pushes in an order in which nobody can go on"
+            got = f"{self._part.folder}: no recorded push can be applied next"
             raise damaged(got, "the order of a run")
 
     def _advance_worker(self, number: int) -> bool:

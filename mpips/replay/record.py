@@ -1,7 +1,7 @@
 """What a run has recorded: of each of its jobs the order of pushes, and what it began with."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpips.checkpoint import Checkpoint, list_checkpoints
+from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import CONFIG, DONE, SUMMARY
 from mpips.checkpoint.reader import open_checkpoint
 from mpips.config import Config
@@ -17,10 +18,12 @@ from mpips.config.jobfile import from_toml, read_toml
 from mpips.errors import UserError
 from mpips.library.start import DATASET
 from mpips.ps import recording
+from mpips.replay.server_file import Recorded, damaged, read
 
 ABOUT = {"part", "owners", "config", "world", "workers", "spares", "block", "step", "resumed",
          "started", "numpy", "samples", "tables"}  # fmt: skip
 OF_ALL = ("part", "owners", "config", "workers", "step", "resumed")  # alike in a job's files
+SAVED = "of which there is a checkpoint"
 WORLD = {"servers", "ranks", "node_of", "threads", "cpu"}
 
 
@@ -35,6 +38,7 @@ class Part:
         damage: The error for what is not as it was written, or missing; None where nothing is.
         reads: Who read rows of each server, and when; see `Recorded.reads`.
         evicted: After how many of its updates each server has evicted rows; see `Recorded`.
+        stopped: Whether a server's recording stopped before the job, as on a full disk.
     """
 
     folder: Path
@@ -43,6 +47,7 @@ class Part:
     damage: UserError | None
     reads: tuple[np.ndarray, ...]
     evicted: tuple[dict[int, int], ...]
+    stopped: bool
 
     @property
     def number(self) -> int:
@@ -101,14 +106,14 @@ def read_parts(run: Path) -> list[Part]:
         raise UserError(f"{run} without a record", "a run made with --record", remedy)
     if numbers != list(range(1, len(numbers) + 1)):
         got = f"{run} with the records of jobs {', '.join(map(str, numbers))}"
-        raise recording.damaged(got, f"those of jobs 1 to {numbers[-1]}")
+        raise damaged(got, f"those of jobs 1 to {numbers[-1]}")
     parts = (_read_part(recording.part_folder(run, number)) for number in numbers)
     return [part for part in parts if part is not None]
 
 
 def _read_part(folder: Path) -> Part | None:
     """Read what a job has recorded; None where it was killed before all its servers had begun."""
-    files = {path.name: recording.read(path) for path in sorted(folder.glob("server-*"))}
+    files = {path.name: read(path) for path in sorted(folder.glob("server-*"))}
     found = {name: recorded for name, recorded in files.items() if recorded is not None}
     if not found:
         return None
@@ -116,88 +121,147 @@ def _read_part(folder: Path) -> Part | None:
     if missing := (ABOUT - set(about)) | (WORLD - set(about.get("world", ()))):
         raise UserError(f"{folder} without {', '.join(sorted(missing))}", "a record of mpips")
     if f"part-{about['part']:04d}" != folder.name:
-        raise recording.damaged(f"{folder} with the record of job {about['part']}", "its own")
+        raise damaged(f"{folder} with the record of job {about['part']}", "its own")
     servers = len(about["world"]["servers"])
     names = {recording.FILE.format(k): k for k in about["owners"]}
     for name, recorded in found.items():
         alike = all(recorded.about[key] == about[key] for key in OF_ALL)
         if not alike or recorded.about["server"] != names.get(name):
-            raise recording.damaged(f"{folder / name} of another server or job", "its own")
+            raise damaged(f"{folder / name} of another server or job", "its own")
     damage = next((each.damage for each in found.values() if each.damage is not None), None)
     if lacking := sorted(set(names) - set(found)):
         if not any(len(each.records) for each in found.values()):
             return None
-        damage = recording.damaged(f"no record {folder / lacking[0]}", "one of each server")
+        damage = damaged(f"no record {folder / lacking[0]}", "one of each server")
     by_server = {names[name]: recorded for name, recorded in found.items()}
     each = [by_server.get(k) or _nothing(k) for k in range(servers)]
     records, reads = tuple(one.records for one in each), tuple(one.reads for one in each)
-    return Part(folder, about, records, damage, reads, tuple(one.evicted for one in each))
+    evicted, stopped = tuple(one.evicted for one in each), any(one.stopped for one in each)
+    return Part(folder, about, records, damage, reads, evicted, stopped)
 
 
-def _nothing(server: int) -> recording.Recorded:
+def _nothing(server: int) -> Recorded:
     """Return what a server without a shard has recorded."""
     records = np.zeros(0, recording.SHORT_DTYPE if server else recording.WHOLE_DTYPE)
-    return recording.Recorded({}, records, None, np.zeros(0, recording.READ_DTYPE), {})
+    return Recorded({}, records, None, np.zeros(0, recording.READ_DTYPE), {}, False)
 
 
-Saved = dict[int, dict[int, Checkpoint]]
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoints of a run.
+
+    Attributes:
+        by_job: Those of each recorded job, by its number and their steps.
+        others: Those without a record, by step.
+        unreadable: The steps of those that were committed and cannot be read.
+        complaints: What is wrong with checkpoints.
+    """
+
+    by_job: dict[int, dict[int, Checkpoint]]
+    others: dict[int, Checkpoint]
+    unreadable: list[int]
+    complaints: list[str]
+
+    def of(self, part: Part, stopped: bool) -> dict[int, Checkpoint]:
+        """Return the checkpoints that a job's replay comes to.
+
+        Args:
+            part: The job.
+            stopped: Whether its recording stopped before the job.
+        """
+        last = part.last if stopped else None
+        saved = self.by_job.get(part.number, {}).items()
+        return {k: c for k, c in saved if part.base <= k and (last is None or k <= last)}
 
 
-def checkpoints_of(run: Path, parts: list[Part]) -> tuple[Saved, list[str]]:
-    """Return the checkpoints that each job has saved, by job and step, and what is damaged."""
+def checkpoints_of(run: Path, parts: Sequence[Part]) -> Saved:
+    """Return the checkpoints of a run, those that its record keeps as well."""
     kept = [part.resumed for part in parts if part.resumed is not None]
-    folders = [*list_checkpoints(run), *kept]
-    found: Saved = {part.number: {} for part in parts}
-    complaints = []
-    for folder in folders:
+    saved = Saved({}, {}, [], [])
+    for folder in [*list_checkpoints(run), *kept]:
         try:
             checkpoint = open_checkpoint(folder)
         except UserError as problem:
-            complaints.append(f"not compared: {problem}")
+            saved.complaints.append(f"not compared: {problem}")
+            if (folder / INDEX).exists():  # a kill leaves folders without
+                saved.unreadable.append(folder_step(folder) or 0)
             continue
-        if number := checkpoint.state.get("recorded"):
-            found.setdefault(number, {})[checkpoint.step] = checkpoint
-    return found, complaints
+        number = checkpoint.state.get("recorded")
+        found = saved.by_job.setdefault(number, {}) if number else saved.others
+        found[checkpoint.step] = checkpoint
+    return saved
 
 
-def check_parts(run: Path, parts: Sequence[Part], saved: Mapping[int, Mapping[int, Any]]) -> None:
-    """Check that records are sound, and go as far as the run is known to have gone.
+def stopped_parts(parts: Sequence[Part], saved: Saved) -> set[int]:
+    """Return the numbers of the jobs after whose record the run went on without one.
+
+    The piece that ends a file tells it, and checkpoints of a job that could not record. Both are in
+    sums. They decide whether a record that ends early is replayed; the exit code is 1 either way.
+    """
+    found = {part.number for part in parts if part.stopped}
+    for step, checkpoint in saved.others.items():
+        before = [part for part in parts if part.base < step]
+        if checkpoint.state.get("recorded") == 0 and before and step > before[-1].last:
+            found.add(before[-1].number)
+    return found
+
+
+def damages_of(
+    run: Path, parts: Sequence[Part], saved: Saved, stopped: Collection[int] = ()
+) -> dict[int, UserError]:
+    """Return what is wrong with the records of jobs, by their numbers.
 
     Args:
         run: The run's folder.
         parts: Its jobs.
-        saved: What is saved of each, by number and step.
+        saved: Its checkpoints.
+        stopped: The jobs whose records may end before the job.
 
     Raises:
-        UserError: If not, with exit code 1. If no job has recorded anything.
+        UserError: If no job has recorded anything.
     """
-    for part in parts:
-        if part.damage is not None:
-            raise part.damage
-    lasts = {part.number: part.last for part in parts}
-    for number, steps in saved.items():
-        if number not in lasts:
+    found = {part.number: part.damage for part in parts if part.damage is not None}
+    by_number = {part.number: part for part in parts}
+    anew = parts[0].base if 1 in by_number else 0  # up to there a user may have removed the record
+    for number, steps in saved.by_job.items():
+        part = by_number.get(number)
+        if part is not None:
+            if max(steps) > part.last and not part.stopped:
+                found.setdefault(number, _short(run, part, f"{max(steps)}, {SAVED}"))
+        elif not anew or max(steps) > anew:
             got = f"{run} without the record of job {number}"
-            raise recording.damaged(got, f"it: a checkpoint of step {max(steps)} is that job's")
-        if steps and max(steps) > lasts[number]:
-            got = f"{run}: the record of job {number} ends at update {lasts[number]}"
-            raise recording.damaged(got, f"{max(steps)}, of which there is a checkpoint")
-    if not parts:
+            found[number] = damaged(got, f"it: a checkpoint of step {max(steps)} is that job's")
+    if not parts and not found:
         raise UserError(f"{run} with an empty record", "one of a job that has begun")
-    end = _end_of(run)
-    if end is not None and end > parts[-1].last:
-        got = f"{run}: the record ends at update {parts[-1].last}"
-        raise recording.damaged(got, f"{end}, at which the run was done")
+    if parts and parts[-1].number not in stopped:
+        error = _damage_of_end(run, parts, saved)
+        if error is not None:
+            found.setdefault(parts[-1].number, error)
+    return found
 
 
-def _end_of(run: Path) -> int | None:
-    """Return the update at which a run was done; None where it is not, or that is not recorded."""
+def _short(run: Path, part: Part, expected: str) -> UserError:
+    got = f"{run}: the record of job {part.number} ends at update {part.last}"
+    return damaged(got, expected, f"bring the rest back from a copy, or use --until {part.last}")
+
+
+def _damage_of_end(run: Path, parts: Sequence[Part], saved: Saved) -> UserError | None:
+    """Return the error for a record that ends before the run; None if it does not."""
+    recorded = not (run / CONFIG).is_file() or read_toml(run / CONFIG).get("record", True)
+    unreadable = max(saved.unreadable, default=0)
+    if recorded and unreadable > max(part.last for part in parts):
+        return _short(run, parts[-1], f"{unreadable}, {SAVED}")
     if not (run / DONE).exists():
         return None
-    if (run / CONFIG).is_file() and not read_toml(run / CONFIG).get("record"):
-        return None
     try:
-        found: int = json.loads((run / SUMMARY).read_text())["global_step"]
-    except (OSError, ValueError, KeyError):
+        end = json.loads((run / SUMMARY).read_text())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        end = None
+    if type(end) is not int:
+        if not recorded:
+            return None
+        got = f"{run / SUMMARY} without the end of the run"
+        return damaged(got, "global_step, a whole number", "use --until with an update")
+    if end <= parts[-1].last or end in saved.others:
         return None
-    return found
+    return _short(run, parts[-1], f"{end}, at which the run was done") if recorded else None

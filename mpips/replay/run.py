@@ -1,7 +1,7 @@
 """The replay of a run: its jobs one after another, and what is told of them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ from mpips.planning.tables import tables_of
 from mpips.replay.machine import Replay, batch_text
 from mpips.replay.parts import Setting
 from mpips.replay.program import run_program
-from mpips.replay.record import Part, check_parts, checkpoints_of, read_parts
+from mpips.replay.record import Part, checkpoints_of, damages_of, read_parts, stopped_parts
+from mpips.replay.server_file import damaged
 
 
 def replay(
@@ -43,23 +44,39 @@ def replay(
     if make is Setting and any(part.of_program for part in parts):
         remedy = f"give its file and words behind the run: python -m mpips.replay {run} PROGRAM ..."
         raise UserError(f"{run} of a program", "the program as well", remedy)
-    saved, complaints = checkpoints_of(run, parts)
-    yield from complaints
+    saved = checkpoints_of(run, parts)
+    yield from saved.complaints
+    stopped = stopped_parts(parts, saved)
+    damages = damages_of(run, parts, saved, stopped)
     if until is None:
-        check_parts(run, parts, saved)
-    for part in parts if until is None else [_part_with(parts, until)]:
+        for error in damages.values():
+            raise error
+    yield from (f"warning: {error}" for error in damages.values())
+    ends: dict[int, int] = {}
+    for part in parts if until is None else [_part_with(parts, until, {*damages, *stopped})]:
         yield from warnings(part)
         with make(part) as setting:
-            made = Replay(setting, saved[part.number])
+            own = saved.of(part, part.number in stopped)
+            made = Replay(setting, own)
             found = made.run(until)
+            ends[part.number] = min(store.version for store in made.servers.values())
             if until is not None:
                 yield from told(part, until, list(made.servers))
             else:
-                yield summary(part, made, saved[part.number])
+                yield summary(part, made, own)
             if out is not None and part in (parts[-1], *[part] * (until is not None)):
                 save(out, made, found)
                 without = ", without the rows of tables" if tables_of(made.job) else ""
                 yield f"parameters and slots are in {out}{without}"
+    for number in sorted(stopped) if until is None else ():
+        raise _stopped(run, number, ends[number])
+
+
+def _stopped(run: Path, number: int, last: int) -> UserError:
+    """Return the error for a record that is sound and ends before its job."""
+    got = f"{run}: the record of job {number} ends at update {last}"
+    remedy = f"recording stopped, as on a full disk; use --until {last}"
+    return damaged(got, "the end of the job", remedy)
 
 
 def replay_program(
@@ -81,12 +98,24 @@ def replay_program(
     run_program(words, lambda make: replay(run, until, out, make))
 
 
-def _part_with(parts: Sequence[Part], until: int) -> Part:
-    """Return the last job that has made an update; a run that was killed goes back."""
+def _part_with(parts: Sequence[Part], until: int, unsure: Collection[int]) -> Part:
+    """Return the last job that has made an update; a run that was killed goes back.
+
+    Args:
+        parts: The jobs.
+        until: The update.
+        unsure: The numbers of jobs that may have made more updates than are recorded.
+    """
     made = [part for part in parts if part.base < until <= part.base + part.updates]
     if not made:
         ranges = ", ".join(f"{p.base + 1} to {p.base + p.updates}" for p in parts if p.updates)
         raise UserError(f"--until {until}", f"an update that is recorded: {ranges or 'none is'}")
+    bases = {part.number: part.base for part in parts}
+    for number in sorted(unsure):
+        if number > made[-1].number and bases.get(number, 0) < until:
+            got = f"--until {until}: the record of job {number} ends before it or is damaged"
+            remedy = f"job {made[-1].number} made that update, too, before job {number}"
+            raise damaged(got, "the record of the last job that made that update", remedy)
     return made[-1]
 
 
@@ -111,8 +140,12 @@ def summary(part: Part, made: Replay, saved: Mapping[int, Checkpoint]) -> str:
     what = f"equal bits in the {plural} {steps}" if whole else "no checkpoint of it is there"
     who = f"{workers} worker{'s' * (workers > 1)}, {servers} server{'s' * (servers > 1)}"
     text = f"job {part.number}: {updates:,} updates from step {part.base:,} on, {who}: {what}"
-    lost = sum(made.left.values())
-    return f"{text}; {lost} records at the end want others that were lost" if lost else text
+    lost = max(made.left.values())
+    if not lost:
+        return text
+    pushes = "the last push is" if lost == 1 else f"the last {lost} pushes are"
+    how = "recording stopped" if part.stopped else "the job was killed"
+    return f"{text}; {pushes} left out: {how} before the pushes they depend on were written"
 
 
 def told(part: Part, until: int, servers: Sequence[int]) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Multi-layer perceptrons with a twist, for tests of stopping and resuming."""
 
 import os
+import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 from countdown import Slow, Stopping
@@ -25,6 +27,23 @@ class HeldMLP(MLP):
         if os.path.exists("hold"):
             time.sleep(HELD_S)
         return super().loss_and_grad(params, batch, out)
+
+
+class UnrecordedMLP(MLP):
+    """Keeps servers from making the folder of their record, as a full disk does."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        Path(config.out, "record").touch()
+
+
+class RecordedAnewMLP(MLP):
+    """Removes the record of the jobs before, as a user may do who resumes a run."""
+
+    def __init__(self, data: DataInfo, config: Config) -> None:
+        super().__init__(data, config)
+        if config.out:
+            shutil.rmtree(Path(config.out, "record"), ignore_errors=True)
 
 
 class StoppingMLP(Stopping, MLP):

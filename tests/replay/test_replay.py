@@ -4,12 +4,15 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from runs import ENDLESS, MODELS, SAVED, Plan, kill_once, newest, summary
 from supervised import Supervised, counting_words
 
 from mpips import plan
+from mpips.checkpoint import list_checkpoints
+from mpips.checkpoint.files import INDEX, folder_step
 from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.kernels.record_lines import line_sum, place_of
@@ -29,8 +34,9 @@ from mpips.ps import recording
 from mpips.replay.compare import element
 from mpips.replay.draws import Draws
 from mpips.replay.order import Order
-from mpips.replay.record import check_parts, read_parts
+from mpips.replay.record import checkpoints_of, damages_of, read_parts
 from mpips.replay.run import replay
+from mpips.replay.server_file import read
 from mpips.transport.push import Push
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -175,10 +181,11 @@ def assert_cut_tails_are_sound(out: Path, chance: random.Random) -> None:
         for cut in (begins[1], *(chance.randrange(begins[1], len(whole)) for _ in range(9))):
             path.write_bytes(whole[:cut])
             parts = read_parts(out)
-            with pytest.raises(UserError, match=r"ends at update .*, at which the run was done"):
-                check_parts(out, parts, {})
+            saved = replace(checkpoints_of(out, ()), by_job={})
+            (error,) = damages_of(out, parts, saved).values()
+            assert re.search(r"ends at update .*, at which the run was done", str(error))
             done.rename(out / "undone")
-            check_parts(out, parts, {})
+            assert not damages_of(out, parts, saved)
             (out / "undone").rename(done)
         path.write_bytes(whole)
 
@@ -223,12 +230,12 @@ def assert_differences_are_named(out: Path) -> None:
     for column, bits, named in (
         ("loss", 1, r"first difference: the loss of push \d+ of worker \d+ \(samples \d+ to"),
         ("line", 1, r"first difference: update \d+ of server 0, by push \d+ of worker \d+"),
-        ("stale", 1, r"first difference: |nobody can go on"),
+        ("stale", 1, r"first difference: |no recorded push can be applied next"),
     ):
         path.write_bytes(changed(whole, column, bits))
         assert re.search(named, replayed(out, code=1)), column
     path.write_bytes(whole[:-9])
-    assert "that were lost" in replayed(out)
+    assert "are left out" in replayed(out)
     path.write_bytes(whole[:-9] + bytes(9))
     assert "begins a piece whose sum is wrong" in replayed(out, code=1)
     assert "update 1 of server 0" in replayed(out, "--until", "1")
@@ -278,7 +285,7 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         for k in range(count):
             kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k, k)
         kept.close()
-        found = recording.read(path)
+        found = read(path)
         assert found.damage is None
         assert found.records["worker"].tolist() == [k % 3 for k in range(count)]
         assert found.records["stale"].tolist() == list(range(count))
@@ -292,16 +299,186 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         whole = path.read_bytes()
         for tail, sound in ((whole[:-1], True), (whole[:-3] + b"abc", False)):
             path.write_bytes(tail)
-            found = recording.read(path)
+            found = read(path)
             assert len(found.records) == 2 * recording.PIECE
             assert (found.damage is None) == sound
         for cut in range(whole.index(b"\n") + 17):  # the first piece is not there yet
             path.write_bytes(whole[:cut])
-            assert recording.read(path) is None
+            assert read(path) is None
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
     recording.Recorder(full, about, params, whole=True).close()
     assert "no record" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of the file says so, if there is room; each of its bits is in a sum."""
+    params, path, before = np.zeros(100, "f4"), tmp_path / "file", resource.RLIMIT_FSIZE
+    limits = resource.getrlimit(before)
+    kept = recording.Recorder(path, about_server(0, workers=3), params, whole=True)
+    assert kept.part == 3
+    try:
+        resource.setrlimit(before, (path.stat().st_size + 5 * recording.PIECE * 24, limits[1]))
+        for k in range(9 * recording.PIECE):
+            kept.note(Push(k % 3, k, (1, 0, 7), 7, k / 3, 0, params), 0, k)
+    finally:
+        resource.setrlimit(before, limits)
+    kept.close()
+    assert kept.part == 0
+    assert "ends here: No space left on device" in capsys.readouterr().err
+    found, whole = read(path), path.read_bytes()
+    assert (len(found.records), found.damage, found.stopped) == (4 * recording.PIECE, None, True)
+    end = recording.HEAD.size + recording.SUM.size
+    for bit in range(8 * end):
+        flipped = bytearray(whole)
+        flipped[len(whole) - end + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        found = read(path)
+        assert found.damage is not None
+        assert not found.stopped
+    for cut in range(1, end + 1):
+        path.write_bytes(whole[:-cut])
+        assert not read(path).stopped
+
+
+def test_a_damaged_newline_is_no_kill(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    recording.Recorder(path, about_server(0, 3), np.zeros(9, "f4"), whole=True).close()
+    whole = path.read_bytes()
+    at = whole.index(b"\n")
+    for bit in range(8):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        with pytest.raises(UserError, match="without a sound first line") as caught:
+            read(path)
+        assert caught.value.code == 1
+
+
+@pytest.mark.launch
+def test_records_that_end_before_their_jobs(tmp_path: Path) -> None:
+    """Of a full disk, a record that was removed, and damage; no such run is called equal."""
+    plan = Plan(tmp_path)
+    words = ["--servers", "2", "--hidden", "24", *RECORDED]
+    again = [*words, "--problem", f"{MODELS}:RecordedAnewMLP"]
+    plan.add("kept", 4, [*words, "--epochs", "1"])
+    plan.add("kept", 4, [*words, "--epochs", "2", "--resume"])
+    plan.add("full", 4, [*words, "--epochs", "3", "--problem", f"{MODELS}:UnrecordedMLP"])
+    plan.add("removed", 4, [*again, "--epochs", "1"])
+    plan.add("removed", 4, [*again, "--epochs", "2", "--resume"])
+    plan.run(200)
+    kept, full = plan.out("kept"), plan.out("full")
+    assert newest(full).state["recorded"] == 0
+    end, base = newest(kept).step, read_parts(kept)[1].base
+    assert_a_server_may_stop(kept, end)
+    assert_ends_are_known(kept, base)
+    assert_the_last_job_is_meant(kept, base)
+    assert_kills_leave_equal_lengths(kept)
+    step = newest(full).step
+    shutil.copytree(newest(full).path, kept / "checkpoints" / newest(full).path.name)
+    summarize(kept, step)
+    told = list_until_error(kept, f"the record of job 2 ends at update {end}, .* recording stopped")
+    assert len(told) == 2
+    assert told[1].startswith(f"job 2: {end - base} updates")
+    (anew,) = replay(plan.out("removed"))
+    assert re.search(f"^job 1: {end - base} updates .* equal bits in .* {end}$", anew)
+
+
+def assert_a_server_may_stop(out: Path, end: int) -> None:
+    """What is there of a record that has stopped is replayed; a cut one is refused."""
+    path = recording.part_folder(out, 2) / recording.FILE.format(1)
+    whole = path.read_bytes()
+    at = pieces_of(whole)[2]
+    (before,) = recording.SUM.unpack_from(whole, pieces_of(whole)[1] + recording.HEAD.size)
+    path.write_bytes(whole[:at] + recording.piece(0, 0, b"", before)[0])
+    last = read_parts(out)[1].last
+    told = list_until_error(out, f"ends at update {last}, .* recording stopped.* --until {last}")
+    assert "equal bits" in told[1]
+    assert "recording stopped before the pushes they depend on" in told[1]
+    assert f"update {last} of server 1" in "".join(replay(out, last))
+    path.write_bytes(whole[:at])
+    early = f"ends at update {last}, expected {end}, .* bring the rest back .* --until {last}"
+    assert not list_until_error(out, early)
+    path.write_bytes(whole)
+
+
+def assert_ends_are_known(out: Path, base: int) -> None:
+    """Neither a damaged summary nor damaged checkpoints let a cut record pass."""
+    summary, path = out / "summary.json", recording.part_folder(out, 2) / recording.FILE.format(1)
+    whole, text = path.read_bytes(), summary.read_text()
+    for other in ("", "{", "[]", '{"global_step": []}', '{"global_step": "9"}', "{}"):
+        summary.write_text(other)
+        assert not list_until_error(out, "summary.json without the end of the run")
+    summary.unlink()
+    assert not list_until_error(out, "summary.json without the end of the run")
+    summary.write_text(text)
+    (out / "DONE").rename(out / "undone")
+    path.write_bytes(whole[: pieces_of(whole)[1]])
+    later = [folder for folder in list_checkpoints(out) if folder_step(folder) > base]
+    for folder in later:
+        (folder / INDEX).rename(folder / "kept")
+        (folder / INDEX).write_bytes(b"")
+    told = list_until_error(out, "expected .*, of which there is a checkpoint")
+    assert all(line.startswith("not compared: ") for line in told)
+    for folder in later:
+        (folder / "kept").rename(folder / INDEX)
+    path.write_bytes(whole)
+    (out / "undone").rename(out / "DONE")
+
+
+def assert_the_last_job_is_meant(out: Path, base: int) -> None:
+    """An update that a damaged job has made again is not answered for by the job before."""
+    paths = [recording.part_folder(out, 2) / recording.FILE.format(k) for k in range(2)]
+    wholes = [path.read_bytes() for path in paths]
+    for path, whole in zip(paths, wholes, strict=True):
+        about = json.loads(whole.partition(b"\n")[0]) | {"step": base - 5}
+        data = json.dumps(about).encode() + b"\n" + whole.partition(b"\n")[2]
+        dtype = recording.line_dtype(about["server"] == 0, len(about["workers"]))
+        sealed = bytearray(resealed(data, dtype, lambda lines, reads: None))
+        sealed[pieces_of(bytes(sealed))[1] + 20] ^= 1
+        path.write_bytes(sealed)
+    found = list_until_error(out, f"--until {base - 2}: the record of job 2 ends", base - 2)
+    assert found[0].startswith("warning: ")
+    assert "whose sum is wrong" in found[0]
+    warned, *told = replay(out, base - 7)
+    assert "whose sum is wrong" in warned
+    assert f"update {base - 7} of server 0: push" in "".join(told)
+    for path, whole in zip(paths, wholes, strict=True):
+        path.write_bytes(whole)
+
+
+def assert_kills_leave_equal_lengths(out: Path) -> None:
+    """Files of as many pieces have not the same pushes, where one server was ahead."""
+    paths = [recording.part_folder(out, 2) / recording.FILE.format(k) for k in range(2)]
+    wholes, moved = [path.read_bytes() for path in paths], out.with_name("moved")
+    (out / "checkpoints").rename(moved)
+    (out / "DONE").rename(out / "undone")
+    for path, whole in zip(paths, wholes, strict=True):
+        about, begins = json.loads(whole.partition(b"\n")[0]), pieces_of(whole)
+        dtype = recording.line_dtype(about["server"] == 0, len(about["workers"]))
+        head = recording.HEAD.size + recording.SUM.size
+        line = np.frombuffer(whole, dtype, 1, begins[1] + head).copy()
+        line["worker"] = about["server"]
+        (before,) = recording.SUM.unpack_from(whole, begins[0] + recording.HEAD.size)
+        path.write_bytes(whole[: begins[1]] + recording.piece(1, 0, line.tobytes(), before)[0])
+    told = list(replay(out))
+    assert "the job was killed before the pushes they depend on were written" in told[1]
+    for path, whole in zip(paths, wholes, strict=True):
+        path.write_bytes(whole)
+    moved.rename(out / "checkpoints")
+    (out / "undone").rename(out / "DONE")
+
+
+def list_until_error(out: Path, error: str, until: int | None = None) -> list[str]:
+    """Return what a replay tells before it ends with an error, with exit code 1."""
+    told: list[str] = []
+    with pytest.raises(UserError, match=error) as caught:
+        told.extend(replay(out, until))
+    assert caught.value.code == 1
+    return told
+
+
+def summarize(out: Path, step: int) -> None:
+    summary = out / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"global_step": step}))
 
 
 def about_server(server: int, workers: int, *tables: str) -> dict[str, Any]:
@@ -328,7 +505,7 @@ def test_a_push_takes_64_bytes(
             kept.note(Push(worker, k, (2, 32 * k, 32 * k + 32), 32, -0.5, 0, params), old, k)
         kept.close()
         total += path.stat().st_size - begun
-        found = recording.read(path)
+        found = read(path)
         assert found.records["worker"].tolist() == whose
         assert found.records["stale"].tolist() == stale
         if tables:
@@ -467,7 +644,7 @@ def test_runs_with_tables_are_replayed(tmp_path: Path) -> None:
         reads[next(k for k in range(20, len(reads)) if reads[k] % recording.MORE < 9)] += 1
 
     path.write_bytes(resealed(data, dtype, read_later))
-    named = r"first difference: |reads rows of server 0|nobody can go on"
+    named = r"first difference: |reads rows of server 0|no recorded push can be applied next"
     # A worker that cannot have read what it pushed (2) depends on where the two are.
     assert re.search(named, replayed(plan.out("wide deep"), code=(1, 2)))
 
@@ -502,7 +679,7 @@ def test_programs_are_replayed(tmp_path: Path) -> None:
         assert "2 workers, 2 servers: equal bits" in text
     for server in range(2):
         path = recording.part_folder(tmp_path / "rows", 1) / f"server-{server:05d}"
-        assert list(recording.read(path).evicted.values()) == list(range(1, 5)), "old rows went"
+        assert list(read(path).evicted.values()) == list(range(1, 5)), "old rows went"
     other = replayed(tmp_path / "net", *words["rows"], code=2)
     assert "a run of rows.py:train, expected that of net.py:train" in other
 
