@@ -138,7 +138,7 @@ def _known(path: Path | None, given: Mapping[str, Any], words: Sequence[str]) ->
 def _figures(
     config: Config, asked: Asked, facts: Facts, run: Run | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the figures that a plan takes for those that are not given, nor the run's."""
+    """Yield the defaults of a plan: each figure that neither the command line nor a run gives."""
     if run is None:
         yield "parameters", f"{facts.parameters:,} (problem {config.problem})"
         yield "samples", f"{facts.samples:,} (dataset {config.dataset})"
@@ -218,8 +218,8 @@ def _facts(
     parameters, samples = count(asked.parameters), count(asked.samples)
     if parameters and not asked.step_time and (run is None or parameters != run.parameters):
         got = f"--parameters {asked.parameters} without --step-time"
-        remedy = "a gradient of another model cannot be timed here: give it, such as 300ms"
-        raise UserError(got, "both", remedy)
+        remedy = "a gradient of another model cannot be timed here: give its time, such as 300ms"
+        raise UserError(got, "--step-time TIME", remedy)
     own = ":" in config.problem  # a user's, of which nothing is known here
     tables: Tables | None = None if own or config.problem in SPARSE_PROBLEMS else ()
     step_s, data_bytes, table_bytes = seconds(asked.step_time, 0.0), 0.0, 0

@@ -54,7 +54,7 @@ def test_units() -> None:
         (MODEL, "a plan without a world, expected --workers N; or --from RUN"),
         (
             ["--parameters", "25M", "--workers", "4"],
-            "--parameters 25M without --step-time, expected both; a gradient of another model",
+            "--parameters 25M without --step-time, expected --step-time TIME; a gradient of",
         ),
         ([*WORLD, "--mpi", "lam"], "unknown mpi 'lam', expected one of mpich, openmpi"),
         ([*WORLD, "--link", "fast"], "link 'fast', expected a rate such as 100mbit or 25gbit"),
@@ -287,7 +287,7 @@ def test_the_start_up_is_the_run_s(run: Path) -> None:
     assert set(found["assumed"]) == {
         *("link", "latency", "jitter", "slow", "sample_bytes", "storage", "mtbf")
     }
-    with pytest.raises(UserError, match="without --step-time, expected both"):
+    with pytest.raises(UserError, match="without --step-time, expected --step-time TIME"):
         plan.write([*words, "--parameters", "25M"])
 
 
