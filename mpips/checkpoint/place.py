@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,7 +23,7 @@ TRACE = "trace"  # a folder a job, in it a file a rank: what it did when
 RECORD = "record"  # a folder a job: what its servers applied, for mpips.replay
 BEST = "best"  # points to the checkpoint with the lowest held-out loss
 TENSORBOARD = "tensorboard"  # a folder of event files
-PLACES = ".places."  # in names of files beside DATA: where samples lie in the files of a dataset
+PLACES = re.compile(r"(test_)?dataset\.places\.\d+")  # beside DATA: where samples lie in files
 # What a job may leave that is stopped before its first step; each may have been written as *.tmp.
 EARLY = {
     *(CONFIG, METRICS, CHECKPOINTS, SUMMARY, LOCK, DATA, TRACE, f"{TRACE}.json", RECORD),
@@ -86,7 +87,8 @@ class Place:
 
 def is_early(name: str) -> bool:
     """Whether a job that is stopped before its first step may have left a file of that name."""
-    return name.removesuffix(".tmp") in EARLY or PLACES in name
+    name = name.removesuffix(".tmp")
+    return name in EARLY or PLACES.fullmatch(name) is not None
 
 
 def claim(out: Path) -> None:
@@ -150,10 +152,10 @@ def release() -> None:
 
 
 class Tail:
-    """Reads a file of lines as it grows; one that is another file now is read from its beginning.
+    """Reads a file of lines as it grows; a file that replaces it is read from its beginning.
 
-    It is another one if what was read last is no longer where it was: as of a run whose folder was
-    removed and made anew, whatever its size and its inode number.
+    A file is a new one if the bytes that were read last are no longer at their place. This finds
+    the file of a run whose folder was removed and made again, whatever its size and inode number.
 
     Args:
         path: Of the file.

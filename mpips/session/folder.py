@@ -7,16 +7,16 @@ import contextlib
 import dataclasses
 import os
 import re
-import shutil
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.exchange import is_parameter_file
-from mpips.checkpoint.files import INDEX, folder_step
+from mpips.checkpoint.files import INDEX, folder_step, remove_checkpoint
 from mpips.checkpoint.index import read_index
 from mpips.checkpoint.place import (
     CHECKPOINTS,
@@ -25,6 +25,7 @@ from mpips.checkpoint.place import (
     METRICS,
     RECORD,
     SUMMARY,
+    TENSORBOARD,
     TRACE,
     claim,
     is_early,
@@ -37,6 +38,10 @@ from mpips.config.option import shown
 from mpips.config.validation import check_resume, check_saved, differences
 from mpips.errors import UserError
 
+TRIAL = f"{LOCK}.tmp"  # is written to try a folder
+PART = re.compile(r"part-\d{4,}")  # a folder of RECORD, and a file in it
+RECORDED = re.compile(r"server-\d{5,}")
+EVENTS = re.compile(r"events\.out\.tfevents\.")
 LATER = ("train", "eval", "log")  # lines of METRICS that a job writes when it has trained
 RUNS = "runs"
 MODES = "|".join(OPTIONS["mode"].legal)
@@ -168,8 +173,8 @@ def forget(out: Path) -> None:
     if _was_saved(out) or not out.is_dir():
         return
     _clear(out)
-    (out / LOCK).unlink(missing_ok=True)
-    if not any(out.iterdir()):
+    if all(path.name == LOCK for path in out.iterdir()):  # else it says whose the rest is
+        (out / LOCK).unlink(missing_ok=True)
         out.rmdir()
 
 
@@ -220,15 +225,15 @@ def _make(out: Path, named: bool, held: bool) -> Path:
         held: Whether it is held already: the run in it begins anew.
     """
     try:
-        if not named:
-            out = _fresh(out)
-        if not held:
+        if held:
+            _clear_folders(out)
+        else:
+            out = out if named else _fresh(out)
             if out.exists() and not _is_free(out):
                 raise _taken(out)
             out.mkdir(parents=True, exist_ok=True)
             claim(out)
             _clear(out)
-        _clear_folders(out)
     except OSError as problem:
         raise unwritable(out, problem) from None
     _try(out)
@@ -236,28 +241,49 @@ def _make(out: Path, named: bool, held: bool) -> Path:
 
 
 def _try(out: Path) -> None:
-    """Make a folder, if it is not there, and write into it."""
+    """Make a folder, if it is not there, and write into it; a job may begin in it meanwhile."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{CONFIG}.tmp").write_text("")
-        (out / f"{CONFIG}.tmp").unlink()
+        (out / TRIAL).write_text("")
+        (out / TRIAL).unlink(missing_ok=True)
     except OSError as problem:
         raise unwritable(out, problem) from None
 
 
 def _clear(out: Path) -> None:
-    """Remove what starts of a job have left that came to nothing; a trace says why, and stays."""
+    """Remove the files of starts that never trained; the trace stays, as it shows why they ended.
+
+    Files of other programs stay too.
+    """
     _clear_folders(out)
     for path in out.iterdir():
         is_file = path.is_symlink() or path.is_file()
         if is_file and is_early(path.name) and path.name not in (LOCK, f"{TRACE}.json"):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _clear_folders(out: Path) -> None:
-    for folder in (out / CHECKPOINTS, out / RECORD):
-        if folder.exists():
-            shutil.rmtree(folder)
+    """Remove the checkpoints, the record and the event files of such starts."""
+    folders = [path for path in _listed(out / CHECKPOINTS) if folder_step(path) is not None]
+    parts = [path for path in _listed(out / RECORD) if PART.fullmatch(path.name)]
+    for path in chain.from_iterable(map(_listed, parts)):
+        if folder_step(path) is not None:  # the checkpoint that a part begins with
+            folders.append(path)
+        elif RECORDED.fullmatch(path.name):
+            path.unlink()
+    for folder in folders:
+        remove_checkpoint(folder)
+    for path in _listed(out / TENSORBOARD):
+        if EVENTS.match(path.name):
+            path.unlink()
+    for folder in (*parts, *(out / name for name in (CHECKPOINTS, RECORD, TENSORBOARD))):
+        if folder.is_dir() and not folder.is_symlink() and not _listed(folder):
+            folder.rmdir()
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return what is in a folder; [] where there is none."""
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _taken(out: Path) -> UserError:
@@ -271,12 +297,16 @@ def _taken(out: Path) -> UserError:
 
 
 def _is_free(out: Path) -> bool:
-    """Whether nothing is lost if a run begins in a folder: none has trained and left anything."""
+    """Whether a new run may begin in a folder: it is empty, or its starts never trained.
+
+    A start writes `LOCK` first: without it the files are of another program, whatever their names.
+    """
     if not out.is_dir():
         return False
-    names = {path.name for path in out.iterdir()}
+    names = {path.name for path in out.iterdir()} - {TRIAL}
     left = SUMMARY in names or _was_saved(out)
-    return all(map(is_early, names)) and not (left and _has_trained(out))
+    ours = not names or LOCK in names
+    return ours and all(map(is_early, names)) and not (left and _has_trained(out))
 
 
 def _has_begun(out: Path) -> bool:

@@ -154,19 +154,92 @@ def test_a_stop_before_the_first_step_and_then_one_at_the_start(tmp_path: Path) 
     auto = parse_command_line(["--out", str(out), "--resume", "auto"])
     folder.forget(folder.find_run(auto).out)
     release()
-    assert [path.name for path in out.iterdir()] == ["trace.json"]
+    assert {path.name for path in out.iterdir()} == {".lock", "trace.json"}
     found = folder.find_run(auto)
     assert (found.checkpoint, found.resumed) == (None, False)
 
 
 def test_a_stop_that_leaves_parts_of_a_checkpoint(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    for name in FOLDERS:
-        (out / name / "part-0000").mkdir(parents=True)
-    (out / "dataset.places.0").touch()
+    out, part = tmp_path / "run", "record/part-0001"
+    first, copy = step_folder(out / "checkpoints", 0), step_folder(out / part, 7)
+    for name in (first / "shard-0000.h5", copy / "index.h5", out / part / "server-00000"):
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.touch()
+    for name in ("trace/part-0001/rank-00000", "tensorboard/events.out.tfevents.1.host"):
+        (out / name).parent.mkdir(parents=True)
+        (out / name).touch()
+    for name in (".lock", "test_dataset.places.0", "dataset.places.12.tmp"):
+        (out / name).touch()
     found = folder.find_run(parse_command_line(["--out", str(out)]))
     assert (found.out, found.resumed) == (out, False)
-    assert {path.name for path in out.iterdir()} == {".lock", "trace", "tensorboard"}
+    assert {path.name for path in out.iterdir()} == {".lock", "trace"}
+
+
+FOREIGN = (
+    *("checkpoints/epoch3.pt", "record/take-1.wav", "data.json", "metrics.jsonl", "summary.json"),
+    *("config.toml", "us.places.csv", "best", "trace/a", "tensorboard/events.out.tfevents.1.host"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_another_program_is_refused(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("precious")
+    with pytest.raises(UserError, match="expected a new or empty folder"):
+        folder.find_run(parse_command_line(["--out", str(out)]))
+    assert {path for path in out.rglob("*") if path.is_file()} == {out / name}
+
+
+def test_files_of_others_stay_in_the_folders_of_a_run(tmp_path: Path) -> None:
+    """A run that begins anew, and one that is refused, removes its own files alone."""
+    out = tmp_path / "run"
+    unfinished(out)
+    others = [
+        *("checkpoints/epoch3.pt", "checkpoints/step-000000000000/notes.txt", "record/take-1.wav"),
+        *("record/part-0001/notes.txt", "tensorboard/notes.txt"),
+    ]
+    for name in others:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("precious")
+    for words in ([], ["--resume", "auto"]):
+        folder.find_run(parse_command_line(["--out", str(out), *words]))
+        release()
+        folder.save_config(out, Config())
+        (out / "checkpoints" / "step-000000000000" / "shard-0000.h5").touch()
+    folder.forget(out)
+    left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert left == {".lock", *others}
+
+
+def test_a_folder_is_tried_as_a_job_begins_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation that writes there takes nothing away from the job."""
+    saved_run(tmp_path / "from", Config())
+    write, tried = Path.write_text, list[str]()
+
+    def write_text(path: Path, text: str) -> int:
+        tried.append(path.name)
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    out, start = tmp_path / "run", str(tmp_path / "from")
+    folder.find_run(parse_command_line(["--eval-only", "--init-from", start, "--out", str(out)]))
+    assert len(tried) == 1
+    assert "config.toml.tmp" not in tried
+    (out / tried[0]).touch()  # of an evaluation that is killed there
+    assert folder.find_run(parse_command_line(["--out", str(out)])).out == out
+
+
+def test_a_run_without_a_given_name_begins_anew_where_it_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = Path("runs", "mlp-async-20260101-120000")
+    unfinished(out)
+    assert folder.find_run(parse_command_line(["--resume", "auto"])).out == out
+    assert is_claimed(out)
 
 
 def test_what_a_run_has_left_whose_checkpoints_were_removed_stays(tmp_path: Path) -> None:
