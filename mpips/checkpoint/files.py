@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.h5"
 PIECE_BYTES = 8 << 20
 """Most bytes that one HDF5 call moves: h5py has one lock a process, and readers wait for it."""
@@ -248,6 +248,14 @@ def item(group: Any, name: str) -> Any:
     if found is None:
         raise KeyError(f"no {name}")
     return found
+
+
+class OtherFormatError(UserError):
+    """A checkpoint that another version of mpips has written."""
+
+    def __init__(self, path: Path, found: str) -> None:
+        remedy = "begin a new run, or go on with the version of mpips that wrote it"
+        super().__init__(f"{path}: checkpoint format {found}", str(FORMAT), remedy)
 
 
 def damaged(got: str, expected: str) -> UserError:

@@ -6,6 +6,7 @@ place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold th
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from mpips.checkpoint.files import (
     FORMAT,
     INDEX,
     OWN_FILE,
+    OtherFormatError,
     PathLike,
     create_h5,
     damaged,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     import h5py
 
 SEAL_BYTES = 512
+SEALED = re.compile(rb"mpips checkpoint (\d{1,9})\nsha256 ")
 DTYPES = ("float32", "float64")  # of parameters
 
 
@@ -246,6 +249,9 @@ def read_index(folder: Path) -> Contents:
         raise damaged(problem, "a checkpoint") from None
     except OSError as error:
         raise damaged(f"{path}: cannot be read: {error}", "an index of a checkpoint") from None
+    other = SEALED.match(found)
+    if other is not None and int(other[1]) != FORMAT:
+        raise OtherFormatError(path, other[1].decode())
     if found != expected:
         raise damaged(f"{path}: seal {_line(found)}", _line(expected))
     with reading(path, "the index") as file:
@@ -263,9 +269,7 @@ def _parse_index(file: "h5py.File") -> Contents:
 
     meta, small = item(file, "meta"), item(file, "arrays")
 
-    def text(name: str, missing: str | None = None) -> str:
-        if missing is not None and name not in meta:
-            return missing  # an index of before there was such a thing
+    def text(name: str) -> str:
         return item(meta, name).asstr()[()]
 
     arrays: dict[str, np.ndarray] = {}
@@ -284,11 +288,11 @@ def _parse_index(file: "h5py.File") -> Contents:
         config=text("config"),
         state=json.loads(text("state")),
         arrays=arrays,
-        workers=_records(text("workers", "[]")),
-        worker_names=tuple(json.loads(text("worker_names", "[]"))),
-        rows=_records(text("rows", "[]")),
-        tables=json.loads(text("tables", "{}")),
-        base_sum=json.loads(text("base_sum", '""')),
+        workers=_records(text("workers")),
+        worker_names=tuple(json.loads(text("worker_names"))),
+        rows=_records(text("rows")),
+        tables=json.loads(text("tables")),
+        base_sum=json.loads(text("base_sum")),
     )
     check_cover(found.shards, found.layout.size)
     if found.dtype.name not in DTYPES:

@@ -46,7 +46,7 @@ from mpips.planning.tables import tables_of
 from mpips.ps.assemble import ServerHalf
 from mpips.transport.push import Push
 
-FORMAT = 4
+FORMAT = 5
 FILE = "server-{:05d}"
 PIECE = 64  # lines
 HEAD = struct.Struct("<III")  # lines, bytes of reads, the sum of both; and the sum of the head:

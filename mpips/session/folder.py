@@ -3,7 +3,6 @@
 Nothing here knows MPI: rank 0 looks at the files and tells the others.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 from mpips.checkpoint import Checkpoint, list_checkpoints, newest_whole
 from mpips.checkpoint.exchange import is_parameter_file
-from mpips.checkpoint.files import INDEX, folder_step, remove_checkpoint
+from mpips.checkpoint.files import INDEX, OtherFormatError, folder_step, remove_checkpoint
 from mpips.checkpoint.index import read_index
 from mpips.checkpoint.place import (
     CHECKPOINTS,
@@ -119,10 +118,18 @@ def _saved_values(out: Path) -> dict[str, Any] | None:
 
 
 def _newest_sealed(out: Path) -> str | None:
-    """Return the copy of the configuration in the newest index of a run that is sound."""
+    """Return the copy of the configuration in the newest index of a run that is sound.
+
+    Raises:
+        UserError: If another version of mpips has written it.
+    """
     for folder in reversed(list_checkpoints(out)):
-        with contextlib.suppress(UserError):
+        try:
             return read_index(folder).config
+        except OtherFormatError:
+            raise
+        except UserError:
+            continue
     return None
 
 

@@ -707,7 +707,7 @@ def test_as_a_module(run_directory: Path) -> None:
 
 def test_the_index_says_its_sum_in_text(tmp_path: Path) -> None:
     head = (save(tmp_path) / "index.h5").read_bytes()[:512].rstrip(b"\0").decode().splitlines()
-    assert head[0] == "mpips checkpoint 1"
+    assert head[0] == "mpips checkpoint 2"
     assert len(head[1].removeprefix("sha256 ")) == 64
     with h5py.File(tmp_path / "step-000000000003" / "index.h5") as file:
         assert len(json.loads(file["meta/shards"].asstr()[()])) == 3

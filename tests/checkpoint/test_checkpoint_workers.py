@@ -18,7 +18,6 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import remove_checkpoint
-from mpips.checkpoint.index import seal
 from mpips.checkpoint.shards import ShardRecord
 from mpips.checkpoint.workers import CHUNK_BYTES
 from mpips.errors import UserError
@@ -140,18 +139,6 @@ def test_removal_takes_the_files_of_workers_too(tmp_path: Path) -> None:
     remove_checkpoint(folder)
     assert not list_checkpoints(tmp_path)
     assert not folder.exists()
-
-
-def test_an_index_of_before_has_none(tmp_path: Path) -> None:
-    folder = save(tmp_path)
-    path = folder / "index.h5"
-    with h5py.File(path, "r+", locking=False) as file:
-        del file["meta/workers"], file["meta/worker_names"]
-    with open(path, "r+b") as raw:
-        raw.write(seal(path))
-    checkpoint = open_checkpoint(folder)
-    assert checkpoint.contents.workers == checkpoint.worker_names == ()
-    np.testing.assert_array_equal(checkpoint.read_params(), np.arange(LAYOUT.size))
 
 
 PIECE = np.zeros(3, "f4")

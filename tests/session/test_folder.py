@@ -438,6 +438,25 @@ def test_a_change_before_a_slash_is_said(name: str, old: str, new: str, tmp_path
     assert f": {name} {shown(old)} -> {shown(new)}; this holds from here on" in note
 
 
+@pytest.mark.parametrize("resume", ["yes", "auto"])
+def test_a_run_of_another_version_is_refused(resume: str, tmp_path: Path) -> None:
+    """The format is told before the options that this version does not have."""
+    out = tmp_path / "run"
+    saved_run(out, SAVED)
+    (out / "config.toml").write_text(f"dim = 32\n{(out / 'config.toml').read_text()}")
+    index = step_folder(out / "checkpoints", 7) / "index.h5"
+    written = index.read_bytes().replace(b"checkpoint 2\n", b"checkpoint 1\n", 1)
+    index.write_bytes(written)
+    message = r"index\.h5: checkpoint format 1, expected 2; begin a new run, or go on with the ver"
+    line = parse_command_line([f"--resume={resume}", "--out", str(out)])
+    with pytest.raises(UserError, match=message):
+        folder.find_run(line)
+    (out / "config.toml").unlink()
+    with pytest.raises(UserError, match=message):
+        folder.find_run(line)
+    assert index.read_bytes() == written
+
+
 def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
