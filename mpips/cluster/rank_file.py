@@ -36,7 +36,7 @@ class RankFile:
         self.open = False
         try:
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (held until close)
-            self._file.write(json.dumps(about).encode() + b"\n")
+            self._write(json.dumps(about).encode() + b"\n")
         except OSError as problem:
             complain(f"warning: no {what} {path}: {problem.strerror}")
             return
@@ -55,8 +55,7 @@ class RankFile:
         self._size += len(data)
         at = self._file.tell()
         try:
-            if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._write(data)
             if self._most is not None and self._size >= self._most:
                 raise OSError(0, "it is full")
         except OSError as problem:
@@ -68,6 +67,10 @@ class RankFile:
     def _end_with(self, end: bytes, at: int) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._file.fileno(), at + os.pwrite(self._file.fileno(), end, at))
+
+    def _write(self, data: bytes) -> None:
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Write no more. May be called twice."""
