@@ -37,7 +37,7 @@ SESSION_FIELDS = (
     *("out", "resume", "quiet", "eval_only", "timeout", "inject_delay", "tensorboard", "trace"),
 )
 # What options, and arguments of a program's run, are called in PyTorch, Keras, Lightning, Hugging
-# Face, Horovod and scikit-learn; what is asked for there and is no option here, by what to do.
+# Face, Horovod and scikit-learn. ELSEWHERE has those without an option here, by what to do instead.
 ELSEWHERE = {
     "mpirun -n N starts N ranks, of which all but the servers are workers": "workers num_workers "
     "n_workers dataloader_num_workers world_size num_processes num_proc nproc nproc_per_node np "

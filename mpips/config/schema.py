@@ -20,6 +20,7 @@ from mpips.config.row_optimizer import FORM as ROW_FORM
 from mpips.config.row_optimizer import ROW_OPTIMIZER
 
 STALENESS_BOUND = 3
+LOG_EVERY_S = 0.25
 UNITS_S = {"s": 1, "min": 60, "h": 3600}
 PERIOD = re.compile(
     r"(?P<time>[0-9]{1,12}(\.[0-9]{1,12})?)(?P<unit>s|min|h)?|(?P<steps>[0-9]{1,12})steps"
@@ -47,19 +48,19 @@ class Config:
     seed: int = setting("run", 0, "seed of the initial parameters and of the order", ">= 0")
     quiet: bool = setting("run", False, "print errors only")
     eval_only: bool = setting(
-        "run", False, "evaluate what --resume or --init-from reads; into evaluation.json of --out"
+        "run",
+        False,
+        "evaluate what --resume or --init-from reads; with --out also write evaluation.json",
     )
     init_from: str = setting(
         "run", "", "start a run from the parameters alone of this checkpoint, .npz or .safetensors "
         "file; unused on --resume", metavar="CHECKPOINT", unset="a random start",
     )  # fmt: skip
     threads: int = setting("run", 0, "BLAS threads a rank; 0: cores over ranks of a node", ">= 0")
-
     timeout: float = setting(
         "run", 300.0, "end a job in which ranks have waited for so many seconds and nobody has got "
         "on; 0: never. Under mpips.launch its own holds", ">= 0",
     )  # fmt: skip
-
     inject_delay: str = setting(
         "run", "", "have workers take FACTOR times as long for a gradient, by sleeping",
         pattern=DELAYS, form=FORM, metavar="WORKER:FACTOR,..", unset="none",
@@ -123,7 +124,6 @@ class Config:
         "consistency", None, "clocks that a worker may be ahead of the slowest", ">= 0",
         unset=str(STALENESS_BOUND), modes=("ssp",),
     )  # fmt: skip
-
     backup_workers: int = setting(
         "consistency", 0, "of N workers, a round takes the first N - this many gradients",
         ">= 0", modes=("sync",),
@@ -291,9 +291,10 @@ class Config:
     )  # fmt: skip
 
     eval_every: float = setting("output", 1.0, "epochs between evaluations; 0: at the end", ">= 0")
-    log_every: float = setting(
-        "output", 0.25, "seconds between progress lines; by default in a log 2 and more", ">= 0"
-    )
+    log_every: float | None = setting(
+        "output", None, "seconds between progress lines", ">= 0",
+        unset=f"{LOG_EVERY_S:g}; in a log file at least 2",
+    )  # fmt: skip
     trace: bool = setting("output", False, "keep what each rank does when, for mpips.trace")
     record: bool = setting(
         "output", False, "for mpips.replay; wants --read consistent", modes=("async", "ssp")

@@ -22,9 +22,9 @@ from mpips.launch import signs
 from mpips.session.metrics_file import MetricsFile, finite
 from mpips.session.progress import Progress
 
-LINE_MAX_S = 30.0
 LONG_LOSS = 1e5
-LINE_SHARE = 0.02  # progress lines come at most this often, as a share of the time gone
+# Seconds between two lines of kind train: at least a share of the time gone, which has a limit.
+TRAIN_SHARE, TRAIN_MAX_S = 0.02, 30.0
 Listener: TypeAlias = Callable[[str, int | None, Mapping[str, Any]], object]
 WARNINGS = 100  # that a summary holds, the last ones
 
@@ -41,10 +41,11 @@ class Log:
         path: The file to append to, or None on other ranks.
         start: `time.perf_counter` at the start of the process.
         total_steps: Updates in the whole run, for the bar; None if unknown.
-        interval_s: Least seconds between progress lines; they grow rarer in a long run.
+        interval_s: Least seconds between lines of kind ``train``; in a long run they grow rarer.
         quiet: Whether to print nothing.
         listener: Told of each line too: its kind, its step, its fields.
-        hushed: See `Progress`; `sparse` likewise.
+        hushed: Whether nothing is to be shown any more, as the job ends.
+        sparse: Whether a log shows fewer lines than the file has; see `Progress`.
 
     Attributes:
         warnings: What went wrong and did not end the run.
@@ -153,7 +154,7 @@ class Log:
         if self._file is None:
             return False
         now = time.perf_counter()
-        gap = max(self._interval_s, min(LINE_MAX_S, LINE_SHARE * (now - self._start)))
+        gap = max(self._interval_s, min(TRAIN_MAX_S, TRAIN_SHARE * (now - self._start)))
         return bool(self._losses[1]) and now - self._last[0] >= gap
 
     def progress(
@@ -196,13 +197,19 @@ class Log:
         loss = f"{self.last_loss:.4f}" if self.last_loss < LONG_LOSS else f"{self.last_loss:.3g}"
         words = [f"epoch {epoch:6.2f}", f"loss {loss}", *held_out, f"{rate:,.0f} samples/s"]
         shown = self._progress.show(time.perf_counter() - self._start, step, words, last)
-        self._shown = (accuracy if shown else math.nan,)  # which no accuracy is equal to
+        self._shown = (accuracy if shown else math.nan,)  # NaN differs from every accuracy
 
     def say(self, text: str) -> None:
         """Print `text`, unless quiet or not the chief."""
         if self._file is not None and not self._quiet:
             self._progress.end_bar()
             write_line(text)
+
+
+def hear_final(log: Log, step: int, epoch: float, means: Mapping[str, float]) -> None:
+    """Note the evaluation of the final parameters, unless there is one of that step."""
+    if log.last_eval.get("step") != step:
+        log.heard("eval", {"step": step, **means, "epoch": round(epoch, 4)})
 
 
 def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mpips.cluster.link import Link
 from mpips.cluster.process import keep_freed_memory
 from mpips.cluster.world import Cluster
 from mpips.config import Config
+from mpips.config.schema import LOG_EVERY_S
 from mpips.cut.evaluations import Evaluations
 from mpips.datasets import hashed
 from mpips.errors import UserError, complain
@@ -121,13 +122,17 @@ def _train(
 def _take_place(job: Job, link: Link | None) -> bool:
     """Begin in the run's folder, on the chief; returns whether the run was finished before."""
     spares = (*spared(job), *(link.spared if link is not None else ()))
-    signs.tell_run(job.out, job.config.resume, job.config.log_every, spares)
+    signs.tell_run(job.out, job.config.resume, _log_every_s(job.config), spares)
     folder.save_config(job.out, job.config)
     done = job.out / place.DONE
     finished = done.exists()
     done.unlink(missing_ok=True)
     job.place = place.Place(job.out)
     return finished
+
+
+def _log_every_s(config: Config) -> float:
+    return LOG_EVERY_S if config.log_every is None else config.log_every
 
 
 @contextlib.contextmanager
@@ -139,8 +144,8 @@ def _log(job: Job, listener: Listener | None) -> Iterator[Log]:
             events = EventFiles(job.out, job.base_step, listener)
             listener = stack.enter_context(contextlib.closing(events))
         log = Log(
-            path, job.started, job.total_steps, c.log_every, c.quiet, listener,
-            hushed=ending.another_speaks, sparse=c.log_every == Config.log_every,
+            path, job.started, job.total_steps, _log_every_s(c), c.quiet, listener,
+            hushed=ending.another_speaks, sparse=c.log_every is None,
         )  # fmt: skip
         yield stack.enter_context(log)
 
@@ -255,12 +260,11 @@ def _gather(
     for _, kind, payload in job.cluster.poll():
         if kind in ("eval", "log"):  # overtaken by the end
             log.heard(kind, payload)
-    told = {"step": outcome.step, **means}
     anew = outcome.samples > job.base_samples or not finished
     if job.evaluations is not None:
         job.evaluations.add_last(outcome.step, outcome.epochs, means)
-    elif means and anew and log.last_eval != told:
-        log.heard("eval", {**told, "epoch": round(outcome.epochs, 4)})
+    elif means and anew:
+        metrics.hear_final(log, outcome.step, outcome.epochs, means)
     return summarise(job, outcome, parts, means, train_s)
 
 

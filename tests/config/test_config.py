@@ -1086,7 +1086,7 @@ def test_what_is_unset_is_left_out(name: str) -> None:
 def test_a_written_job_file_is_whole_and_grouped() -> None:
     unset = {name for name in NAMES if OPTIONS[name].optional}
     optional = {"servers": 2, "lr": 0.1, "staleness_bound": 2, "max_staleness": 9}
-    optional |= {"elastic_rate": 0.1, "mixing": 0.5}
+    optional |= {"elastic_rate": 0.1, "mixing": 0.5, "log_every": 0.25}
     assert set(optional) == unset
     text = to_toml(Config(mode="ssp", hidden=(512, 256), **optional))
     assert list(tomllib.loads(text)) == list(OPTIONS)

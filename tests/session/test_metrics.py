@@ -1,6 +1,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpips.config.jobfile import from_toml, resolve, to_toml
 from mpips.errors import human_bytes
-from mpips.session import metrics
+from mpips.session import metrics, training
 from mpips.session.metrics import (
     Log,
+    hear_final,
     peak_memory_mb,
     role_table,
     staleness_summary,
@@ -65,6 +68,33 @@ def test_lines_of_the_log(tmp_path: Path, clock: Clock, capsys: pytest.CaptureFi
     assert "step        7" in shown
     assert "loss 4.0000" in shown
     assert "15 samples/s" in shown
+
+
+def test_the_final_evaluation_stands_once(tmp_path: Path) -> None:
+    """A worker has evaluated the same parameters: its sum may differ in the last bit."""
+    path = tmp_path / "metrics.jsonl"
+    with Log(path, 0.0) as log:
+        log.heard("eval", {"step": 7, "epoch": 1.0, "loss": 0.1 + 0.2})
+        hear_final(log, 7, 1.0, {"loss": 0.3})
+        hear_final(log, 8, 1.25, {"loss": 0.2})
+    assert [(row["step"], row["loss"]) for row in rows(path)] == [(7, 0.1 + 0.2), (8, 0.2)]
+
+
+@pytest.mark.parametrize(("options", "lines"), [({}, 1), ({"log_every": 0.25}, 4)])
+def test_a_given_period_holds_in_a_log(
+    options: dict[str, Any], lines: int, tmp_path: Path, clock: Clock, capsys: Any
+) -> None:
+    job: Any = SimpleNamespace(
+        config=from_toml(to_toml(resolve(options))), out=tmp_path, started=100.0, total_steps=None,
+        cluster=SimpleNamespace(is_chief=True),
+    )  # fmt: skip
+    with training._log(job, None) as log:
+        for step in range(1, 5):
+            clock.now += 0.4
+            log.count(1.0, 1)
+            log.progress(step, 0.0, step)
+    assert len(rows(tmp_path / "metrics.jsonl")) == 4
+    assert capsys.readouterr().out.count(" step ") == lines
 
 
 def test_progress_comes_in_its_time(tmp_path: Path, clock: Clock) -> None:
