@@ -12,7 +12,7 @@ from mpips.checkpoint import (
     open_checkpoint,
     verify,
 )
-from mpips.checkpoint.complete import check_run
+from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import folder_step
 from mpips.checkpoint.table_files import export_table
 from mpips.config.arguments import Parser
@@ -118,10 +118,12 @@ def inspect(args: argparse.Namespace) -> int:
 
 def verify_all(args: argparse.Namespace) -> int:
     """Print one line a problem of all checkpoints, or that there is none."""
+    if args.run and args.step is not None:
+        raise UserError("--step with --run", "one of them", "--run checks all checkpoints")
     folders = find(args)
     problems = [problem for folder in folders for problem in verify(folder)]
     if args.run and not problems:
-        problems = [f"{args.dir}: {text}" for text in check_run(Path(args.dir))]
+        problems = [f"{args.dir}: {text}" for text in check_ledger(Path(args.dir))]
     for problem in problems:
         print(problem)
     if not problems:

@@ -1,5 +1,6 @@
 """Checkpoints: every cut, every damage, and `kill -9` at any moment."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -650,6 +651,73 @@ def test_verify(run_directory: Path, capsys: Any) -> None:
     assert "step-000000000030/shard-0002.h5" in line
     assert main(["verify", str(run_directory), "--step", "20"]) == 0
     assert main(["verify", str(run_directory / "checkpoints" / "step-000000000010")]) == 0
+
+
+SUMMARY = {
+    "global_step": 50, "samples": 1600, "pushes_sent": 50, "pushes_applied": 50,
+    "stop_reason": "steps", "resumed_from": None,
+}  # fmt: skip
+
+
+def finished(out: Path, clocks: tuple[int, ...] = (25, 25)) -> Path:
+    """Leave what a run of 25 steps of each of its workers leaves."""
+    handout = {"clocks": list(clocks), "pending": [], "cursor": [0, 0]}
+    state = {"handout": handout, "n_train": 100, "samples": 1600}
+    for step in (40, 50):
+        save(out / "checkpoints", step, config="steps = 25\n", state=state)
+    (out / "summary.json").write_text(json.dumps(SUMMARY))
+    (out / "DONE").write_text("steps\n")
+    return out
+
+
+def test_verify_of_a_run_reads_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    digest, read = hashlib.file_digest, list[str]()
+
+    def counted(file: Any, name: Any) -> Any:
+        read.append(file.name)
+        return digest(file, name)
+
+    out = finished(tmp_path / "run")
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    assert main(["verify", "--run", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 2 checkpoints, whole; the run is complete\n"
+    shards = [path for path in map(str, read) if "shard-" in path]
+    assert sorted(shards) == sorted(map(str, out.rglob("shard-*.h5")))
+    assert main(["verify", "--run", str(out), "--step", "50"]) == 2
+    assert "--step with --run, expected one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("summary", "told"),
+    [
+        ([], "summary.json: list, expected an object"),
+        (None, "summary.json: NoneType, expected an object"),
+        ({"samples": 3}, "summary.json: no sound global_step, pushes_sent, pushes_applied, "),
+        (SUMMARY | {"resumed_from": 7}, "summary.json: no sound resumed_from: it was edited, or"),
+        (SUMMARY | {"samples": "x"}, "summary.json: no sound samples: it was edited, or is of"),
+        (SUMMARY | {"pushes_sent": 51}, "pushes sent 51, expected 50: gradients that the workers"),
+    ],
+)
+def test_verify_of_a_run_with_another_summary(
+    summary: Any, told: str, tmp_path: Path, capsys: Any
+) -> None:
+    out = finished(tmp_path / "run")
+    (out / "summary.json").write_text(json.dumps(summary))
+    assert main(["verify", "--run", str(out)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{out}: {told}")
+
+
+def test_verify_of_a_run_says_what_a_difference_means(tmp_path: Path, capsys: Any) -> None:
+    out = finished(tmp_path / "run", clocks=(26, 24))
+    assert main(["verify", "--run", str(out)]) == 1
+    told = "steps of the workers [24, 26], expected [25]: not every worker has done all of its"
+    assert capsys.readouterr().out.startswith(f"{out}: {told} steps")
+    (out / "DONE").unlink()
+    assert main(["verify", "--run", str(out)]) == 1
+    assert "no DONE: the run has not finished, or this is not" in capsys.readouterr().out
 
 
 def test_export(run_directory: Path, tmp_path: Path, capsys: Any) -> None:
