@@ -17,7 +17,7 @@ from mpips.datasets.table import check_regular, reading
 from mpips.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP")  # Pillow's; others of its readers start programs
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")  # Pillow's; some of its others start programs
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 GREY = ("1", "L")
 DEEP = ("I", "F")  # modes of more than 8 bits a channel begin so

@@ -350,7 +350,7 @@ PICTURES: list[tuple[str, Callable[[], bytes], str]] = [
     ("PostScript of a DOS", lambda: b"\xc5\xd0\xd3\xc6" + bytes(26) + POSTSCRIPT, NO_IMAGE),
     ("PDF", lambda: b"%PDF-1.4\n1 0 obj<</OpenAction<</S/Launch>>>>endobj\n", NO_IMAGE),
     ("SVG", lambda: b'<svg><image href="file:///etc/passwd"/></svg>', NO_IMAGE),
-    ("GIF", lambda: saved("gif"), NO_IMAGE),
+    ("GIF", lambda: saved("gif"), "^read"),
     ("TIFF", lambda: saved("tiff"), NO_IMAGE),
     ("ICO", lambda: saved("ico"), NO_IMAGE),
     ("SGI", lambda: saved("sgi"), NO_IMAGE),
