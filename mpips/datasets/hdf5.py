@@ -9,6 +9,7 @@ word allows it: ``file.h5::x,y,external``.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mpips.errors import UserError, nearest
 
 FORMAT = "HDF5"
 MAX_NAMES_SHOWN = 20
-MAX_LINKS = 16  # soft links, one behind another, as HDF5 follows
+MAX_LINKS = 16  # soft links on the way to an item, as many as HDF5 follows
 EXTERNAL = "external"  # behind the names of arrays: other files may be read
 CACHE_BYTES = 2 * BLOCK_BYTES  # holds the chunk that two neighbouring blocks share
 
@@ -125,34 +126,48 @@ def _open(path: str, cache_bytes: int) -> Any:
         return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
 
 
-def inside(group: Any, name: str, links: int = 0) -> Any:
+def inside(group: Any, name: str) -> Any:
     """Return an item of an open file, which is in that file; None if there is none.
 
     Args:
         group: The group that the name begins at, unless it begins with a slash.
         name: Names of groups and the item, with slashes between.
-        links: Soft links that have led here.
 
     Raises:
-        OutsideError: If a link, or the data of an array, is in another file, which is not opened.
+        OutsideError: If a link, or the data of an array, is in another file, which is not opened;
+            if a virtual array's data is in no plain array of the file.
         RuntimeError: If too many links lead to it.
     """
-    if links > MAX_LINKS:
-        raise RuntimeError("too many links")
+    item = _linked(group, name, iter(range(MAX_LINKS)))
+    if not isinstance(item, h5py.Dataset):
+        return item
+    sources = item.virtual_sources() if item.is_virtual else []
+    files = [source.file_name for source in sources if source.file_name != "."]
+    files += [file for file, *_ in item.external or ()]
+    for source in {source.dset_name for source in sources if source.file_name == "."}:
+        found = None if "%" in source else _linked(item.file, source, iter(range(MAX_LINKS)))
+        # HDF5 reads zeros for a missing source, and crashes on a circle of virtual arrays.
+        if not isinstance(found, h5py.Dataset) or found.is_virtual:
+            raise OutsideError(f"{name!r} has its data in {source!r}, no plain array of the file")
+        files += [file for file, *_ in found.external or ()]
+    if files:
+        raise OutsideError(f"{name!r} has its data in the file {files[0]}")
+    return item
+
+
+def _linked(group: Any, name: str, links: Iterator[int]) -> Any:
+    """Return the item that a name leads to, over as many soft links as `links` has numbers."""
     item = group.file if name.startswith("/") else group
     for part in (each for each in name.split("/") if each not in ("", ".")):
         link = item.get(part, getlink=True) if isinstance(item, h5py.Group) else None
         if isinstance(link, h5py.ExternalLink):
             raise OutsideError(f"{part!r} links to the file {link.filename}")
         if isinstance(link, h5py.SoftLink):
-            item = inside(item, link.path, links + 1)
+            if next(links, None) is None:
+                raise RuntimeError("too many links")
+            item = _linked(item, link.path, links)
         else:
             item = link and item[part]
-    if isinstance(item, h5py.Dataset):
-        files = [name for name, *_ in item.external or ()]
-        files += [source.file_name for source in item.virtual_sources()] if item.is_virtual else []
-        if files:
-            raise OutsideError(f"{name!r} has its data in the file {files[0]}")
     return item
 
 

@@ -204,6 +204,8 @@ def _samples(file: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.Tar
     key, parts = "", dict[str, tarfile.TarInfo]()
     while (member := file.next()) is not None:
         file.members.clear()  # type: ignore[attr-defined]  # it keeps all of them
+        if member.size < 0 or file.offset <= member.offset:
+            raise ValueError(f"the member at byte {member.offset} has a size below 0")
         folder, base = os.path.split(member.name)
         stem, _, suffix = base.partition(".")
         if not member.isfile() or not stem:

@@ -111,7 +111,8 @@ def virtual(name: str, source: str = "", item: str = "x", long: bool = False) ->
     """Return what makes an array virtual; of the file `secret.h5`, unless another is named."""
 
     def change(file: Any, outside: Path) -> None:
-        del file[name]
+        if name in file:
+            del file[name]
         target = source or str(outside / "secret.h5")
         free, end = (None, 2), h5py.h5s.UNLIMITED
         if long:
@@ -131,6 +132,24 @@ def both(*changes: Callable[[Any, Path], None]) -> Callable[[Any, Path], None]:
             each(file, outside)
 
     return change
+
+
+def multiplied(file: Any, _: Path) -> None:
+    """Make soft links of which each follows the one before it five times."""
+    for name, path in (("l0", "/"), ("l1", "/l0" * 5), ("l2", "/l1" * 5)):
+        file[name] = h5py.SoftLink(path)
+
+
+def of_pattern(file: Any, _: Path) -> None:
+    """Make `x` of the arrays e0, e1 and so on, each of which is 8 rows of it."""
+    del file["x"]
+    endless, block = h5py.h5s.UNLIMITED, (8, 2)
+    space = h5py.h5s.create_simple(block, (endless, 2))
+    space.select_hyperslab((0, 0), (endless, 1), block, block)
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_virtual(space, b".", b"e%b", h5py.h5s.create_simple(block))
+    whole = h5py.h5s.create_simple(block, (endless, 2))
+    h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_DOUBLE, whole, plist)
 
 
 def filtered(file: Any, _: Path) -> None:
@@ -219,6 +238,7 @@ HDF5: list[Case] = [
         h5(both(put("x", lambda _: h5py.SoftLink("z")), put("z", lambda _: h5py.SoftLink("x")))),
         "too many links",
     ),
+    ("soft links that multiply", h5(multiplied, "::l2/good/x,y"), "too many links"),
     ("inputs stored outside", h5(stored_outside("x", "u1", 0)), STORED),
     ("targets stored outside", h5(stored_outside("y", "u1", 0)), STORED),
     ("inputs stored in two parts", h5(stored_outside("x", "u1", 0, 100)), STORED),
@@ -251,7 +271,20 @@ HDF5: list[Case] = [
     (
         "a virtual array of an external link here",
         h5(both(external_link("e", "x"), virtual("x", ".", "e"))),
-        "has its data in",
+        LINKED,
+    ),
+    ("a virtual array of this file", h5(virtual("x", ".", "good/x")), "^read$"),
+    ("a virtual array of itself", h5(virtual("x", ".")), "in 'x', no plain array"),
+    (
+        "a virtual array of a virtual one here",
+        h5(both(virtual("v", ".", "good/x"), virtual("x", ".", "v"))),
+        "in 'v', no plain array",
+    ),
+    ("a virtual array of nothing here", h5(virtual("x", ".", "no")), "in 'no', no plain array"),
+    (
+        "a virtual array of all arrays that a pattern names",
+        h5(both(external_link("e0", "x"), of_pattern)),
+        "in 'e%b', no plain array",
     ),
     (
         "a virtual array of one stored outside",
@@ -506,6 +539,8 @@ LABELS: list[tuple[bytes, str]] = [
     (b"nan", TARGET),
     (b"__import__('os').system('true')", TARGET),
 ]
+MINUS_512 = b"\xff" * 10 + b"\xfe\0"  # as a size: the next member is the same
+BACK = "a size below 0|no member at byte"  # the second by Pythons that refuse it themselves
 LACKS = "has cls and no|has .* and no"
 TARS: list[Case] = [
     *((f"target {label[:20]!r}", labelled(label), told) for label, told in LABELS),
@@ -527,7 +562,13 @@ TARS: list[Case] = [
     ),
     ("names that lead up", tar(lambda _: [("../1.npy", npy(X[1])), ("../1.cls", b"1")]), "^read"),
     ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
-    ("a size below 0", patched(124, b"\xff" * 12), "expected"),
+    ("a size below 0", patched(124, b"\xff" * 12), BACK),
+    ("a size that leads back", patched(124, MINUS_512), BACK),
+    (
+        "a sparse file that leads back",
+        patched(124, MINUS_512 + b"0" * 12 + b" " * 8 + b"S"),
+        BACK,
+    ),
     ("a size that is text", patched(124, b"__import__\0\0"), "no member at byte"),
     ("a sum that is text", damaged_sum, "no member at byte"),
     ("an unknown type", patched(156, b"Z"), LACKS),
