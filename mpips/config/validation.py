@@ -315,6 +315,13 @@ def differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
 
 
 def _moved(names: str) -> str:
-    """Return the names of files without their folders."""
+    """Return the names of files without their folders: ``x.h5,y.h5`` for ``a/x.h5,b/y.h5``.
+
+    The files may be gone. A comma belongs to a folder's name where no file's suffix stands before
+    it: ``x.h5`` for ``a,b/x.h5``.
+    """
     files, mark, arrays = names.partition("::")
-    return ",".join(PurePath(file).name for file in files.split(",")) + mark + arrays
+    found = [PurePath(file) for file in files.split(",")]
+    if found[-1].suffix and not any(file.suffix for file in found[:-1]):
+        found = [PurePath(files)]
+    return ",".join(file.name for file in found) + mark + arrays

@@ -43,6 +43,8 @@ class Files:
 
 def parts(path: str) -> list[str]:
     """Return the files that a path with commas stands for; one that exists is a file's own name."""
+    if "," not in path:
+        return [path]
     return [path] if os.path.exists(os.path.expanduser(path)) else path.split(",")
 
 
@@ -75,11 +77,12 @@ def find_files(name: str, format_of: Callable[[str], str]) -> Files | None:
         twice = next(file for file in paths if paths.count(file) > 1)
         got = f"dataset {path!r} names {twice} twice"
         raise UserError(got, "each file once", "leave it out, or narrow the pattern")
-    for file in paths:
-        if format_of(file) != format_of(paths[0]):
+    reader = format_of(paths[0])
+    for file in paths[1:]:
+        if format_of(file) != reader:
             got = f"dataset {path!r} names {file} beside {paths[0]}"
             raise UserError(got, "files of one format", "narrow the pattern")
-    return Files(name, paths, arrays, format_of(paths[0]))
+    return Files(name, paths, arrays, reader)
 
 
 def matching(item: str) -> list[str]:

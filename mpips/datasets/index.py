@@ -156,7 +156,9 @@ def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
     Raises:
         UserError: If one has come or gone; it is named.
     """
-    before, now = [_names(entry.path) for entry in kept], [_names(path) for path in files.paths]
+    before = [_names(entry.path.split(",") if len(entry.stamps) > 1 else [entry.path])
+              for entry in kept]  # fmt: skip
+    now = [_names(parts(path)) for path in files.paths]
     if before == now:
         return
     come, gone = [n for n in now if n not in set(before)], [n for n in before if n not in set(now)]
@@ -270,8 +272,8 @@ def _whole(values: list[Any], least: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _names(path: str) -> str:
-    return ",".join(PurePath(file).name for file in path.split(","))
+def _names(paths: Sequence[str]) -> str:
+    return ",".join(PurePath(path).name for path in paths)
 
 
 def _when(time_s: int) -> str:

@@ -91,6 +91,34 @@ def test_a_file_of_its_own_name_is_no_pattern(tmp_path: Path) -> None:
         assert data.info.n_train == len(x)
 
 
+def test_finding_many_files_does_not_look_for_each_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process finds the files for all, on a file system where each look takes a while."""
+    for k in range(50):
+        (tmp_path / f"{k}.h5").touch()
+    exists, looks = os.path.exists, list[str]()
+    monkeypatch.setattr(os.path, "exists", lambda path: looks.append(path) or exists(path))
+    assert len(find_many(config(f"{tmp_path}/*.h5"))["dataset"].paths) == 50
+    assert len(looks) < 9
+
+
+def test_a_file_may_move_from_a_folder_with_a_comma_in_its_name(tmp_path: Path) -> None:
+    old, new = tmp_path / "old,1", tmp_path / "new,2"
+    old.mkdir()
+    write_many(old, "h5")
+
+    def found(folder: Path) -> Files:
+        return find_many(config(folder / "0.h5", data_cache="cache"))["dataset"]
+
+    before = found(old)
+    kept = [count_file(before, path) for path in before.paths]
+    old.rename(new)
+    now = found(new)
+    index.check_names(kept, now, tmp_path / "data.json")
+    assert index.recognise(kept[0], now.paths[0], tmp_path / "data.json").path == now.paths[0]
+
+
 def test_held_out_is_the_tail_of_the_last_files(tmp_path: Path) -> None:
     name = write_many(tmp_path, "h5")
     x, _ = values()
