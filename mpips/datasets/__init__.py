@@ -115,7 +115,8 @@ def find_many(config: "Config") -> dict[str, Files]:
     """Return the files of the configured data by option, where it is of many files.
 
     Raises:
-        UserError: As `open_dataset`, for what no file matches.
+        UserError: As `open_dataset`, for what no file matches; for HDF5 files that read from other
+            files, with `config.data_cache`.
     """
     found = {}
     for option in ("dataset", "test_dataset"):
@@ -135,6 +136,9 @@ def find_many(config: "Config") -> dict[str, Files]:
             files = Files(name, (os.path.expanduser(path),), arrays, reader)
         if files is not None:
             found[option] = files
+            if config.data_cache and files.reader == HDF5 and _reader("hdf5.parse")(arrays)[1]:
+                got = f"--data-cache with {name}, whose data may be in other files"
+                raise UserError(got, "all data in files that are copied", "leave out one of them")
     return found
 
 
@@ -275,7 +279,7 @@ def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config
     if files.reader == SPARSE:
         known = [counted.places_of(number) for number in range(len(files.paths))]
         make = _reader("sparse.SparseTable")
-        with reading(files.title, "text"):  # places may be of another file
+        with reading(files.title, "text"):  # the file of places may be damaged or stale
             return make(files.title, files.paths, known)
     if files.reader == LIBSVM:
         return _reader("libsvm.LibsvmTable")(files.title, files.paths)

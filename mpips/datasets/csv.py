@@ -119,7 +119,7 @@ class CsvTable(Table):
         return [arrow.numbers(self.path, c, _whole(part.column(c.name)), begin) for c in columns]
 
     def _kind(self, column: Column) -> Any:
-        """Return as what a column is parsed: booleans are text that no number is."""
+        """Return the type of Arrow that a column is parsed as; `true` parses as no number."""
         if column.hashed:
             return "string"
         boolean = column.name in self._booleans

@@ -95,13 +95,25 @@ class Hdf5Table(Table):
 
 
 def open_hdf5(path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> Hdf5Table:
-    """Open `path`; `names` is ``inputs,targets``, by default ``x,y``, and perhaps `EXTERNAL`."""
+    """Open `path`; for `names` see `parse`."""
+    pair, external = parse(names)
+    return Hdf5Table(path, pair, cache_bytes, external)
+
+
+def parse(names: str) -> tuple[tuple[str, str], bool]:
+    """Return the arrays that ``inputs,targets,external`` names, and whether `EXTERNAL` is there.
+
+    Both parts may be left out: the arrays are ``x`` and ``y`` by default.
+
+    Raises:
+        UserError: If it is something else.
+    """
     parts = names.split(",") if names else []
     external = len(parts) in (1, 3) and parts[-1] == EXTERNAL
     pair = (parts[:-1] if external else parts) or ["x", "y"]
     if len(pair) != 2 or not all(pair):
         raise UserError(f"array names {names!r}", "two, separated by a comma", "write ::x,y")
-    return Hdf5Table(path, (pair[0], pair[1]), cache_bytes, external)
+    return (pair[0], pair[1]), external
 
 
 def open_hdf5_of_many(path: str, names: str = "") -> Hdf5Table:

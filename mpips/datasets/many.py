@@ -142,7 +142,7 @@ class ManyTable(Table):
     def _opened(self, number: int, path: str) -> Table:
         assert self._open_table is not None, "tables in memory are all open"
         known = () if self._places is None else (self._places(number),)
-        with reading(path, "data"):  # places may be of another file
+        with reading(path, "data"):  # the file of places may be damaged or stale
             table = self._open_table(path, *known)
         rows = int(self._starts[number + 1] - self._starts[number])
         for mine, theirs in ((self.x, table.x), (self.y, table.y)):

@@ -213,7 +213,11 @@ def check_file(path: str) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if there is something at `path` that who opens it waits for, as a FIFO."""
+    """Refuse a pipe or a device, on which `open` would block.
+
+    Raises:
+        UserError: If there is one at `path`.
+    """
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"{path} is a pipe or a device", "a file")
 

@@ -132,3 +132,15 @@ def test_data_in_memory_has_no_use_for_it(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "a.npz", np.ones((8, 2)), np.zeros(8))
     with pytest.raises(UserError, match=r"data_cache .* in memory, expected files that are re"):
         open_parts(config(path, data_cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize("option", ["dataset", "test_dataset"])
+@pytest.mark.parametrize("names", ["0.h5::external", "*.h5::x,y,external"])
+def test_files_that_read_from_others_are_refused(tmp_path: Path, names: str, option: str) -> None:
+    """Relative names of other files would be looked for beside the copy."""
+    for k in range(2):
+        write_h5(tmp_path / f"{k}.h5", np.ones((8, 2)), np.zeros(8))
+    found = {"dataset": f"{tmp_path}/*.h5", option: f"{tmp_path}/{names}"}
+    with pytest.raises(UserError, match=r"--data-cache with .*external.*, expected all data in"):
+        find_many(config(**found, data_cache=str(tmp_path / "cache")))
+    find_many(config(**found))
