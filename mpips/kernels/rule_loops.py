@@ -21,25 +21,32 @@ def step(function: Callable[..., object]) -> Kernel:
 
 
 class _Names(tuple[str, ...]):
-    """Expressions in a text: ``{names:?, }`` is each of them in place of the question mark."""
+    """Variables that a text repeats, each in place of the question mark of a format.
+
+    ``f"{_Names(['a', 'b']):?[i], }"`` is ``"a[i], b[i], "``.
+    """
 
     def __format__(self, text: str) -> str:
         return "".join(text.replace("?", name) for name in self)
 
 
 def _several(form: str, count: int) -> _Names:
+    """Return numbered variables: `s0` and `s1` for ``_several("s{}", 2)``."""
     return _Names(form.format(k) for k in range(count))
 
 
 def _counts(step: Kernel) -> tuple[int, int]:
-    """Return of how many vectors a step takes the state, and how many rates."""
+    """Return how many state vectors and how many rates a step takes.
+
+    ``(2, 1)`` for ``def step(w, g, m, v, /, lr)``: a parameter and its gradient come first.
+    """
     code = step.function.__code__
     return code.co_posonlyargcount - 2, code.co_argcount - code.co_posonlyargcount
 
 
 def _loop(name: str, text: str, **names: Any) -> Kernel:
     """Make a loop of its text, and of what the text names."""
-    names |= {"Vector": Vector, "Matrix": rows.Matrix, "__name__": __name__}
+    names |= {"Vector": Vector, "Matrix": rows.Matrix, "Array": np.ndarray, "__name__": __name__}
     exec(text, names)
     made: FunctionType = names["loop"]
     made.__name__ = name
@@ -128,11 +135,13 @@ def undoable(step: Kernel, others: int = 0) -> Kernel:
     copies = "".join(f"copy(s{k}[p], kept[{k + 1}]); " for k in range(states + others))
     text = f"""
 def loop(
-    params: Vector, {every:?: Vector, }grad: Vector, rates: Vector, undo: Matrix,
+    params: Vector, {every:?: Vector, }grad: Vector, rates: Vector, undo: Array,
     journal: Vector, word: int, number: int,
 ) -> None:
     if params.size != grad.size or rates.size != {len(r)}:
         raise ValueError("{step.name}: vectors of one length and {len(r)} rates are expected")
+    if undo.shape[1] < {1 + states + others}:
+        raise ValueError("{step.name}: room for {1 + states + others} vectors is expected")
     if word < 0 or word >= journal.size:
         raise ValueError("{step.name}: a word of the journal is expected")
     for at in range(0, params.size, undo.shape[2]):
@@ -148,7 +157,7 @@ def loop(
 
 
 @cache
-def by_rows(step: Kernel, rates: Kernel | None = None) -> Kernel:
+def by_rows(step: Kernel, rates: Kernel | None = None, extra: int = 0) -> Kernel:
     """Make the loop that applies a step to rows of a table; a row's state lies behind it.
 
     It takes the rows' lines and local places, a gradient a row, the lines and stripe words of
@@ -159,6 +168,7 @@ def by_rows(step: Kernel, rates: Kernel | None = None) -> Kernel:
         step: What is applied.
         rates: Returns its rates in the lines' dtype for a line, its gradient, whether nobody has
             touched it, and the rule's numbers. Without it, they are these numbers.
+        extra: How many numbers of its own `rates` keeps in a line, behind the state vectors.
     """
     states, count = _counts(step)
     numbers = rates.function.__code__.co_argcount - 3 if rates else count
@@ -173,8 +183,11 @@ def loop(
     numbers: Vector,
 ) -> None:
     real, dim = lines.dtype.type, grads.shape[1]
-    if numbers.size != {numbers} or lines.shape[1] < {states + 1} * dim:
-        raise ValueError("{name}: {numbers} numbers, and {states} vectors of state, are expected")
+    if numbers.size != {numbers} or lines.shape[1] < {states + 1} * dim + {extra}:
+        raise ValueError(
+            "{name}: {numbers} numbers, and {states} vectors of state and {extra} numbers of a "
+            "row, are expected"
+        )
     {n:?, } = {numbered:?, }
     for u in range(slot.size):
         if u + rows.AHEAD < slot.size:

@@ -72,7 +72,7 @@ class RowRule(ABC):
     @cached_property
     def loop(self) -> Callable[..., None]:
         """The loop: see `mpips.kernels.rule_loops.by_rows`."""
-        return by_rows(self.kernel, self.row_rates)
+        return by_rows(self.kernel, self.row_rates, extra=self.width(0))
 
 
 @dataclass(frozen=True)

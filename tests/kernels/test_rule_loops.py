@@ -10,6 +10,7 @@ from mpips.kernels.compiled import Kernel
 from mpips.kernels.rule_loops import by_rows, dense, step, summed, undoable
 from mpips.kernels.vectors import addresses_of
 from mpips.layout.tables import Ownership, Table
+from mpips.optim.row_rules import LazyAdam, RowAdagrad, RowRule
 
 
 @step
@@ -90,11 +91,35 @@ def test_arguments_that_do_not_fit_the_step() -> None:
         undoable(three)(x, x, x, x, x, RATES[:1], undo, words, 0, 0)
     with pytest.raises(ValueError, match="a word of the journal is expected"):
         undoable(three)(x, x, x, x, x, RATES, undo, words, 1, 0)
+    with pytest.raises(ValueError, match="room for 4 vectors is expected"):
+        undoable(three)(x, x, x, x, x, RATES, undo[:, :3], words, 0, 0)
+    with pytest.raises(ValueError, match="room for 5 vectors is expected"):
+        undoable(three, 1)(x, x, x, x, x, x, RATES, undo, words, 0, 0)
+    assert (undo == 0).all()
     key, line = Ownership("item", Table(4, 2), 1).key(), np.ones((4, 7))
     for lines, numbers in ((line, RATES), (np.ones((4, 8)), RATES[:1])):
         with pytest.raises(ValueError, match="2 numbers, and 3 vectors of state"):
             by_rows(three)(words, words, np.ones((1, 2)), lines, words, key, numbers)
     assert (x == 1).all()
+
+
+@pytest.mark.parametrize(("rule", "width"), [(RowAdagrad(), 3), (LazyAdam(), 7)])
+def test_lines_have_room_for_what_rates_keep(rule: RowRule, width: int) -> None:
+    """A number more than the rows and their vectors of state, which is not of the next line."""
+    count, dim = 2, 2
+    key, which = Ownership("item", Table(count, dim), 1).key(), np.array([0])
+    numbers = np.array(rule.numbers(0.1))
+    lines = np.zeros((count, width))
+
+    def change(lines: np.ndarray) -> None:
+        rule.loop(which, which, np.ones((1, dim)), lines, np.zeros(1, np.int64), key, numbers)
+
+    with pytest.raises(ValueError, match="vectors of state and 1 numbers of a row"):
+        change(lines.reshape(-1)[: count * (width - 1)].reshape(count, width - 1))
+    assert (lines == 0).all()
+    change(lines)
+    assert lines[0].all()
+    assert not lines[1].any()
 
 
 def made(text: str, **names: Kernel) -> Kernel:
