@@ -45,8 +45,8 @@ class Text:
         lines = [re.findall(r"\w+", line) for line in Path(path).read_text().lower().splitlines()]
         counted = Counter(word for line in lines for word in line).most_common()
         found = [(word, n) for word, n in counted if n >= LEAST]
-        self.words, counts = zip(*found, strict=True)
-        self.counts = np.array(counts)
+        self.words = [word for word, _ in found]
+        self.counts = np.array([n for _, n in found])
         known = {word: number for number, word in enumerate(self.words)}
         numbers = [-1] * REACH
         for line in lines:
@@ -129,6 +129,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="words", metavar="DIR", help="folder of the run")
     args = parser.parse_args(argv)
     text = Text(args.text)
+    asked = [word.lower() for word in args.words]
+    if not text.words:
+        parser.error(f"{args.text}: no word occurs {LEAST} times, expected a longer text")
+    if unknown := [word for word in asked if word not in text.words]:
+        parser.error(f"{', '.join(unknown)}: expected words that occur {LEAST} times in the text")
     result = mpips.run(
         partial(train, text=text, epochs=args.epochs),
         params={},
@@ -144,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     if MPI.COMM_WORLD.rank == 0 and result.code == 0:
         rows = result.rows("in", np.arange(len(text.words)))
-        for word in args.words:
+        for word in asked:
             near = nearest(rows, text.words.index(word), args.count)
             print(f"{word}: {', '.join(text.words[k] for k in near)}", flush=True)
     return result.code

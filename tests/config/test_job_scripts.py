@@ -13,10 +13,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from launch import ROOT, environment, run
+
+import mpips
 
 pytestmark = pytest.mark.launch
 
@@ -161,6 +164,39 @@ def test_gradients_of_words(tmp_path: Path) -> None:
             step[k] = 1e-6
             ends = [loss(v + s, u) if array is v else loss(v, u + s) for s in (step, -step)]
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(found[k], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "told"),
+    [
+        ("Often " * 10 + "rarely " * 9, ["OFTEN"], ""),
+        (
+            "Often " * 10 + "rarely " * 9,
+            ["often", "Rarely", "no"],
+            "rarely, no: expected words that",
+        ),
+        ("often " * 9, [], "no word occurs 10 times, expected a longer text"),
+        ("", ["often"], "no word occurs 10 times, expected a longer text"),
+    ],
+)
+def test_words_are_checked_before_the_run(
+    text: str, words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "text.txt").write_text(text)
+    began = list[dict[str, mpips.Table]]()
+    rows = SimpleNamespace(code=0, rows=lambda name, ids: np.ones((1, 2)))
+    monkeypatch.setattr(mpips, "run", lambda *_, tables, **__: began.append(tables) or rows)
+    main = runpy.run_path(str(ROOT / "jobs" / "words.py"))["main"]
+    if not told:
+        assert main([str(tmp_path / "text.txt"), *words]) == 0
+        assert capsys.readouterr().out.startswith("often: ")
+        return
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "text.txt"), *words])
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not began
 
 
 @pytest.mark.long
