@@ -7,15 +7,21 @@ from pathlib import Path
 
 from benchmarks.catalogue import MEASURES
 from benchmarks.options import BenchmarkOptions
-from mpips.bench.__main__ import command, make_common_parser, read_common_options
+from mpips.bench.__main__ import command, make_common_parser, read_common_options, take
 from mpips.errors import UserError
 from mpips.report import drawing
 from mpips.train import launched
 
+DESCRIPTION = """\
+Compare mpips with other packages and with itself: its modes, its options and its recovery. Prints
+one table, in which mpips is the better one where a ratio is above 1. Without mpirun, all measures
+are taken, each in the worlds that it needs; under mpirun or srun, those that fit that world.
+"""
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = make_common_parser("benchmarks")
+    parser = make_common_parser("benchmarks", DESCRIPTION)
     add = parser.add_argument
     add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
     add("--plot", type=Path, metavar="FILE", help="of convergence: also draw it, as .svg or .png")
@@ -38,5 +44,10 @@ def read_options(args: argparse.Namespace) -> BenchmarkOptions:
     return BenchmarkOptions(**asdict(common), venv=args.venv, plot=args.plot)
 
 
+def measure(args: argparse.Namespace) -> int:
+    """Take the measures that a parsed command line asks for; returns the exit code."""
+    return take(MEASURES, args, read_options(args))
+
+
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:], make_parser(), MEASURES, read_options))
+    sys.exit(command(sys.argv[1:], make_parser(), MEASURES, measure))

@@ -23,7 +23,7 @@ taken, each in the worlds that it needs; under mpirun or srun, those that fit th
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = make_common_parser("mpips.bench")
+    parser = make_common_parser("mpips.bench", DESCRIPTION)
     add = parser.add_argument
     add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
     add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
@@ -32,9 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_common_parser(package: str) -> argparse.ArgumentParser:
+def make_common_parser(package: str, description: str) -> argparse.ArgumentParser:
     """Build a parser of the options that all measures have."""
-    parser = Parser(prog=f"python -m {package}", description=DESCRIPTION, add_help=False)
+    parser = Parser(prog=f"python -m {package}", description=description, add_help=False)
     add = parser.add_argument
     add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
     add("--quick", action="store_true", help="small sizes: shows that all runs, not how fast")
@@ -83,22 +83,22 @@ def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Option
 
 def main(argv: Sequence[str]) -> int:
     """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
-    return command(argv, make_parser(), MEASURES, read_options)
+    return command(argv, make_parser(), MEASURES, _measure)
 
 
 def command(
     argv: Sequence[str],
     parser: argparse.ArgumentParser,
     measures: Catalogue,
-    read: Callable[[argparse.Namespace], Options],
+    work: Callable[[argparse.Namespace], int],
 ) -> int:
-    """Take measures of a catalogue as a command line says; returns the exit code.
+    """Do what a command line says; returns the exit code.
 
     Args:
         argv: The command line's words.
         parser: Of the command.
         measures: All that there are.
-        read: Returns the checked options of a parsed command line.
+        work: Does what a parsed command line asks for; returns the exit code.
     """
     rank = launched()
     try:
@@ -107,27 +107,36 @@ def command(
             text = parser.format_help() if args.help else measures.listing()
             print(end="" if rank not in (None, "0") else text)
             return 0
-        options = read(args)
-        if getattr(args, "scale", False):
-            return _scale(args, options, rank is not None)
-        if rank is None:
-            from mpips.bench import driver
-
-            signal.signal(signal.SIGTERM, _end)
-            return driver.run(measures, args.measures, options, args.json)
+        return work(args)
     except UserError as error:
         return refuse(error, rank)
+
+
+def take(measures: Catalogue, args: argparse.Namespace, options: Options) -> int:
+    """Take the measures that a command line names, with its options; returns the exit code.
+
+    Raises:
+        UserError: If one is not known, or cannot be taken here. Under a launcher that is printed.
+    """
+    if launched() is None:
+        from mpips.bench import driver
+
+        signal.signal(signal.SIGTERM, _end)
+        return driver.run(measures, args.measures, options, args.json)
     from mpips.bench import world
 
     return world.run(measures, args.measures, options, args.json)
 
 
-def _scale(args: argparse.Namespace, options: Options, launched: bool) -> int:
+def _measure(args: argparse.Namespace) -> int:
+    options = read_options(args)
+    if not args.scale:
+        return take(MEASURES, args, options)
     from mpips.bench import scale
 
     request = scale.Request(args.json, args.plot, args.files)
-    request.check(launched)
-    if launched:
+    request.check(launched() is not None)
+    if launched() is not None:
         return scale.run_in_world(request, options)
     signal.signal(signal.SIGTERM, _end)
     return scale.run(request, options)

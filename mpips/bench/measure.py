@@ -22,7 +22,7 @@ class Options:
         repeats: Times that each side is measured, in turn.
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
         sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
-        tell: Takes the first of a measure's rows as they come, where it takes long.
+        tell: Prints rows; a long measure calls it with each part of them that it has.
     """
 
     repeats: int = 5

@@ -265,6 +265,9 @@ def test_help(tmp_path: Path) -> None:
     done = driver("--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("--quick", "--sizes N,N,...", "MEASURE"))
+    limit = "beside the limit of this machine"
+    assert limit in done.stdout
+    assert limit not in make_parser().format_help(), "benchmarks are beside something else"
 
 
 @pytest.mark.parametrize(
