@@ -27,7 +27,7 @@ from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.config.jobfile import shared_files
 
 PROBLEMS = ("digits", "spirals")
-RANKS, SERVERS, NODE_SIZE = 8, 2, 4
+RANKS, SERVERS = 8, 2
 POINTS = 0.5  # of accuracy that may be lost
 PACKED = 0.9  # of the bytes between nodes at most: every codec saves more
 QUICK_EPOCHS = 1

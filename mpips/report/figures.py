@@ -32,7 +32,6 @@ class Figure:
         note: What has to be known beside it; may be empty.
         keyed: Whether its colours are those of the runs.
         against: The abscissa that the reader has to choose for it to be seen; empty if always.
-        measure: Of a curve, by the names of `mpips.report.record`; empty for other figures.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Figure:
     note: str = ""
     keyed: bool = False
     against: str = ""
-    measure: str = ""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from mpips import __version__, extras
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.report import loads, progress
-from mpips.report.figures import Figure, Section, Table, shown
+from mpips.report.figures import Section, Table, shown
 from mpips.report.groups import Group, groups, number
 from mpips.report.record import RUNNING, Record
 from mpips.report.svg import VARIABLES, draw_svg
@@ -127,8 +127,3 @@ def changed(run: Record) -> Table:
 def _default(name: str) -> Any:
     value = OPTIONS[name].default
     return list(value) if isinstance(value, tuple) else value
-
-
-def figures_of(runs: Sequence[Record]) -> list[Figure]:
-    """Return all figures of some runs."""
-    return [figure for section in sections(runs)[1] for figure in section.figures]

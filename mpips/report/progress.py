@@ -60,8 +60,7 @@ def _figure(groups: Sequence[Group], measure: str, axis: str, against: str) -> F
     draw = partial(_draw, having, measure, axis, unit, label)
     name = f"{measure}-{axis}".replace(" ", "-").replace("/", "-per-")
     several = len(groups) > 1
-    return Figure(name, word, alt, draw, table, NOTES.get(measure, ""), several, against,
-                  measure)  # fmt: skip
+    return Figure(name, word, alt, draw, table, NOTES.get(measure, ""), several, against)
 
 
 def _unit(groups: Sequence[Group], axis: str) -> tuple[float, str]:

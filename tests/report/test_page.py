@@ -16,7 +16,7 @@ from mpips.report import __main__ as command
 from mpips.report.drawing import COLOURS
 from mpips.report.figures import Figure, engineered, shown
 from mpips.report.groups import LINES, groups
-from mpips.report.page import figures_of, render, run_table
+from mpips.report.page import render, run_table, sections
 from mpips.report.record import Record, read
 
 HOSTILE = """a<b>&"'$x_1$"""
@@ -40,7 +40,7 @@ def drawn(figure: Figure) -> Axes:
 
 
 def by_name(*runs: Record) -> dict[str, Figure]:
-    return {figure.name: figure for figure in figures_of(runs)}
+    return {figure.name: figure for part in sections(runs)[1] for figure in part.figures}
 
 
 # Figures.
@@ -192,7 +192,7 @@ def test_every_figure_can_be_read_without_eyes(tmp_path: Path) -> None:
     run = read(whole(tmp_path / "a"), "a")
     tree = parsed(render([run]))
     found = {e.attrib["id"]: e for e in tree.iter("figure")}
-    assert set(found) == {figure.name for figure in figures_of([run])}
+    assert set(found) == set(by_name(run))
     for figure in found.values():
         assert "".join(figure.find("figcaption").itertext()).strip()
         assert len(figure.find("div[@role='img']").attrib["aria-label"]) > 20

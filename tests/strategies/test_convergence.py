@@ -101,7 +101,7 @@ def test_each_case_has_its_job_file(problem: str) -> None:
         job = read_toml(launch.ROOT / "jobs" / f"{problem}{case.job}.toml")
         assert job["dataset"] == problem, name
         packed = case.job in ("-packed", "-topk", "-onebit", "-powersgd")
-        assert job.get("node_size", 0) == (convergence.NODE_SIZE if packed else 0), name
+        assert job.get("node_size", 0) == (4 if packed else 0), name
 
 
 def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, p
 MODES = ("async", "ssp", "sync")
 CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
 STEPS = 100  # of each worker, that a search simulates
-MOST_SERVERS = 64
 
 World = tuple[list[str], list[int]]
 
