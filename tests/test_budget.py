@@ -11,7 +11,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38800
+TOTAL = 38710
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 60,
@@ -21,7 +21,7 @@ BUDGET = {
     "codecs": 680,
     "config": 1370,
     "cut": 840,
-    "datasets": 3060,
+    "datasets": 3080,
     "doctor": 1360,
     "errors.py": 50,
     "extras.py": 20,

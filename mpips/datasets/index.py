@@ -156,8 +156,7 @@ def check_names(kept: Sequence[Entry], files: Files, index: Path) -> None:
     Raises:
         UserError: If one has come or gone; it is named.
     """
-    before = [_names(entry.path.split(",") if len(entry.stamps) > 1 else [entry.path])
-              for entry in kept]  # fmt: skip
+    before = [_names(e.path.split(",") if len(e.stamps) > 1 else [e.path]) for e in kept]
     now = [_names(parts(path)) for path in files.paths]
     if before == now:
         return

@@ -184,10 +184,7 @@ def loop(
 ) -> None:
     real, dim = lines.dtype.type, grads.shape[1]
     if numbers.size != {numbers} or lines.shape[1] < {states + 1} * dim + {extra}:
-        raise ValueError(
-            "{name}: {numbers} numbers, and {states} vectors of state and {extra} numbers of a "
-            "row, are expected"
-        )
+        raise ValueError("{name}: {numbers} numbers, and {states} vectors of state, are expected")
     {n:?, } = {numbered:?, }
     for u in range(slot.size):
         if u + rows.AHEAD < slot.size:

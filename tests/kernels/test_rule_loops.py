@@ -114,7 +114,7 @@ def test_lines_have_room_for_what_rates_keep(rule: RowRule, width: int) -> None:
     def change(lines: np.ndarray) -> None:
         rule.loop(which, which, np.ones((1, dim)), lines, np.zeros(1, np.int64), key, numbers)
 
-    with pytest.raises(ValueError, match="vectors of state and 1 numbers of a row"):
+    with pytest.raises(ValueError, match="vectors of state, are expected"):
         change(lines.reshape(-1)[: count * (width - 1)].reshape(count, width - 1))
     assert (lines == 0).all()
     change(lines)
