@@ -11,10 +11,10 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from mpips.cluster.process import NAME, PARENT, STATE, stat_of
+from mpips.cluster.process import ANY_BYTES, NAME, PARENT, STATE, stat_of
 
 MEETS, LEFT = "mpips-meets", "mpips-left"  # at most 15 characters
-MPI4PY = "/mpi4py/MPI."  # importing it starts MPI
+MPI4PY = b"/mpi4py/MPI."  # importing it starts MPI
 RANKS = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 LINGER_S = 10.0  # after which nobody of this host is expected to start MPI any more
 LOOK_S, LOOK_MAX_S = 0.2, 30.0
@@ -34,7 +34,7 @@ def named(name: str) -> Iterator[None]:
 
 def _call_process(name: str) -> None:
     with contextlib.suppress(OSError):  # then nobody knows
-        Path("/proc/self/comm").write_text(name)
+        Path("/proc/self/comm").write_text(name, errors=ANY_BYTES)
 
 
 def ranks_here() -> dict[int, tuple[int, str]]:
@@ -83,7 +83,7 @@ def leave(may_wait: bool) -> int | None:
 
 def _starts_mpi(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return MPI4PY in Path(f"/proc/{pid}/maps").read_text()
+        return MPI4PY in Path(f"/proc/{pid}/maps").read_bytes()
     return False
 
 

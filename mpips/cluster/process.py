@@ -9,6 +9,7 @@ from pathlib import Path
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
 
 HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
+ANY_BYTES = "surrogateescape"  # a name of at most 15 bytes may end inside of a letter
 LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # of ranks, one on each host
 
 STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
@@ -51,7 +52,8 @@ def stat_of(pid: int) -> list[str]:
     Raises:
         OSError: If there is none.
     """
-    head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    text = Path(f"/proc/{pid}/stat").read_text(errors=ANY_BYTES)
+    head, _, tail = text.rpartition(")")
     return [head.partition("(")[2], *tail.split()]
 
 

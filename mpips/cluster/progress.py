@@ -264,6 +264,6 @@ def _in_files(pid: int) -> bool:
     """Whether a thread of a process waits for a disk, or for a server of files."""
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):
-            if path.read_text().rpartition(")")[2].split()[0] == "D":
+            if path.read_bytes().rpartition(b")")[2].split()[0] == b"D":
                 return True
     return False
