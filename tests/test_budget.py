@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38710
+TOTAL = 38740
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 60,
     "bench": 2010,
     "checkpoint": 1720,
-    "cluster": 2480,
+    "cluster": 2520,
     "codecs": 680,
     "config": 1370,
     "cut": 840,
@@ -30,7 +30,7 @@ BUDGET = {
     "kernels": 2170,
     "launch": 2240,
     "layout": 420,
-    "library": 1200,
+    "library": 1205,
     "optim": 500,
     "plan.py": 240,
     "planning": 2130,

@@ -1,8 +1,7 @@
-"""Ranks that leave before a run begins, and those of their host that wait for them.
+"""Ranks of this host that have not come to a run, or have ended before it begins.
 
-A rank says by the name of its process, which others of its host read (proc(5)), that it waits for
-all ranks to begin a run, or that its program has ended. Of other hosts nothing is known. Loads no
-MPI.
+A rank tells the others of its host by the name of its process (proc(5)) that it waits for a run to
+begin, or that its program has ended. Nothing is known of other hosts. Loads no MPI.
 """
 
 import contextlib
@@ -11,14 +10,17 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from mpips.cluster.process import ANY_BYTES, NAME, PARENT, STATE, stat_of
+from mpips.cluster.process import ANY_BYTES, NAME, PARENT, STARTED, STATE, SYSTEM, USER, stat_of
 
-MEETS, LEFT = "mpips-meets", "mpips-left"  # at most 15 characters
-MPI4PY = b"/mpi4py/MPI."  # importing it starts MPI
-RANKS = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
-LINGER_S = 10.0  # after which nobody of this host is expected to start MPI any more
-LOOK_S, LOOK_MAX_S = 0.2, 30.0
+MEETS, LEFT = "mpips-meets", "mpips-left"  # at most 15 bytes
+MPI4PY = b"/mpi4py/MPI."  # the library whose import starts MPI
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+JOBS = ("PMIX_NAMESPACE", "PMI_JOBID")  # one launcher may start several jobs
+LINGER_S = 10.0  # how long a rank that has ended looks for others that start MPI
+FIRST_S, LOOK_S, LOOK_MAX_S = 1.0, 0.2, 30.0
 PATIENCE = 12  # times the limit, as for a rank that is at work
+
+_ranks: dict[tuple[int, str], tuple[int, list[str | None]]] = {}  # by process id and start
 
 
 @contextlib.contextmanager
@@ -38,35 +40,57 @@ def _call_process(name: str) -> None:
 
 
 def ranks_here() -> dict[int, tuple[int, str]]:
-    """Return the ranks of this host that the launcher of this one has started, without this one.
+    """Return the ranks of this job that this host's launcher has started, without this one.
 
     Returns:
         Process ids and names, by rank in the world.
     """
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.name != str(os.getpid()):
-            with contextlib.suppress(OSError):
-                known = stat_of(int(entry.name))
-                if int(known[PARENT]) == os.getppid() and known[STATE] not in "ZX":
-                    rank = _rank_in((entry / "environ").read_bytes())
-                    if rank is not None:
-                        found[rank] = int(entry.name), known[NAME]
+    found, mine = {}, [os.environ.get(name) for name in JOBS]
+    for pid in _siblings():
+        with contextlib.suppress(OSError):
+            known = stat_of(pid)
+            if int(known[PARENT]) == os.getppid() and known[STATE] not in "ZX":
+                rank, job = _rank_of(pid, known[STARTED])
+                if rank >= 0 and job == mine:
+                    found[rank] = pid, known[NAME]
     return found
 
 
-def _rank_in(environ: bytes) -> int | None:
-    words = environ.split(b"\0")
-    values = [word.removeprefix(name) for name in RANKS for word in words if word.startswith(name)]
-    return int(values[0]) if values and values[0].isdigit() else None
+def _siblings() -> set[int]:
+    """Return the processes of this one's parent, without this one; where it cannot say, all."""
+    found = _children(os.getppid())
+    if os.getpid() not in found:  # the kernel has no such list
+        found = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return found - {os.getpid()}
+
+
+def _children(pid: int) -> set[int]:
+    found = set[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def _rank_of(pid: int, started: str) -> tuple[int, list[str | None]]:
+    """Return the rank and the job in a process's environment; the rank is -1 if it is none."""
+    if (pid, started) in _ranks:
+        return _ranks[pid, started]
+    words = Path(f"/proc/{pid}/environ").read_text(errors=ANY_BYTES).split("\0")
+    known = dict(word.split("=", 1) for word in words if "=" in word)
+    rank = next((known[name] for name in RANKS if known.get(name, "").isdigit()), "-1")
+    found = int(rank), [known.get(name) for name in JOBS]
+    if found[0] >= 0:  # else it may not have begun its program yet
+        _ranks[pid, started] = found
+    return found
 
 
 def leave(may_wait: bool) -> int | None:
-    """Say that this rank's program has ended; returns a rank that waits for it for ever, or None.
+    """Say that this rank's program has ended; return a rank that waits for it for ever, or None.
 
     Args:
         may_wait: Whether others may wait for it in the start of MPI, which it has not started. Then
-            this waits until they have left as well, at most for a few seconds.
+            this waits until their programs have ended as well, at most for a few seconds.
     """
     _call_process(LEFT)
     deadline = time.monotonic() + LINGER_S
@@ -93,13 +117,14 @@ class Absent:
     Args:
         rank: This one, in the world.
         others: Those that it waits for, in the world.
-        limit_s: After how long it is to be told of; 0 for never.
+        limit_s: After how long a warning names them; 0 for never.
     """
 
     def __init__(self, rank: int, others: Collection[int], limit_s: float) -> None:
         self._rank, self._others, self._limit_s = rank, others, limit_s
         self._begun = time.monotonic()
-        self._next, self._told = self._begun + LOOK_S, False
+        self._next, self._told = self._begun + FIRST_S, False
+        self._used: dict[int, tuple[int, float]] = {}  # of processors, by rank, and since when
 
     def look(self) -> tuple[str, bool]:
         """Look at the others, now and then.
@@ -112,16 +137,49 @@ class Absent:
             return "", False
         waited_s = now - self._begun
         self._next = now + min(LOOK_MAX_S, max(LOOK_S, waited_s / 10))
-        here = {r: found for r, found in ranks_here().items() if r in self._others}
+        here = self._others_here()
         meets = [rank for rank, (_, name) in here.items() if name == MEETS]
-        if self._rank > min(meets, default=self._rank):  # that one tells
+        if self._rank > min(meets, default=self._rank):  # the lowest rank that waits looks often
+            self._next = now + LOOK_MAX_S
             return "", False
         if left := [rank for rank, (_, name) in here.items() if name == LEFT]:
-            return f"rank {min(left)} has left before the run began", True
-        never = waited_s >= PATIENCE * self._limit_s
-        if not self._limit_s or waited_s < self._limit_s or (self._told and not never):
+            who = f"rank {min(left)} ended before the run began"
+            return f"{who}, and rank {self._rank} waits for it", True
+        late = {rank: here[rank][0] for rank in sorted(set(here) - set(meets))}
+        if not self._limit_s or not (late or self._rank < min(self._others, default=0)):
+            return "", False
+        never = bool(late) and self._idle_s(late, now) >= PATIENCE * self._limit_s
+        if waited_s < self._limit_s or (self._told and not never):
             return "", False
         self._told = True
-        late = [f"{rank} (process {here[rank][0]})" for rank in sorted(set(here) - set(meets))]
-        who = f"rank {', '.join(late)}" if late else "a rank of another host"
-        return f"{who} has not come to the run for {waited_s:.0f} s", never
+        return f"{_named(late)} not come to the run for {waited_s:.0f} s", never
+
+    def _others_here(self) -> dict[int, tuple[int, str]]:
+        """Return what `ranks_here` does of the others; nothing where names cannot be given."""
+        if stat_of(os.getpid())[NAME] != MEETS:
+            return {}
+        return {rank: found for rank, found in ranks_here().items() if rank in self._others}
+
+    def _idle_s(self, late: dict[int, int], now: float) -> float:
+        """Return for how long none of some ranks, given with their processes, has been at work."""
+        for rank, pid in late.items():
+            used = _used(pid)
+            if self._used.get(rank, (-1, now))[0] != used:
+                self._used[rank] = used, now
+        return min(now - self._used[rank][1] for rank in late)
+
+
+def _named(late: dict[int, int]) -> str:
+    *most, last = [f"{rank} (process {pid})" for rank, pid in late.items()] or [""]
+    if not last:
+        return "a rank has"
+    return f"ranks {', '.join(most)} and {last} have" if most else f"rank {last} has"
+
+
+def _used(pid: int) -> int:
+    """Return how many ticks of processors a process and those that it has started have used."""
+    try:
+        known = stat_of(pid)
+    except OSError:
+        return 0
+    return int(known[USER]) + int(known[SYSTEM]) + sum(map(_used, _children(pid)))

@@ -36,12 +36,14 @@ def told_once(comm: Comm) -> Iterator[None]:
 
 
 def await_ranks(comm: Comm, limit_s: float) -> None:
-    """Wait for every rank before a run begins; one of this host that has left ends the job.
+    """Wait for every rank before a run begins.
+
+    The job ends if the program of a rank of this host has ended, or if those that have not come use
+    no processor for `PATIENCE` times the limit.
 
     Args:
         comm: The ranks.
-        limit_s: After how long those that do not come are told of; after `PATIENCE` times as long
-            they end the job. 0 for never.
+        limit_s: After how long a warning names those that have not come; 0 for never.
 
     Collective: yes. Blocks: until all have come, but never inside MPI.
     """
@@ -52,10 +54,10 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
         while not here.Test():
             attend()
             got, never = absent.look()
-            error = UserError(got, "every rank", "begin the run on each, or give it comm=")
-            if never:
-                ending.abort(str(error), error.code)
             if got:
+                error = UserError(got, "every rank", "begin the run on each, or give it comm=")
+                if never:
+                    ending.abort(str(error), error.code)
                 complain(f"warning: {error}")
             backoff.pause()
 

@@ -30,7 +30,11 @@ def cluster_subset(cluster: "Cluster", ranks: Sequence[int]) -> Comm:
 def world_ranks(comm: Comm) -> list[int]:
     """Return the ranks of `comm` in the world: this one, then the others."""
     ranks = [comm.rank, *(set(range(comm.size)) - {comm.rank})]
-    return MPI.Group.Translate_ranks(comm.group, ranks, MPI.COMM_WORLD.group)
+    mine, everyone = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = mine.Translate_ranks(ranks, everyone)
+    mine.Free()
+    everyone.Free()
+    return found
 
 
 def free(comm: Comm) -> None:

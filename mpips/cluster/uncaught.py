@@ -141,11 +141,14 @@ def _end_alone(message: str, code: int) -> None:
         if ending.MPI.COMM_WORLD.size > 1:
             ending.abort(message, code)
     elif _armed:  # whoever speaks first ends the others
-        rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
-        time.sleep(min(TURN_S * rank, TURNS_S))
+        time.sleep(min(TURN_S * _rank(), TURNS_S))
     complain(message)
     if _armed:
         _end_others(code)
+
+
+def _rank() -> int:
+    return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
 
 
 def _mpi_runs() -> bool:
@@ -162,7 +165,7 @@ def _leave() -> None:
     waiting = absent.leave(may_wait=_armed and mpi is None and _is_rank())
     if waiting is None:
         return
-    got = f"a rank has left before the run began, for which rank {waiting} waits"
+    got = f"rank {_rank()} ended before the run began, and rank {waiting} waits for it"
     complain(UserError(got, "every rank", "begin the run on each of them"))
     if _is_rank_of_hydra():
         _end_others(2)
@@ -177,7 +180,7 @@ def _is_rank() -> bool:
         name = process.stat_of(os.getppid())[process.NAME]
     except OSError:  # a parent outside of this container
         return False
-    return name.startswith(("prte", "orte", "slurmstepd"))
+    return name.startswith(("prte", "orte", "mpirun", "mpiexec", "slurmstepd"))
 
 
 def _end_others(code: int) -> None:

@@ -21,6 +21,7 @@ from mpips.config.modes import ROUND_MODES
 from mpips.config.option import meant
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, reworded
+from mpips.launch import signs
 from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
 from mpips.library.model import Evaluate, Model, Parameters
@@ -91,9 +92,10 @@ def checked(options: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str
 
 
 def limit_of(options: Mapping[str, Any]) -> float:
-    """Return the timeout of a run whose options are not checked yet."""
+    """Return the supervisor's timeout, or that of a run whose options are not checked yet."""
     given = options.get("timeout")
-    return float(given if isinstance(given, int | float) else OPTIONS["timeout"].default)
+    mine = given if isinstance(given, int | float) else OPTIONS["timeout"].default
+    return signs.timeout_s() or max(0.0, mine)
 
 
 @dataclass(frozen=True)

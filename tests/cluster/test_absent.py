@@ -1,5 +1,7 @@
 """Ranks of this host that have not come to a run."""
 
+import contextlib
+import json
 import subprocess
 import sys
 
@@ -21,3 +23,72 @@ def test_a_process_name_that_is_cut_inside_a_letter() -> None:
         [sys.executable, "-c", NAMES], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "b'mpips-meets\\n'\nb'programm-gr\\xc3\\n' {}\n", done.stderr
+
+
+RANK = """
+import json, sys
+from mpips.cluster import absent
+
+class Clock:
+    now = 0.0
+    def monotonic(self):
+        return self.now
+
+def told(rank, others):
+    absent.time = clock = Clock()
+    absents, found = absent.Absent(rank, others, 10.0), []
+    while clock.now < 400:
+        clock.now += 0.5
+        got, never = absents.look()
+        if got:
+            found.append([clock.now // 20, got, never])
+        if never:
+            break
+    return found
+
+for line in sys.stdin:
+    print(json.dumps(eval(line)), flush=True)
+"""
+
+
+class Rank(contextlib.AbstractContextManager["Rank"]):
+    """A process that the launcher, this one, has started as a rank; it waits for statements."""
+
+    def __init__(self, rank: int, job: str) -> None:
+        env = {**environment(), "PMI_RANK": f"{rank}", "PMI_JOBID": job}
+        pipe = subprocess.PIPE
+        args = [sys.executable, "-c", RANK]
+        self._process = subprocess.Popen(args, env=env, stdin=pipe, stdout=pipe, text=True)
+        self.pid = self._process.pid
+
+    def call(self, expression: str) -> object:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{expression}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=60)
+
+
+def test_who_is_told_of() -> None:
+    """Ranks of this job by name; they end it if one has ended, or where none is at work."""
+    with Rank(0, "a") as zero, Rank(1, "a") as one, Rank(2, "a") as two, Rank(3, "b") as other:
+        assert one.call("absent._call_process(absent.LEFT)") is None
+        assert other.call("absent._call_process(absent.LEFT)") is None
+        nobody = [[0, "a rank has not come to the run for 10 s", False]]
+        assert zero.call("told(0, [1])") == nobody, "its own name cannot be given, as it seems"
+        zero.call("absent._call_process(absent.MEETS)")
+        left = "rank 1 ended before the run began, and rank 0 waits for it"
+        assert zero.call("told(0, [1, 2])") == [[0, left, True]]
+        one.call("absent._call_process('late')")
+        found = zero.call("told(0, [1, 2])")
+        late = f"ranks 1 (process {one.pid}) and 2 (process {two.pid}) have not come to the run"
+        assert found == [[0, f"{late} for 10 s", False], [6, f"{late} for 125 s", True]]
+        zero.call("setattr(absent, '_used', lambda pid, used=iter(range(9999)): next(used))")
+        assert zero.call("told(0, [1, 2])") == [[0, f"{late} for 10 s", False]], "they are at work"
+        one.call("absent._call_process(absent.MEETS)")
+        assert zero.call("told(5, [1, 2])") == [], "rank 1 tells"
+        assert zero.call("told(0, [3, 7])") == nobody, "rank 3 is of another job"
+        assert zero.call("told(8, [3, 7])") == [], "the lowest tells"

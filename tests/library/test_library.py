@@ -31,6 +31,7 @@ REFUSED = {
     "a rank alone": "lr -1.0, expected a number > 0",
     "no server of a store": "servers=3 leaves no worker",
     "a store's option": "'num_servers' of a store.*did you mean 'servers'",
+    "no such timeout": "timeout -1.0, expected",
     "no such value": "unknown mode 'asink'.*did you mean 'async'",
     "a model of the command line": "'hidden'.*a program has its own",
     "numbers of a built-in model": "'factors'.*a program has its own",
@@ -169,8 +170,11 @@ def test_stores_beside_a_program_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("absent", "expected"),
     [
-        ("leaves early", "a rank has left before the run began, for which rank . waits"),
-        ("leaves", "rank 1 has left before the run began, expected every rank"),
+        (
+            "leaves early",
+            "rank 1 ended before the run began, and rank [02] waits for it, expected every",
+        ),
+        ("leaves", "rank 1 ended before the run began, and rank 0 waits for it, expected every"),
     ],
 )
 def test_a_rank_that_leaves_before_the_run(absent: str, expected: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips
+from mpips.library.start import limit_of
 
 WORLD = MPI.COMM_WORLD
 INIT = {"w": np.zeros(4)}
@@ -53,6 +54,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     ),
     "no server of a store": lambda out: mpips.Store(WORLD, INIT, servers=WORLD.size),
     "a store's option": lambda out: mpips.Store(WORLD, INIT, num_servers=1),
+    "no such timeout": lambda out: mpips.run(train, INIT, timeout=-1, out=out),
     "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
     "a model of the command line": lambda out: mpips.run(train, INIT, hidden=(3,), out=out),
     "numbers of a built-in model": lambda out: mpips.run(train, INIT, factors=99, out=out),
@@ -110,6 +112,7 @@ def main(folder: Path) -> None:
     if WORLD.rank == 0:
         np.savez(folder / "w.npz", w=np.zeros(4))
     WORLD.Barrier()
+    assert [limit_of({"timeout": given}) for given in (-1, 2, "2")] == [0, 2, 300], "not checked"
     for name, call in CASES.items():
         try:
             call(folder / name.replace(" ", "-"))
