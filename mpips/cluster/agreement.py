@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpips.cluster import ending
 from mpips.cluster.absent import MEETS, Absent, named
 from mpips.cluster.collectives import begin_barrier, broadcast, gather_all, world_ranks
-from mpips.cluster.start import Comm
+from mpips.cluster.start import MPI, Comm
 from mpips.cluster.uncaught import of_others
 from mpips.cluster.waiting import Backoff, attend
 from mpips.errors import UserError, complain
@@ -26,12 +26,18 @@ class Agreed(UserError):
 
 @contextlib.contextmanager
 def told_once(comm: Comm) -> Iterator[None]:
-    """Have an `Agreed` leave the block as a plain `UserError`, which rank 0 of `comm` prints."""
+    """Have an `Agreed` leave the block as a plain `UserError`, which one rank of `comm` prints.
+
+    That is rank 0. If `comm` lacks ranks of the world, which may wait for these, an error that
+    nothing catches ends the job.
+    """
     try:
         yield
     except Agreed as agreed:
         error = UserError.__new__(UserError, str(agreed))  # its message is whole
-        error.code, error.speaks = agreed.code, comm.rank == 0
+        error.code = agreed.code
+        if comm.size == MPI.COMM_WORLD.size:
+            error.speaks = comm.rank == 0
         raise error from None
 
 

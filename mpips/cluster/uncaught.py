@@ -1,8 +1,8 @@
-"""Exceptions that nothing catches: what is printed, the exit code, and the end of the job.
+"""Uncaught exceptions: message, exit code and the end of the job.
 
-A mistake of the user's is one line, and its exit code is the trainer's. The other ranks would wait
-for one that raises, in the collective calls with which a run begins, or in that which starts MPI:
-the job ends. Once a run has begun it says itself how a job ends (`mpips.cluster.ending`).
+A `UserError` is printed as one line and sets the exit code. An exception on one rank before a run
+ends the job: the other ranks would wait for that rank in MPI_Init, or in the first collective calls
+of the run. During a run `mpips.cluster.ending` ends the job.
 """
 
 import atexit
@@ -11,8 +11,10 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn, TypeAlias
 
 from mpips.cluster import absent, process
 from mpips.errors import UserError, complain
@@ -20,11 +22,16 @@ from mpips.errors import UserError, complain
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
+STEP = "slurmstepd"  # the parent of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
 HEARD_S = 1.0
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
+Exit: TypeAlias = Callable[[str | int | None], NoReturn]
+
 _armed = False
+_told = False  # whether an exception was printed
+_code = 2  # of this rank, if others wait for it when its program has ended
 _unheeded = ""
 
 
@@ -37,10 +44,13 @@ def arm() -> None:
     _armed, told = any(os.environ.get(name, "1") != "1" for name in SIZES), sys.excepthook
     if _armed:
         atexit.register(_leave)
-    atexit.register(_warn)  # before
+        sys.exit = _noting(sys.exit)  # type: ignore[assignment]
+    atexit.register(_warn)  # called before `_leave`
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _told, _code
         heed()
+        _told, _code = True, error.code if isinstance(error, UserError) else 1
         if isinstance(error, UserError):
             _end_by(error, trace)
             return
@@ -49,6 +59,18 @@ def arm() -> None:
             _end_others(1)
 
     sys.excepthook = end
+
+
+def _noting(exits: Exit) -> Exit:
+    """Return `sys.exit` that notes the exit code, which nobody knows when the program has ended."""
+
+    def noted(status: str | int | None = None, /) -> NoReturn:
+        global _code
+        if status:
+            _code = status if isinstance(status, int) else 1
+        exits(status)
+
+    return noted
 
 
 def disarm() -> None:
@@ -160,27 +182,34 @@ def _leave() -> None:
     """End the job if this rank's program ends before a run, and others wait for it for ever.
 
     Where MPI is started, they find that out by themselves (`mpips.cluster.agreement.await_ranks`).
+    Behind an exception Open MPI ends the job because of the exit code; srun may not.
     """
-    mpi = sys.modules.get("mpi4py.MPI")
-    waiting = absent.leave(may_wait=_armed and mpi is None and _is_rank())
+    ends = _told and _parent() != STEP
+    begun = "mpi4py.MPI" in sys.modules
+    waiting = absent.leave(may_wait=_armed and not begun and not ends and _is_rank())
     if waiting is None:
         return
-    got = f"rank {_rank()} ended before the run began, and rank {waiting} waits for it"
-    complain(UserError(got, "every rank", "begin the run on each of them"))
+    if not _told:
+        got = f"rank {_rank()} ended before the run began, and rank {waiting} waits for it"
+        complain(UserError(got, "every rank", "begin the run on each of them"))
     if _is_rank_of_hydra():
-        _end_others(2)
-    os._exit(2)
+        _end_others(_code)
+    os._exit(_code)
 
 
 def _is_rank() -> bool:
     """Whether this process is a rank itself, and not a child of one."""
     if PMI_FD in os.environ:
         return _is_rank_of_hydra()
+    return _parent().startswith(("prte", "orte", "mpirun", "mpiexec", STEP))
+
+
+def _parent() -> str:
+    """Return the name of the parent's process; empty where it is outside of this container."""
     try:
-        name = process.stat_of(os.getppid())[process.NAME]
-    except OSError:  # a parent outside of this container
-        return False
-    return name.startswith(("prte", "orte", "mpirun", "mpiexec", "slurmstepd"))
+        return process.stat_of(os.getppid())[process.NAME]
+    except OSError:
+        return ""
 
 
 def _end_others(code: int) -> None:
@@ -189,10 +218,12 @@ def _end_others(code: int) -> None:
     if _mpi_runs():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     elif _is_rank_of_hydra():
-        # Who ends without a word to it, and has not started MPI, is waited for.
+        # Hydra waits for the others where a rank just ends that has not started MPI.
         os.write(int(os.environ[PMI_FD]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(HEARD_S)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not heard: nor is who is killed waited for
+        if _parent() == STEP:  # srun --mpi=pmi2, which tells the exit code of each task
+            os._exit(code)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a version that has not acted on the word
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -37,8 +37,22 @@ def of_a_model() -> None:
     mpips.torch.run(lambda worker: None, model=net, optimizer=mpips.SGD(0.1), out=OUT)
 
 
+def in_a_part() -> None:
+    """Have ranks 0 and 1 begin a run that is refused, while rank 2 waits for them."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(RANK // 2)
+    if RANK < 2:
+        mpips.run(train, {"w": np.zeros(2)}, comm=comm, mode="asink")
+    MPI.COMM_WORLD.Barrier()
+
+
 if HOW == "model":
     of_a_model()
+elif HOW == "part":
+    in_a_part()
+elif HOW == "alike":
+    raise mpips.UserError("a file that is on no rank", "one on each")
 elif RANK == 1:
     if HOW == "interrupted":
         os.kill(os.getpid(), signal.SIGINT)
