@@ -128,8 +128,10 @@ class Judge:
         if TRACED in states.values():
             self._state = None
             return 0.0
-        waited = any(r.waits and now - r.since >= self._limit_s for r in ranks)
-        if not waited and STOPPED not in states.values():
+        if STOPPED not in states.values():
+            waited_s = [now - max(r.since, r.in_mpi) for r in ranks if r.waits]
+            quiet_s = min(quiet_s, max(waited_s, default=0.0))
+        if quiet_s < self._limit_s:
             return 0.0
         free = [r for r in ranks if not states[r.rank]]
         patient = quiet_s < PATIENCE * self._limit_s

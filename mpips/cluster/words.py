@@ -68,7 +68,7 @@ class Record(NamedTuple):
         writing: Whether it writes a checkpoint.
         beat: When it was last seen to live.
         call: The call that it was in then.
-        in_mpi: Whether that is one of MPI which its program has made, and has lasted for a while.
+        in_mpi: Since when that is a call of MPI by its program; 0 if it is none.
     """
 
     rank: int
@@ -85,12 +85,12 @@ class Record(NamedTuple):
     writing: bool
     beat: float
     call: str
-    in_mpi: bool = False
+    in_mpi: float = 0.0
 
     @property
     def waits(self) -> bool:
         """Whether it waits for something, or stands in MPI where nobody knows for what."""
-        return self.phase >= WAITING or self.in_mpi
+        return self.phase >= WAITING or self.in_mpi > 0
 
     @property
     def is_server(self) -> bool:
@@ -179,7 +179,7 @@ def _read(record: bytes) -> Record:
     return Record(
         ints[RANK], ints[PID], ints[STARTED], ints[ROLE], ints[NUMBER], ints[STACKS],
         ints[PHASE], times[SINCE], ints[CLOCK], ints[HANDLED], ints[SAVED], bool(ints[WRITING]),
-        times[BEAT], text, bool(ints[IN_MPI]),
+        times[BEAT], text, times[IN_MPI],
     )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def answered(rank: int, start: float) -> None:
 
 def beat(now: float, call: str, in_mpi: bool = False) -> None:
     """Say that this process lives, and the call that it is in; see `Record`."""
-    _ints[IN_MPI] = in_mpi
+    _times[IN_MPI] = (_times[IN_MPI] or now) if in_mpi else 0.0
     text = call.encode()[: len(_text) - 1]
     _text[: len(text) + 1] = text + b"\0"
     _times[BEAT] = now
