@@ -15,7 +15,7 @@ from types import FrameType
 EXIT_SAVED = 85
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
-AGAIN_S = 3.0  # between a signal and the next that is none of the same request
+AGAIN_S = 3.0  # launchers repeat a signal sooner; later it is a second request
 
 _received: list[int] = []
 _pipe: list[int] = []  # its two ends
@@ -68,6 +68,7 @@ def noted() -> Iterator[None]:
 
     In a thread that is not the main one nothing can be installed, and nothing changes.
     """
+    again(0.0)  # reads what an earlier block has left in the pipe
     _received.clear()
     _asked.clear()
     if threading.current_thread() is not threading.main_thread():
@@ -79,9 +80,10 @@ def noted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        with contextlib.suppress(ValueError, OSError):  # the program has closed it
+            signal.set_wakeup_fd(woken)
         _received.clear()
 
 

@@ -55,6 +55,16 @@ assert signals.again(20.0) is None
 print(sent("SIGINT", 20.0))
 with signals.noted():
     print(sent("SIGTERM", 30.0), sent("SIGTERM", 40.0))
+    os.kill(os.getpid(), signals.signal.SIGINT)  # nobody reads it in this block
+with signals.noted():
+    print(signals.again(50.0), sent("SIGTERM", 60.0))
+before = signals.signal.getsignal(signals.signal.SIGTERM)
+ends = os.pipe()
+os.set_blocking(ends[1], False)
+signals.signal.set_wakeup_fd(ends[1])
+with signals.noted():
+    os.close(ends[1])
+assert signals.signal.getsignal(signals.signal.SIGTERM) is before
 """
 
 
@@ -63,4 +73,5 @@ def test_a_signal_that_comes_again() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AGAIN], env=environment(), capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "SIGINT\nNone SIGTERM\n", done.stdout + done.stderr
+    assert not done.returncode, done.stderr
+    assert done.stdout == "SIGINT\nNone SIGTERM\nNone None\n", done.stdout + done.stderr
