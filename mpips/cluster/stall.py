@@ -180,7 +180,7 @@ class _Thread:
             found = board.read()
             judges = [one.pid for one in found if now - one.beat < DEAF_S][:JUDGES]
             stopped = self._stopped.look(found, now) if self._stopped else []
-            if not judges:  # this process's words are another job's at the moment
+            if not judges:  # this process writes to the board of another job
                 continue
             if os.getpid() == judges[0]:
                 self._end_stopped(stopped)
@@ -202,8 +202,8 @@ class _Thread:
         """End the job at once: whoever asked it to save and end has waited long enough."""
         sys.stdout.flush()
         if self._board.is_first():
-            got = f"{name} again, as the job has not ended since the first"
-            complain(UserError(got, "one that saves and ends", "it ends without that"))
+            after = f"second {name} after {signals.AGAIN_S:g} s or more"
+            complain(f"{after}: the job ends without saving")
         time.sleep(ending.HEARD_S)
         _end_process()
 

@@ -117,4 +117,4 @@ def test_a_second_sigterm_ends_a_job_that_cannot_save(tmp_path: Path) -> None:
             time.sleep(1)
         done = job.wait(10)
     assert done.code, done.output
-    assert "SIGTERM again, as the job has not ended since the first" in done.output
+    assert "second SIGTERM after 3 s or more: the job ends without saving" in done.output
