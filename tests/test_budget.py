@@ -11,13 +11,13 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38775
+TOTAL = 38790
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 60,
     "bench": 2010,
     "checkpoint": 1720,
-    "cluster": 2550,
+    "cluster": 2560,
     "codecs": 680,
     "config": 1370,
     "cut": 840,

@@ -1,11 +1,13 @@
 """Errors that every rank raises, so that a job ends with one message and nobody waits for ever."""
 
 import contextlib
+import math
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from mpips.cluster import ending
+from mpips.cluster import ending, signals
 from mpips.cluster.absent import MEETS, Absent, named
 from mpips.cluster.collectives import begin_barrier, broadcast, gather_all, world_ranks
 from mpips.cluster.start import MPI, Comm
@@ -13,6 +15,8 @@ from mpips.cluster.uncaught import of_others
 from mpips.cluster.waiting import Backoff, attend
 from mpips.errors import UserError, complain
 from mpips.layout import Layout, check_alike
+
+SAVING_S = 10.0  # that ranks which wait leave the others when the job is asked to stop
 
 T = TypeVar("T")
 
@@ -45,7 +49,8 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
     """Wait for every rank before a run begins.
 
     The job ends if the program of a rank of this host has ended, or if those that have not come use
-    no processor for `PATIENCE` times the limit.
+    no processor for `PATIENCE` times the limit. A request to stop ends it a little later: others
+    may be about to save a run of their own.
 
     Args:
         comm: The ranks.
@@ -55,12 +60,18 @@ def await_ranks(comm: Comm, limit_s: float) -> None:
     """
     here, backoff = begin_barrier(comm), Backoff(ranks_per_core=2)
     rank, *others = world_ranks(comm)
-    absent = Absent(rank, others, limit_s)
+    absent, ends = Absent(rank, others, limit_s), math.inf
     with named(MEETS):
         while not here.Test():
             attend()
             got, never = absent.look()
-            if got:
+            if (name := signals.received()) is not None:
+                now = time.perf_counter()
+                ends = min(ends, now + SAVING_S)
+                if never or now >= ends or signals.again(now):
+                    told = f"{name} before the run began, so there is nothing to save; run me again"
+                    ending.abort(told, signals.EXIT_SAVED)
+            elif got:
                 error = UserError(got, "every rank", "begin the run on each, or give it comm=")
                 if never:
                     ending.abort(str(error), error.code)

@@ -1,7 +1,9 @@
 """`mpips.run`: programs with a training function of their own, on real ranks."""
 
 import dataclasses
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ from runs import newest, shared_out, wait_for
 import mpips
 from mpips import trace
 from mpips.checkpoint import verify
+from mpips.cluster.absent import MEETS
 from mpips.config import LEARNING_RATES, OPTIONS, Config
 from mpips.config.validation import validate
 from mpips.errors import UserError
@@ -112,6 +115,9 @@ if sys.argv[1] == "leaves early" and is_absent:
 from mpi4py import MPI
 if sys.argv[1] == "leaves" and is_absent:
     sys.exit()
+if sys.argv[1] == "is asked":
+    import mpips.cluster.agreement
+    mpips.cluster.agreement.SAVING_S = 0.1
 while is_absent and not os.path.exists("told"):
     time.sleep(0.01)
 def train(worker):
@@ -193,6 +199,20 @@ def test_a_rank_that_comes_late_to_the_run(tmp_path: Path) -> None:
         done = job.wait(60)
     assert done.code == 0, done.output
     assert re.search(r"warning: rank 1 \(process \d+\) has not come to the run", done.output)
+
+
+@pytest.mark.launch
+def test_a_rank_that_waits_for_the_run_is_asked_to_stop(tmp_path: Path) -> None:
+    def waiting() -> list[int]:
+        return [k for k in job.ranks() if Path(f"/proc/{k}/comm").read_text() == f"{MEETS}\n"]
+
+    (tmp_path / "own.py").write_text(ABSENT)
+    with Running(2, ["own.py", "is asked"], tmp_path) as job:
+        wait_for(job, lambda: bool(waiting()))
+        os.kill(waiting()[0], signal.SIGTERM)
+        done = job.wait(20)
+    assert done.code == 85, done.output
+    assert done.output.count("mpips: SIGTERM before the run began") == 1, done.output
 
 
 @pytest.mark.launch
