@@ -38,7 +38,7 @@ _unheeded = ""
 def arm() -> None:
     """Have an exception that nothing catches end the job, where this process is one of its ranks.
 
-    A `UserError` is printed as one line, and its exit code is that of the process, in any process.
+    A `UserError` is printed as one line and sets the exit code, also where this process is no rank.
     """
     global _armed
     _armed, told = any(os.environ.get(name, "1") != "1" for name in SIZES), sys.excepthook

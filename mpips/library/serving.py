@@ -38,9 +38,9 @@ def serve() -> bool:
 class Serving:
     """A server's part in a store: it applies pushes, and saves and loads where all workers ask.
 
-    What workers ask for waits until everything is applied that they have pushed before; they do
-    nothing until they are answered, so that servers may block each other in files. A turn waits for
-    no other server: it goes on with an answer where the others have come as far.
+    A server answers a save or a load when it has applied every push that came before it. Workers
+    wait for the answer, so servers may block each other in files. A turn waits for no other server:
+    a later one goes on when the others have come as far.
     """
 
     def __init__(self, job: Job, half: ServerHalf) -> None:
@@ -217,7 +217,8 @@ class Serving:
         parts = yield from gathering(self._half.servers, (found, error))
         errors = [text for _, text in parts if text is not None]
         if errors:
-            raise _Failed("a folder that it can be done with", errors[0])
+            how = "written" if self._what == "save" else "read"
+            raise _Failed(f"a folder that can be {how}", errors[0])
         return [value for value, _ in parts]
 
 

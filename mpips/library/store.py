@@ -67,7 +67,7 @@ class Store:
         **options: Of those of the command line ``servers``, by default one in four ranks,
             ``server_ranks``, ``server_hosts``, ``dtype``, ``read``, ``far_read``, ``codec``,
             ``pull_codec``, ``inbox``, ``window``, ``node_size``, ``threads``, ``seed`` and
-            ``timeout``; that of the outermost of several open stores holds.
+            ``timeout``. Of several open stores the timeout of the outermost holds.
 
     Attributes:
         worker: This rank's number among the workers; None on servers.

@@ -158,10 +158,12 @@ class Optimizer(torch.optim.Optimizer):
             self._refusal = None
 
     def _refuse_others(self, other: torch.optim.Optimizer, *_: Any) -> None:
+        if other is self:
+            return
         mine, theirs = (
             {id(p) for group in opt.param_groups for p in group["params"]} for opt in (self, other)
         )
-        if other is not self and mine & theirs:
+        if mine & theirs:
             kind = type(other)
             got = f"a step of {kind.__module__}.{kind.__qualname__} over parameters of the run"
             remedy = f"name the rule in mpips.torch.run(optimizer={example(kind)})"
