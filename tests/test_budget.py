@@ -11,15 +11,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # At most so many lines for each entry of `ls mpips`, and for all. A number falls with the code; it
 # rises only in a commit whose message says why.
-TOTAL = 38795
+TOTAL = 38990
 BUDGET = {
     "__init__.py": 80,
     "__main__.py": 60,
     "bench": 2010,
-    "checkpoint": 1720,
-    "cluster": 2560,
+    "checkpoint": 1760,
+    "cluster": 2570,
     "codecs": 680,
-    "config": 1370,
+    "config": 1380,
     "cut": 840,
     "datasets": 3080,
     "doctor": 1360,
@@ -30,10 +30,10 @@ BUDGET = {
     "kernels": 2170,
     "launch": 2240,
     "layout": 420,
-    "library": 1205,
+    "library": 1210,
     "optim": 500,
     "plan.py": 240,
-    "planning": 2130,
+    "planning": 2120,
     "problems": 1090,
     "ps": 4000,
     "replay": 1270,
@@ -41,7 +41,7 @@ BUDGET = {
     "results.py": 30,
     "rounds": 1840,
     "sbatch.py": 130,
-    "session": 1930,
+    "session": 1960,
     "strategies": 400,
     "torch": 1600,
     "trace.py": 60,
