@@ -11,10 +11,8 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TypeAlias
 
 from mpips.cluster import absent, process
 from mpips.errors import UserError, complain
@@ -26,8 +24,6 @@ STEP = "slurmstepd"  # the parent of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
 HEARD_S = 1.0
 PACKAGE = str(Path(__file__).resolve().parent.parent)
-
-Exit: TypeAlias = Callable[[str | int | None], NoReturn]
 
 _armed = False
 _told = False  # whether an exception was printed
@@ -44,7 +40,6 @@ def arm() -> None:
     _armed, told = any(os.environ.get(name, "1") != "1" for name in SIZES), sys.excepthook
     if _armed:
         atexit.register(_leave)
-        sys.exit = _noting(sys.exit)  # type: ignore[assignment]
     atexit.register(_warn)  # called before `_leave`
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -59,18 +54,6 @@ def arm() -> None:
             _end_others(1)
 
     sys.excepthook = end
-
-
-def _noting(exits: Exit) -> Exit:
-    """Return `sys.exit` that notes the exit code, which nobody knows when the program has ended."""
-
-    def noted(status: str | int | None = None, /) -> NoReturn:
-        global _code
-        if status:
-            _code = status if isinstance(status, int) else 1
-        exits(status)
-
-    return noted
 
 
 def disarm() -> None:
