@@ -22,7 +22,7 @@ RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
 STEP = "slurmstepd"  # the parent of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
-HEARD_S = 1.0
+HEARD_S, SPOKEN_S = 1.0, 0.3
 PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 _armed = False
@@ -201,7 +201,9 @@ def _end_others(code: int) -> None:
     if _mpi_runs():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     elif _is_rank_of_hydra():
-        # Hydra waits for the others where a rank just ends that has not started MPI.
+        # Hydra waits for the others where a rank just ends that has not started MPI. On the word it
+        # ends all at once, and what was just printed may be lost.
+        time.sleep(SPOKEN_S)
         os.write(int(os.environ[PMI_FD]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(HEARD_S)
         if _parent() == STEP:  # srun --mpi=pmi2, which tells the exit code of each task

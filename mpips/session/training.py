@@ -249,6 +249,8 @@ def _gather(
         job.evaluations.finish(exit_code(outcome.reason) == 0)
     parts = job.cluster.gather(part)
     if parts is None:
+        if not job.cluster.failures.lost:  # else the exit code comes by a message
+            job.cluster.poll()  # a message that nobody takes would reach the process's next run
         return None
     for rank, pushes in outcome.lost.items():
         parts[rank] = {"lost": True, "steps": pushes, "pushes_sent": pushes, "eval": None}

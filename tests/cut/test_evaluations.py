@@ -40,7 +40,7 @@ from mpips.ps.saved_rows import SavedRows
 
 SAMPLES = 160
 TOLERANCE = 1e-5  # chunks of other sizes round in another way
-SAME = f"{ROOT / 'mpips' / 'bench' / 'sleeping_model.py'}:SleepingModel"  # its loss is always 1
+SAME = f"{ROOT / 'benchmarks' / 'sleeping_model.py'}:SleepingModel"  # its loss is always 1
 CLICKS = f"--problem factorization_machine --dataset {ROOT / 'jobs' / 'clicks.svm'} --batch-size 32"
 MODES = {  # ranks, options
     "async": (4, "--servers 2 --evaluators 1 --keep-best"),

@@ -208,6 +208,7 @@ def test_run_killed_before_its_first_checkpoint_begins_anew(left: str, tmp_path:
     if left != "config.toml.tmp":
         save_config(tmp_path, Config())
     (tmp_path / "config.toml.tmp").write_text("epo")
+    (tmp_path / ".lock").touch()  # as each start does first
     found = find_run(line)
     assert (found.out, found.resumed, found.checkpoint) == (tmp_path, False, None)
     assert found.config.epochs == 3

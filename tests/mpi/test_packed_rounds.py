@@ -155,9 +155,9 @@ def test_packed_rounds_equal_a_serial_run(
     rounds.free()
     check(cluster.comm, not wrong, wrong)
     cluster.comm.Allreduce(MPI.IN_PLACE, crossed)
-    reports = 64 * cluster.nodes * STEPS  # which go both ways
+    reports = 64 * (cluster.nodes - 1) * STEPS  # of all ranks' shares, both ways
     expected = [serial.sent + reports, serial.received + reports]
-    check(cluster.comm, crossed.tolist() == expected, (crossed, expected))
+    check(cluster.comm, np.allclose(crossed, expected, rtol=0, atol=0.5), (crossed, expected))
     everywhere = [b for begins in cluster.comm.allgather(kept) for b in begins]
     feedback = job.config.codec in ("topk", "onebit")
     far = [
