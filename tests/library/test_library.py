@@ -72,13 +72,13 @@ REFUSED = {
     "good": "epochs",
 }
 ABUSES = {  # and the exit code: 1 where a gradient was computed before
-    "unpushed": ("own.py:7: .*taken and not pushed, .*give the run accumulate=k", 2),
+    "unpushed": ("own.py:8: .*taken and not pushed, .*give the run accumulate=k", 2),
     "raises": ("ValueError: so it is", 1),
     "leaves": (r"own.py:train that left its loop", 2),
     "unwritten": (r"own.py:11: .*left NaN in out\['w'\]", 2),
     "late": ("own.py:10: pull without a batch, .* take batches from worker.batches, and push", 1),
     "early": (r"evaluate\(\) of 9 samples, and on worker 1 the end of its function", 1),
-    "unequal": (r"own.py:10: evaluate\(\) of . samples, and on worker . . samples", 2),
+    "unequal": (r"own.py:12: evaluate\(\) of . samples, and on worker . . samples", 1),
     "missing": (r"own.py:10: evaluate\(\) in the loop, to which not all have come for 1 s", 2),
 }
 ABUSE = """
