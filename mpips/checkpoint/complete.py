@@ -1,4 +1,4 @@
-"""Completeness of a run: its marker, its checkpoints, its data and its pushes add up."""
+"""Completeness of a run: marker, checkpoints, data and pushes."""
 
 import contextlib
 import json

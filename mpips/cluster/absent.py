@@ -1,4 +1,4 @@
-"""Ranks of this host that have not come to a run, or have ended before it begins.
+"""Ranks of this host that are late to a run, or gone.
 
 A rank tells the others of its host by the name of its process (proc(5)) that it waits for a run to
 begin, or that its program has ended. Nothing is known of other hosts. Loads no MPI.
