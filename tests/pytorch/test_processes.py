@@ -81,7 +81,7 @@ def test_what_goes_wrong_is_told(kind: str, tmp_path: Path) -> None:
 def test_a_program_that_begins_its_run_when_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(UNGUARDED)
     found = run(2, ["own.py"], tmp_path, 200)
-    assert found.code == 1
+    assert found.code == 2
     assert "a run that begins in a process that a rank has started" in found.output
     assert "did not start: " in found.output
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -220,11 +220,16 @@ def test_what_is_left_of_a_killed_job_is_replayed(tmp_path: Path) -> None:
     train(2, *again, "--hidden", "24", cwd=tmp_path).check()
     assert f"{until} of server 0" in replayed(out, "--until", str(until))
     assert "expected an update that is recorded: 1 to " in replayed(out, "--until", "0", code=2)
-    assert_differences_are_named(out)
+    assert_differences_are_named(out, step)
 
 
-def assert_differences_are_named(out: Path) -> None:
-    """A loss, a line of a shard, an order and a checkpoint that are not what they were."""
+def assert_differences_are_named(out: Path, step: int) -> None:
+    """A loss, a line of a shard and an order that are not what they were; the last bytes.
+
+    Args:
+        out: The run's folder.
+        step: Step of the newest checkpoint of its first job.
+    """
     path = recording.part_folder(out, 1) / "server-00000"
     whole = path.read_bytes()
     for column, bits, named in (
@@ -235,8 +240,14 @@ def assert_differences_are_named(out: Path) -> None:
         path.write_bytes(changed(whole, column, bits))
         assert re.search(named, replayed(out, code=1)), column
     path.write_bytes(whole[:-9])
-    assert "are left out" in replayed(out)
-    path.write_bytes(whole[:-9] + bytes(9))
+    kept = read(path)
+    if kept is None or len(kept.records) < step:  # no piece behind the checkpoint was written
+        assert f", expected {step}, of which there is a checkpoint" in replayed(out, code=1)
+    else:
+        assert "are left out" in replayed(out)
+    dtype = recording.line_dtype(True, len(json.loads(whole.partition(b"\n")[0])["workers"]))
+    more = resealed(whole + whole[pieces_of(whole)[-1] :], dtype, lambda _lines, _reads: None)
+    path.write_bytes(more[:-9] + bytes(9))
     assert "begins a piece whose sum is wrong" in replayed(out, code=1)
     assert "update 1 of server 0" in replayed(out, "--until", "1")
     path.write_bytes(whole.replace(b'"format": 5', b'"format": 4', 1))
