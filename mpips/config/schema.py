@@ -199,10 +199,6 @@ class Config:
     shuffle: bool = setting("data", True, "a new order of the samples in each epoch")
     flip: bool = setting("data", False, "half of the training images, drawn anew, are mirrored")
     shift: int = setting("data", 0, "pixels that training images move at most, drawn too", ">= 0")
-    data_cache: str = setting(
-        "data", "", "folder on each node's own disk: HDF5 files are copied there as they are read",
-        metavar="DIR", unset="none",
-    )  # fmt: skip
 
     optimizer: str = setting(
         "optimisation", "adam", "update rule", legal=OPTIMIZERS, metavar="NAME"

@@ -115,8 +115,7 @@ def find_many(config: "Config") -> dict[str, Files]:
     """Return the files of the configured data by option, where it is of many files.
 
     Raises:
-        UserError: As `open_dataset`, for what no file matches; for HDF5 files that read from other
-            files, with `config.data_cache`.
+        UserError: As `open_dataset`, for what no file matches.
     """
     found = {}
     for option in ("dataset", "test_dataset"):
@@ -131,14 +130,10 @@ def find_many(config: "Config") -> dict[str, Files]:
         if is_folder:
             find = _reader("images.find_classes")
         files, reader = find(name), format_of(path)
-        in_part = reader in READ_IN_PART and (config.data_cache or reader != HDF5)
-        if files is None and in_part:
+        if files is None and reader in READ_IN_PART and reader != HDF5:
             files = Files(name, (os.path.expanduser(path),), arrays, reader)
         if files is not None:
             found[option] = files
-            if config.data_cache and files.reader == HDF5 and _reader("hdf5.parse")(arrays)[1]:
-                got = f"--data-cache with {name}, whose data may be in other files"
-                raise UserError(got, "all data in files that are copied", "leave out one of them")
     return found
 
 
@@ -153,16 +148,12 @@ def count_file(files: Files, path: str) -> Entry:
     return count(path, partial(held_by, _opener(files)) if files.reader in READ_IN_PART else None)
 
 
-def open_parts(
-    config: "Config", counted: Mapping[str, Counted] | None = None, copies: bool | None = None
-) -> Parts:
+def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -> Parts:
     """Open the files of the configured data, the first step of `open_dataset`; looks at no sample.
 
     Args:
         config: As for `open_dataset`.
         counted: The data of many files by option; None to find and to count them here.
-        copies: Whether this process makes the copies of `config.data_cache`, which it reads; None
-            to leave them alone.
 
     Raises:
         UserError: As `open_dataset`.
@@ -177,18 +168,13 @@ def open_parts(
         def tables(option: str) -> tuple[Table, Table | None]:
             if option not in counted:
                 return _open_tables(getattr(config, option), opened)
-            cache = None if copies is None else (config.data_cache, copies)
-            many = _open_many(counted[option], cache, config)
+            many = _open_many(counted[option])
             opened.callback(many.close)
             return many, None
 
         train, test = tables("dataset")
         if config.test_dataset:
             test, _ = tables("test_dataset")
-        if config.data_cache and (train.in_memory or train.scattered):
-            kind = "in memory" if train.in_memory else "in a file a sample"
-            got = f"data_cache {config.data_cache!r} with data that is held {kind}"
-            raise UserError(got, "files that are read in part", "leave out --data-cache")
         if test is not None:
             train.match(test)
             parts = Parts(train, range(train.n), test, range(test.n))
@@ -273,8 +259,7 @@ def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
     return tables[0], tables[1] if len(tables) > 1 else None
 
 
-def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config") -> Table:
-    """Open many files; with the folder of a cache, and whether this process fills it, if any."""
+def _open_many(counted: Counted) -> Table:
     files = counted.files
     if files.reader == SPARSE:
         known = [counted.places_of(number) for number in range(len(files.paths))]
@@ -288,10 +273,9 @@ def _open_many(counted: Counted, cache: tuple[str, bool] | None, config: "Config
     if files.reader == IMAGES:
         return _reader(IMAGES)(files, held)
     if held:
-        copies = _reader("local.Copies")(cache[0], files.paths, cache[1]) if cache else None
         open_table = _opener(files, READ_IN_PART[files.reader])
         places = counted.places_of if files.reader in PLACED else None
-        return make(files, held, open_table, copies=copies, places=places)
+        return make(files, held, open_table, places=places)
     tables = [_opener(files)(path) for path in files.paths]
     return make(files, [Held.of(table) for table in tables], tables=tables)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from mpips.datasets.files import Files
 from mpips.datasets.index import Held
-from mpips.datasets.local import Copies
 from mpips.datasets.table import ArrayInfo, Table, reading
 from mpips.errors import UserError
 
@@ -28,7 +27,6 @@ class ManyTable(Table):
         held: What each of them holds.
         open_table: Opens one, where they are not in memory.
         tables: All of them, where they are.
-        copies: Those of them that may be read in their place.
         places: Returns where samples lie in a file, by its number, which `open_table` needs then.
 
     Raises:
@@ -43,7 +41,6 @@ class ManyTable(Table):
         held: Sequence[Held],
         open_table: Callable[..., Table] | None = None,
         tables: Sequence[Table] = (),
-        copies: Copies | None = None,
         places: Callable[[int], np.ndarray | None] | None = None,
     ) -> None:
         first = held[0]
@@ -51,7 +48,7 @@ class ManyTable(Table):
             _match(first, files.paths[0], other, path)
         self.in_memory = bool(tables)
         self._paths = files.paths
-        self._open_table, self._copies, self._places = open_table, copies, places
+        self._open_table, self._places = open_table, places
         self._starts = np.cumsum([0, *(each.x.shape[0] for each in held)])
         self._chunk = first.chunk if all(each.chunk == first.chunk for each in held) else 1
         self._together = max(each.together for each in held)
@@ -98,9 +95,7 @@ class ManyTable(Table):
         return x, y
 
     def close(self) -> None:
-        """Close the files that are open, and make no more copies."""
-        if self._copies is not None:
-            self._copies.close()
+        """Close the files that are open."""
         with self._lock:
             while self._open and not self.in_memory:
                 self._open.popitem()[1].close()
@@ -127,21 +122,17 @@ class ManyTable(Table):
 
     def _table(self, number: int) -> Table:
         """Return a file, opened if need be in place of the one that was used longest ago."""
-        path = self._paths[number]
-        if self._copies is not None:
-            path = self._copies.best(path)
-            if number in self._open and self._open[number].path != path:
-                self._open.pop(number).close()
         if number not in self._open:
             while len(self._open) >= OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[number] = self._opened(number, path)
+            self._open[number] = self._opened(number)
         self._open.move_to_end(number)
         return self._open[number]
 
-    def _opened(self, number: int, path: str) -> Table:
+    def _opened(self, number: int) -> Table:
         assert self._open_table is not None, "tables in memory are all open"
         known = () if self._places is None else (self._places(number),)
+        path = self._paths[number]
         with reading(path, "data"):  # the file of places may be damaged or stale
             table = self._open_table(path, *known)
         rows = int(self._starts[number + 1] - self._starts[number])

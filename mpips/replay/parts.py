@@ -52,7 +52,7 @@ class Setting:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.config = replace(part.config, data_cache="", inject_delay="")
+        self.config = replace(part.config, inject_delay="")
         self._open()
 
     def _open(self) -> None:

@@ -45,9 +45,7 @@ def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
     works = ranks.rank in ranks.roles.workers
     many = everywhere(comm, lambda: find_many(config) if ranks.rank == first else {})
     counted = _count(run, ranks, broadcast(comm, many, first))
-    same = [rank for rank in ranks.roles.workers if ranks.hosts[rank] == ranks.hosts[ranks.rank]]
-    copies = ranks.rank == min(same, default=None) if config.data_cache else None
-    parts = everywhere(comm, lambda: open_parts(config, counted, copies) if works else None)
+    parts = everywhere(comm, lambda: open_parts(config, counted) if works else None)
     looks = parts if ranks.rank == first else None
     strict = not (run.resumed or config.eval_only)
     found = everywhere(comm, lambda: describe(config, looks, strict) if looks else None)

@@ -69,8 +69,8 @@ def evaluators(everyone: Comm | Link, config: Config) -> Cluster:
 
 def _prepared(found: Run, ranks: Cluster, link: Link) -> "Evaluator":
     """Open the data and build the problem. Collective: over the evaluators."""
-    config = dataclasses.replace(found.config, data_cache="")  # the others copy files there
-    known = dataclasses.replace(found, config=config, resumed=True)  # files are counted already
+    config = found.config
+    known = dataclasses.replace(found, resumed=True)  # files are counted already
     info, dataset = open_data(known, ranks)
     assert dataset is not None, "every evaluator opens it"
     held_out = dataset.test if info.n_test else None

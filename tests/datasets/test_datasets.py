@@ -25,7 +25,6 @@ def config(dataset: Any, **fields: Any) -> Any:
         "test_dataset": "",
         "test_fraction": 0.2,
         "problem": "mlp",
-        "data_cache": "",
         "classes": 0,
         "scale": 1.0,
         "dtype": "float32",

@@ -189,7 +189,6 @@ def test_shapes_and_classes_have_to_match(tmp_path: Path) -> None:
     assert "samples of shape (8, 8, 3)" in refused(one, test_dataset=f"{one}::8x8x3")
     for text in ("64", "0x4x3", "4x4x2", "4x4x3x1"):
         assert "expected height x width x channels" in refused(f"{one}::{text}")
-    assert "held in a file a sample" in refused(one, data_cache=str(tmp_path / "cache"))
 
 
 def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def write(path: Path, x: Any, y: Any, **fields: Any) -> Dataset:
 
 def opened(path: Path | str, **fields: Any) -> Dataset:
     config: dict[str, Any] = {"dataset": str(path), "test_dataset": "", "test_fraction": 0}
-    config |= {"problem": "mlp", "data_cache": "", "classes": 0, "scale": 1.0}
+    config |= {"problem": "mlp", "classes": 0, "scale": 1.0}
     config |= {"dtype": "float32", "batch_size": 1}
     return open_dataset(SimpleNamespace(**config | fields))  # type: ignore[arg-type]
 

@@ -106,10 +106,10 @@ def test_finding_many_files_does_not_look_for_each_of_them(
 def test_a_file_may_move_from_a_folder_with_a_comma_in_its_name(tmp_path: Path) -> None:
     old, new = tmp_path / "old,1", tmp_path / "new,2"
     old.mkdir()
-    write_many(old, "h5")
+    (old / "0.svm").write_text("0 1:1\n1 2:1\n")
 
     def found(folder: Path) -> Files:
-        return find_many(config(folder / "0.h5", data_cache="cache"))["dataset"]
+        return find_many(config(f"{folder}/0.svm::sparse"))["dataset"]
 
     before = found(old)
     kept = [count_file(before, path) for path in before.paths]

@@ -38,7 +38,6 @@ REFUSED = {
     "no such value": "unknown mode 'asink'.*did you mean 'async'",
     "a model of the command line": "'hidden'.*a program has its own",
     "numbers of a built-in model": "'factors'.*a program has its own",
-    "a place for data files": "'data_cache'.*a program has its own",
     "a rate twice": r"lr=0.001 beside optimizer=AdamW\(lr=0.01, .*, expected one lr; leave out lr",
     "options that differ": "clip 2.0 on rank 1, expected 1.0, as on rank 0",
     "an option of some": "keep 5 on rank 2, expected not given, as on rank 0",

@@ -68,7 +68,6 @@ WRITERS = {
     "parquet": partial(write_tables, kind="parquet"),
     "csv": partial(write_tables, kind="csv"),
 }
-CACHED = {"shards": "*.tar", "parquet": "*.parquet", "csv": "*.csv"}
 PLACED = ("shards", "csv")
 # Ranks and options of a part that is stopped at a random step, and of the one that ends it.
 PARTS = ((4, "--servers 2"), (3, "--servers 1 --mode ssp --staleness-bound 1"))
@@ -81,7 +80,6 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     for k, (ranks, text) in enumerate(PARTS):
         last = k + 1 == len(PARTS)
         more = ["--epochs", str(EPOCHS if last else ENDLESS), *["--resume"] * (k > 0)]
-        more += ["--data-cache", "local"] if last and name in CACHED else []
         plan.add("stops", ranks, [*data, *test, *text.split(), *more], 0 if last else SAVED)
     learns = ["--problem", "softmax", "--mode", "sync", "--epochs", "30", "--lr", "0.1"]
     plan.add("learns", 2, [*data, *learns], quiet=False)
@@ -92,8 +90,6 @@ def test_stops_lose_and_repeat_nothing_and_models_learn(name: str, tmp_path: Pat
     assert sum(entry["held"]["x"]["shape"][0] for entry in index) == N
     assert bool(index[0]["place"]) == (name in PLACED)
     assert bool([*stops.glob("dataset.places.*")]) == (name in PLACED)
-    if name in CACHED:
-        assert sum(1 for copy in (tmp_path / "local").rglob(CACHED[name])) == len(index)
     assert summary(plan.out("learns"))["accuracy"] > 0.8
     (told,) = plan.outputs("learns")
     assert ("classes: 0 a, 1 b, 2 c" in told) == (name == "photos")

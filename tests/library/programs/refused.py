@@ -58,7 +58,6 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "no such value": lambda out: mpips.run(train, INIT, mode="asink", out=out),
     "a model of the command line": lambda out: mpips.run(train, INIT, hidden=(3,), out=out),
     "numbers of a built-in model": lambda out: mpips.run(train, INIT, factors=99, out=out),
-    "a place for data files": lambda out: mpips.run(train, INIT, data_cache="/nowhere", out=out),
     "a rate twice": lambda out: mpips.run(train, INIT, mpips.AdamW(1e-2), lr=1e-3, out=out),
     "options that differ": lambda out: mpips.run(train, INIT, clip=1.0 + WORLD.rank, out=out),
     "an option of some": lambda out: mpips.run(
