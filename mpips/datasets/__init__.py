@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.config import SPARSE_PROBLEMS
-from mpips.datasets.base import (
-    Batch,
-    DataInfo,
-    Dataset,
-    Source,
-    iterate,
-)
+from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
 from mpips.datasets.files import Files, find_files, parts
 from mpips.datasets.hashed import IDS
 from mpips.datasets.hashed import NAME as HASHED
@@ -69,13 +63,9 @@ READERS = {
 IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
 HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
-SPARSE, HASHED_CSV, HASHED_PARQUET = "sparse.open_sparse", "csv.open_hashed", "parquet.open_hashed"
+SPARSE, HASHED_CSV, HASHED_PARQUET = "libsvm.open_sparse", "csv.open_hashed", "parquet.open_hashed"
 # For problems of few features a sample.
-SPARSELY = {
-    LIBSVM: SPARSE,
-    "csv.CsvTable": HASHED_CSV,
-    "parquet.ParquetTable": HASHED_PARQUET,
-}
+SPARSELY = {LIBSVM: SPARSE, "csv.CsvTable": HASHED_CSV, "parquet.ParquetTable": HASHED_PARQUET}
 # These go through a file, unless they are told where its samples are.
 PLACED = ("tar.TarTable", "csv.CsvTable", SPARSE, HASHED_CSV)
 READ_IN_PART = {HDF5: "hdf5.open_hdf5_of_many", "parquet.ParquetTable": "parquet.ParquetTable"}
@@ -244,7 +234,7 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
 
 
 def _source_of(table: Table) -> str:
-    return "sparse.SparseSource" if table.sparse else "hashed.HashedSource"
+    return "csr.SparseSource" if table.sparse else "hashed.HashedSource"
 
 
 def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
@@ -263,7 +253,7 @@ def _open_many(counted: Counted) -> Table:
     files = counted.files
     if files.reader == SPARSE:
         known = [counted.places_of(number) for number in range(len(files.paths))]
-        make = _reader("sparse.SparseTable")
+        make = _reader("libsvm.SparseTable")
         with reading(files.title, "text"):  # the file of places may be damaged or stale
             return make(files.title, files.paths, known)
     if files.reader == LIBSVM:

@@ -1,9 +1,13 @@
-"""Samples of which each has a few of very many features: rows of a matrix, compressed."""
+"""Sparse samples: rows of a compressed matrix, and a source of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+
+from mpips.datasets.base import Source, not_finite
+from mpips.datasets.table import ArrayInfo
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,22 @@ def join(parts: Sequence[Csr]) -> Csr:
     indices = np.concatenate([part.indices for part in parts])
     values = np.concatenate([part.values for part in parts])
     return Csr(np.concatenate([*starts, ends[-1:]]), indices, values, parts[0].width)
+
+
+class SparseSource(Source):
+    """Samples whose inputs are `Csr`."""
+
+    def _inputs(self, x: Any, dtype: np.dtype) -> Any:
+        with np.errstate(over="ignore"):
+            scaled = np.multiply(x.values, self._scale, dtype=dtype, casting="unsafe")
+        return replace(x, values=scaled)
+
+    def _check(self, values: Any, array: ArrayInfo, begin: int) -> None:
+        if not isinstance(values, Csr):
+            super()._check(values, array, begin)
+            return
+        bad = np.flatnonzero(~np.isfinite(values.values))
+        if bad.size:
+            at = int(bad[0])
+            row, column = begin + int(values.samples[at]), int(values.indices[at])
+            raise not_finite(self.table, array, int(self._rows[row]), [column], values.values[at])

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.datasets.csr import Csr
-from mpips.datasets.sparse import SparseSource
+from mpips.datasets.csr import Csr, SparseSource
 
 IDS = 1 << 20
 NAME = "hashed columns"  # of an array of ids

@@ -1,7 +1,8 @@
-"""SVMlight and libsvm text, plain or compressed with gzip: sparse in memory, dense in a batch.
+"""Tables of SVMlight/libsvm text: dense samples in memory, or sparse ones read in parts.
 
 A line is ``label index:value index:value ...``; ``qid:N`` and what follows ``#`` are skipped, and
 so are blank lines. Indices rise; they count from 1, or from 0 if an index 0 occurs in the file.
+Text may be compressed with gzip where it is read into memory.
 
 Labels: a file in which every label is written as an integer has classes. A label with a decimal
 point or an exponent makes them real-valued targets.
@@ -9,104 +10,213 @@ point or an exponent makes them real-valued targets.
 
 import bisect
 import gzip
-import math
 import os
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from mpips.datasets.table import ArrayInfo, Table, check_file, reading
+from mpips.datasets import libsvm_lines as lines
+from mpips.datasets.csr import Csr, join
+from mpips.datasets.table import ArrayInfo, Table, check_file, cuts, damaged, reading
 from mpips.errors import UserError
 
-MAX_INDEX = 2**31 - 1
+FORMAT = "libsvm"
+NAMES = "sparse"  # behind ``::``: sparse batches
+PIECE = 1 << 20  # bytes that are parsed at once
+PARSED = 2  # bytes of numbers for each of text, about
 MAX_DENSE = 1 << 24  # features: 128 MB a sample
-MAX_VALUE = float(np.finfo(np.float32).max)
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_TOKEN_SHOWN = 40
+LINE = "label index:value ..."
+REFUSED = {
+    lines.LABEL: ("label {} is not a finite number", "number the classes from 0"),
+    lines.FEATURE: ("feature {} is not index:value of a finite number", "mend the line"),
+    lines.ORDER: ("indices are not rising at {}", "mend the line"),
+}
 
 
-class LibsvmTable(Table):
-    """The rows of a libsvm file, or of several, kept sparse, given dense.
+class Parsed(NamedTuple):
+    """Samples of some text, with indices as written there, and the facts of `lines.read_lines`."""
+
+    labels: np.ndarray
+    x: Csr
+    facts: np.ndarray
+
+
+class Piece(NamedTuple):
+    """Whole lines of a file: how many samples they have, where they begin, their bytes."""
+
+    samples: int
+    begin: int
+    size: int
+
+
+class SvmTable(Table):
+    """The samples of libsvm files.
 
     Args:
-        path: The file, or what messages call them.
-        paths: The files, if they are several.
-
-    Raises:
-        UserError: If the file is missing, empty or has a malformed line, which is named.
+        path: What messages call the files.
+        paths: The files.
+        counts: How many samples each file has.
+        facts: The facts of parts of the files, shape (m, at least 3), int64.
     """
 
     checks_inputs = True
 
-    def __init__(self, path: str, paths: Sequence[str] = ()) -> None:
-        rows, self._paths, self._ends = _Rows(), paths or (path,), []
-        for each in self._paths:
-            _parse(each, rows)
-            self._ends.append(len(rows.labels))
-        self._starts = np.frombuffer(rows.starts, np.int64)
-        self._indices = np.frombuffer(rows.indices, np.int32)
-        self._values = np.frombuffer(rows.values, np.float64)
-        self._labels = _labels(rows)
-        self._highest = int(self._indices.max(initial=0))
-        self._counts_from = 0 if (self._indices == 0).any() else 1
-        width = max(1, self._highest + 1 - self._counts_from)
-        if width > MAX_DENSE:
-            got = f"{path}: index {self._highest:,}"
-            remedy = "write ::sparse behind the name, for a problem with sparse batches"
-            raise UserError(got, f"at most {MAX_DENSE:,} in dense samples", remedy)
-        x = ArrayInfo("features", (len(self._labels), width), self._values.dtype)
-        y = ArrayInfo("labels", self._labels.shape, self._labels.dtype)
-        super().__init__(path, x, y)
+    def __init__(
+        self, path: str, paths: Sequence[str], counts: Sequence[int], facts: np.ndarray
+    ) -> None:
+        self._paths, self._starts = paths, np.cumsum([0, *counts]).tolist()
+        self._highest = int(facts[:, lines.HIGH].max())
+        self._counts_from = min(1, int(facts[:, lines.LOW].min()))
+        n, whole = self._starts[-1], facts[:, lines.WHOLE].all()
+        x = ArrayInfo("features", (n, self._width()), np.dtype("f8"))
+        super().__init__(path, x, ArrayInfo("labels", (n,), np.dtype("i8" if whole else "f8")))
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it."""
-        number = bisect.bisect_right(self._ends, row)
-        return self._paths[number], row - (self._ends[number - 1] if number else 0)
+        number = bisect.bisect_right(self._starts, row) - 1
+        return self._paths[number], row - self._starts[number]
+
+    def match(self, other: Table) -> None:
+        """Give both the larger number of features and one way of counting them."""
+        if isinstance(other, SvmTable) and other.sparse == self.sparse:
+            for table in (self, other):
+                table._counts_from = min(self._counts_from, other._counts_from)
+                table._highest = max(self._highest, other._highest)
+                table.x = ArrayInfo(table.x.name, (table.n, table._width()), table.x.dtype)
+        elif self.sparse and not other.sparse:
+            raise UserError(f"{other.path} beside {self.path}", "libsvm text, sparse as it is")
+        super().match(other)
+
+    def _width(self) -> int:
+        return max(1, self._highest + 1 - self._counts_from)
+
+    def _columns(self, x: Csr) -> Csr:
+        """Return samples with columns in place of indices."""
+        indices = x.indices.astype(np.int64) - self._counts_from
+        return Csr(x.starts, indices, x.values, self.x.shape[1])
+
+    def _labels(self, labels: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # one beyond int64 is a label that is refused later
+            return labels.astype(self.y.dtype)
+
+
+class LibsvmTable(SvmTable):
+    """The samples of libsvm files, kept sparse in memory and given dense.
+
+    Args:
+        path: What messages call the files.
+        paths: The files; the one at `path` if there are none.
+
+    Raises:
+        UserError: If a file is missing, empty or has a malformed line, which is named.
+    """
+
+    def __init__(self, path: str, paths: Sequence[str] = ()) -> None:
+        paths = paths or (path,)
+        files = [[parsed for _, parsed in pieces(each)] for each in paths]
+        found = [parsed for file in files for parsed in file]
+        self._x = join([parsed.x for parsed in found])
+        counts = [sum(len(parsed.labels) for parsed in file) for file in files]
+        super().__init__(path, paths, counts, np.array([parsed.facts for parsed in found]))
+        self._y = self._labels(np.concatenate([parsed.labels for parsed in found]))
+        if self.x.shape[1] > MAX_DENSE:
+            got = f"{path}: index {self._highest:,}"
+            remedy = "write ::sparse behind the name, for a problem with sparse batches"
+            raise UserError(got, f"at most {MAX_DENSE:,} in dense samples", remedy)
 
     def read_x(self, begin: int, end: int) -> np.ndarray:
         """Return the stored inputs of rows ``[begin, end)``, dense."""
-        return self._dense(np.arange(begin, end))
+        return self._columns(self._x[begin:end]).dense()
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the stored targets of rows ``[begin, end)``, as a view."""
-        return self._labels[begin:end]
+        return self._y[begin:end]
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return stored inputs and targets of `rows`, dense."""
-        return self._dense(rows), self._labels[rows]
-
-    def match(self, other: Table) -> None:
-        """Give both files the larger number of features and one way of counting them."""
-        if isinstance(other, LibsvmTable):
-            counts_from = min(self._counts_from, other._counts_from)
-            width = max(1, max(self._highest, other._highest) + 1 - counts_from)
-            for table in (self, other):
-                table._counts_from = counts_from
-                table.x = ArrayInfo(table.x.name, (table.n, width), table.x.dtype)
-        super().match(other)
-
-    def _dense(self, rows: np.ndarray) -> np.ndarray:
-        """Return `rows`, shape (n,), as an array of shape (n, width), dtype float64."""
-        out = np.zeros((len(rows), self.x.shape[1]))
-        begins = self._starts[rows]
-        counts = self._starts[rows + 1] - begins
-        # Where each stored value of these rows lies: its row's begin plus 0, 1, 2, ...
-        places = np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)
-        columns = self._indices[places] - self._counts_from
-        out[np.repeat(np.arange(len(rows)), counts), columns] = self._values[places]
-        return out
+        return self._columns(self._x.take(rows)).dense(), self._y[rows]
 
 
-@dataclass
-class _Rows:
-    labels: array = field(default_factory=lambda: array("d"))
-    whole: bool = True
-    starts: array = field(default_factory=lambda: array("q", [0]))
-    indices: array = field(default_factory=lambda: array("i"))
-    values: array = field(default_factory=lambda: array("d"))
+class SparseTable(SvmTable):
+    """The samples of libsvm files, parsed when they are asked for: memory does not grow with files.
+
+    The files are gone through once, for how many samples they have, their highest index, and where
+    lines begin, about every megabyte of text; then any sample is found.
+
+    Args:
+        path: What messages call the files.
+        paths: The files.
+        places: What is known of each, as `places` of a table of it alone; None to find that out.
+
+    Raises:
+        UserError: If a file is missing, empty, compressed or has a malformed line, which is named.
+    """
+
+    in_memory, sparse = False, True
+
+    def __init__(
+        self, path: str, paths: Sequence[str], places: Sequence[np.ndarray | None]
+    ) -> None:
+        self._last = 0, 0, np.zeros(0)
+        known = [scan(p) if at is None else at for p, at in zip(paths, places, strict=True)]
+        self._known = np.concatenate(known)
+        rows = [each.reshape(-1, 3) for each in known]
+        self._pieces = np.concatenate([each[1:] for each in rows])
+        self._files = np.repeat(np.arange(len(paths)), [len(each) - 1 for each in rows])
+        self._rows = np.cumsum([0, *self._pieces[:, 0]])
+        counts = [int(each[1:, 0].sum()) for each in rows]
+        super().__init__(path, paths, counts, np.array([each[0] for each in rows]))
+
+    @property
+    def places(self) -> np.ndarray:
+        """What is known of the files, shape (size,), int64."""
+        return self._known
+
+    @property
+    def sample_bytes(self) -> float:
+        """Bytes of one sample's inputs as they are read, on average."""
+        return PARSED * float(self._pieces[:, 2].sum()) / self.n
+
+    def read_x(self, begin: int, end: int) -> Any:
+        """Return the inputs of rows ``[begin, end)``, a `Csr`, and keep their targets at hand."""
+        parts, labels = list[Csr](), list[np.ndarray]()
+        for number, first, last in cuts(self._rows, begin, end):
+            part = self._parse(number)
+            labels.append(part.labels[first:last])
+            parts.append(part.x[first:last])
+        self._last = begin, end, np.concatenate(labels)
+        return self._columns(join(parts))
+
+    def read_y(self, begin: int, end: int) -> np.ndarray:
+        """Return the targets of rows ``[begin, end)``."""
+        if self._last[:2] == (begin, end):
+            return self._labels(self._last[2])
+        found = [
+            self._parse(number, False).labels[first:last]
+            for number, first, last in cuts(self._rows, begin, end)
+        ]
+        return self._labels(np.concatenate(found))
+
+    def gather(self, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+        """Return inputs and targets of scattered rows: slow, a megabyte of text each."""
+        pairs = [(self.read_x(row, row + 1), self.read_y(row, row + 1)) for row in rows.tolist()]
+        x, y = zip(*pairs, strict=True)
+        return join(x), np.concatenate(y)
+
+    def _parse(self, number: int, features: bool = True) -> Parsed:
+        """Return the samples of a piece, or their labels alone."""
+        path, piece = self._paths[self._files[number]], Piece(*self._pieces[number].tolist())
+        with reading(path, FORMAT):
+            with open(path, "rb") as file:
+                text = os.pread(file.fileno(), piece.size, piece.begin)
+            parsed = parse(text, features)
+            if len(text) == piece.size and len(parsed.labels) == piece.samples:
+                return parsed
+            at = piece.begin + max(0, int(parsed.facts[lines.BAD]))
+            raise EOFError(f"it was changed while it is read, near byte {at}")
 
 
 def open_libsvm(path: str, names: str = "") -> LibsvmTable:
@@ -116,83 +226,84 @@ def open_libsvm(path: str, names: str = "") -> LibsvmTable:
     return LibsvmTable(path)
 
 
-def _parse(path: str, rows: _Rows) -> None:
-    """Add the samples of a file."""
+def open_sparse(path: str, names: str = "", places: np.ndarray | None = None) -> SparseTable:
+    """Open one file.
+
+    Args:
+        path: The file.
+        names: What stands behind ``::``.
+        places: What is known of it; None to go through it.
+
+    Raises:
+        UserError: As `SparseTable`.
+    """
+    if names not in ("", NAMES):
+        raise UserError(f"{names!r} of {path}", f"nothing behind ::, or {NAMES}")
+    return SparseTable(path, [path], [places])
+
+
+def parse(text: bytes, features: bool = True) -> Parsed:
+    """Parse whole lines of text, up to the first one that is refused; or their labels alone."""
+    count, stored = text.count(b"\n") + 1, text.count(b":") + 1 if features else 0
+    labels, starts = np.empty(count), np.empty(count + 1, np.int64)
+    indices, values = np.empty(stored, np.int32), np.empty(stored)
+    facts = np.array([1, lines.MOST_INDEX, 0, -1, 0])
+    n = lines.read_lines(np.frombuffer(text, "u1"), labels, starts, indices, values, facts)
+    end = int(starts[n])
+    return Parsed(labels[:n], Csr(starts[: n + 1], indices[:end], values[:end], 0), facts)
+
+
+def pieces(path: str) -> Iterator[tuple[bytes, Parsed]]:
+    """Yield a file's text, about a megabyte of whole lines at a time, and what is in it.
+
+    Raises:
+        UserError: If the file is missing, empty or has a malformed line, which is named.
+    """
     check_file(path)
-    before = len(rows.labels)
-    with reading(path, "libsvm"), _open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                _add(rows, line)
-            except ValueError as error:
-                raise _malformed(path, number, str(error)) from None
-    if len(rows.labels) == before:
-        raise UserError(f"{path} has no samples", "lines of label index:value ...")
+    number, samples = 1, 0
+    with reading(path, FORMAT), _open(path) as file:
+        while text := file.read(PIECE):
+            text += file.readline()
+            parsed = parse(text)
+            if (bad := int(parsed.facts[lines.BAD])) >= 0:
+                word = text[bad:].split(maxsplit=1)[0].partition(b"#")[0]
+                what, remedy = REFUSED[int(parsed.facts[lines.WHY])]
+                problem = what.format(repr(os.fsdecode(word[:MAX_TOKEN_SHOWN])))
+                number += text.count(b"\n", 0, bad)
+                raise UserError(f"{path}, line {number}: {problem}", LINE, remedy)
+            number, samples = number + text.count(b"\n"), samples + len(parsed.labels)
+            yield text, parsed
+    if not samples:
+        raise UserError(f"{path} has no samples", f"lines of {LINE}")
 
 
-def malformed(path: str, number: int, line: bytes) -> UserError:
-    """Make the error for a line that is none, by its number from 1."""
-    try:
-        _add(_Rows(), line)
-    except ValueError as error:
-        return _malformed(path, number, str(error))
-    return _malformed(path, number, f"{_show(line.strip())} cannot be read")
+def scan(path: str) -> np.ndarray:
+    """Go through a file for what is in it.
 
+    Returns:
+        Whether all labels are integers, its lowest and its highest index, and behind them each
+        `Piece`, shape (3 + 3 m,), int64.
 
-def _malformed(path: str, number: int, problem: str) -> UserError:
-    remedy = "number the classes from 0" if problem.startswith("label") else "mend the line"
-    return UserError(f"{path}, line {number}: {problem}", "label index:value ...", remedy)
+    Raises:
+        UserError: As `SparseTable`.
+    """
+    check_file(path)
+    if _is_compressed(path):
+        error = ValueError("it is compressed, and no line of it can be found")
+        raise damaged(path, f"plain {FORMAT}", error)
+    found, at, facts = list[Piece](), 0, list[np.ndarray]()
+    for text, parsed in pieces(path):
+        found.append(Piece(len(parsed.labels), at, len(text)))
+        at += len(text)
+        facts.append(parsed.facts)
+    whole, low, high, *_ = np.transpose(facts)
+    return np.array([whole.min(), low.min(), high.max(), *np.ravel(found)], np.int64)
 
 
 def _open(path: str) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path)) if is_compressed(path) else open(path, "rb")
+    return cast(BinaryIO, gzip.open(path)) if _is_compressed(path) else open(path, "rb")
 
 
-def is_compressed(path: str) -> bool:
-    """Whether a file is of gzip."""
+def _is_compressed(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(2) == GZIP_MAGIC
-
-
-def _add(rows: _Rows, line: bytes) -> None:
-    """Add a line's sample; ValueError says what is wrong with it."""
-    tokens = line.partition(b"#")[0].split()
-    if not tokens:
-        return
-    label = _number(tokens[0], tokens[0], "label")
-    if rows.whole:
-        rows.whole = tokens[0].lstrip(b"+-").isdigit()
-    last = -1
-    for token in tokens[1:]:
-        head, colon, tail = token.partition(b":")
-        if head == b"qid":
-            continue
-        if not colon or not head.isdigit() or (index := int(head)) > MAX_INDEX:
-            raise ValueError(f"feature {_show(token)}")
-        if index <= last:
-            raise ValueError(f"index {index} after {last}, not rising")
-        rows.values.append(_number(tail, token, "feature"))
-        rows.indices.append(index)
-        last = index
-    rows.labels.append(label)
-    rows.starts.append(len(rows.values))
-
-
-def _number(text: bytes, token: bytes, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not abs(value) <= MAX_VALUE or b"_" in text:
-        raise ValueError(f"{what} {_show(token)} is not a finite number")
-    return value
-
-
-def _show(token: bytes) -> str:
-    return repr(os.fsdecode(token[:MAX_TOKEN_SHOWN]))
-
-
-def _labels(rows: _Rows) -> np.ndarray:
-    labels = np.frombuffer(rows.labels)
-    with np.errstate(invalid="ignore"):  # one beyond int64 is a label that is refused later
-        return labels.astype(np.int64) if rows.whole else labels

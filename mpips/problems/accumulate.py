@@ -15,12 +15,7 @@ from mpips.datasets.ledger import Range, pieces
 from mpips.errors import UserError
 from mpips.kernels.vectors import add_scaled
 from mpips.problems.base import Problem
-from mpips.problems.evaluation import (
-    Arrays,
-    check_written,
-    checked_loss,
-    try_evaluation,
-)
+from mpips.problems.evaluation import Arrays, check_written, checked_loss, try_evaluation
 from mpips.problems.rows import Rows, gradient, wanted_rows
 
 if TYPE_CHECKING:

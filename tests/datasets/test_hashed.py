@@ -129,14 +129,3 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
         assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
     rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))
     assert rows.shape == (1, 5)
-
-
-@pytest.mark.launch
-def test_a_pair_of_columns_is_learnt_by_wide_and_deep(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    WRITERS["csv"](tmp_path / "clicks.csv", clicks(2000))
-    plan = Plan(tmp_path)
-    deep = ["--problem", "wide_deep", "--optimizer", "adagrad", "--lr", "0.1", "--hidden", "16"]
-    plan.add("deep", 3, [*deep, "--dataset", "clicks.csv::user,page,clicked", "--epochs", "15"])
-    plan.run(120, tmp_path)
-    assert summary(plan.out("deep"))["accuracy"] > 0.95

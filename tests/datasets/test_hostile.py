@@ -219,11 +219,7 @@ HDF5: list[Case] = [
         h5(put("x", lambda outside: h5py.ExternalLink("../outside/secret.h5", "x"))),
         LINKED,
     ),
-    (
-        "an external link that nobody asked for",
-        h5(external_link("other", "x")),
-        "^read$",
-    ),
+    ("an external link that nobody asked for", h5(external_link("other", "x")), "^read$"),
     (
         "a missing array beside external links",
         h5(external_link("other", "x"), "::nothing,y"),
@@ -564,11 +560,7 @@ TARS: list[Case] = [
     ("a size of exabytes", patched(124, b"\x80" + b"\0" * 3 + b"\x70" + b"\0" * 7), "cannot be"),
     ("a size below 0", patched(124, b"\xff" * 12), BACK),
     ("a size that leads back", patched(124, MINUS_512), BACK),
-    (
-        "a sparse file that leads back",
-        patched(124, MINUS_512 + b"0" * 12 + b" " * 8 + b"S"),
-        BACK,
-    ),
+    ("a sparse file that leads back", patched(124, MINUS_512 + b"0" * 12 + b" " * 8 + b"S"), BACK),
     ("a size that is text", patched(124, b"__import__\0\0"), "no member at byte"),
     ("a sum that is text", damaged_sum, "no member at byte"),
     ("an unknown type", patched(156, b"Z"), LACKS),
@@ -958,11 +950,7 @@ INDEXES: list[Case] = [
     ("a path of another file", entry({"path": "/etc/passwd"}), "expected the 2 of the run"),
     ("a path with a zero", entry({"path": "0.tar\0"}), "expected the 2 of the run"),
     ("no stamps", entry({"stamps": []}), UNREAD),
-    (
-        "a stamp more",
-        entry({"stamps": [{"size": 1, "time_s": 1, "head": 1}] * 2}),
-        "2 stamps of",
-    ),
+    ("a stamp more", entry({"stamps": [{"size": 1, "time_s": 1, "head": 1}] * 2}), "2 stamps of"),
     ("a stamp that is text", entry({"size": "x"}, "stamps", "0"), UNREAD),
     ("a time beyond all", entry({"time_s": 1 << 70}, "stamps", "0"), "not what it was|" + UNREAD),
     ("a field more", entry({"run": "true"}, "held"), "^read$"),

@@ -126,16 +126,6 @@ def test_what_was_handed_out_and_not_applied_is_handed_out_again_first() -> None
     assert sorted([*again, (0, 2, 4)]) == everything(20, 2, 1)
 
 
-def test_the_state_does_not_change_with_the_run() -> None:
-    handout = HandOut(20, 2, 2, epochs=1)
-    handout.next(0)
-    state = handout.state()
-    text = json.dumps(state)
-    drain(handout, 1)
-    handout.applied(0, (0, 0, 2))
-    assert json.dumps(state) == text
-
-
 def test_another_batch_size_on_resume() -> None:
     """Old ranges keep their size; all samples come once."""
     handout = HandOut(20, 3, 1, epochs=1)
@@ -154,14 +144,6 @@ def test_rounds_of_more_workers_come_in_parts() -> None:
     resumed.restore(handout.state())
     assert drain(resumed) == [(0, 0, 4), (0, 4, 8), (0, 8, 12), (0, 12, 17), (0, 17, 20)]
     assert resumed.samples_done == 20
-
-
-def test_applying_out_of_order_is_refused() -> None:
-    handout = HandOut(20, 2, 1, epochs=1)
-    handout.next(0)
-    handout.next(0)
-    with pytest.raises(AssertionError, match="before"):
-        handout.applied(0, (0, 2, 4))
 
 
 def test_a_quota_counts_steps_of_resumed_runs_too() -> None:
@@ -203,19 +185,6 @@ def test_a_chunk_is_one_workers_block() -> None:
     while (batch := handout.next(1)) is not None:
         rest.append(batch[1])
     assert rest == [6, 7, 8, 9, 10, 11, 3, 2]  # what worker 0 has set aside comes last
-
-
-def test_epochs_done_counts_what_is_applied() -> None:
-    handout = HandOut(8, 4, 1, epochs=2)
-    assert handout.epochs_done == 0
-    batch = handout.next(0)
-    assert handout.epochs_done == 0
-    handout.applied(0, batch)
-    assert handout.epochs_done == 0.5
-    for _ in range(2):
-        batch = handout.next(0)
-        handout.applied(0, batch)
-    assert handout.epochs_done == 1.5
 
 
 def test_epochs_done_does_not_depend_on_how_much_is_handed_out_ahead() -> None:

@@ -278,13 +278,6 @@ def test_samples_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         data.train.table.read_x(42, 44)
 
 
-def test_a_bad_line_of_text_is_named(tmp_path: Path) -> None:
-    name = write_many(tmp_path, "svm")
-    with (tmp_path / "3.svm").open("a") as file:
-        file.write("1 1:0.5 1:0.5\n")
-    assert f"{tmp_path}/3.svm, line 13: index 1 after 1" in refused(name)
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -355,13 +348,6 @@ def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     parts = open_parts(config(files.name), {"dataset": Counted(files, again)})
     assert describe(config(files.name), parts).n_train == 44
     parts.close()
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 9}', '{"version": 1, "files": {"a": 3}}'])
-def test_an_index_that_cannot_be_read(tmp_path: Path, text: str) -> None:
-    (tmp_path / "data.json").write_text(text)
-    with pytest.raises(UserError, match=r"data\.json cannot be read .*; remove it: the files are"):
-        index.load(tmp_path / "data.json")
 
 
 def test_files_that_were_moved_are_recognised(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""libsvm text in sparse batches: the same numbers as dense ones, in memory that does not grow."""
+"""libsvm text: dense samples in memory, and equal sparse ones in memory that does not grow."""
 
 import gzip
 import tracemalloc
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT
-from test_datasets import config, opened, refused
+from test_datasets import config, opened, refused, write_svm
+from test_datasets import everything as dense
 
-from mpips.datasets import Dataset, base, iterate, open_parts, sparse
+from mpips.datasets import Dataset, base, iterate, libsvm, libsvm_lines, open_parts
 from mpips.datasets.csr import Csr, join
 from mpips.datasets.loader import Loader
 from mpips.datasets.order import Order
 from mpips.errors import UserError
-from mpips.kernels import libsvm as kernel
 
 SAMPLE = ROOT / "jobs" / "digits-300.svm"
 ODD = "# a comment\n+1 3:0.5  7:-2e-1\r\n\n-1 qid:4 1:.25 # 9:9\n1\n-1\t2:1 9:3.5E0\n"
@@ -31,11 +31,102 @@ def everything(data: Dataset, dtype: str = "float64") -> tuple[Csr, np.ndarray]:
     return join([batch.x for batch in batches]), np.concatenate([batch.y for batch in batches])
 
 
+def test_libsvm(tmp_path: Path) -> None:
+    text = "# a comment\n0 1:0.5 3:-2e1\n\n2 qid:7 2:1 # more\n  \n1\n0 4:4 \r\n"
+    data = opened(write_svm(tmp_path / "a.svm", text), test_fraction=0)
+    assert (data.info.n_train, data.info.x_shape, data.info.classes) == (4, (4,), 3)
+    x, y = dense(data.train)
+    assert x.tolist() == [[0.5, 0, -20, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 4]]
+    assert y.tolist() == [0, 2, 1, 0]
+
+
+def test_libsvm_equals_scikit_learn(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from sklearn.datasets import dump_svmlight_file
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 9)) * (rng.random((40, 9)) < 0.3)
+    for zero_based in (False, True):
+        path = tmp_path / f"{zero_based}.libsvm"
+        dump_svmlight_file(x, rng.integers(0, 4, 40), str(path), zero_based=zero_based)
+        data = opened(path, test_fraction=0, dtype="float64")
+        # scikit-learn writes 16 digits, one too few to be exact
+        assert np.allclose(dense(data.train, "float64")[0], x, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "classes"),
+    [
+        ("-1 +1 +1", [0, 1, 1], 2),
+        ("-1 1 -1", [0, 1, 0], 2),
+        ("1 2 1", [1, 2, 1], 3),
+        ("2 4", [2, 4], 5),
+        ("0 1", [0, 1], 2),
+        ("1 2.5 3", [1, 2.5, 3], None),
+        ("1.0 2.0", [1, 2], None),
+        ("1e0 -3", [1, -3], None),
+    ],
+)
+def test_libsvm_labels(
+    tmp_path: Path, labels: str, expected: list[float], classes: int | None
+) -> None:
+    path = write_svm(tmp_path / "a.svm", "".join(f"{label} 1:1\n" for label in labels.split()))
+    data = opened(path, test_fraction=0)
+    assert data.info.classes == classes
+    assert dense(data.train)[1].tolist() == expected
+
+
+def test_libsvm_widths_of_two_files_are_made_equal(tmp_path: Path) -> None:
+    a = write_svm(tmp_path / "a.svm", "0 1:1\n1 2:1\n")
+    b = write_svm(tmp_path / "b.svm", "0 5:1\n")
+    zero = write_svm(tmp_path / "zero.svm", "0 0:1 3:1\n")
+    for train, test, width in ((a, b, 5), (b, a, 5), (a, zero, 4), (zero, a, 4)):
+        data = opened(train, test_dataset=str(test))
+        assert data.info.x_shape == (width,)
+        assert data.test is not None
+        assert dense(data.train)[0].shape[1] == width
+        assert dense(data.test)[0].shape[1] == width
+    # Counted from 0 because the other file is: "1:1" is the second column.
+    assert dense(opened(a, test_dataset=str(zero)).train)[0][0].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("one 1:1", "label 'one' is not a finite number, expected label index:value ...; number"),
+        ("nan 1:1", "label 'nan'"),
+        ("1:1 2:1", "label '1:1'"),
+        ("1 1:1 2", "feature '2' is not index:value of a finite number, expected label index:valu"),
+        ("1 0.2 0.1", "feature '0.2'"),
+        ("1 1:1 x:2", "feature 'x:2'"),
+        ("1 1:1 2:", "feature '2:'"),
+        ("1 :1", "feature ':1'"),
+        ("1 1:1 2:3:4", "feature '2:3:4'"),
+        ("1 1:nan", "feature '1:nan'"),
+        ("1 1:1e39#no", "feature '1:1e39'"),
+        ("1 1:1_0", "feature '1:1_0'"),
+        ("1 1:0x1", "feature '1:0x1'"),
+        ("1 1:1e", "feature '1:1e'"),
+        ("1 1:.", "feature '1:.'"),
+        ("1 1:--1", "feature '1:--1'"),
+        ("1 1_0:1", "feature '1_0:1'"),
+        ("1 -1:1", "feature '-1:1'"),
+        ("1 2147483648:1", "feature '2147483648:1'"),
+        ("1 2:1 2:1", "indices are not rising at '2:1'"),
+        ("1 3:1 2:1", "indices are not rising at '2:1'"),
+    ],
+)
+@pytest.mark.parametrize("names", ["", "::sparse"])
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, part: str, names: str) -> None:
+    path = write_svm(tmp_path / "a.svm", f"0 1:1\n\n# comment\n{line}\n0 1:1\n")
+    assert f"a.svm, line 4: {part}" in refused(f"{path}{names}")
+
+
 @pytest.mark.parametrize("piece", [64, 1 << 20])
 def test_batches_are_those_of_the_dense_reader(
     piece: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sparse, "PIECE", piece)
+    monkeypatch.setattr(libsvm, "PIECE", piece)
     (tmp_path / "odd.svm").write_text(ODD)
     for path, n in ((SAMPLE, 300), (tmp_path / "odd.svm", 4)):
         dense = opened(path, test_fraction=0, scale=0.5)
@@ -62,7 +153,7 @@ def test_many_files_stand_one_behind_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the highest index of any, and counted from 0 if one of them is."""
-    monkeypatch.setattr(sparse, "PIECE", 8)
+    monkeypatch.setattr(libsvm, "PIECE", 8)
     for k, text in enumerate(("1 1:1 2:2\n0 5:3\n", "# none yet\n1 0:7\n", "0 9:1\n1 2:4")):
         (tmp_path / f"{k}.svm").write_text(text)
     data = opened(f"{tmp_path}/*.svm::sparse", test_fraction=0)
@@ -84,33 +175,13 @@ def test_many_files_stand_one_behind_the_other(
     assert "1.svm beside" in text
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "1 1:x", "1 1:2:3", "1 a:1", "1 3:1 3:2", "1 3:1 2:2", "1 -1:2", "x 1:1", "1 1:1e39",
-        "1 1:nan", "1 1:", "1 :1", "1 2147483648:1", "1 1:1e", "1 1:0x1", "1 1:.", "1 1:--1",
-    ],
-)  # fmt: skip
-def test_a_malformed_line_is_named_as_the_dense_reader_does(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.svm"
-    path.write_text(f"1 1:1\n\n0 2:1\n{line}\n")
-    told = refused(path, test_fraction=0)
-    assert "line 4" in told
-    assert refused(f"{path}::sparse", test_fraction=0) == told
-
-
-def test_text_without_a_colon_is_malformed_too(tmp_path: Path) -> None:
-    path = tmp_path / "a.svm"
-    path.write_text("1\n0 0.2 0.1\n")
-    assert "line 2" in refused(f"{path}::sparse", test_fraction=0)
-
-
 def test_files_that_are_refused(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.svm", "wb") as file:
         file.write(b"1 1:1\n0 1:1\n")
     assert "compressed" in refused(f"{tmp_path}/a.svm::sparse")
     (tmp_path / "b.svm").write_text("# nothing\n")
-    assert "no samples" in refused(f"{tmp_path}/b.svm::sparse")
+    for name in ("b.svm", "b.svm::sparse"):
+        assert "no samples" in refused(tmp_path / name)
     assert "nothing behind ::, or sparse" in refused(f"{SAMPLE}::x", problem="logistic_sparse")
     path = tmp_path / "c.svm"
     path.write_text("1 1:1\n0 1:1\n")
@@ -126,34 +197,34 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 def test_numbers_are_those_of_python() -> None:
     rng = np.random.default_rng(0)
-    some = rng.normal(size=2000) * 10.0 ** rng.integers(-6, 6, 2000)
-    for digits, ulps in ((6, 0), (15, 0), (17, 2)):
-        texts = [f"{number:.{digits}g}" for number in some]
+    some = rng.uniform(0.1, 1, 2000) * 10.0 ** rng.integers(-5, 12, 2000)
+    for digits, power, ulps in ((6, 0, 0), (15, 0, 0), (17, 0, 0), (17, 20, 2), (30, 0, 2)):
+        texts = [f"{number * 10.0**power:.{digits}g}" for number in some]
         line = "1 " + " ".join(f"{k}:{text}" for k, text in enumerate(texts))
-        found = sparse.parse(line.encode())[0].x.values
+        found = libsvm.parse(line.encode()).x.values
         wanted = np.array([float(text) for text in texts])
         assert (np.abs(found - wanted) <= ulps * np.spacing(np.abs(wanted))).all()
 
 
 def test_labels_alone_are_found_without_the_rest() -> None:
     text = b"1 1:1\n0.5 x\n# y\n2e0\n"
-    parsed, facts = sparse.parse(text, features=False)
+    parsed = libsvm.parse(text, features=False)
     assert parsed.labels.tolist() == [1, 0.5, 2]
-    assert facts[kernel.WHOLE] == 0
+    assert parsed.facts[libsvm_lines.WHOLE] == 0
 
 
 def test_what_is_known_of_a_file_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has its places does not go through it."""
-    places = sparse.open_sparse(str(SAMPLE)).places
-    monkeypatch.setattr(sparse, "scan", None)
-    table = sparse.open_sparse(str(SAMPLE), "", places)
+    places = libsvm.open_sparse(str(SAMPLE)).places
+    monkeypatch.setattr(libsvm, "scan", None)
+    table = libsvm.open_sparse(str(SAMPLE), "", places)
     assert table.n == 300
     assert table.read_y(0, 300).sum() > 0
 
 
 def test_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch out of several blocks has each sample's own features, in the order that was asked."""
-    monkeypatch.setattr(sparse, "PIECE", 512)
+    monkeypatch.setattr(libsvm, "PIECE", 512)
     monkeypatch.setattr(base, "BLOCK_BYTES", 4000)
     data = opened(f"{SAMPLE}::sparse", test_fraction=0, batch_size=32)
     source, whole = data.train, everything(data)[0].dense()

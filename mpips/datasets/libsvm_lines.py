@@ -1,7 +1,6 @@
-"""SVMlight/libsvm text made into numbers: ``label index:value index:value ...``, a line a sample.
+"""Compiled parser of SVMlight/libsvm lines: ``label index:value index:value ...``.
 
-What is no such line is left to whoever can say what is wrong with it: `mpips.datasets.libsvm`.
-Numbers of up to 15 digits, and powers of ten up to 22, are rounded as Python rounds them; others
+Numbers of up to 17 digits, and powers of ten up to 22, are rounded as Python rounds them; others
 are so within two units in the last place of float64.
 """
 
@@ -14,10 +13,11 @@ ZERO, NINE, SMALL_E, LARGE_E = b"09eE"
 SPACE, TAB, RETURN = b" \t\r"  # these, and what lies between the last two
 QUERY = b"qid:"
 MOST_DIGITS, MOST_POWER = 18, 22  # of a mantissa; of ten, that float64 holds exactly
+SPLITTER = 2.0**27 + 1
 MOST_INDEX = 2**31 - 1
 MOST_VALUE = float(np.finfo(np.float32).max)
-WHOLE, LOW, HIGH, BAD = range(4)  # of the facts
-FACTS = 4
+WHOLE, LOW, HIGH, BAD, WHY = range(5)  # of the facts
+LABEL, FEATURE, ORDER = range(3)  # why a word is refused
 
 
 @kernel(quick=True)
@@ -60,6 +60,30 @@ def power_of_ten(value: float, power: int) -> float:
 
 
 @kernel()
+def product_error(a: float, b: float) -> float:
+    """Return ``a * b`` minus its rounded value (Dekker, Numerische Mathematik 18, 1971)."""
+    a_high = SPLITTER * a - (SPLITTER * a - a)
+    b_high = SPLITTER * b - (SPLITTER * b - b)
+    a_low, b_low = a - a_high, b - b_high
+    return ((a_high * b_high - a * b) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+@kernel()
+def scaled(mantissa: int, power: int) -> float:
+    """Return ``mantissa * 10 ** power``, computed in twice the precision for small powers."""
+    high = float(mantissa)
+    low = float(mantissa - int(high))
+    factor = 10.0 ** abs(power)
+    if 0 < power <= MOST_POWER:
+        return high * factor + (product_error(high, factor) + low * factor)
+    if -MOST_POWER <= power < 0:
+        quotient = high / factor
+        rest = (high - quotient * factor) - product_error(quotient, factor) + low
+        return quotient + rest / factor
+    return power_of_ten(high, power)
+
+
+@kernel()
 def read_digits(text: Vector, at: int, end: int) -> tuple[int, int, int, bool]:
     """Read digits with a point among them, or without.
 
@@ -98,7 +122,7 @@ def read_number(text: Vector, at: int, end: int) -> tuple[int, float, bool]:
             exponent = min(10 * exponent + int(np.int64(text[at])) - ZERO, 9999)
             at += 1
         power += -exponent if down else exponent
-    value = power_of_ten(float(mantissa), power)
+    value = scaled(mantissa, power)
     if value > MOST_VALUE or not (line_ends(text, at, end) or is_space(text, at, end)):
         at = -1
     return at, -value if minus else value, whole
@@ -119,7 +143,7 @@ def read_features(
         facts: As for `read_lines`.
 
     Returns:
-        Where the line's words end, -1 if one is no feature; how many features there are.
+        Where the line's words end, -1 if one is refused; how many features there are.
     """
     last, count = -1, 0
     while True:
@@ -135,10 +159,15 @@ def read_features(
         while is_digit(text, at, end) and index <= MOST_INDEX:
             index = 10 * index + int(np.int64(text[at])) - ZERO
             at += 1
-        if at == begin or not last < index <= MOST_INDEX or at >= end or text[at] != COLON:
-            return -1, count
-        at, value, _ = read_number(text, at + 1, end)
+        value, why = 0.0, FEATURE
+        if at == begin or index > MOST_INDEX or at >= end or text[at] != COLON:
+            at = -1
+        elif index <= last:
+            at, why = -1, ORDER
+        else:
+            at, value, _ = read_number(text, at + 1, end)
         if at < 0:
+            facts[BAD], facts[WHY] = begin, why
             return -1, count
         indices[count], values[count], last = index, value, index
         facts[LOW], facts[HIGH] = min(facts[LOW], last), max(facts[HIGH], last)
@@ -157,26 +186,27 @@ def read_lines(
         starts: Where the features of each sample begin, and the end, one more, dtype int64.
         indices: Where indices go, as many as colons, dtype int32; none, to read labels alone.
         values: Where values go, likewise, dtype float64.
-        facts: Shape (FACTS,), dtype int64. `WHOLE` becomes 0 if a label is written otherwise than
-            as an integer, `LOW` and `HIGH` come to hold the lowest and the highest index, and `BAD`
-            the byte at which a line begins that is none.
+        facts: Shape (5,), dtype int64. `WHOLE` becomes 0 if a label is written otherwise than
+            as an integer, `LOW` and `HIGH` come to hold the lowest and the highest index, `BAD`
+            the byte at which a word begins that is refused, and `WHY` the reason.
 
     Returns:
-        How many samples there are; those before a line that is none.
+        How many samples there are; those before a line with a word that is refused.
     """
     at, end, count, stored = 0, text.size, 0, 0
     starts[0] = 0
     while at < end:
-        begin = at
         while is_space(text, at, end):
             at += 1
         if not line_ends(text, at, end):
+            begin = at
             at, labels[count], whole = read_number(text, at, end)
-            if at >= 0 and indices.size:
+            if at < 0:
+                facts[BAD], facts[WHY] = begin, LABEL
+            elif indices.size:
                 at, more = read_features(text, at, end, indices[stored:], values[stored:], facts)
                 stored += more
             if at < 0:
-                facts[BAD] = begin
                 return count
             if not whole:
                 facts[WHOLE] = 0
