@@ -1,4 +1,4 @@
-"""CSV files with a line of names: ``train.csv::a,b,c,label``, see `arrow`.
+"""CSV files with a line of names: ``train.csv::a,b,c,label``, see `columns`.
 
 A file is gone through once, for where its lines begin, about every megabyte; then any of them are
 found. Inputs are double precision; targets are whole numbers, which are classes, if the first
@@ -6,141 +6,90 @@ megabyte has no others.
 """
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from csv import reader
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpips.datasets import arrow
-from mpips.datasets.arrow import Column
-from mpips.datasets.hashed import NAME
-from mpips.datasets.table import ArrayInfo, Table, check_file, damaged, reading
+from mpips.datasets.columns import Column, ColumnTable, columns_of, load
+from mpips.datasets.table import damaged
 from mpips.errors import UserError
 
-FORMAT = "CSV"
 PIECE = 1 << 20  # bytes between lines that are known
-PIECES = 16  # of text at once, where targets alone are wanted
+PIECES = 16  # that are parsed at once
 COMPRESSED = b"\x1f\x8b"
 
 
-class CsvTable(Table):
-    """Columns of a CSV file, parsed when they are asked for.
+class CsvTable(ColumnTable):
+    """Columns of a CSV file; a piece is about a megabyte of lines."""
 
-    Args:
-        path: The file.
-        names: Columns of inputs, and that of targets behind them.
-        places: Where lines begin, as `places` of another; None to go through the file for it.
-        hashed: Whether inputs are ids: see `mpips.datasets.hashed`.
-
-    Raises:
-        UserError: If the file is missing or empty, has no such columns, or they hold no numbers;
-            or if there is no pyarrow.
-    """
-
-    in_memory = False
-
-    def __init__(
-        self, path: str, names: str = "", places: np.ndarray | None = None, hashed: bool = False
-    ) -> None:
-        check_file(path)
-        self.path, self._hashed = path, hashed
-        self._file = os.open(path, os.O_RDONLY)
-        try:
-            with open(path, "rb") as file:
-                line = file.readline(PIECE)
-            if line.startswith(COMPRESSED):
-                raise damaged(path, f"plain {FORMAT}", ValueError("it is compressed"))
-            self._header = _names(line, path)
-            columns = arrow.chosen(path, names, self._header)
-            found = scan(path, len(line)) if places is None else places
-            self._rows, self._at = found.reshape(2, -1)
-            self._inputs, self._target = self._columns(columns)
-            n, width = int(self._rows[-1]), len(self._inputs)
-            name = NAME if hashed else "inputs"
-            x = ArrayInfo(name, (n, width) if width > 1 else (n,), np.dtype("f8"))
-            super().__init__(path, x, ArrayInfo(columns[-1], (n,), self._target.dtype))
-        except BaseException:
-            self.close()
-            raise
-        self._last: tuple[int, int, np.ndarray] | None = None
+    format = "CSV"
 
     @property
     def places(self) -> np.ndarray:
         """Rows and the bytes that they begin at, shape (2 m,), int64."""
-        return np.concatenate([self._rows, self._at])
+        return np.concatenate([self._starts, self._at])
 
-    def read_x(self, begin: int, end: int) -> np.ndarray:
-        """Return the inputs of rows ``[begin, end)``, and keep their targets at hand."""
-        *x, y = self._read(begin, end, [*self._inputs, self._target])
-        self._last = begin, end, y
-        return np.stack(x, axis=1) if len(x) > 1 else x[0]
+    def _open(self) -> Any:
+        return open(self.path, "rb", buffering=0)
 
-    def read_y(self, begin: int, end: int) -> np.ndarray:
-        """Return the targets of rows ``[begin, end)``."""
-        if self._last is not None and self._last[:2] == (begin, end):
-            return self._last[2]
-        edges = self._rows[::PIECES].tolist()
-        cuts = [begin, *(row for row in edges if begin < row < end), end]
-        return np.concatenate([self._read(*rows, [self._target])[0] for rows in pairwise(cuts)])
+    def _read_header(self) -> list[str]:
+        line = os.pread(self._file.fileno(), PIECE, 0).partition(b"\n")[0]
+        if line.startswith(COMPRESSED):
+            raise damaged(self.path, f"plain {self.format}", ValueError("it is compressed"))
+        self._begin = len(line) + 1
+        text = line.decode("utf-8-sig").rstrip("\r")
+        return [name.strip() for name in next(reader([text], skipinitialspace=True)) or [""]]
 
-    def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets of scattered rows: slow, a megabyte of text each."""
-        return arrow.one_by_one(self, rows)
+    def _find_pieces(self, places: np.ndarray | None) -> np.ndarray:
+        found = scan(self.path, self._begin) if places is None else places
+        rows, self._at = found.reshape(2, -1)
+        return rows
 
-    def close(self) -> None:
-        """Close the file; may be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+    def _columns(self, names: Sequence[str], hashed: bool) -> list[Column]:
+        first = self._parse(0, 1, names, dict.fromkeys(names[:-1], "string") if hashed else {})
+        kinds = {name: first.schema.field(name).type for name in names}
+        found = columns_of(self.path, kinds, hashed, {})
+        self._booleans = {column.name for column in found if column.dtype.kind == "b"}
+        whole = found[-1].dtype.kind in "bi"
+        inputs = [c if c.hashed else replace(c, dtype=np.dtype("f8")) for c in found[:-1]]
+        return [*inputs, replace(found[-1], dtype=np.dtype("i8" if whole else "f8"))]
 
-    def _columns(self, names: list[str]) -> tuple[list[Column], Column]:
-        """Return the columns, after a look at the first lines."""
-        first, hashed = self._parse(0, 1, names, {}), self._hashed
-        kinds = {
-            name: arrow.column_of(self.path, name, first.column(name).type, 0).dtype.kind
-            for name in (names[-1:] if hashed else names)
-        }
-        self._booleans = {name for name, kind in kinds.items() if kind == "b"}
-        target = np.dtype("i8" if kinds[names[-1]] in "bi" else "f8")
-        inputs = [Column(name, (), np.dtype("f8"), hashed) for name in names[:-1]]
-        return inputs, Column(names[-1], (), target)
-
-    def _read(self, begin: int, end: int, columns: list[Column]) -> list[np.ndarray]:
-        low = int(np.searchsorted(self._rows, begin, "right")) - 1
-        high = int(np.searchsorted(self._rows, end, "left"))
+    def _batches(self, low: int, high: int, columns: Sequence[Column]) -> Iterator[Any]:
         kinds = {c.name: self._kind(c) for c in columns}
-        start, expected = int(self._rows[low]), int(self._rows[high] - self._rows[low])
-        table = self._parse(low, high, list(kinds), kinds)
-        if len(table) != expected:
-            got = f"{self.path}: {len(table)} samples from sample {start} on"
-            raise UserError(got, f"{expected}, a line each", "take out empty and quoted lines")
-        part = table.slice(begin - start, end - begin).combine_chunks()
-        return [arrow.numbers(self.path, c, _whole(part.column(c.name)), begin) for c in columns]
+        for first in range(low, high, PIECES):
+            last = min(first + PIECES, high)
+            begin, end = self._starts[[first, last]].tolist()
+            table = self._parse(first, last, list(kinds), kinds)
+            if len(table) != end - begin:
+                got = f"{self.path}: {len(table)} samples from sample {begin} on"
+                expected = f"{end - begin}, a line each"
+                raise UserError(got, expected, "take out empty and quoted lines")
+            yield from table.to_batches()
 
     def _kind(self, column: Column) -> Any:
         """Return the type of Arrow that a column is parsed as; `true` parses as no number."""
         if column.hashed:
             return "string"
         boolean = column.name in self._booleans
-        return "bool" if boolean else arrow.load("", "CSV files").from_numpy_dtype(column.dtype)
+        return "bool" if boolean else load().from_numpy_dtype(column.dtype)
 
-    def _parse(self, low: int, high: int, names: list[str], kinds: dict[str, Any]) -> Any:
-        """Parse the lines between two that are known."""
-        csv, pa = arrow.load(".csv", "CSV files"), arrow.load("", "CSV files")
+    def _parse(self, low: int, high: int, names: Sequence[str], kinds: Mapping[str, Any]) -> Any:
+        """Parse columns of the lines between two that are known."""
         at, size = int(self._at[low]), int(self._at[high] - self._at[low])
-        rows = f"{self._rows[low]} to {self._rows[high] - 1}"
-        with reading(f"{self.path}, samples {rows}", FORMAT):
-            data = os.pread(self._file, size, at)
-            if len(data) < size:
-                raise EOFError("it ends early")
-            return csv.read_csv(
-                pa.BufferReader(data),
-                read_options=csv.ReadOptions(column_names=self._header),
-                convert_options=csv.ConvertOptions(
-                    include_columns=names, column_types=kinds, null_values=[""]
-                ),
-            )
+        data = os.pread(self._file.fileno(), size, at)
+        if len(data) < size:
+            raise EOFError("it ends early")
+        csv = load(".csv")
+        return csv.read_csv(
+            load().BufferReader(data),
+            read_options=csv.ReadOptions(column_names=self._header),
+            convert_options=csv.ConvertOptions(
+                include_columns=names, column_types=kinds, null_values=[""]
+            ),
+        )
 
 
 def open_hashed(path: str, names: str = "", places: np.ndarray | None = None) -> CsvTable:
@@ -167,14 +116,3 @@ def scan(path: str, begin: int) -> np.ndarray:
     if not row:
         raise UserError(f"{path} has one line alone", "a line of names, and a line a sample")
     return np.array([*rows, *places], np.int64)
-
-
-def _names(line: bytes, path: str) -> list[str]:
-    with reading(path, FORMAT):
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-        return [name.strip() for name in next(reader([text], skipinitialspace=True)) or [""]]
-
-
-def _whole(column: Any) -> Any:
-    """Return a column of one or no chunk as one array."""
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
