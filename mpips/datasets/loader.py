@@ -2,11 +2,9 @@
 
 import math
 import sys
-import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 
@@ -18,7 +16,6 @@ from mpips.kernels.vectors import take_rows
 
 CACHED_BLOCKS = 4
 CACHE_BYTES = 32 << 20
-WAIT_S = 0.05
 SWITCH_S = 1e-3  # after which a thread that computes lets one go on that has just read
 
 
@@ -162,24 +159,21 @@ class Loader:
         self._source, self._order, self._depth = source, order, depth
         self._dtype, self._augment = np.dtype(dtype), augment
         self._asked: deque[tuple[int, int, int]] = deque()
-        self._made: deque[Batch | BaseException] = deque()
+        self._begun: deque[Future[Batch]] = deque()
         self._places: deque[int] = deque(maxlen=3)  # of the blocks that were begun last
-        self._pending = 0
         self._closed = False
-        self._changed = threading.Condition()
         self.blocks: Blocks | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: ThreadPoolExecutor | None = None
         if not source.in_memory:
             if not source.scattered:
                 self.blocks = Blocks(source, order.block, self._dtype)
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-            self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
-            self._thread.start()
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
 
     @property
     def pending(self) -> int:
         """Number of batches submitted and not yet taken."""
-        return self._pending
+        return len(self._asked) + len(self._begun)
 
     def submit(self, epoch: int, begin: int, end: int) -> None:
         """Ask for the samples at positions ``[begin, end)`` of `epoch`; never blocks.
@@ -188,18 +182,16 @@ class Loader:
             RuntimeError: If the loader is closed.
         """
         self._refuse_if_closed()
-        self._asked.append((epoch, begin, end))
-        self._pending += 1
-        if self._thread is not None:
-            with self._changed:
-                self._changed.notify_all()
         if self._source.ahead:
             self._source.ask(self._order.sample_ids(epoch, begin, end), epoch)
+        self._asked.append((epoch, begin, end))
+        if self._thread is not None:
+            self._begin()
 
     def take(self) -> Batch:
         """Return the next batch, in the order of submission; waits for the file if it must.
 
-        Signal handlers run while it waits.
+        Signal handlers run while it waits; if one raises, the batch can be taken later.
 
         Raises:
             RuntimeError: If nothing was submitted, or the loader is closed.
@@ -207,71 +199,63 @@ class Loader:
                 is gone, and the next call goes on with the one after it.
         """
         self._refuse_if_closed()
-        if not self._pending:
+        if not self.pending:
             raise RuntimeError("take() without a submit()")
-        made = self._next_made()
-        self._pending -= 1
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        self._begin()
+        self._begun[0].exception()  # waits
+        made = self._begun.popleft()
+        if self._thread is not None:
+            self._begin()
+        return made.result()
 
     def peek(self) -> Batch | None:
         """Return the batch that the next `take` returns, or None where that is not here yet.
 
         Blocks: no; samples in memory are gathered now, and not again.
         """
-        if self._thread is None and self._pending and not self._made:
-            self._made.append(self._make(*self._asked.popleft()))
-        with self._changed:
-            made = self._made[0] if self._made else None
-        return made if isinstance(made, Batch) else None
+        self._begin()
+        here = self._begun and self._begun[0].done() and self._begun[0].exception() is None
+        return self._begun[0].result() if here else None
 
     def close(self) -> None:
         """End the thread, after the read that it may be in; batches not taken are lost."""
-        with self._changed:
-            self._closed = True
-            self._asked.clear()
-            self._made.clear()
-            self._pending = 0
-            self._changed.notify_all()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(WAIT_S)
+        self._closed = True
+        self._asked.clear()
+        self._begun.clear()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        if self.blocks is not None:
+            self.blocks.close()
 
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the loader is closed")
 
-    def _next_made(self) -> Batch | BaseException:
-        if self._thread is None:
-            return self._made.popleft() if self._made else self._make(*self._asked.popleft())
-        with self._changed:
-            while not self._made:
-                # A bounded wait lets the signal handlers of the main thread run.
-                self._changed.wait(WAIT_S)
-                self._refuse_if_closed()
-            made = self._made.popleft()
-            self._changed.notify_all()
-        return made
+    def _begin(self) -> None:
+        """Have batches made: up to `depth` by the thread, or one of samples in memory at once."""
+        while self._asked and len(self._begun) < (self._depth if self._thread else 1):
+            request = self._asked.popleft()
+            if self._thread is not None:
+                self._begun.append(self._thread.submit(self._make, *request))
+                continue
+            made = Future[Batch]()
+            self._begun.append(made)
+            try:
+                made.set_result(self._make(*request))
+            except BaseException as error:  # whatever it is, the caller of take() must get it
+                made.set_exception(error)
 
-    def _make(self, epoch: int, begin: int, end: int) -> Batch | BaseException:
-        try:
-            batch = self._read(epoch, begin, end)
-            if self._augment is not None:
-                return replace(batch, x=self._augment.apply(batch.x, batch.ids, epoch))
+    def _make(self, epoch: int, begin: int, end: int) -> Batch:
+        batch = self._read(epoch, begin, end)
+        if self._augment is None:
             return batch
-        except BaseException as error:  # whatever it is, the caller of take() must get it
-            return error
+        return replace(batch, x=self._augment.apply(batch.x, batch.ids, epoch))
 
     def _read(self, epoch: int, begin: int, end: int) -> Batch:
         ids = self._order.sample_ids(epoch, begin, end)
@@ -294,20 +278,3 @@ class Loader:
         first, second, _ = self._places
         step = place - second
         return self._order.block_at(place + step) if 0 < step == second - first else None
-
-    def _work(self) -> None:
-        while (request := self._next()) is not None:
-            made = self._make(*request)
-            with self._changed:
-                if not self._closed:
-                    self._made.append(made)
-                self._changed.notify_all()
-        if self.blocks is not None:
-            self.blocks.close()
-
-    def _next(self) -> tuple[int, int, int] | None:
-        """Wait until there is a batch to make and room for it; None when the loader is closed."""
-        with self._changed:
-            while not self._closed and (not self._asked or len(self._made) >= self._depth):
-                self._changed.wait()
-            return None if self._closed else self._asked.popleft()

@@ -7,13 +7,13 @@ formats are held in memory, as one would be.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpips.datasets.files import Files
 from mpips.datasets.index import Held
-from mpips.datasets.table import ArrayInfo, Table, reading
+from mpips.datasets.table import ArrayInfo, Table, cuts, reading
 from mpips.errors import UserError
 
 OPEN_FILES = 64  # HDF5 takes 0.6 MB for each; to open one takes as long as to read some MB
@@ -73,7 +73,7 @@ class ManyTable(Table):
 
     def where(self, row: int) -> tuple[str, int]:
         """Return the file of a row, and the row's number in it."""
-        number = self._number(row)
+        number = int(np.searchsorted(self._starts, row, "right")) - 1
         return self._paths[number], row - int(self._starts[number])
 
     def read_x(self, begin: int, end: int) -> np.ndarray:
@@ -104,21 +104,10 @@ class ManyTable(Table):
         self, begin: int, end: int, read: Callable[[Table, int, int], np.ndarray]
     ) -> np.ndarray:
         found = []
-        for number, first, last in self._pieces(begin, end):
+        for number, first, last in cuts(self._starts, begin, end):
             with self._lock:
                 found.append(read(self._table(number), first, last))
         return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the files of some rows, with the first row there and the one behind the last."""
-        number = self._number(begin)
-        while begin < end:
-            start, stop = self._starts[number : number + 2].tolist()
-            yield number, begin - start, min(end, stop) - start
-            begin, number = stop, number + 1
-
-    def _number(self, row: int) -> int:
-        return int(np.searchsorted(self._starts, row, "right")) - 1
 
     def _table(self, number: int) -> Table:
         """Return a file, opened if need be in place of the one that was used longest ago."""

@@ -117,16 +117,6 @@ def test_digits_file_is_small_and_says_where_it_is_from() -> None:
         assert "CC BY 4.0" in file.attrs["licence"]
 
 
-def test_digits_can_be_made_again(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    from mpips.datasets import digits, make_digits
-
-    make_digits.make(tmp_path / "again.h5")
-    with h5py.File(tmp_path / "again.h5") as new, h5py.File(digits.PATH) as old:
-        for name in ("x", "y"):
-            assert np.array_equal(new[name][:], old[name][:])
-
-
 def test_spirals_are_always_the_same_and_lie_on_their_arms() -> None:
     from mpips.datasets.spirals import ARMS, TURNS, open_spirals
 

@@ -243,15 +243,20 @@ def test_the_next_block_is_read_ahead(
         assert reads.wait_for(len(wanted)) == wanted
 
 
-def test_the_thread_stays_no_more_than_depth_ahead(file_data: Dataset) -> None:
-    with loader_of(file_data.train, depth=3) as loader:
+def test_the_thread_stays_no_more_than_depth_ahead(
+    file_data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, made = Order(N, 5, BLOCK, seed=1), list[int]()
+    find = order.sample_ids
+    monkeypatch.setattr(order, "sample_ids", lambda *args: made.append(args[1]) or find(*args))
+    with Loader(file_data.train, order, "float32", depth=3) as loader:
         for begin in range(0, 100, 5):
             loader.submit(0, begin, begin + 5)
         deadline = time.monotonic() + 10
-        while len(loader._made) < 3 and time.monotonic() < deadline:
+        while len(made) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
-        assert len(loader._made) == 3
+        assert made == [0, 5, 10]
         assert loader.pending == 20
         loader.take()
         assert loader.pending == 19
