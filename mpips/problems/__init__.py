@@ -24,11 +24,9 @@ from mpips.layout import Layout
 from mpips.problems.base import Problem
 from mpips.problems.factorization_machine import FactorizationMachine
 from mpips.problems.function import FunctionProblem
-from mpips.problems.linear import Linear
 from mpips.problems.logistic_sparse import LogisticSparse
-from mpips.problems.mlp import MLP
+from mpips.problems.mlp import MLP, Linear, Softmax
 from mpips.problems.rows import uses_rows
-from mpips.problems.softmax import Softmax
 from mpips.problems.wide_deep import WideDeep
 
 if TYPE_CHECKING:

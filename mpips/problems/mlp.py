@@ -1,4 +1,4 @@
-"""Multi-layer perceptron of any depth, for classification or regression."""
+"""Perceptrons of any depth, for classification or regression; linear and softmax models."""
 
 import math
 from collections.abc import Callable
@@ -9,8 +9,7 @@ import numpy as np
 from mpips.errors import UserError, unknown
 from mpips.layout import Layout
 from mpips.problems.base import Arrays, Problem, Workspace, affine, affine_grad, flat_inputs
-from mpips.problems.linear import squared_error
-from mpips.problems.softmax import accuracy, cross_entropy
+from mpips.problems.losses import accuracy, cross_entropy, squared_error
 
 if TYPE_CHECKING:
     from mpips.config import Config
@@ -81,19 +80,23 @@ class MLP(Problem):
         UserError: If the activation is unknown, or a layer has no units.
     """
 
-    def __init__(self, data: "DataInfo", config: "Config") -> None:
+    def __init__(
+        self, data: "DataInfo", config: "Config", hidden: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__(data, config)
+        hidden = config.hidden if hidden is None else hidden
         if config.activation not in ACTIVATIONS:
             raise unknown("activation", config.activation, ACTIVATIONS)
-        if any(width < 1 for width in config.hidden):
-            got = ",".join(str(width) for width in config.hidden)
+        if any(width < 1 for width in hidden):
+            got = ",".join(str(width) for width in hidden)
             raise UserError(f"hidden={got}", "at least 1 unit in each layer")
         outputs = math.prod(data.y_shape) if data.classes is None else data.classes
-        widths = (math.prod(data.x_shape), *config.hidden, outputs)
+        widths = (math.prod(data.x_shape), *hidden, outputs)
         self._depth = len(widths) - 1
         shapes: dict[str, tuple[int, ...]] = {}
         for k in range(1, self._depth + 1):
-            shapes |= {f"w{k}": widths[k - 1 : k + 1], f"b{k}": (widths[k],)}
+            w, b = self._names(k)
+            shapes |= {w: widths[k - 1 : k + 1], b: (widths[k],)}
         self.layout = Layout.of(shapes)
         self._activation = ACTIVATIONS[config.activation]
         self._loss = squared_error if data.classes is None else cross_entropy
@@ -127,11 +130,15 @@ class MLP(Problem):
             judged = {} if self.data.classes is None else {"accuracy": accuracy(z, batch.y)}
             return {"loss": self._loss(z, batch.y), **judged}
 
+    def _names(self, layer: int) -> tuple[str, str]:
+        """Return the names of a layer's weights and biases."""
+        return f"w{layer}", f"b{layer}"
+
     def _forward(self, params: Arrays, x: np.ndarray, work: Workspace) -> list[np.ndarray]:
         """Return the values of all layers, the flat inputs first and the outputs z last."""
         h = [flat_inputs(x)]
         for k in range(1, self._depth + 1):
-            w, b = params[f"w{k}"], params[f"b{k}"]
+            w, b = (params[name] for name in self._names(k))
             z = work.array(f"h{k}", (x.shape[0], w.shape[1]), w.dtype)
             h.append(affine(h[-1], w, b, out=z))
             if k < self._depth:
@@ -142,10 +149,73 @@ class MLP(Problem):
         """Write the gradient to `out`; h[-1] holds the gradient by z, hidden layers are used up."""
         delta = h[-1]
         for k in range(self._depth, 0, -1):
-            affine_grad(h[k - 1], delta, out[f"w{k}"], out[f"b{k}"])
+            w, b = self._names(k)
+            affine_grad(h[k - 1], delta, out[w], out[b])
             if k > 1:
                 below = self._work.array(f"d{k - 1}", h[k - 1].shape, delta.dtype)
-                np.matmul(delta, params[f"w{k}"].T, out=below)
+                np.matmul(delta, params[w].T, out=below)
                 self._activation.slope(h[k - 1])
                 below *= h[k - 1]
                 delta = below
+
+
+class OneLayer(MLP):
+    """A perceptron without hidden layers: linear or softmax regression.
+
+    Parameters: ``w`` (inputs, outputs) and ``b`` (outputs,), zero at first (the loss is convex).
+    """
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        super().__init__(data, config, hidden=())
+
+    def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return zeros; `rng` is not used."""
+        return self.layout.views(np.zeros(self.layout.size, self.config.dtype))
+
+    def _names(self, layer: int) -> tuple[str, str]:
+        return "w", "b"
+
+
+class Linear(OneLayer):
+    """Linear regression of real-valued targets, one or several columns, with squared loss.
+
+    Equation, with r = x w + b - y, shape (n, outputs)::
+
+        loss = 1/n sum_i 1/2 sum_j r_ij^2,   dloss/dw = x^T r / n,   dloss/db = 1^T r / n
+
+    Raises:
+        UserError: If the dataset has class labels.
+    """
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        if data.classes is not None:
+            raise UserError(
+                f"problem 'linear' with the {data.classes} class labels of dataset {data.name!r}",
+                "real-valued targets",
+                "use --problem softmax, or store the targets in floating point",
+            )
+        super().__init__(data, config)
+
+
+class Softmax(OneLayer):
+    """Softmax regression (multinomial logistic regression) of class labels.
+
+    Equation, with z = x w + b, p = softmax(z) and Y the labels as one-hot rows::
+
+        loss = -1/n sum_i log p_{i, y_i},   dloss/dw = x^T (p - Y) / n,   dloss/db = 1^T (p - Y) / n
+
+    Raises:
+        UserError: If the dataset has no class labels.
+    """
+
+    def __init__(self, data: "DataInfo", config: "Config") -> None:
+        if data.classes is None:
+            remedy = "use --problem linear, or store the labels as integers from 0"
+            if data.countable:
+                remedy = f"they are whole numbers: give --classes {data.countable}"
+            raise UserError(
+                f"problem 'softmax' with the real-valued targets of dataset {data.name!r}",
+                "class labels",
+                remedy,
+            )
+        super().__init__(data, config)

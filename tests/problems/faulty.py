@@ -12,8 +12,7 @@ from countdown import Slow
 
 from mpips.cluster import segments
 from mpips.datasets import Batch
-from mpips.problems.mlp import MLP
-from mpips.problems.softmax import Softmax
+from mpips.problems.mlp import MLP, Softmax
 
 FAULTY_STEP = 5
 LEAVE_S = 0.02  # after it: that batches are left for the one which goes wrong, if it is late

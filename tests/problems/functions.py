@@ -6,7 +6,7 @@ import numpy as np
 
 from mpips.datasets import Batch, DataInfo
 from mpips.problems.base import Arrays, affine, affine_grad, flat_inputs
-from mpips.problems.softmax import accuracy, cross_entropy
+from mpips.problems.losses import accuracy, cross_entropy
 
 
 def init(rng: np.random.Generator, data: DataInfo) -> dict[str, np.ndarray]:

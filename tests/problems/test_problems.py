@@ -17,8 +17,7 @@ from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.problems import PROBLEMS, Problem, load_problem
 from mpips.problems.base import Workspace
-from mpips.problems.linear import squared_error
-from mpips.problems.softmax import accuracy, cross_entropy
+from mpips.problems.losses import accuracy, cross_entropy, squared_error
 
 FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
