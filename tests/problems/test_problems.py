@@ -14,9 +14,7 @@ import pytest
 from mpips.config import SPARSE_PROBLEMS
 from mpips.datasets.base import Batch, DataInfo
 from mpips.errors import UserError
-from mpips.layout import Layout
 from mpips.problems import PROBLEMS, Problem, load_problem
-from mpips.problems.base import Workspace
 from mpips.problems.losses import accuracy, cross_entropy, squared_error
 
 FUNCTIONS = str(Path(__file__).with_name("functions.py"))
@@ -44,13 +42,8 @@ def make_data(**fields: Any) -> DataInfo:
 
 
 def make_config(**fields: Any) -> Any:
-    base: dict[str, Any] = {
-        "problem": "mlp",
-        "hidden": (8,),
-        "activation": "relu",
-        "dtype": "float64",
-    }
-    base["factors"] = 2
+    base: dict[str, Any] = {"problem": "mlp", "hidden": (8,), "activation": "relu"}
+    base |= {"dtype": "float64", "factors": 2}
     return SimpleNamespace(**{**base, **fields})
 
 
@@ -164,20 +157,6 @@ def test_float32_agrees_with_float64(case: str) -> None:
     assert np.array_equal(grad64, grad)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.longdouble])
-@pytest.mark.parametrize("case", ["linear-columns", "softmax", "mlp-3-relu", "mlp-1-tanh"])
-def test_other_float_dtypes(case: str, dtype: Any) -> None:
-    rng = np.random.default_rng(9)
-    problem, data = make_case(case)
-    vector, batch = random_vector(problem, rng), make_batch(data, 6, rng)
-    loss, grad = gradient(problem, vector, batch)
-    batch.x = batch.x.astype(dtype)
-    other_loss, other = gradient(problem, vector.astype(dtype), batch)
-    assert other.dtype == dtype
-    assert other_loss == pytest.approx(loss, rel=0.02)
-    np.testing.assert_allclose(other.astype(float), grad, atol=0.02, rtol=0.05)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_in_the_middle_of_a_vector(case: str) -> None:
     """Parameters and gradients are views at any offset; what lies around is not touched."""
@@ -218,17 +197,6 @@ def test_init_variance(activation: str, variance: float) -> None:
     np.testing.assert_array_equal(low["w1"], params["w1"].astype("f4"))
 
 
-def test_layouts() -> None:
-    mlp = load_problem("mlp", make_data(x_shape=(8, 8), classes=10), make_config(hidden=(32, 16)))
-    assert mlp.layout == Layout.of(
-        {"w1": (64, 32), "b1": (32,), "w2": (32, 16), "b2": (16,), "w3": (16, 10), "b3": (10,)}
-    )
-    shapes = {"w": (6, 4), "b": (4,)}
-    linear = load_problem("linear", make_data(x_shape=(3, 2), y_shape=(4,)), make_config())
-    softmax = load_problem("softmax", make_data(x_shape=(6,), classes=4), make_config())
-    assert linear.layout == softmax.layout == Layout.of(shapes)
-
-
 def test_mlp_without_hidden_layers_is_softmax_and_linear() -> None:
     rng = np.random.default_rng(11)
     for name, fields in (("softmax", {"classes": 4}), ("linear", {"y_shape": (4,)})):
@@ -262,12 +230,6 @@ def test_huge_logits(dtype: Any) -> None:
     assert loss == pytest.approx((0 + math.log(2) + math.log(3)) / 3)
     wanted = np.array([[0, 0, 0], [0.5, -0.5, 0], [1 / 3, 1 / 3, -2 / 3]])
     np.testing.assert_allclose(z * 3, wanted, atol=1e-6)
-
-
-def test_a_confident_mistake_costs_its_margin() -> None:
-    z = np.array([[1e4, 0.0]], np.float32)
-    assert cross_entropy(z, np.array([1])) == 1e4
-    np.testing.assert_array_equal(z, [[1, -1]])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -304,56 +266,9 @@ def test_one_nan_sample_makes_the_loss_nan() -> None:
         assert np.isnan(grad).any()
 
 
-def test_overflowing_parameters_do_not_warn() -> None:
-    problem, data = make_case("mlp-3-relu")
-    vector = np.full(problem.layout.size, 1e200)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loss, _ = gradient(problem, vector, make_batch(data, 3, np.random.default_rng(0)))
-    assert not math.isfinite(loss)
-
-
 def test_large_float32_residuals_have_a_finite_loss() -> None:
     z = np.full((2, 1), 1e25, np.float32)
     assert squared_error(z, np.zeros(2, np.float32)) == pytest.approx(0.5e50, rel=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradient_descent_learns(case: str, dtype: str) -> None:
-    rng = np.random.default_rng(14)
-    problem, data = make_case(case, dtype=dtype)
-    batch = make_batch(data, 64, rng, dtype)
-    flat = batch.x.reshape(64, -1)
-    truth = rng.normal(size=(flat.shape[1], data.classes or math.prod(data.y_shape)))
-    scores = flat @ truth
-    if data.classes is None:
-        batch.y = scores.reshape(batch.y.shape).astype(dtype)
-    else:
-        batch.y = scores.argmax(axis=1)
-    vector = np.empty(problem.layout.size, dtype)
-    for name, view in problem.layout.views(vector).items():
-        view[...] = problem.init(np.random.default_rng(2))[name]
-    params, before = (
-        problem.layout.views(vector),
-        problem.evaluate(problem.layout.views(vector), batch),
-    )
-    for _ in range(60):
-        vector -= vector.dtype.type(0.1) * gradient(problem, vector, batch)[1]
-    after = problem.evaluate(params, batch)
-    assert after["loss"] < 0.8 * before["loss"]
-    assert set(after) == ({"loss"} if data.classes is None else {"loss", "accuracy"})
-    assert after.get("accuracy", 1.0) > 0.5
-
-
-def test_workspace_reuses_its_memory() -> None:
-    work, dtype = Workspace(), np.dtype("f4")
-    first = work.array("a", (6, 4), dtype)
-    assert np.shares_memory(first, work.array("a", (6, 4), dtype))
-    assert np.shares_memory(first, work.array("a", (2, 4), dtype))
-    assert not np.shares_memory(first, work.array("b", (6, 4), dtype))
-    assert work.array("a", (7, 4), dtype).shape == (7, 4)
-    assert work.array("a", (2, 2), np.dtype("f8")).dtype == np.float64
 
 
 @pytest.mark.parametrize(
@@ -363,29 +278,12 @@ def test_workspace_reuses_its_memory() -> None:
         ("softmax", {}, {}, ["'softmax'", "'made'", "expected class labels", "linear"]),
         ("mlp", {}, {"activation": "tan"}, ["activation 'tan'", "relu, tanh", "mean 'tanh'"]),
         ("mlp", {}, {"hidden": (4, 0)}, ["hidden=4,0", "at least 1"]),
-        (
-            "mpl",
-            {},
-            {},
-            [
-                "unknown problem 'mpl'",
-                "linear, logistic_sparse, mlp, softmax",
-                "did you mean 'mlp'?",
-            ],
-        ),
+        ("mpl", {}, {}, ["unknown problem 'mpl'", "linear, logistic_sparse, mlp", "mean 'mlp'?"]),
         ("", {}, {}, ["unknown problem ''", "linear, logistic_sparse, mlp, softmax"]),
-        ("Softmax", {}, {}, ["did you mean 'softmax'?"]),
         ("my/file.py", {}, {}, ["'my/file.py' without a class", "FILE.py:CLASS"]),
-        ("my/file", {}, {}, ["'my/file' without a class", "FILE.py:CLASS"]),
         ("mlp:MLP", {}, {}, ["mlp'", "ending in .py"]),
-        (":MLP", {}, {}, ["ending in .py"]),
         ("~nobody_here/file.py:Mine", {}, {}, ["no problem file", "an existing file"]),
-        (
-            "no/such/file.py:Mine",
-            {},
-            {},
-            ["no problem file", "no/such/file.py", "an existing file"],
-        ),
+        ("no/such/file.py:Mine", {}, {}, ["no problem file", "no/such/file.py", "existing file"]),
     ],
 )
 def test_bad_names_and_data(name: str, data: Any, config: Any, words: list[str]) -> None:
@@ -559,11 +457,7 @@ def test_bad_user_class(user_file: Path, name: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "cause", "words"),
     [
-        (
-            "x = 1\ny = x / 0\n",
-            ZeroDivisionError,
-            ["ZeroDivisionError: division by zero", "line 2"],
-        ),
+        ("x = 1\ny = x / 0\n", ZeroDivisionError, ["Error: division by zero", "line 2"]),
         ("import no_such_module_xyz\n", ModuleNotFoundError, ["No module named", "line 1"]),
         ("x = 1\n\ndef f(:\n", SyntaxError, ["SyntaxError: ", "line 3 of the file"]),
         ("raise SystemExit(3)\n", SystemExit, ["SystemExit: 3"]),
