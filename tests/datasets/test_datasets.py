@@ -3,7 +3,6 @@ import random
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,13 +178,6 @@ def test_ids_count_from_zero_in_each_source(tmp_path: Path) -> None:
             assert np.array_equal(ids, np.arange(source.n))
 
 
-def test_iterate_over_a_part() -> None:
-    data = opened("digits")
-    sizes = [len(b) for b in iterate(data.train, 10, 31, 8, "float64")]
-    assert sizes == [8, 8, 5]
-    assert list(iterate(data.train, 5, 5, 8, "float32")) == []
-
-
 def test_own_test_dataset(tmp_path: Path) -> None:
     train = write_npz(tmp_path / "a.npz", np.ones((9, 2)), np.arange(9) % 3)
     test = write_h5(tmp_path / "b.h5", np.ones((4, 2)), [0, 4, 1, 1])
@@ -220,11 +212,7 @@ def test_uint8_is_divided_by_255(tmp_path: Path, kind: str) -> None:
     assert data.test is None
     assert data.info.n_test == 0
     assert np.allclose(everything(data.train)[0], x / 255 * 3, rtol=1e-6)
-
-
-def test_scale_attribute_overrides(tmp_path: Path) -> None:
-    x, y = images(10), np.zeros(10)
-    path = write_h5(tmp_path / "a.h5", x, y, scale=0.5)
+    path = write_h5(tmp_path / "own.h5", x, y, scale=0.5)  # in place of 1/255
     data = opened(path, scale=4.0, test_fraction=0)
     assert np.array_equal(everything(data.train)[0], x * np.float32(2))
 
@@ -386,13 +374,8 @@ def test_signs_are_classes_in_every_format(tmp_path: Path, name: str) -> None:
     assert everything(test)[1].tolist() == [1, 1, 1]
 
 
-def test_signs_in_idx_and_as_floats(tmp_path: Path) -> None:
-    labels = np.array([-1, 1, 1, -1])
-    write_idx(tmp_path / "images", images(4))
-    write_idx(tmp_path / "labels", labels.astype("i1"))
-    source = opened(tmp_path / "images", test_fraction=0).train
-    assert everything(source)[1].tolist() == [0, 1, 1, 0]
-    path = write_npz(tmp_path / "a.npz", np.ones((4, 1)), labels.astype("f4"))
+def test_signs_as_floats(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", np.ones((4, 1)), np.array([-1, 1, 1, -1], "f4"))
     assert everything(opened(path, classes=2, test_fraction=0).train)[1].tolist() == [0, 1, 1, 0]
     assert opened(path, test_fraction=0).info.classes is None
 
@@ -459,19 +442,6 @@ def test_huge_labels(tmp_path: Path) -> None:
         path = write_npz(tmp_path / "a.npz", np.ones((4, 1)), y)
         assert str(most) in refused(path).replace(",", "")
         assert f"sample 2 has label {most}" in refused(path, classes=3)
-
-
-def test_text_in_place_of_labels(tmp_path: Path) -> None:
-    names, x = np.array(["cat", "dog"] * 5), np.ones((10, 2))
-    for path in (
-        write_npz(tmp_path / "a.npz", x, names),
-        write_npz(tmp_path / "b.npz", x, names.astype(object)),
-        write_h5(tmp_path / "a.h5", x, names.astype(object)),
-        write_h5(tmp_path / "b.h5", x, names.astype("S")),
-    ):
-        text = refused(path)
-        assert "array 'y' holds " in text
-        assert "expected real numbers or integers; make numbers of names by np.unique" in text
 
 
 def test_class_labels_in_several_columns(tmp_path: Path) -> None:
@@ -649,11 +619,9 @@ def test_opening_scans_labels_only_if_it_must(tmp_path: Path) -> None:
         file.create_dataset("x", shape=(1_000_000, 1024), dtype="f4", chunks=(1024, 1024))
         y = file.create_dataset("y", shape=(1_000_000,), dtype="i8", chunks=(1 << 16,))
         y[999_999] = 9
-    begin = time.perf_counter()
     with opened(path) as data:
         assert data.info.classes == 10
         assert data.train.block(32) == 1024
-    assert time.perf_counter() - begin < 3
 
 
 def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
@@ -671,17 +639,6 @@ def test_blocks_suit_batches_and_chunks(tmp_path: Path) -> None:
     assert opened(write_h5(tmp_path / "b.h5", np.ones((50, 3)), np.ones(50))).train.block(32) == 64
     for batch in range(1, 64):
         assert data.train.block(batch) % batch == 0
-
-
-def test_scattered_reads_of_a_file(tmp_path: Path) -> None:
-    x = np.arange(40.0).reshape(20, 2)
-    data = opened(write_h5(tmp_path / "a.h5", x, x[:, 0]))
-    ids = np.array([7, 0, 7, 15])
-    got_x, got_y = data.train.read(ids)
-    assert np.array_equal(got_x, x[ids])
-    assert np.array_equal(got_y, x[ids, 0])
-    assert data.test is not None
-    assert np.array_equal(data.test.read(np.array([3, 0]))[0], x[[19, 16]])
 
 
 # NumPy files

@@ -68,14 +68,15 @@ def read(dataset: str, **fields: Any) -> str:
 # HDF5 ------------------------------------------------------------------------------------------
 
 
-def h5(make: Callable[[Any, Path], None], names: str = "") -> Callable[[Path, Path], str]:
-    """Return what writes a file of `X` and `Y`, which `make` changes then."""
+def h5(*changes: Callable[[Any, Path], None], names: str = "") -> Callable[[Path, Path], str]:
+    """Return what writes a file of `X` and `Y`, and changes it then."""
 
     def write(folder: Path, outside: Path) -> str:
         with h5py.File(folder / "data.h5", "w") as file:
             file["good/x"], file["good/y"] = X, Y
             file["x"], file["y"] = file["good/x"], file["good/y"]
-            make(file, outside)
+            for change in changes:
+                change(file, outside)
         return f"{folder}/data.h5{names}"
 
     return write
@@ -88,6 +89,10 @@ def put(name: str, make: Callable[[Path], Any]) -> Callable[[Any, Path], None]:
         file[name] = make(outside)
 
     return change
+
+
+def soft(name: str, path: str) -> Callable[[Any, Path], None]:
+    return put(name, lambda _: h5py.SoftLink(path))
 
 
 def external_link(name: str, item: str, file: str = "secret.h5") -> Callable[[Any, Path], None]:
@@ -122,14 +127,6 @@ def virtual(name: str, source: str = "", item: str = "x", long: bool = False) ->
             layout = h5py.VirtualLayout((8, 2), "f8")
             layout[:] = h5py.VirtualSource(target, item, (8, 2), "f8")
         file.create_virtual_dataset(name, layout)
-
-    return change
-
-
-def both(*changes: Callable[[Any, Path], None]) -> Callable[[Any, Path], None]:
-    def change(file: Any, outside: Path) -> None:
-        for each in changes:
-            each(file, outside)
 
     return change
 
@@ -191,27 +188,17 @@ def huge(name: str, shape: tuple[int, ...], dtype: str = "f8") -> Callable[[Any,
 
 LINKED, STORED = "links to the file .*secret", "has its data in the file .*secret"
 HDF5: list[Case] = [
-    ("as it should be", h5(lambda file, outside: None), "^read$"),
+    ("as it should be", h5(), "^read$"),
     ("inputs by an external link", h5(external_link("x", "x")), LINKED),
     ("targets by an external link", h5(external_link("y", "y")), LINKED),
-    ("a group by an external link", h5(external_link("g", "/"), "::g/x,y"), LINKED),
+    ("a group by an external link", h5(external_link("g", "/"), names="::g/x,y"), LINKED),
     ("a folder as an external link", h5(external_link("x", "x", "")), "links to the file"),
     ("text by an external link", h5(external_link("x", "x", "secret.txt")), LINKED),
     ("a missing file by an external link", h5(external_link("x", "x", "no")), "links to the file"),
-    (
-        "a soft link to an external one",
-        h5(both(external_link("g", "/"), put("x", lambda _: h5py.SoftLink("/g/x")))),
-        LINKED,
-    ),
+    ("a soft link to an external one", h5(external_link("g", "/"), soft("x", "/g/x")), LINKED),
     (
         "soft links to an external one, in a group",
-        h5(
-            both(
-                external_link("good/e", "/"),
-                put("good/s", lambda _: h5py.SoftLink("./e")),
-                put("x", lambda _: h5py.SoftLink("good/s/x")),
-            )
-        ),
+        h5(external_link("good/e", "/"), soft("good/s", "./e"), soft("x", "good/s/x")),
         LINKED,
     ),
     (
@@ -222,36 +209,28 @@ HDF5: list[Case] = [
     ("an external link that nobody asked for", h5(external_link("other", "x")), "^read$"),
     (
         "a missing array beside external links",
-        h5(external_link("other", "x"), "::nothing,y"),
+        h5(external_link("other", "x"), names="::nothing,y"),
         "array 'nothing' is missing",
     ),
-    ("a soft link", h5(put("x", lambda _: h5py.SoftLink("good/../x"))), "missing"),
-    ("a soft link inside", h5(put("x", lambda _: h5py.SoftLink("/./good/x"))), "^read$"),
-    ("a soft link to itself", h5(put("x", lambda _: h5py.SoftLink("/x"))), "too many links"),
-    ("a soft link to nothing", h5(put("x", lambda _: h5py.SoftLink("/no"))), "is missing"),
-    (
-        "two soft links in a circle",
-        h5(both(put("x", lambda _: h5py.SoftLink("z")), put("z", lambda _: h5py.SoftLink("x")))),
-        "too many links",
-    ),
-    ("soft links that multiply", h5(multiplied, "::l2/good/x,y"), "too many links"),
+    ("a soft link", h5(soft("x", "good/../x")), "missing"),
+    ("a soft link inside", h5(soft("x", "/./good/x")), "^read$"),
+    ("a soft link to itself", h5(soft("x", "/x")), "too many links"),
+    ("a soft link to nothing", h5(soft("x", "/no")), "is missing"),
+    ("two soft links in a circle", h5(soft("x", "z"), soft("z", "x")), "too many links"),
+    ("soft links that multiply", h5(multiplied, names="::l2/good/x,y"), "too many links"),
     ("inputs stored outside", h5(stored_outside("x", "u1", 0)), STORED),
     ("targets stored outside", h5(stored_outside("y", "u1", 0)), STORED),
     ("inputs stored in two parts", h5(stored_outside("x", "u1", 0, 100)), STORED),
     ("inputs as text outside", h5(stored_outside("x", "S1", 0)), STORED),
     ("numbers behind a file's end", h5(stored_outside("x", "f8", 250)), STORED),
-    (
-        "stored outside, by a soft link",
-        h5(both(stored_outside("y", "u1", 0), put("x", lambda _: h5py.SoftLink("y")))),
-        STORED,
-    ),
+    ("stored outside, by a soft link", h5(stored_outside("y", "u1", 0), soft("x", "y")), STORED),
     (
         "stored outside, in a group",
         h5(
             lambda file, outside: file.create_dataset(
                 "g/x", (8, 2), "u1", external=[(f"{outside}/secret", 0, 16)]
             ),
-            "::g/x,y",
+            names="::g/x,y",
         ),
         STORED,
     ),
@@ -261,30 +240,30 @@ HDF5: list[Case] = [
     ("a virtual array of a missing file", h5(virtual("x", "missing.h5")), "in the file missing"),
     (
         "a virtual array of a missing file, allowed",
-        h5(virtual("x", "missing.h5"), "::x,y,external"),
+        h5(virtual("x", "missing.h5"), names="::x,y,external"),
         "without its file missing.h5",
     ),
     (
         "a virtual array of an external link here",
-        h5(both(external_link("e", "x"), virtual("x", ".", "e"))),
+        h5(external_link("e", "x"), virtual("x", ".", "e")),
         LINKED,
     ),
     ("a virtual array of this file", h5(virtual("x", ".", "good/x")), "^read$"),
     ("a virtual array of itself", h5(virtual("x", ".")), "in 'x', no plain array"),
     (
         "a virtual array of a virtual one here",
-        h5(both(virtual("v", ".", "good/x"), virtual("x", ".", "v"))),
+        h5(virtual("v", ".", "good/x"), virtual("x", ".", "v")),
         "in 'v', no plain array",
     ),
     ("a virtual array of nothing here", h5(virtual("x", ".", "no")), "in 'no', no plain array"),
     (
         "a virtual array of all arrays that a pattern names",
-        h5(both(external_link("e0", "x"), of_pattern)),
+        h5(external_link("e0", "x"), of_pattern),
         "in 'e%b', no plain array",
     ),
     (
         "a virtual array of one stored outside",
-        h5(both(stored_outside("y", "u1", 0), virtual("x", ".", "y"))),
+        h5(stored_outside("y", "u1", 0), virtual("x", ".", "y")),
         "has its data in",
     ),
     ("references", h5(typed("x", h5py.ref_dtype, lambda f: f["good/x"].ref)), "holds"),
@@ -301,9 +280,9 @@ HDF5: list[Case] = [
         "at least one sample|holds|^read",
     ),
     ("a type in place of an array", h5(put("x", lambda _: np.dtype("f8"))), "is missing"),
-    ("a group in place of an array", h5(lambda f, _: None, "::good,y"), "is missing"),
-    ("a path through an array", h5(lambda f, _: None, "::x/x,y"), "is missing"),
-    ("the file itself", h5(lambda f, _: None, "::/,y"), "is missing"),
+    ("a group in place of an array", h5(names="::good,y"), "is missing"),
+    ("a path through an array", h5(names="::x/x,y"), "is missing"),
+    ("the file itself", h5(names="::/,y"), "is missing"),
     ("a scale that is not a number", h5(scaled(np.nan)), "one finite number"),
     ("a scale that is text", h5(scaled("__import__('os').system('true')")), "one finite number"),
     ("a scale that is a reference", h5(scaled(lambda f: f["y"].ref, h5py.ref_dtype)), "finite"),
@@ -311,11 +290,7 @@ HDF5: list[Case] = [
     ("an empty scale", h5(scaled(h5py.Empty("f8"))), "one finite number"),
     ("a filter that is a plugin", h5(filtered), "cannot be read"),
     ("samples of a petabyte", h5(huge("x", (8, 1 << 47))), "cannot be read|too large"),
-    (
-        "samples without end",
-        h5(both(huge("x", (1 << 40, 2)), huge("y", (1 << 40,), "i4"))),
-        "one label",
-    ),
+    ("samples without end", h5(huge("x", (1 << 40, 2)), huge("y", (1 << 40,), "i4")), "one label"),
     ("no dimension", h5(put("x", lambda _: 1.0)), "at least one sample"),
     ("no samples", h5(put("x", lambda _: np.zeros((0, 2)))), "at least one sample"),
     ("samples of nothing", h5(put("x", lambda _: np.zeros((8, 0)))), "at least one sample"),
@@ -615,7 +590,7 @@ CSVS: list[Case] = [
         csv('"n, o",y,a\n1,0,2\n3,1,4\n', "::a,y"),
         "^read",
     ),
-    ("quotes in a name", csv(TABLE.replace("a,b,", '"a ""x""",b,', 1), "::b,y"), "^read"),
+    ("quotes in a name", csv(TABLE.replace("a,b,", '"a ""x""",b,', 1), names="::b,y"), "^read"),
     ("a quote without end in the names", csv(TABLE.replace("a,b", '"a,b', 1)), "missing|cannot"),
     ("spaces behind commas", csv(TABLE.replace("a,b,y", 'a, "b", y', 1)), "^read$"),
     ("a mark of its encoding", csv("\ufeff" + TABLE), "^read$"),
@@ -623,10 +598,10 @@ CSVS: list[Case] = [
     ("truths", csv(truths("false", "true")), r"^read \(8, 2\): \[0. .*0 1 0 1"),
     ("truths in capitals", csv(truths("False", "True"), "::b,a,y"), r"^read \(8, 2\)"),
     ("truths alone", csv(truths("FALSE", "TRUE"), "::a,y"), r"^read \(8, 1\).*0 1 0 1"),
-    ("truths that are hashed", csv(truths("no", "yes"), "::a,y"), "holds text"),
+    ("truths that are hashed", csv(truths("no", "yes"), names="::a,y"), "holds text"),
     ("a number among truths", csv(truths("false", "true") + "2,2,true\n"), "holds text"),
     ("a missing truth", csv(truths("false", "true") + ",1,true\n"), "has no value"),
-    ("two columns of a name", csv(TABLE.replace("a,b,y", "a,a,y", 1), "::a,y"), "two columns"),
+    ("two columns of a name", csv("a,a,y\n1,2,0\n3,4,1\n", "::a,y"), "two columns"),
     ("names alone", csv("a,b,y\n"), "one line alone"),
     ("no names", csv("\n1,2,0\n"), "missing"),
     ("no names asked for, of none", csv("\n1,2,0\n", ""), "without names"),
@@ -1054,6 +1029,10 @@ def column(name: str, make: Callable[[Any], Any]) -> Callable[[Any, Path], Any]:
     return change
 
 
+def values(name: str, data: Any) -> Callable[[Any, Path], Any]:
+    return column(name, lambda pa: pa.array(data))
+
+
 def extension(table: Any, _: Path) -> Any:
     """Name a type whose reader, in old versions, unpickled what the file says."""
     import pyarrow as pa
@@ -1089,11 +1068,11 @@ PARQUETS: list[Case] = [
     ("a type that is unpickled", parquet(extension), "^read$"),
     ("row groups of another file", elsewhere, "expected"),
     ("an end of 256 MB", cut_footer, NOT_READ),
-    ("text", parquet(column("a", lambda pa: pa.array(["x"] * 8))), "holds text"),
-    ("bytes", parquet(column("a", lambda pa: pa.array([b"x"] * 8))), "holds"),
-    ("truths", parquet(column("y", lambda pa: pa.array(Y.astype(bool)))), "^read$"),
+    ("text", parquet(values("a", ["x"] * 8)), "holds text"),
+    ("bytes", parquet(values("a", [b"x"] * 8)), "holds"),
+    ("truths", parquet(values("y", Y.astype(bool))), "^read$"),
     ("times", parquet(column("a", lambda pa: pa.array(Y, pa.timestamp("s")))), "holds"),
-    ("records", parquet(column("a", lambda pa: pa.array([{"x": 1}] * 8))), "holds"),
+    ("records", parquet(values("a", [{"x": 1}] * 8)), "holds"),
     (
         "maps",
         parquet(column("a", lambda pa: pa.array([[(1, 2)]] * 8, map_of(pa)))),
@@ -1105,24 +1084,20 @@ PARQUETS: list[Case] = [
         parquet(column("a", lambda pa: pa.array([1] * 8).cast(pa.decimal128(20)))),
         "hold",
     ),
-    ("missing numbers", parquet(column("a", lambda pa: pa.array([None] * 7 + [1.0]))), "no value"),
+    ("missing numbers", parquet(values("a", [None] * 7 + [1.0])), "no value"),
     (
         "categories",
         parquet(column("a", lambda pa: pa.array(["x"] * 8).dictionary_encode())),
         "hold",
     ),
-    ("lists beside columns", parquet(column("a", lambda pa: pa.array([[1.0]] * 8))), "lists"),
-    ("lists of lists", parquet(column("a", lambda pa: pa.array([[[1.0]]] * 8)), "::a,y"), "holds"),
+    ("lists beside columns", parquet(values("a", [[1.0]] * 8)), "lists"),
+    ("lists of lists", parquet(values("a", [[[1.0]]] * 8), "::a,y"), "holds"),
     (
         "lists of other lengths",
-        parquet(column("a", lambda pa: pa.array([[1.0], [1.0, 2.0]] * 4)), "::a,y"),
+        parquet(values("a", [[1.0], [1.0, 2.0]] * 4), "::a,y"),
         "as the first",
     ),
-    (
-        "empty lists",
-        parquet(column("a", lambda pa: pa.array([[1.0][:0]] * 8)), "::a,y"),
-        "expected",
-    ),
+    ("empty lists", parquet(values("a", [[1.0][:0]] * 8), "::a,y"), "expected"),
     (
         "two columns of a name",
         parquet(lambda t, _: t.rename_columns(["a", "b", "b"]), "::a,b"),

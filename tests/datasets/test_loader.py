@@ -184,17 +184,13 @@ def test_large_blocks_are_kept_one_at_a_time(tmp_path: Path) -> None:
 def test_each_block_is_read_once_an_epoch(
     file_data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: list[tuple[int, int]] = []
-    load = file_data.train.load_stored
-    monkeypatch.setattr(
-        file_data.train, "load_stored", lambda b, e, d: reads.append((b, e)) or load(b, e, d)
-    )
+    reads = Reads(file_data.train, monkeypatch)
     with loader_of(file_data.train) as loader:
         for begin in range(0, N, 5):
             loader.submit(4, begin, min(begin + 5, N))
         for _ in range(loader.pending):
             loader.take()
-    assert sorted(reads) == [(b, min(b + BLOCK, N)) for b in range(0, N, BLOCK)]
+    assert sorted(reads.begun) == list(range(-(-N // BLOCK)))
 
 
 class Reads:

@@ -122,11 +122,8 @@ def test_a_truncated_file_is_named_at_the_start(tmp_path: Path, cut: str) -> Non
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for name, data in (("a.tar", b"no tar file at all" * 100), ("b.tar", b"")):
-        (tmp_path / name).write_bytes(data)
-        assert f"{tmp_path}/{name}" in refused(tmp_path / name)
     with tarfile.open(tmp_path / "c.tar.gz", "w:gz") as file:
-        file.add(tmp_path / "a.tar", "1.png")
+        file.add(__file__, "1.png")
     assert "expected a whole uncompressed tar file" in refused(tmp_path / "c.tar.gz")
     write_tar(tmp_path / "d.tar", [])
     assert "it has no members" in refused(tmp_path / "d.tar")
