@@ -155,22 +155,21 @@ def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -
         }
     with ExitStack() as opened:
 
-        def tables(option: str) -> tuple[Table, Table | None]:
-            if option not in counted:
-                return _open_tables(getattr(config, option), opened)
-            many = _open_many(counted[option])
-            opened.callback(many.close)
-            return many, None
+        def tables(option: str) -> list[Table]:
+            many = counted.get(option)
+            found = [_open_many(many)] if many else _open_tables(getattr(config, option))
+            for table in found:
+                opened.callback(table.close)
+            return found
 
-        train, test = tables("dataset")
+        train, *others = tables("dataset")
         if config.test_dataset:
-            test, _ = tables("test_dataset")
-        if test is not None:
-            train.match(test)
-            parts = Parts(train, range(train.n), test, range(test.n))
+            others = tables("test_dataset")
+        if others:
+            train.match(others[0])
+            parts = Parts(train, range(train.n), others[0], range(others[0].n))
         else:
-            rows, held_out = _rows(train, _count_test(train, config.test_fraction))
-            parts = Parts(train, rows, train, held_out)
+            parts = Parts(train, *_split(train, config.test_fraction))
         opened.pop_all()
     return parts
 
@@ -227,26 +226,20 @@ def make_dataset(config: "Config", parts: Parts, info: DataInfo) -> Dataset:
         if table.in_memory:
             whole = Source(table, info, range(table.n), config.scale)
             whole.check(np.dtype(config.dtype))
-    make = _reader(_source_of(parts.train)) if info.sparse else Source
+    sparse = "csr.SparseSource" if parts.train.sparse else "hashed.HashedSource"
+    make = _reader(sparse) if info.sparse else Source
     train = make(parts.train, info, parts.rows, config.scale)
     test = make(parts.test, info, parts.test_rows, config.scale) if info.n_test else None
     return Dataset(info, train, test)
 
 
-def _source_of(table: Table) -> str:
-    return "csr.SparseSource" if table.sparse else "hashed.HashedSource"
-
-
-def _open_tables(name: str, opened: ExitStack) -> tuple[Table, Table | None]:
+def _open_tables(name: str) -> list[Table]:
     """Open a dataset's file or, of a folder with MNIST's files, both of its parts."""
     name = os.path.expanduser(name)
     is_folder = name not in BUILT_IN and os.path.isdir(name)
-    paths = _reader("idx.find_mnist")(name) if is_folder else (name,)
-    tables: list[Table] = []
-    for path in paths:
-        tables.append(_open_table(path))
-        opened.callback(tables[-1].close)
-    return tables[0], tables[1] if len(tables) > 1 else None
+    return [
+        _open_table(path) for path in (_reader("idx.find_mnist")(name) if is_folder else [name])
+    ]
 
 
 def _open_many(counted: Counted) -> Table:
@@ -315,18 +308,13 @@ def _reader(name: str) -> Callable:
     return getattr(import_module(f"{__name__}.{module}"), function)
 
 
-def _count_test(table: Table, fraction: float) -> int:
-    if fraction == 0:
-        return 0
-    if table.n < 2:
+def _split(table: Table, fraction: float) -> tuple[range | np.ndarray, Table, range | np.ndarray]:
+    """Return the rows to train on, the table and those to test on, in the order of the file."""
+    if fraction and table.n < 2:
         raise UserError(f"{table.path} has 1 sample", "at least 2, to hold one out")
-    return min(max(1, round(table.n * fraction)), table.n - 1)
-
-
-def _rows(table: Table, n_test: int) -> tuple[range | np.ndarray, range | np.ndarray]:
-    """Return the rows to train on and those to test on, each in the order of the file."""
+    n_test = min(max(1, round(table.n * fraction)), table.n - 1) if fraction else 0
     n_train = table.n - n_test
     if not table.in_memory or not n_test:
-        return range(n_train), range(n_train, table.n)
+        return range(n_train), table, range(n_train, table.n)
     mixed = shuffled(table.n, SPLIT)
-    return np.sort(mixed[n_test:]), np.sort(mixed[:n_test])
+    return np.sort(mixed[n_test:]), table, np.sort(mixed[:n_test])

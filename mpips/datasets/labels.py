@@ -158,14 +158,10 @@ def tally(table: Table, rows: Rows) -> Tally:
     for _, raw in _pieces(table, rows):
         labels = as_labels(raw)
         if raw.dtype.kind not in "bi" and (raw != labels).any():
-            remedy = "mend the labels"
-            raise _outside(table, rows, lambda y: y != as_labels(y), "whole numbers", remedy)
+            _refuse(table, rows, lambda y: y != as_labels(y), "whole numbers", "mend the labels")
         here, often = _count(labels)
-        both = np.union1d(values, here)
-        merged = np.zeros(both.size, "i8")
-        merged[np.searchsorted(both, values)] = counts
-        merged[np.searchsorted(both, here)] += often
-        values, counts = both, merged
+        values, places = np.unique(np.concatenate([values, here]), return_inverse=True)
+        counts = np.bincount(places, np.concatenate([counts, often])).astype("i8")
         runs += int(np.count_nonzero(labels[1:] != labels[:-1])) + int(labels[0] != last)
         last = labels[-1]
     return Tally(values, counts, runs)
@@ -217,28 +213,25 @@ def _scanned(parts: Parts) -> Iterator[tuple[Table, Rows]]:
     yield from ((parts.train, rows) for rows in (parts.rows, parts.test_rows))
 
 
-def _outside(
+def _refuse(
     table: Table, rows: Rows, bad: Callable[[np.ndarray], np.ndarray], expected: str, remedy: str
-) -> UserError:
-    """Make the error for the first label of some rows that is `bad`, as at least one is."""
+) -> None:
+    """Raise an error for the first label of some rows that is `bad`, if there is one."""
     for begin, raw in _pieces(table, range(table.n) if table.in_memory else rows):
         found = bad(raw)
         if found.any():
             at = int(np.argmax(found))
             path, row = table.where(begin + at)
             where = f"array {table.y.name!r}, sample {row}"
-            return UserError(f"{path}: {where} has label {raw[at]}", expected, remedy)
-    raise AssertionError(f"no such label in {table.path}")
+            raise UserError(f"{path}: {where} has label {raw[at]}", expected, remedy)
 
 
 def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
     """Refuse labels below 0, and those above the classes that are given."""
     if seen[0] >= 0 and (not classes or seen[-1] < classes):
         return
-    expected, remedy = (
-        f"whole numbers from 0 to {classes - 1}",
-        "give the right number of --classes",
-    )
+    expected = f"whole numbers from 0 to {classes - 1}"
+    remedy = "give the right number of --classes"
     if not classes:
         expected, remedy = "class numbers from 0, or -1 and +1 alone", "store real values as floats"
     elif seen[0] >= 1 and seen[-1] == classes:
@@ -248,12 +241,8 @@ def _check_range(parts: Parts, seen: np.ndarray, classes: int) -> None:
         labels = as_labels(raw)
         return (labels < 0) | (bool(classes) & (labels >= classes))
 
-    table, rows = next(
-        (t, rows)
-        for t, rows in _scanned(parts)
-        if any(bad(raw).any() for _, raw in _pieces(t, rows))
-    )
-    raise _outside(table, rows, bad, expected, f"{remedy}, or mend the labels")
+    for table, rows in _scanned(parts):
+        _refuse(table, rows, bad, expected, f"{remedy}, or mend the labels")
 
 
 def _judge_numbers(odd: _Odd, table: Table, seen: np.ndarray, signs: bool) -> None:

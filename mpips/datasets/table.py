@@ -84,11 +84,6 @@ class Table(ABC):
         return ()
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know of it, where it has no targets."""
-        return ()
-
-    @property
     def places(self) -> np.ndarray | None:
         """Where samples lie in the file, shape (size,), int64, if that had to be found out."""
         return None

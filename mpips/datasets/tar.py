@@ -88,7 +88,7 @@ class TarTable(Table):
         members = scan(path, wanted) if places is None else places
         self._members = members.reshape(-1, COLUMNS)
         self._numbers = _is_number(wanted.targets)
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         self.path = path
         try:
             x = self._look(X_AT, wanted.inputs or "inputs")
@@ -120,9 +120,7 @@ class TarTable(Table):
 
     def close(self) -> None:
         """Close the file; may be called again."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        self._file.close()
 
     def _read_y(self, rows: np.ndarray) -> np.ndarray:
         return self._members[rows, Y_AT] if self._numbers else self._read(rows, Y_AT, self.y)
@@ -155,7 +153,7 @@ class TarTable(Table):
     def _bytes(self, row: int, column: int) -> bytes:
         at, size = self._members[row, column : column + 2].tolist()
         with reading(f"{self.path}, sample {row}", FORMAT):
-            data = os.pread(self._file, size, at)
+            data = os.pread(self._file.fileno(), size, at)
             if len(data) < size:
                 raise EOFError("it ends early")
             return data

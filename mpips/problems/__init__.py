@@ -85,30 +85,12 @@ def load_problem(name: str, data: "DataInfo", config: "Config") -> Problem:
 def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config") -> Problem:
     path = path.resolve()
     module = _run_file(path)
-    found = _find(module, class_name, path)
     where = f"{path}:{class_name}"
-    shape = ", ".join(map(str, ("n", *data.x_shape)))
-    make: Callable[..., Problem]
-    dense = True
-    if not isinstance(found, type) and "out" in inspect.signature(found).parameters:
-        make, dense = functools.partial(FunctionProblem, found, vars(module)), False
-        expected = "init(rng, data) that returns arrays by name"
-    elif not isinstance(found, type):
-        make = functools.partial(_load(*OF_LOSSES), found, vars(module))
-        expected = (
-            f"init(rng, data), and a loss(params, x, y) that JAX traces for x of ({shape}), or a "
-            "loss(params, batch, out) that writes its gradient"
-        )
-    elif adapter := _adapter(found):
-        make = functools.partial(adapter, found)
-        expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
-    else:
-        _check_methods(found, where)
-        make, dense, expected = found, False, "a class made by CLASS(data, config)"
-    if dense and data.sparse:
+    make, sparse, expected = _maker(_find(module, class_name, path), vars(module), data, where)
+    if data.sparse and not sparse:
         raise _needs_dense(where, data, ", or a loop of your own with mpips.torch.EmbeddingBag")
     try:
-        problem: Problem = make(data, config)
+        problem = make(data, config)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -119,6 +101,46 @@ def _user_problem(path: Path, class_name: str, data: "DataInfo", config: "Config
         remedy = 'set self.layout = Layout.of({"w": (inputs, outputs)}) in __init__'
         raise UserError(f"problem {where} with {got}", "a non-empty mpips.layout.Layout", remedy)
     return problem
+
+
+def _maker(
+    found: Any, beside: dict[str, Any], data: "DataInfo", where: str
+) -> tuple[Callable[..., Problem], bool, str]:
+    """Return what makes a problem of a class or a function, and what that expects of it.
+
+    Args:
+        found: The class or the function.
+        beside: Names of its file.
+        data: What the dataset looks like.
+        where: What messages call it.
+
+    Returns:
+        What makes a problem, whether that takes sparse samples, what is expected.
+
+    Raises:
+        UserError: If the class lacks methods.
+    """
+    shape = ", ".join(map(str, ("n", *data.x_shape)))
+    if not isinstance(found, type):
+        if "out" in inspect.signature(found).parameters:
+            expected = "init(rng, data) that returns arrays by name"
+            return functools.partial(FunctionProblem, found, beside), True, expected
+        expected = (
+            f"init(rng, data), and a loss(params, x, y) that JAX traces for x of ({shape}), or a "
+            "loss(params, batch, out) that writes its gradient"
+        )
+        return functools.partial(_load(*OF_LOSSES), found, beside), False, expected
+    missing = _missing(found)
+    bases = (f"{base.__module__}.{base.__qualname__}" for base in found.__mro__)
+    if missing and (known := next((ADAPTERS[name] for name in bases if name in ADAPTERS), None)):
+        expected = f"a class made by CLASS() or CLASS(data), and a forward of inputs ({shape})"
+        return functools.partial(_load(*known), found), False, expected
+    if missing:
+        methods, base = (_ROW_METHODS, "rows") if uses_rows(found) else (_METHODS, "base")
+        expected = f"the methods {', '.join(methods)}"
+        remedy = f"see mpips/problems/{base}.py"
+        raise UserError(f"problem {where} without {', '.join(missing)}", expected, remedy)
+    return found, True, "a class made by CLASS(data, config)"
 
 
 def _needs_dense(problem: str, data: "DataInfo", more: str = "") -> UserError:
@@ -167,28 +189,9 @@ def _find(module: ModuleType, class_name: str, path: Path) -> Any:
     return found
 
 
-def _adapter(cls: type[Any]) -> Callable[..., Problem] | None:
-    """Return what makes a problem of a class; None for one that is to have the methods itself."""
-    if not _missing(cls):
-        return None
-    for base in cls.__mro__:
-        known = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}")
-        if known:
-            return _load(*known)
-    return None
-
-
 def _load(module: str, name: str) -> Callable[..., Problem]:
     found: Callable[..., Problem] = getattr(importlib.import_module(module), name)
     return found
-
-
-def _check_methods(cls: type[Any], where: str) -> None:
-    missing = _missing(cls)
-    if missing:
-        got = f"problem {where} without {', '.join(missing)}"
-        methods, base = (_ROW_METHODS, "rows") if uses_rows(cls) else (_METHODS, "base")
-        raise UserError(got, f"the methods {', '.join(methods)}", f"see mpips/problems/{base}.py")
 
 
 def _missing(cls: type[Any]) -> list[str]:

@@ -6,6 +6,7 @@ Who computes a gradient is not known here: a problem does (`follow`), or a loop 
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,6 +41,7 @@ class Left(UserError):
         super().__init__(got, "a push", remedy)
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """A batch whose gradient is wanted. Whoever computes it sets `loss`, and goes on.
 
@@ -52,14 +54,12 @@ class Task:
         left: Whether the batch is left instead.
     """
 
-    __slots__ = ("batch", "left", "loss", "out", "params", "rows")
-
-    def __init__(
-        self, params: Arrays, batch: "Batch", out: Arrays, rows: Rows | None = None
-    ) -> None:
-        self.params, self.batch, self.out, self.rows = params, batch, out, rows
-        self.loss: Any = None
-        self.left = False
+    params: Arrays
+    batch: "Batch"
+    out: Arrays
+    rows: Rows | None = None
+    loss: Any = None
+    left: bool = False
 
 
 # Yields what is to be computed, and None after each step that was pushed.
