@@ -92,14 +92,19 @@ class ColumnTable(Table):
     def read_x(self, begin: int, end: int) -> np.ndarray:
         """Return the inputs of rows ``[begin, end)``, and keep their targets at hand."""
         *x, y = self._read(begin, end, [*self._inputs, self._target])
-        self._last = begin, end, y
-        return np.stack(x, axis=1) if len(x) > 1 else x[0]
+        self._last = begin, end, _joined(y)
+        if len(x) == 1:
+            return _joined(x[0])
+        out = np.empty((end - begin, len(x)), self.x.dtype)
+        for k, parts in enumerate(x):
+            np.concatenate(parts, out=out[:, k])
+        return out
 
     def read_y(self, begin: int, end: int) -> np.ndarray:
         """Return the targets of rows ``[begin, end)``."""
         if self._last is not None and self._last[:2] == (begin, end):
             return self._last[2]
-        return self._read(begin, end, [self._target])[0]
+        return _joined(self._read(begin, end, [self._target])[0])
 
     def gather(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of scattered rows: slow, a piece of the file each."""
@@ -112,7 +117,8 @@ class ColumnTable(Table):
         """Close the file; may be called again."""
         self._file.close()
 
-    def _read(self, begin: int, end: int, columns: Sequence[Column]) -> list[np.ndarray]:
+    def _read(self, begin: int, end: int, columns: Sequence[Column]) -> list[list[np.ndarray]]:
+        """Return the arrays of each column that make its rows ``[begin, end)``."""
         low = int(np.searchsorted(self._starts, begin, "right")) - 1
         high = int(np.searchsorted(self._starts, end, "left"))
         at, found = int(self._starts[low]), [list[np.ndarray]() for _ in columns]
@@ -127,7 +133,11 @@ class ColumnTable(Table):
                 at += len(batch)
             if at < end:
                 raise EOFError("it ends early")
-        return [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in found]
+        return found
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def load(module: str = "") -> Any:

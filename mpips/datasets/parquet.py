@@ -33,7 +33,10 @@ class ParquetTable(ColumnTable):
 
     def _columns(self, names: Sequence[str], hashed: bool) -> list[Column]:
         kinds = {name: self._file.schema_arrow.field(name).type for name in names}
-        lengths = {k: self._first_length(k) for k, kind in kinds.items() if kind.num_fields == 1}
+        lists = [
+            k for k, kind in kinds.items() if kind.num_fields and not hasattr(kind, "list_size")
+        ]
+        lengths = {name: self._first_length(name) for name in lists}
         return columns_of(self.path, kinds, hashed, lengths)
 
     def _first_length(self, name: str) -> int:
