@@ -48,8 +48,8 @@ __all__ = [
 
 BUILT_IN = {"digits": "digits.open_digits", "spirals": "spirals.open_spirals"}
 READERS = {
-    ".h5": "hdf5.open_hdf5",
-    ".hdf5": "hdf5.open_hdf5",
+    ".h5": "hdf5.Hdf5Table",
+    ".hdf5": "hdf5.Hdf5Table",
     ".npy": "numpy_files.open_npy",
     ".npz": "numpy_files.open_npz",
     ".svm": "libsvm.open_libsvm",
@@ -62,7 +62,7 @@ READERS = {
 }
 IDX = "idx.open_idx"
 NAMES_SHOWN = 10  # of classes
-HDF5, LIBSVM, IMAGES = "hdf5.open_hdf5", "libsvm.open_libsvm", "images.ImageTable"
+HDF5, LIBSVM, IMAGES = "hdf5.Hdf5Table", "libsvm.open_libsvm", "images.ImageTable"
 SPARSE, HASHED_CSV, HASHED_PARQUET = "libsvm.open_sparse", "csv.open_hashed", "parquet.open_hashed"
 # For problems of few features a sample.
 SPARSELY = {LIBSVM: SPARSE, "csv.CsvTable": HASHED_CSV, "parquet.ParquetTable": HASHED_PARQUET}

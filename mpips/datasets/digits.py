@@ -4,9 +4,10 @@ Reference: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", 
 Learning Repository, 1998; CC BY 4.0.
 """
 
+from contextlib import closing
 from pathlib import Path
 
-from mpips.datasets.hdf5 import load_hdf5
+from mpips.datasets.hdf5 import Hdf5Table
 from mpips.datasets.table import MemoryTable
 
 PATH = Path(__file__).with_name("digits.h5")
@@ -14,4 +15,6 @@ PATH = Path(__file__).with_name("digits.h5")
 
 def open_digits() -> MemoryTable:
     """Read the digits into memory: x (1797, 8, 8), y (1797,)."""
-    return load_hdf5(str(PATH))
+    with closing(Hdf5Table(str(PATH))) as table:
+        x, y = table.read_x(0, table.n), table.read_y(0, table.n)
+        return MemoryTable(table.path, x, y, scale=table.scale)

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from mpips.datasets.base import BLOCK_BYTES
-from mpips.datasets.table import ArrayInfo, MemoryTable, Table, check_file, reading
+from mpips.datasets.table import ArrayInfo, Table, check_file, reading
 from mpips.errors import UserError, nearest
 
 FORMAT = "HDF5"
@@ -36,9 +36,8 @@ class Hdf5Table(Table):
 
     Args:
         path: The file.
-        names: Inputs and targets in it.
+        names: Inputs and targets in it, as for `parse`.
         cache_bytes: Chunks of an array that are kept.
-        external: Whether the arrays may lie in other files.
 
     Raises:
         UserError: If the file is missing, empty, truncated or not HDF5, or has no such arrays.
@@ -46,19 +45,17 @@ class Hdf5Table(Table):
 
     in_memory = False
 
-    def __init__(
-        self,
-        path: str,
-        names: tuple[str, str] = ("x", "y"),
-        cache_bytes: int = CACHE_BYTES,
-        external: bool = False,
-    ) -> None:
-        self._file = _open(path, cache_bytes)
+    def __init__(self, path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> None:
+        pair, external = parse(names)
+        check_file(path)
+        with reading(path, FORMAT):
+            # Locks fail on some file systems and protect nothing here: the file is only read.
+            self._file = h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
         try:
-            self._x, self._y = (_array(self._file, path, name, external) for name in names)
-            x = ArrayInfo(names[0], self._x.shape, self._x.dtype)
-            y = ArrayInfo(names[1], self._y.shape, self._y.dtype)
-            super().__init__(path, x, y, _scale(self._x, path, names[0]))
+            self._x, self._y = (_array(self._file, path, name, external) for name in pair)
+            x = ArrayInfo(pair[0], self._x.shape, self._x.dtype)
+            y = ArrayInfo(pair[1], self._y.shape, self._y.dtype)
+            super().__init__(path, x, y, _scale(self._x, path, pair[0]))
         except BaseException:
             self._file.close()
             raise
@@ -94,12 +91,6 @@ class Hdf5Table(Table):
             return array[rows]
 
 
-def open_hdf5(path: str, names: str = "", cache_bytes: int = CACHE_BYTES) -> Hdf5Table:
-    """Open `path`; for `names` see `parse`."""
-    pair, external = parse(names)
-    return Hdf5Table(path, pair, cache_bytes, external)
-
-
 def parse(names: str) -> tuple[tuple[str, str], bool]:
     """Return the arrays that ``inputs,targets,external`` names, and whether `EXTERNAL` is there.
 
@@ -118,24 +109,7 @@ def parse(names: str) -> tuple[tuple[str, str], bool]:
 
 def open_hdf5_of_many(path: str, names: str = "") -> Hdf5Table:
     """Open one file of many, of which none keeps chunks: blocks are read in any order."""
-    return open_hdf5(path, names, 0)
-
-
-def load_hdf5(path: str) -> MemoryTable:
-    """Read the arrays ``x`` and ``y`` of a small file into memory."""
-    table = Hdf5Table(path)
-    try:
-        x, y = table.read_x(0, table.n), table.read_y(0, table.n)
-        return MemoryTable(path, x, y, scale=table.scale)
-    finally:
-        table.close()
-
-
-def _open(path: str, cache_bytes: int) -> Any:
-    check_file(path)
-    with reading(path, FORMAT):
-        # Locks fail on some file systems and protect nothing here: the file is only read.
-        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
+    return Hdf5Table(path, names, 0)
 
 
 def inside(group: Any, name: str) -> Any:
