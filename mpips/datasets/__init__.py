@@ -6,7 +6,7 @@ samples. Formats are told by the file's suffix; a file without a known one may b
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from mpips.datasets.base import Batch, DataInfo, Dataset, Source, iterate
 from mpips.datasets.files import Files, find_files, parts
 from mpips.datasets.hashed import IDS
 from mpips.datasets.hashed import NAME as HASHED
-from mpips.datasets.index import Counted, Entry, Held, count, held_by
+from mpips.datasets.index import Counted, Entry, Held, stamps_of
 from mpips.datasets.labels import Parts, look
 from mpips.datasets.order import SPLIT, shuffled
 from mpips.datasets.table import Table, check_file, reading
@@ -133,9 +133,13 @@ def count_file(files: Files, path: str) -> Entry:
     Raises:
         UserError: If it is missing, damaged or has no such arrays.
     """
+    stamps, held = stamps_of(path), None
     if files.reader == IMAGES:
-        return count(path, partial(_reader("images.count_images"), shape=files.arrays))
-    return count(path, partial(held_by, _opener(files)) if files.reader in READ_IN_PART else None)
+        held = _reader("images.count_images")(path, files.arrays)
+    elif files.reader in READ_IN_PART:
+        with closing(_opener(files)(path)) as table:
+            held = Held.of(table)
+    return Entry(path, stamps, held)
 
 
 def open_parts(config: "Config", counted: Mapping[str, Counted] | None = None) -> Parts:

@@ -98,29 +98,6 @@ class Counted:
         return self.load_places(entry)
 
 
-def count(path: str, look: Callable[[str], Held] | None) -> Entry:
-    """Look at a file, and read no sample of it.
-
-    Args:
-        path: The file, as its format's reader takes it.
-        look: Finds out what it holds; None where it is not to be opened.
-
-    Raises:
-        UserError: If it is missing, damaged or has no such arrays.
-    """
-    stamps = stamps_of(path)
-    return Entry(path, stamps, look(path) if look else None)
-
-
-def held_by(open_table: Callable[[str], Table], path: str) -> Held:
-    """Open a file; returns what it holds."""
-    table = open_table(path)
-    try:
-        return Held.of(table)
-    finally:
-        table.close()
-
-
 def stamps_of(path: str) -> tuple[Stamp, ...]:
     """Return what a file, or two with a comma between them, or a folder's files are known by.
 

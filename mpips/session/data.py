@@ -61,22 +61,21 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
     compared = run.resumed and not run.config.eval_only
     kept = on_root(comm, lambda: index.load(path) if compared else {})
     workers = ranks.roles.workers
-    mine = workers.index(ranks.rank) if ranks.rank in workers else None
+    n = len(workers)
 
     def look() -> index.Index:
-        shares = many if mine is not None else {}
-        found = {
-            k: _look(f, kept.get(k, []), path, mine or 0, len(workers)) for k, f in shares.items()
-        }
+        if ranks.rank not in workers:
+            return {}
+        mine = workers.index(ranks.rank)
+        found = {k: _look(files, kept.get(k, []), path, mine, n) for k, files in many.items()}
         if run.config.eval_only:
             return found
-        kept_apart = partial(places.save, path, worker=mine or 0)
-        return _written(lambda: {k: kept_apart(k, entries=e) for k, e in found.items()}, path)
+        save = partial(places.save, path, worker=mine)
+        return _written(lambda: {k: save(k, entries=e) for k, e in found.items()}, path)
 
     looked = gather_all(comm, everywhere(comm, look))
-    parts = [looked[rank] for rank in workers]
     found = {
-        option: [parts[k % len(parts)][option][k // len(parts)] for k in range(len(files.paths))]
+        option: [looked[workers[k % n]][option][k // n] for k in range(len(files.paths))]
         for option, files in many.items()
     }
     if not (run.config.eval_only or kept.keys() >= many.keys()):
