@@ -23,13 +23,7 @@ taken, each in the worlds that it needs; under mpirun or srun, those that fit th
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command."""
-    parser = make_common_parser("mpips.bench", DESCRIPTION)
-    add = parser.add_argument
-    add("--scale", action="store_true", help="time steps against sizes, ranks, servers and hosts")
-    add("--from", dest="files", nargs="+", type=Path, default=(), metavar="FILE",
-        help="with --scale: do not measure, but join files that --scale --json wrote")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="with --scale: also draw it, as .svg or .png")
-    return parser
+    return make_common_parser("mpips.bench", DESCRIPTION)
 
 
 def make_common_parser(package: str, description: str) -> argparse.ArgumentParser:
@@ -44,22 +38,6 @@ def make_common_parser(package: str, description: str) -> argparse.ArgumentParse
     add("--list", action="store_true", help="show the measures, and end")
     add("--help", "-h", action="store_true", help="show this text, and end")
     return parser
-
-
-def read_options(args: argparse.Namespace) -> Options:
-    """Return the options of a command line, checked.
-
-    Raises:
-        UserError: If one is illegal.
-    """
-    options = read_common_options(args, MEASURES)
-    if args.files and not args.scale:
-        raise UserError("--from without --scale", "--scale too")
-    if args.plot and not args.scale:
-        raise UserError("--plot without --scale", "--scale too")
-    if args.scale and args.measures:
-        raise UserError(f"--scale and {' '.join(args.measures)}", "one command for each")
-    return options
 
 
 def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Options:
@@ -129,17 +107,7 @@ def take(measures: Catalogue, args: argparse.Namespace, options: Options) -> int
 
 
 def _measure(args: argparse.Namespace) -> int:
-    options = read_options(args)
-    if not args.scale:
-        return take(MEASURES, args, options)
-    from mpips.bench import scale
-
-    request = scale.Request(args.json, args.plot, args.files)
-    request.check(launched() is not None)
-    if launched() is not None:
-        return scale.run_in_world(request, options)
-    signal.signal(signal.SIGTERM, _end)
-    return scale.run(request, options)
+    return take(MEASURES, args, read_common_options(args, MEASURES))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -3,7 +3,7 @@
 import ast
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpips.bench.measure import Row
@@ -45,9 +45,9 @@ class Measure:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
-    def run(self) -> Callable[..., list[Row]]:
+    def run(self) -> Callable[..., Iterable[Row]]:
         """``run(cluster, options)`` in a world, ``run(options)`` for the driver."""
-        function: Callable[..., list[Row]]
+        function: Callable[..., Iterable[Row]]
         function = importlib.import_module(f"{self.package}.{self.name}").run
         return function
 
@@ -129,4 +129,5 @@ MEASURES = Catalogue(
     Measure("link", least=2, nodes=2),
     Measure("wire", least=2, nodes=2),
     Measure("memory"),
+    Measure("scale", (4, 8), (3,), least=3),
 )

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mpips.errors import UserError
 from mpips.session.metrics import write_json
 
 FACTS = "import json; from mpips.bench.world import facts; print(json.dumps(facts()))"
-Part = tuple[str, Callable[[], list[Row]]]
+Part = tuple[str, Callable[[], Iterable[Row]]]
 
 
 def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:

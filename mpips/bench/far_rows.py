@@ -9,12 +9,12 @@ whose rows were asked for before those of the step before were taken.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
-from mpips.bench.link import FAST, among
+from mpips.bench.link import FAST, Rows, among
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.row_ids import zipf
 from mpips.bench.rows import DIM, IDS
@@ -165,41 +165,38 @@ class _Sides:
         self._half.free()
 
 
-def run(cluster: Cluster, options: Options) -> list[Row]:
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     """Compare pulls and pushes of one worker and of two; others sleep. Collective: yes."""
     apart = cluster.nodes > 1
     server = cluster.node_of.index(0)
     workers = [r for r, node in enumerate(cluster.node_of) if node == 1] if apart else [1]
-    made = among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options)) or []
+    yield from among(cluster, [server, workers[0]], lambda two: _beside_plain(two, options))
     for count in (1, 2) if apart else ():
         ranks = [server, *workers[:count]]
         for codec in ("none", "fp16", "int8") if len(ranks) > count else ():
             wire = lambda some, codec=codec: _beside_tcp(some, codec, options)  # noqa: E731
-            made += among(cluster, ranks, wire) or []
-    return made
+            yield from among(cluster, ranks, wire)
 
 
 def _drawn(rows: int) -> str:
     return f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, Zipf 1.05"
 
 
-def _beside_plain(cluster: Cluster, options: Options) -> list[Row]:
+def _beside_plain(cluster: Cluster, options: Options) -> Rows[None]:
     rows = QUICK_ROWS if options.quick else ROWS
     names = ("pull", "plain_pull", "push", "plain_push")
     found = _Sides(cluster, rows)
     times = in_turn(cluster, {name: getattr(found, name) for name in names}, options.repeats)
     found.free()
-    made = []
     for mine, other in (names[:2], names[2:]):
         ours, theirs, ratio = compare(times[mine], times[other])
         ours, theirs = (STEPS * IDS / taken / 1e6 for taken in (ours, theirs))
         what = "Adagrad" if mine == "push" else "pull"
         case = f"{_drawn(rows)}, {what}"
-        made.append(Row("far_rows", case, ours, "M rows/s", "plain messages", theirs, ratio))
-    return made
+        yield Row("far_rows", case, ours, "M rows/s", "plain messages", theirs, ratio)
 
 
-def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> list[Row]:
+def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> Rows[None]:
     """Compare the bytes a second with those of raw TCP to the first worker. Collective: yes."""
     rows = QUICK_ROWS if options.quick else ROWS
     found, moved = _Sides(cluster, rows, codec), dict.fromkeys(ON_THE_WIRE, 0)
@@ -227,7 +224,6 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> list[Row]:
     total = {name: sum(each[name] for each in everyone) for name in ON_THE_WIRE}
     rate = STEPS * data.nbytes / statistics.median(times["tcp"])
     workers = cluster.world - 1
-    made = []
     for name in ON_THE_WIRE:
         due = [taken * total[name] / (STEPS * data.nbytes) for taken in times["tcp"]]
         mine, other, ratio = compare(times[name], due)
@@ -236,5 +232,4 @@ def _beside_tcp(cluster: Cluster, codec: str, options: Options) -> list[Row]:
         case, mb = f"{who}, {name.replace('_', ' ')}{packed}", total[name] / 1e6
         # A pull waits for a round trip; by int8 a step is so short that all else counts.
         aim = REACH if rate <= FAST and name != "pull" and codec != "int8" else None
-        made.append(Row("far_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim))
-    return made
+        yield Row("far_rows", case, mb / mine, "MB/s", "raw TCP", mb / other, ratio, aim)

@@ -7,8 +7,8 @@ nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -39,24 +39,29 @@ OVERLAP = 1 / 1.15
 OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
 OVERLAP_REPEATS = 2  # at most, where so many steps take long
 T = TypeVar("T")
+Rows: TypeAlias = Generator[Row, None, T]
 
 
-def run(cluster: Cluster, options: Options) -> list[Row]:
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     """Compare at each size. Collective: yes."""
-    found = pair_of(cluster, lambda two: _between(two, options))
-    rows, rate = found or ([], 0.0)
-    rates = np.array([rate])
+    rate = yield from pair_of(cluster, lambda two: _between(two, options))
+    rates = np.array([rate or 0.0])
     cluster.wait_request(begin_broadcast(cluster.comm, rates, cluster.node_of.index(0)))
-    return [*rows, _round(cluster, options, float(rates[0]))]
+    yield _round(cluster, options, float(rates[0]))
 
 
-def pair_of(cluster: Cluster, work: Callable[[Cluster], T]) -> T | None:
+def pair_of(cluster: Cluster, work: Callable[[Cluster], Rows[T]]) -> Rows[T | None]:
     """Do `work` on a rank of the first node and one of the second; see `among`."""
     return among(cluster, (cluster.node_of.index(0), cluster.node_of.index(1)), work)
 
 
-def among(cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], T]) -> T | None:
+def among(
+    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], Rows[T]]
+) -> Rows[T | None]:
     """Do `work` on some ranks, each a node of its own, while the others sleep.
+
+    Yields:
+        The rows of `work`, on those ranks.
 
     Returns:
         What it returns on those, and None on the others.
@@ -66,7 +71,7 @@ def among(cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], T]) 
     found, comm = None, cluster_subset(cluster, ranks)
     if cluster.rank in ranks:
         some = Cluster(comm, node_size=1)
-        found = work(some)
+        found = yield from work(some)
         some.free()
     free(comm)
     done = begin_barrier(cluster.comm)
@@ -75,23 +80,17 @@ def among(cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], T]) 
     return found
 
 
-def _between(cluster: Cluster, options: Options) -> tuple[list[Row], float]:
-    """Measure between two ranks; returns rows, and TCP's rate in bytes a second."""
+def _between(cluster: Cluster, options: Options) -> Rows[float]:
+    """Measure between two ranks; returns TCP's rate in bytes a second."""
     link = Link(cluster)
-    rows = list[Row]()
-
-    def add(found: list[Row]) -> None:
-        rows.extend(found)
-        options.tell(found)
-
     for size in options.pick(SIZES, QUICK):
-        found, rate = _transfers(cluster, link, size, options)
-        add(found)
+        rows, rate = _transfers(cluster, link, size, options)
+        yield from rows
         if size >= 1 << 20 or options.quick:
-            add(_overlap(cluster, size, options, rate))
-    add([_latency(cluster)])
+            yield from _overlap(cluster, size, options, rate)
+    yield _latency(cluster)
     link.close()
-    return rows, rate
+    return rate
 
 
 class Sides:
@@ -178,7 +177,7 @@ def _transfers(
     return rows, rate
 
 
-def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> list[Row]:
+def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> Iterator[Row]:
     """Compare steps that compute for about as long as they communicate with the longer of both.
 
     Aimed at only where the link is the limit: TCP of a faster one takes the core that computes.
@@ -187,7 +186,6 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> list
     sides, repeats = Sides(cluster, size), options.repeats
     if sides.times < OVERLAP_STEPS:
         sides.times, repeats = OVERLAP_STEPS, min(repeats, OVERLAP_REPEATS)
-    rows = []
     for share in (0.7, 1.0, 1.4):
         sides.problem.passes = 1
         passes = broadcast(cluster.comm, _passes(cluster, sides, share), 1)
@@ -202,9 +200,8 @@ def _overlap(cluster: Cluster, size: int, options: Options, rate: float) -> list
         move, work = (statistics.median(found[k]) * 1e3 / sides.times for k in ("move", "compute"))
         case = f"{bytes_text(size)}, compute {work:.3g} ms, move {move:.3g} ms"
         ms, beside = 1e3 / sides.times, "the longer of the two"
-        rows.append(Row("far step", case, mine * ms, "ms", beside, other * ms, ratio, reach))
+        yield Row("far step", case, mine * ms, "ms", beside, other * ms, ratio, reach)
     sides.free()
-    return rows
 
 
 def _passes(cluster: Cluster, sides: Sides, share: float) -> int:

@@ -4,7 +4,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,11 @@ class Options:
         repeats: Times that each side is measured, in turn.
         quick: Small sizes only: shows that everything runs, and says nothing about speed.
         sizes: Bytes of the parameters, in measures that have several sizes; empty for their own.
-        tell: Prints rows; a long measure calls it with each part of them that it has.
     """
 
     repeats: int = 5
     quick: bool = False
     sizes: tuple[int, ...] = ()
-    tell: Callable[[Sequence["Row"]], None] = lambda rows: None
 
     def pick(self, normal: Sequence[int], quick: Sequence[int]) -> Sequence[int]:
         """Return the sizes to measure at: those asked for, or the measure's own."""
@@ -79,7 +77,7 @@ class Row:
         return cls(**{field.name: data[field.name] for field in fields(cls)})
 
 
-def aims_for(options: Options, rows: Sequence[Row]) -> list[Row]:
+def aims_for(options: Options, rows: Iterable[Row]) -> list[Row]:
     """Return the rows with their aims, or without any in a quick run."""
     return [replace(row, reach=None) for row in rows] if options.quick else list(rows)
 

@@ -1,124 +1,86 @@
-"""``python -m mpips.bench --scale``: how the cost of a step grows, in one table and one plot.
+"""Steps of all workers beside those of the fewest, and the memory of their server.
 
-Without mpirun it starts a world for each number of ranks; under mpirun it measures that world.
-``--from`` joins what several such commands wrote: that is how hosts are compared.
+In mode async, the world is one server and its workers, and the fewest are one worker and its
+server. In rounds, all ranks stand beside two. The two are on different nodes where there are
+several. A ratio of 1 says that a step costs in proportion to the number of workers.
 """
 
-import json
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from mpips.bench import growth, jobs, plot
-from mpips.bench.driver import described, machine
-from mpips.bench.measure import Options
-from mpips.bench.points import Points, join, read
-from mpips.errors import UserError
-from mpips.report import drawing
-from mpips.session.metrics import write_json
+from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
+from mpips.bench.pushpull import Exchange
+from mpips.bench.rounds import Rounds
+from mpips.bench.vector import make_job
+from mpips.cluster.collectives import cluster_subset, free, gather_all
+from mpips.cluster.world import Cluster
 
-RANKS, QUICK_RANKS = (1, 2, 3, 4, 6, 8), (2, 3)
-MANY_RANKS, MANY_CORES = (12, 16), 16
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for, beside the options of any measure.
-
-    Attributes:
-        json: File for the points, or None.
-        plot: File for the picture, or None.
-        files: Files to join, instead of measuring.
-    """
-
-    json: Path | None = None
-    plot: Path | None = None
-    files: Sequence[Path] = ()
-
-    def check(self, launched: bool) -> None:
-        """Check what can be checked before anything is measured.
-
-        Args:
-            launched: Whether this process is a rank of a world.
-
-        Raises:
-            UserError: If it cannot be done.
-        """
-        if launched and (self.files or self.plot):
-            name = "--from" if self.files else "--plot"
-            remedy = "use --json FILE here, and then --scale --from FILE ... without mpirun"
-            raise UserError(f"{name} under mpirun", "a command without it", remedy)
-        if self.plot:
-            drawing.check(self.plot)
+SIZES, QUICK = (64 << 10, 1 << 20, 16 << 20), (64 << 10,)
+WORK_BYTES = 256 << 20  # of the parameters of all steps in one repeat
+STEPS = (3, 500)  # at least and at most in one repeat
+POWER = 1.25  # of the number of workers: a step may cost so much; 1 is in proportion
+SPARE_MB = 10
 
 
-def run(request: Request, options: Options) -> int:
-    """Measure in worlds of their own, or join files; print the table. Not for a rank.
-
-    Returns:
-        0, or 1 if a world failed.
-
-    Raises:
-        UserError: If a file is wrong, or no world can be started.
-    """
-    if request.files:
-        points, failed = join([read(path) for path in request.files]), False
-    else:
-        points, failed = _measure(options)
-    _show(points, request)
-    return int(failed)
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
+    """Compare at each size; ranks that are not among the fewest wait. Collective: yes."""
+    ranks = (0, cluster.world - 1)
+    comm = cluster_subset(cluster, ranks)
+    fewest = Cluster(comm) if cluster.rank in ranks else None
+    sizes = sorted(options.pick(SIZES, QUICK))
+    for size in sizes:
+        for mode in ("async", "sync"):
+            yield _at(cluster, fewest, mode, size, options)
+    yield _memory(cluster, fewest, sizes[-1])
+    if fewest is not None:
+        fewest.free()
+    free(comm)
 
 
-def _show(points: Points, request: Request) -> None:
-    if request.json:
-        write_json(request.json, points.to_json())
-    for facts in points.machines:
-        print(described(facts))
-    print(growth.text(points), flush=True)
-    if request.plot:
-        plot.draw(points, request.plot)
+def _make(cluster: Cluster, mode: str, size: int) -> Exchange | Rounds:
+    if mode == "sync":
+        return Rounds(cluster, size)
+    return Exchange(make_job(cluster, size // 4, mode, servers=1))
 
 
-def _measure(options: Options) -> tuple[Points, bool]:
-    """Start the worlds, one after the other; returns their points, and whether any failed."""
-    cores = int(machine()["cores"])
-    ranks = QUICK_RANKS if options.quick else RANKS + MANY_RANKS * (cores >= MANY_CORES)
-    parts, failed = [], False
-    for number in ranks:
-        start = time.perf_counter()
-        outcome = ""
-        try:
-            parts.append(_world(number, options))
-        except jobs.Failed as error:
-            failed, outcome = True, f", failed: {error}"
-        spent = time.perf_counter() - start
-        line = f"mpips.bench: scale, {number} rank{'s' * (number > 1)}: {spent:.1f} s{outcome}"
-        print(line, file=sys.stderr, flush=True)
-    return join(parts), failed
+def _at(cluster: Cluster, fewest: Cluster | None, mode: str, size: int, options: Options) -> Row:
+    steps = options.times(STEPS, WORK_BYTES // size)
+    all_ranks = _make(cluster, mode, size)
+    few_ranks = _make(fewest, mode, size) if fewest is not None else None
+
+    def few() -> None:
+        if few_ranks is not None:
+            few_ranks.exchange(steps)
+
+    sides = {"all": lambda: all_ranks.exchange(steps), "few": few}
+    times = in_turn(cluster, sides, options.repeats)
+    all_ranks.free()
+    if few_ranks is not None:
+        few_ranks.free()
+    servers = int(mode == "async")
+    more = (cluster.world - servers) / (2 - servers)
+    mine, other, ratio = compare(times["all"], [more * taken for taken in times["few"]])
+    crowded = any(gather_all(cluster.comm, cluster.ranks_per_core > 1))
+    aim = None if crowded else more ** (1 - POWER)  # waiting costs more where ranks share cores
+    ms, beside = 1e3 / steps, f"{more:g} x a step of {2 - servers}"
+    case = f"{mode}, {bytes_text(size)}, {cluster.world - servers} workers"
+    return Row("scale", case, mine * ms, "ms", beside, other * ms, ratio, aim)
 
 
-def _world(ranks: int, options: Options) -> Points:
-    args = ["-m", "mpips.bench", "--scale", "--json", "points.json", *jobs.words(options)]
-    with jobs.temporary_folder() as folder:
-        jobs.run(ranks, args, folder)
-        return Points.from_json(json.loads((folder / "points.json").read_text()))
+def _memory(cluster: Cluster, fewest: Cluster | None, size: int) -> Row:
+    """Compare what a server holds privately. Collective: yes."""
+    few = _server_mb(fewest, size) if fewest is not None else 0.0
+    bound = max(gather_all(cluster.comm, few)) + SPARE_MB
+    used = max(gather_all(cluster.comm, _server_mb(cluster, size)))
+    case = f"memory of the server, {bytes_text(size)}, {cluster.world - 1} workers"
+    return Row("scale", case, used, "MB", f"with 1, + {SPARE_MB} MB", bound, bound / used, 1.0)
 
 
-def run_in_world(request: Request, options: Options) -> int:
-    """Measure in this world; rank 0 prints the table. Collective: yes. Returns the exit code."""
-    from mpips.bench import steps, world
-    from mpips.cluster.start import whole_world
-    from mpips.cluster.world import Cluster
-
-    def work() -> None:
-        ranks = Cluster(whole_world())
-        ranks.limit_threads()
-        points = steps.measure(ranks, options)
-        if ranks.rank == 0:
-            _show(points, request)
-        ranks.barrier()
-        ranks.free()
-
-    return world.guarded(work)
+def _server_mb(cluster: Cluster, size: int) -> float:
+    """Return the private memory of this rank after an exchange; 0 on a worker. Collective: yes."""
+    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1))
+    exchange.exchange(3)
+    status = Path("/proc/self/status").read_text()
+    private = int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
+    exchange.free()
+    return private if exchange.server is not None else 0.0

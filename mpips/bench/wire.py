@@ -8,12 +8,12 @@ What counts is what the sending side's hosts send, headers of all layers and ans
 side included, over the interface that sends most; nothing else should be sent from there meanwhile.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mpips.bench.link import Sides, pair_of
+from mpips.bench.link import Rows, Sides, pair_of
 from mpips.bench.measure import Options, Row, bytes_text
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
@@ -32,16 +32,14 @@ STEPS = 24
 TOGETHER = 0.85  # of the workers on a node: so much fewer are the bytes, once all are in step
 
 
-def run(cluster: Cluster, options: Options) -> list[Row]:
+def run(cluster: Cluster, options: Options) -> Iterator[Row]:
     """Count with each codec and of neighbours, at each size. Collective: yes."""
-    rows = pair_of(cluster, lambda two: _between(two, options)) or []
+    yield from pair_of(cluster, lambda two: _between(two, options))
     for size in options.pick(SIZES, QUICK):
-        rows += neighbours(cluster, size)
-    return rows
+        yield from neighbours(cluster, size)
 
 
-def _between(cluster: Cluster, options: Options) -> list[Row]:
-    rows = []
+def _between(cluster: Cluster, options: Options) -> Rows[None]:
     for size in options.pick(SIZES, QUICK):
         for what, option, names in (
             ("push", "codec", tuple(AIMS)),
@@ -53,9 +51,7 @@ def _between(cluster: Cluster, options: Options) -> list[Row]:
                 mine = _bytes(cluster, size, what, {option: name})
                 case, mb = f"{bytes_text(size)}, {name}", 1e-6
                 ratio, aim = plain / mine, AIMS[name]
-                row = Row(f"wire {what}", case, mine * mb, "MB", "none", plain * mb, ratio, aim)
-                rows.append(row)
-    return rows
+                yield Row(f"wire {what}", case, mine * mb, "MB", "none", plain * mb, ratio, aim)
 
 
 def check_counted(counted: float, size: int, what: str) -> None:

@@ -2,8 +2,7 @@
 
 import datetime
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,9 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     Returns:
         The exit code.
     """
-    return guarded(lambda: _measure(measures, names, options, path))
-
-
-def guarded(work: Callable[[], None]) -> int:
-    """Do `work` on all ranks, and end them all if it fails on any; returns the exit code."""
     try:
         check_world(whole_world())
-        work()
+        _measure(measures, names, options, path)
     except Agreed as error:
         return refuse(error)
     except UserError as error:  # perhaps on this rank alone
@@ -56,17 +50,11 @@ def _measure(
     size = ranks.world, ranks.nodes
     chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
     rows: list[Row] = []
-
-    def tell(more: Sequence[Row]) -> None:
-        found = aims_for(options, more)
-        rows.extend(found)
-        if ranks.rank == 0:
-            say_rows(found)
-
     for measure in chosen:
-        before = len(rows)
-        found = measure.run(ranks, replace(options, tell=tell))
-        tell(found[len(rows) - before :])  # those that it has not told itself
+        for row in measure.run(ranks, options):
+            rows += aims_for(options, [row])
+            if ranks.rank == 0:
+                say_rows(rows[-1:])
     if ranks.rank == 0:
         if path:
             write_json(path, {"machine": facts(), "rows": [row.to_json() for row in rows]})

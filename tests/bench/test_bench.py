@@ -180,7 +180,7 @@ WORLD_OF_2 = ("pushpull", "rounds", "rules", "codecs", "rows", "far_rows")
     [
         (1, 1, ["rounds", "rules", "codecs", "rows"]),
         (2, 1, [*WORLD_OF_2]),
-        (2, 2, [*WORLD_OF_2, "link", "wire"]),
+        (3, 2, [*WORLD_OF_2, "link", "wire", "scale"]),
     ],
 )
 def test_what_fits_a_world(ranks: int, nodes: int, names: list[str]) -> None:
@@ -278,7 +278,6 @@ def test_help(tmp_path: Path) -> None:
         (["--repeats", "many"], "command line: argument --repeats: invalid int value"),
         (["--sizes", "64K"], "--sizes 64K, expected bytes"),
         (["--json", "there/rows.json"], "--json there/rows.json, expected a file in a folder"),
-        (["--plot", "a.svg"], "--plot without --scale, expected --scale too"),
         (["--fast"], "command line: unrecognized arguments: --fast, expected what --help"),
     ],
 )
@@ -330,7 +329,7 @@ def check_rows(path: Path, measures: set[str]) -> list[dict[str, Any]]:
 def test_a_world_measures_what_fits(tmp_path: Path) -> None:
     args = [*BENCH, "--quick", "--repeats", "1", "--json", "rows.json"]
     done = launch.run(3, args, tmp_path, timeout_s=120).check()
-    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows"}
+    measures = {"push+pull", "sync round", "update rule", "codec", "rows", "far_rows", "scale"}
     rows = check_rows(tmp_path / "rows.json", measures)
     rules = [row["case"].partition(",")[0] for row in rows if row["measure"] == "update rule"]
     assert rules == list(RULES)
