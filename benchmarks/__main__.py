@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.catalogue import MEASURES
 from benchmarks.options import BenchmarkOptions
-from mpips.bench.__main__ import command, make_common_parser, read_common_options, take
+from mpips.bench import __main__ as bench
+from mpips.config.arguments import Parser
 from mpips.errors import UserError
 from mpips.report import drawing
 from mpips.train import launched
@@ -19,9 +21,9 @@ are taken, each in the worlds that it needs; under mpirun or srun, those that fi
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Build the parser of this command."""
-    parser = make_common_parser("benchmarks", DESCRIPTION)
+    parser = bench.make_parser("benchmarks", DESCRIPTION)
     add = parser.add_argument
     add("--venv", type=Path, metavar="VENV", help="where the packages of peers are installed")
     add("--plot", type=Path, metavar="FILE", help="of convergence: also draw it, as .svg or .png")
@@ -34,20 +36,20 @@ def read_options(args: argparse.Namespace) -> BenchmarkOptions:
     Raises:
         UserError: If one is illegal.
     """
-    common = read_common_options(args, MEASURES)
     if args.plot:
         if args.measures != ["convergence"] or launched() is not None:
             raise UserError("--plot", "convergence alone, and without mpirun")
         drawing.check(args.plot)
     if args.venv and not (args.venv / "bin" / "python").exists():
         raise UserError(f"--venv {args.venv}", "a virtual environment")
+    common = bench.read_options(args)
     return BenchmarkOptions(**asdict(common), venv=args.venv, plot=args.plot)
 
 
-def measure(args: argparse.Namespace) -> int:
-    """Take the measures that a parsed command line asks for; returns the exit code."""
-    return take(MEASURES, args, read_options(args))
+def main(argv: Sequence[str]) -> int:
+    """Take the measures that a command line asks for; returns the exit code."""
+    return bench.command(argv, make_parser(), MEASURES, read_options)
 
 
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:], make_parser(), MEASURES, measure))
+    sys.exit(main(sys.argv[1:]))

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.sleeping_model import SleepingModel
+from benchmarks.turns import compare_rates, steady_rate, take_turns
 from mpips.bench import jobs
-from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
+from mpips.bench.jobs import TRAIN, temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS
 from mpips.datasets import Batch

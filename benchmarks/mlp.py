@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.bench.jobs import TRAIN, compare_rates, steady_rate, take_turns, temporary_folder
+from benchmarks.turns import compare_rates, steady_rate, take_turns
+from mpips.bench.jobs import TRAIN, temporary_folder
 from mpips.bench.jobs import run as run_job
 from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY

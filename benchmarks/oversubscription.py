@@ -4,7 +4,8 @@ Samples per second of whole runs of the same training, 2 servers and 6 workers a
 """
 
 from benchmarks.mlp import Perceptron
-from mpips.bench.jobs import compare_rates, take_turns, temporary_folder
+from benchmarks.turns import compare_rates, take_turns
+from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
 
 REACH = 0.85

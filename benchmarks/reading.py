@@ -19,7 +19,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpips.bench.jobs import compare_rates, take_turns, temporary_folder
+from benchmarks.turns import compare_rates, take_turns
+from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.config import Config
 from mpips.datasets import Source, open_dataset

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.switched import BusyExchange, with_and_without
 from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.bench.pushpull import Exchange, with_and_without
 from mpips.bench.vector import make_job
 from mpips.cluster.world import Cluster
 from mpips.kernels.record_lines import warm
@@ -32,7 +32,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder: Path) -> Row:
     job = make_job(cluster, size // 4, "async", servers=1, read="consistent")
-    exchange = Exchange(job, compute_s)
+    exchange = BusyExchange(job, compute_s)
     server, recorder = exchange.server, None
     if server is not None:
         about = {"part": 1, "workers": cluster.roles.workers, "samples": [job.info.n_train]}

@@ -15,10 +15,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 import numpy as np
+from numba import njit
 
 from benchmarks.rows_program import warm_steps
+from benchmarks.turns import compare_rates, take_turns
 from mpips.bench import jobs
-from mpips.bench.loops import gather, scatter_adagrad, scatter_add, zeros
+from mpips.bench.loops import gather, scatter_add, zeros
 from mpips.bench.measure import Options, Row
 from mpips.bench.row_ids import ROW_DIM, ROW_IDS, row_ids
 from mpips.cluster.process import keep_freed_memory
@@ -84,8 +86,8 @@ def beside_loops(case: Case, options: Options) -> dict[str, tuple[float, float, 
     steps = case.steps(options.quick)
     sides = {"mpips": partial(rate, case, steps)}
     sides |= {name: partial(plain_rate, case, steps, name == BESIDE[0]) for name in BESIDE}
-    taken = jobs.take_turns(sides, options.repeats)
-    return {name: jobs.compare_rates(taken["mpips"], taken[name]) for name in BESIDE}
+    taken = take_turns(sides, options.repeats)
+    return {name: compare_rates(taken["mpips"], taken[name]) for name in BESIDE}
 
 
 def rate(case: Case, steps: int) -> float:
@@ -142,6 +144,17 @@ def plain_rate(case: Case, steps: int, adagrad: bool = False) -> float:
         return _together([receive.recv() for receive in ends], case.ids)
     except EOFError:
         raise jobs.Failed("a process with plain loops has died") from None
+
+
+@njit(error_model="numpy", nogil=True)
+def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
+    """Apply Adagrad by ``grads[i]`` to ``table[ids[i]]``, whose second half has the sums."""
+    factor, tiny, dim = table.dtype.type(rate), table.dtype.type(1e-8), grads.shape[1]
+    for i in range(ids.size):
+        row, total, grad = table[ids[i], :dim], table[ids[i], dim:], grads[i]
+        for j in range(dim):
+            total[j] += grad[j] * grad[j]
+            row[j] -= factor * grad[j] / (np.sqrt(total[j]) + tiny)
 
 
 def _step(table: np.ndarray, ids: np.ndarray, found: np.ndarray) -> None:

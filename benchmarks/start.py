@@ -11,8 +11,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.turns import take_turns
 from mpips.bench import jobs
-from mpips.bench.jobs import TRAIN, take_turns, temporary_folder
+from mpips.bench.jobs import TRAIN, temporary_folder
 from mpips.bench.measure import Options, Row, compare
 from mpips.launch.mpirun import TREE
 

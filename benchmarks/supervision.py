@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import recovery
+from benchmarks.turns import compare_rates, steady_rate, take_turns
 from mpips.bench import jobs
-from mpips.bench.jobs import Failed, compare_rates, steady_rate, take_turns, temporary_folder
+from mpips.bench.jobs import Failed, temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS
 from mpips.launch.mpirun import default_launcher, survivors_launcher

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.catalogue import MEASURES
+from benchmarks.turns import steady_rate
 from mpips.bench.jobs import run as run_job
-from mpips.bench.jobs import steady_rate, temporary_folder
+from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
 from mpips.checkpoint.place import METRICS, SUMMARY
 from mpips.errors import UserError

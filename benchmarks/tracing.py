@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from benchmarks.switched import BusyExchange, with_and_without
 from mpips.bench.jobs import temporary_folder
 from mpips.bench.measure import Options, Row
-from mpips.bench.pushpull import Exchange, with_and_without
 from mpips.bench.vector import make_job
 from mpips.cluster import words
 from mpips.cluster.trace import Trace
@@ -31,7 +31,7 @@ def run(cluster: Cluster, options: Options) -> list[Row]:
 
 
 def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder: Path) -> Row:
-    exchange = Exchange(make_job(cluster, size // 4, "async", servers=1), compute_s)
+    exchange = BusyExchange(make_job(cluster, size // 4, "async", servers=1), compute_s)
     with closing(Trace(folder / f"rank-{cluster.rank}", {"rank": cluster.rank})) as trace:
 
         @contextmanager

@@ -11,6 +11,7 @@ from benchmarks import mlp, row_workers, torch
 from benchmarks.options import BenchmarkOptions
 from benchmarks.peers import process
 from benchmarks.row_workers import DRAWN
+from benchmarks.turns import compare_rates, take_turns
 from mpips.bench import jobs
 from mpips.bench.catalogue import MEASURES
 from mpips.bench.measure import Options, Row, bytes_text
@@ -132,8 +133,8 @@ def _compare(case: Case, venv: Path, options: Options) -> list[Row]:
 
     with jobs.temporary_folder() as folder:
         text, ours = _ours(case, options, folder)
-        found = jobs.take_turns({"mpips": ours, "peer": theirs}, repeats)
-    mine, other, ratio = jobs.compare_rates(found["mpips"], found["peer"])
+        found = take_turns({"mpips": ours, "peer": theirs}, repeats)
+    mine, other, ratio = compare_rates(found["mpips"], found["peer"])
     unit = process.UNITS[case.work]
     if case.work == "round":  # shown as times, as the other rounds are
         mine, other, unit = 1e3 / mine, 1e3 / other, "ms"

@@ -21,13 +21,8 @@ taken, each in the worlds that it needs; under mpirun or srun, those that fit th
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of this command."""
-    return make_common_parser("mpips.bench", DESCRIPTION)
-
-
-def make_common_parser(package: str, description: str) -> argparse.ArgumentParser:
-    """Build a parser of the options that all measures have."""
+def make_parser(package: str = "mpips.bench", description: str = DESCRIPTION) -> Parser:
+    """Build the parser of this command, or of another that takes measures."""
     parser = Parser(prog=f"python -m {package}", description=description, add_help=False)
     add = parser.add_argument
     add("measures", nargs="*", metavar="MEASURE", help="see --list [default: all but long ones]")
@@ -40,13 +35,12 @@ def make_common_parser(package: str, description: str) -> argparse.ArgumentParse
     return parser
 
 
-def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Options:
-    """Return the options that all measures have, checked.
+def read_options(args: argparse.Namespace) -> Options:
+    """Return the options of a command line, checked.
 
     Raises:
         UserError: If one is illegal.
     """
-    measures.choose(args.measures)
     if args.repeats is None:
         args.repeats = 1 if args.quick else Options.repeats
     if args.repeats < 1:
@@ -61,14 +55,14 @@ def read_common_options(args: argparse.Namespace, measures: Catalogue) -> Option
 
 def main(argv: Sequence[str]) -> int:
     """Measure, on all ranks of the world or as the driver of others; returns the exit code."""
-    return command(argv, make_parser(), MEASURES, _measure)
+    return command(argv, make_parser(), MEASURES, read_options)
 
 
 def command(
     argv: Sequence[str],
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     measures: Catalogue,
-    work: Callable[[argparse.Namespace], int],
+    read: Callable[[argparse.Namespace], Options],
 ) -> int:
     """Do what a command line says; returns the exit code.
 
@@ -76,7 +70,7 @@ def command(
         argv: The command line's words.
         parser: Of the command.
         measures: All that there are.
-        work: Does what a parsed command line asks for; returns the exit code.
+        read: Checks the parsed words, and returns their options.
     """
     rank = launched()
     try:
@@ -85,29 +79,18 @@ def command(
             text = parser.format_help() if args.help else measures.listing()
             print(end="" if rank not in (None, "0") else text)
             return 0
-        return work(args)
+        measures.choose(args.measures)
+        options = read(args)
+        if rank is None:
+            from mpips.bench import driver
+
+            signal.signal(signal.SIGTERM, _end)
+            return driver.run(measures, args.measures, options, args.json)
+        from mpips.bench import world
+
+        return world.run(measures, args.measures, options, args.json)
     except UserError as error:
         return refuse(error, rank)
-
-
-def take(measures: Catalogue, args: argparse.Namespace, options: Options) -> int:
-    """Take the measures that a command line names, with its options; returns the exit code.
-
-    Raises:
-        UserError: If one is not known, or cannot be taken here. Under a launcher that is printed.
-    """
-    if launched() is None:
-        from mpips.bench import driver
-
-        signal.signal(signal.SIGTERM, _end)
-        return driver.run(measures, args.measures, options, args.json)
-    from mpips.bench import world
-
-    return world.run(measures, args.measures, options, args.json)
-
-
-def _measure(args: argparse.Namespace) -> int:
-    return take(MEASURES, args, read_common_options(args, MEASURES))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -3,10 +3,10 @@
 import ast
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mpips.bench.measure import Row
 from mpips.errors import UserError, unknown
 
 
@@ -16,8 +16,7 @@ class Measure:
 
     Attributes:
         name: Its name on the command line, and of its module.
-        worlds: Ranks of each world that the driver starts for it.
-        quick: The same for ``--quick``.
+        worlds: Ranks of each world that the driver starts for it, for ``--quick`` of the first.
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
         named: Whether it is taken only where it is named: it is long.
@@ -27,7 +26,6 @@ class Measure:
 
     name: str
     worlds: tuple[int, ...] = ()
-    quick: tuple[int, ...] = ()
     least: int = 1
     nodes: int = 1
     named: bool = False
@@ -45,9 +43,9 @@ class Measure:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
-    def run(self) -> Callable[..., Iterable[Row]]:
-        """``run(cluster, options)`` in a world, ``run(options)`` for the driver."""
-        function: Callable[..., Iterable[Row]]
+    def run(self) -> Callable[..., Any]:
+        """Returns or yields rows: ``run(cluster, options)``, or ``run(options)`` of the driver."""
+        function: Callable[..., Any]
         function = importlib.import_module(f"{self.package}.{self.name}").run
         return function
 
@@ -120,14 +118,14 @@ class Catalogue(dict[str, Measure]):
 
 
 MEASURES = Catalogue(
-    Measure("pushpull", (3,), (3,), least=2),
-    Measure("rounds", (2, 4, 8), (2,)),
-    Measure("rules", (1,), (1,)),
-    Measure("codecs", (1,), (1,)),
-    Measure("rows", (1,), (1,)),
-    Measure("far_rows", (2,), (2,), least=2),
+    Measure("pushpull", (3,), least=2),
+    Measure("rounds", (2, 4, 8)),
+    Measure("rules", (1,)),
+    Measure("codecs", (1,)),
+    Measure("rows", (1,)),
+    Measure("far_rows", (2,), least=2),
     Measure("link", least=2, nodes=2),
     Measure("wire", least=2, nodes=2),
     Measure("memory"),
-    Measure("scale", (4, 8), (3,), least=3),
+    Measure("scale", (4, 8), least=3),
 )

@@ -59,7 +59,7 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
 def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
     """Yield what is to be done, each with its label."""
     for measure in chosen:
-        for ranks in measure.quick if options.quick else measure.worlds:
+        for ranks in measure.worlds[: 1 if options.quick else None]:
             label = f"{measure.name}, {ranks} rank{'s' * (ranks > 1)}"
             yield label, partial(jobs.world, measure, ranks, options)
         if measure.has_jobs:

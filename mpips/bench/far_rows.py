@@ -14,11 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from mpips.bench.link import FAST, Rows, among
+from mpips.bench.link import FAST
 from mpips.bench.measure import Options, Row, compare, in_turn
 from mpips.bench.row_ids import zipf
 from mpips.bench.rows import DIM, IDS
 from mpips.bench.tcp import Link
+from mpips.bench.world import Rows, among
 from mpips.cluster.collectives import begin_barrier, cluster_subset, gather_all
 from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.tags import TAG_PLAIN
@@ -32,8 +33,9 @@ from mpips.library.optimizers import Adagrad
 from mpips.optim import make_rule
 from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
-from mpips.ps.assemble import ServerHalf, assemble
+from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
+from mpips.ps.rows import RowsAtWork
 from mpips.transport.wire import Packing
 
 ROWS, QUICK_ROWS = 1_000_000, 10_000
@@ -65,53 +67,51 @@ class _Sides:
         if isinstance(self._half, ServerHalf):
             self._half.open(cluster.wait_request)
 
-    def pull(self) -> None:
-        """Read the rows of each step."""
+    @property
+    def _worker(self) -> tuple[WorkerHalf, RowsAtWork]:
+        half = self._half
+        assert isinstance(half, WorkerHalf)
+        assert half.rows is not None, "there is a table"
+        return half, half.rows
+
+    def pull(self, ahead: bool = False) -> None:
+        """Read the rows of each step; `ahead` asks for those of the next one before."""
 
         def work() -> None:
-            rows = self._half.rows  # type: ignore[union-attr]
-            assert rows is not None, "there is a table"
-            for ids in self._ids:
+            _, rows = self._worker
+            for ids in self._ids[: int(ahead)]:
+                rows.ask("rows", ids)
+            for ids, following in zip(self._ids, [*self._ids[1:], None], strict=True):
+                if ahead and following is not None:
+                    rows.ask("rows", following)
                 rows.pull("rows", ids)
 
         self._while(work, 0)
 
     def pull_ahead(self) -> None:
         """Read the rows of each step, and ask for those of the next one before."""
-
-        def work() -> None:
-            rows = self._half.rows  # type: ignore[union-attr]
-            assert rows is not None, "there is a table"
-            rows.ask("rows", self._ids[0])
-            for ids, following in zip(self._ids, [*self._ids[1:], None], strict=True):
-                if following is not None:
-                    rows.ask("rows", following)
-                rows.pull("rows", ids)
-
-        self._while(work, 0)
+        self.pull(ahead=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes of rows and their numbers that this worker has moved; 0 on the server."""
         if isinstance(self._half, ServerHalf):
             return 0
-        rows = self._half.rows
-        assert rows is not None, "there is a table"
-        return sum(rows.bytes_moved) + self._half.sender.bytes_sent
+        half, rows = self._worker
+        return sum(rows.bytes_moved) + half.sender.bytes_sent
 
     def push(self) -> None:
         """Push the gradients of each step, until all are applied."""
 
         def work() -> None:
-            half, cluster = self._half, self._cluster
-            assert not isinstance(half, ServerHalf)
+            (half, rows), wait = self._worker, self._cluster.wait
             for ids in self._ids:
                 seq = half.sender.seq + 1
-                cluster.wait(lambda s=seq: half.writable(s))  # type: ignore[misc]
-                half.rows.begin(seq)  # type: ignore[union-attr]
-                half.rows.push("rows", ids, self._grads)  # type: ignore[union-attr]
+                wait(partial(half.writable, seq))
+                rows.begin(seq)
+                rows.push("rows", ids, self._grads)
                 half.sender.push((0, 0, 1), 1, 0.0, half.puller.versions)
-            cluster.wait(half.sender.sent)
+            wait(half.sender.sent)
 
         self._while(work, STEPS)
 

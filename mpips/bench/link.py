@@ -7,8 +7,8 @@ nodes need at TCP's rate (Thakur et al., IJHPCA 2005: each link carries 2 (H - 1
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,8 @@ from mpips.bench.pushpull import Exchange
 from mpips.bench.rounds import Rounds
 from mpips.bench.tcp import Link
 from mpips.bench.vector import Vector, make_job
-from mpips.cluster.collectives import (
-    begin_barrier,
-    begin_broadcast,
-    broadcast,
-    cluster_subset,
-    free,
-)
+from mpips.bench.world import Rows, T, among
+from mpips.cluster.collectives import begin_broadcast, broadcast
 from mpips.cluster.library import is_open_mpi
 from mpips.cluster.world import Cluster
 
@@ -38,8 +33,6 @@ LATENCY_S = 0.2e-3
 OVERLAP = 1 / 1.15
 OVERLAP_STEPS = 10  # at least: the last push of a repeat has no further step to hide behind
 OVERLAP_REPEATS = 2  # at most, where so many steps take long
-T = TypeVar("T")
-Rows: TypeAlias = Generator[Row, None, T]
 
 
 def run(cluster: Cluster, options: Options) -> Iterator[Row]:
@@ -53,31 +46,6 @@ def run(cluster: Cluster, options: Options) -> Iterator[Row]:
 def pair_of(cluster: Cluster, work: Callable[[Cluster], Rows[T]]) -> Rows[T | None]:
     """Do `work` on a rank of the first node and one of the second; see `among`."""
     return among(cluster, (cluster.node_of.index(0), cluster.node_of.index(1)), work)
-
-
-def among(
-    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], Rows[T]]
-) -> Rows[T | None]:
-    """Do `work` on some ranks, each a node of its own, while the others sleep.
-
-    Yields:
-        The rows of `work`, on those ranks.
-
-    Returns:
-        What it returns on those, and None on the others.
-
-    Collective: yes.
-    """
-    found, comm = None, cluster_subset(cluster, ranks)
-    if cluster.rank in ranks:
-        some = Cluster(comm, node_size=1)
-        found = yield from work(some)
-        some.free()
-    free(comm)
-    done = begin_barrier(cluster.comm)
-    while not done.Test():
-        time.sleep(0.02)
-    return found
 
 
 def _between(cluster: Cluster, options: Options) -> Rows[float]:

@@ -28,17 +28,6 @@ def scatter_add(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: flo
             row[j] -= factor * grad[j]
 
 
-@njit(error_model="numpy", nogil=True)
-def scatter_adagrad(table: np.ndarray, ids: np.ndarray, grads: np.ndarray, rate: float) -> None:
-    """Apply Adagrad by ``grads[i]`` to ``table[ids[i]]``, whose second half has the sums."""
-    factor, tiny, dim = table.dtype.type(rate), table.dtype.type(1e-8), grads.shape[1]
-    for i in range(ids.size):
-        row, total, grad = table[ids[i], :dim], table[ids[i], dim:], grads[i]
-        for j in range(dim):
-            total[j] += grad[j] * grad[j]
-            row[j] -= factor * grad[j] / (np.sqrt(total[j]) + tiny)
-
-
 def zeros(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of memory of the kind that windows have at first: in small pages."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | MAP_NORESERVE

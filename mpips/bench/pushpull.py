@@ -5,9 +5,7 @@ each push with SGD. The limit is what the same ranks reach when they run the sam
 copies on the same buffers, and nobody looks at anybody.
 """
 
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -30,7 +28,6 @@ SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK = (64 << 10,)
 WORK_BYTES = 1 << 30  # moved by a worker's pulls in one repeat
 STEPS = (3, 1000)  # at least and at most in one repeat
-WITH_BYTES = 1 << 30  # the same where something is switched on and off
 REACH = 0.8
 
 
@@ -39,14 +36,13 @@ class Exchange:
 
     Args:
         job: The run.
-        compute_s: Seconds that a worker's core is busy for in a step, beside the step's own work.
 
     Collective: yes, construction and `free` both.
     """
 
-    def __init__(self, job: Job, compute_s: float = 0.0) -> None:
+    def __init__(self, job: Job) -> None:
         cluster = self.cluster = job.cluster
-        self._job, self._goal, self.compute_s = job, 0, compute_s
+        self._job, self._goal = job, 0
         design = Design.of(job)
         self._half = half = assemble(cluster, design)
         self.server: AsyncServer | None = None
@@ -70,9 +66,6 @@ class Exchange:
 
     def step(self) -> None:
         """Pull, compute and push, on a worker."""
-        end = time.perf_counter() + self.compute_s
-        while self.compute_s and time.perf_counter() < end:
-            pass
         follow(self._job.problem, self.worker.step((0, 0, 1), ONE))
 
     def exchange(self, steps: int) -> None:
@@ -165,43 +158,3 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
     beside = "same ranks, no coordination"
     reach = REACH if size == 16 << 20 else None
     return Row("push+pull", case, payload / mine, "GB/s", beside, payload / other, ratio, reach)
-
-
-def with_and_without(
-    exchange: Exchange,
-    size: int,
-    bounds: tuple[int, int],
-    options: Options,
-    switched_on: Callable[[], AbstractContextManager[object]],
-) -> tuple[str, float, float, float]:
-    """Compare exchanges while something is switched on to the same ones without it.
-
-    Args:
-        exchange: What is measured.
-        size: Bytes of its parameters.
-        bounds: Steps of a worker in one repeat, at least and at most.
-        options: How often each side is measured.
-        switched_on: Makes what each rank exchanges within.
-
-    Returns:
-        The case of a row, pushes/s with and without it, and the first over the second.
-
-    Collective: yes.
-    """
-    steps = options.times(bounds, WITH_BYTES // size)
-
-    def side(within: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
-        def work() -> None:
-            with within():
-                exchange.exchange(steps)
-
-        return work
-
-    sides = {"with": side(switched_on), "without": side(nullcontext)}
-    times = in_turn(exchange.cluster, sides, options.repeats)
-    mine, other, ratio = compare(times["with"], times["without"])
-    workers = len(exchange.cluster.roles.workers)
-    case = f"{bytes_text(size)}, 1 server, {workers} worker{'s' * (workers > 1)}"
-    if exchange.compute_s:
-        case += f", gradients of {1e3 * exchange.compute_s:g} ms"
-    return case, workers * steps / mine, workers * steps / other, ratio

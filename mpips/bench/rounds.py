@@ -3,8 +3,8 @@
 import numpy as np
 
 from mpips.bench.measure import Options, Row, bytes_text, compare, in_turn
-from mpips.bench.plain import allreduce_step
 from mpips.bench.vector import make_job
+from mpips.cluster.collectives import sum_in_place
 from mpips.cluster.world import Cluster
 from mpips.rounds.base import Report
 from mpips.rounds.factory import make_round
@@ -57,7 +57,8 @@ def _at(cluster: Cluster, size: int, options: Options) -> Row:
 
     def plain() -> None:
         for _ in range(count):
-            allreduce_step(cluster.comm, params, grad, rounds.job.rule, 1e-3)
+            sum_in_place(cluster.comm, grad)
+            rounds.job.rule.apply(params, grad, (), 1, 1e-3 / cluster.world)
 
     sides = {"mpips": lambda: rounds.exchange(count), "plain": plain}
     times = in_turn(cluster, sides, options.repeats)

@@ -6,7 +6,6 @@ Without mpirun also steps of two workers with one server, beside two processes w
 (`row_workers`), and with peers beside TensorFlow's.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -86,18 +85,14 @@ def _shard(rows: int, capacity: str) -> TableShard:
 
 
 def run(cluster: Cluster, options: Options) -> list[Row]:
-    """Compare pulls and pushes; rank 0 alone works. Collective: yes."""
+    """Compare pulls and pushes."""
     sizes = QUICK_SIZES if options.quick else SIZES
     cases = [(rows, zipfian) for rows in sizes for zipfian in (True, False)]
     return [row for case in cases for row in _of(cluster, *case, options)]
 
 
 def _of(cluster: Cluster, rows: int, zipfian: bool, options: Options) -> list[Row]:
-    names = {name for pair in PAIRS for name in pair[:2]}
-    sides: dict[str, Callable[[], None]] = dict.fromkeys(names, lambda: time.sleep(0))
-    if not cluster.rank:
-        sides = _Sides(rows, zipfian).sides()
-    times = in_turn(cluster, sides, options.repeats)
+    times = in_turn(cluster, _Sides(rows, zipfian).sides(), options.repeats)
     drawn = "Zipf 1.05" if zipfian else "uniform"
     ids = f"{IDS:,} x {DIM} floats of {rows / 1e6:g} M rows, {drawn}"
     made = []

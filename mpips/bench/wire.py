@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mpips.bench.link import Rows, Sides, pair_of
+from mpips.bench.link import Sides, pair_of
 from mpips.bench.measure import Options, Row, bytes_text
 from mpips.bench.pushpull import Exchange
 from mpips.bench.vector import make_job
+from mpips.bench.world import Rows
 from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.world import Cluster
 from mpips.errors import UserError

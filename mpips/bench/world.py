@@ -2,20 +2,26 @@
 
 import datetime
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from mpips.bench.catalogue import Catalogue
 from mpips.bench.measure import Options, Row, aims_for, say_rows, table
 from mpips.cluster import ending
-from mpips.cluster.agreement import Agreed, everywhere, together
+from mpips.cluster.agreement import Agreed, everywhere
+from mpips.cluster.collectives import begin_barrier, cluster_subset, free
 from mpips.cluster.library import check_world, mpi_name
 from mpips.cluster.process import cores, cpu_name
 from mpips.cluster.start import whole_world
 from mpips.cluster.world import Cluster
-from mpips.errors import UserError, complain
+from mpips.errors import UserError
 from mpips.session.metrics import write_json
+
+T = TypeVar("T")
+Rows: TypeAlias = Generator[Row, None, T]
 
 
 def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path | None) -> int:
@@ -28,13 +34,16 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
         path: File for the rows as JSON, or None.
 
     Returns:
-        The exit code.
+        0.
+
+    Raises:
+        Agreed: If a measure cannot be taken in this world.
     """
     try:
         check_world(whole_world())
         _measure(measures, names, options, path)
-    except Agreed as error:
-        return refuse(error)
+    except Agreed:
+        raise
     except UserError as error:  # perhaps on this rank alone
         ending.abort(str(error), 2)
     except BaseException as error:
@@ -51,7 +60,9 @@ def _measure(
     chosen = everywhere(ranks.comm, lambda: measures.choose_for_world(names, *size))
     rows: list[Row] = []
     for measure in chosen:
-        for row in measure.run(ranks, options):
+        work = partial(measure.run, options=options)
+        alone = measure.worlds == (1,)
+        for row in among(ranks, (0,), work) if alone else work(ranks):
             rows += aims_for(options, [row])
             if ranks.rank == 0:
                 say_rows(rows[-1:])
@@ -63,14 +74,29 @@ def _measure(
     ranks.free()
 
 
-def refuse(error: UserError) -> int:
-    """Print an error that every rank has, once; returns the exit code. Collective: yes."""
-    comm = whole_world()
-    together(comm, None)  # a launcher may kill the others when the first one leaves
-    if comm.rank == 0:
-        complain(error)
-    together(comm, None)
-    return 2
+def among(
+    cluster: Cluster, ranks: Sequence[int], work: Callable[[Cluster], Rows[T]]
+) -> Rows[T | None]:
+    """Do `work` on some ranks, each a node of its own, while the others sleep.
+
+    Yields:
+        The rows of `work`, on those ranks.
+
+    Returns:
+        What it returns on those, and None on the others.
+
+    Collective: yes.
+    """
+    found, comm = None, cluster_subset(cluster, ranks)
+    if cluster.rank in ranks:
+        some = Cluster(comm, node_size=1)
+        found = yield from work(some)
+        some.free()
+    free(comm)
+    done = begin_barrier(cluster.comm)
+    while not done.Test():
+        time.sleep(0.02)
+    return found
 
 
 def facts() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from typing import Any
 import launch
 import pytest
 
-from benchmarks import plan, recovery, row_workers, streaming
+from benchmarks import plan, recovery, row_workers, streaming, turns
+from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.__main__ import make_parser, read_options
 from benchmarks.catalogue import MEASURES as BENCHMARKS
 from mpips.bench import jobs, measure, wire
@@ -51,22 +51,11 @@ def test_the_table() -> None:
     assert measure.table(ROWS) + "\n" == TABLE
 
 
-def test_a_table_without_rows_is_its_head() -> None:
-    assert measure.table([]).split() == TABLE.splitlines()[0].split()
-
-
 def test_rows_go_through_json() -> None:
     for row in ROWS:
         data = json.loads(json.dumps(row.to_json()))
         assert set(data) == KEYS
         assert Row.from_json(data) == row
-
-
-@pytest.mark.parametrize(
-    ("ratio", "reach", "reached"), [(1.0, 1.0, True), (0.99, 1.0, False), (0.1, None, True)]
-)
-def test_reached(ratio: float, reach: float | None, reached: bool) -> None:
-    assert Row("m", "c", 1.0, "s", "b", 1.0, ratio, reach).reached is reached
 
 
 @pytest.mark.parametrize(
@@ -85,30 +74,19 @@ def test_significant(value: float, text: str) -> None:
     assert measure.significant(value) == text
 
 
-def test_bytes_text() -> None:
-    found = [measure.bytes_text(size) for size in (4 << 10, 64 << 10, 1 << 20, 16 << 20)]
-    assert found == ["4 KB", "64 KB", "1.0 MB", "16.8 MB"]
-
-
-def test_times_are_compared_pair_by_pair() -> None:
+def test_sides_are_compared_pair_by_pair() -> None:
     """A repeat in which the machine was slow for both sides does not change the ratio."""
     assert measure.compare([1.0, 10.0, 2.0], [2.0, 30.0, 3.0]) == (2.0, 3.0, 2.0)
+    assert turns.compare_rates([2.0, 30.0, 3.0], [1.0, 10.0, 2.0]) == (3.0, 2.0, 2.0)
 
 
-def test_rates_are_compared_pair_by_pair() -> None:
-    assert jobs.compare_rates([2.0, 30.0, 3.0], [1.0, 10.0, 2.0]) == (3.0, 2.0, 2.0)
-
-
-def test_sides_take_turns() -> None:
-    seen: list[str] = []
-
-    def side(name: str) -> float:
-        seen.append(name)
-        return float(len(seen))
-
-    found = jobs.take_turns({"a": lambda: side("a"), "b": lambda: side("b")}, 3)
-    assert "".join(seen) == "ababab"
-    assert found == {"a": [1.0, 3.0, 5.0], "b": [2.0, 4.0, 6.0]}
+def test_sizes_and_repeats() -> None:
+    quick = read_options(make_parser().parse_args(["--quick"]))
+    assert (read_options(make_parser().parse_args([])).repeats, quick.repeats) == (5, 1)
+    assert (Options().pick((1, 2), (3,)), quick.pick((1, 2), (3,))) == ((1, 2), (3,))
+    assert Options(quick=True, sizes=(4,)).pick((1, 2), (3,)) == (4,)
+    assert [Options().times((3, 100), wanted) for wanted in (1, 50, 900)] == [3, 50, 100]
+    assert [quick.times((3, 100), wanted) for wanted in (1, 50, 900)] == [3, 5, 10]
 
 
 def write_metrics(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -121,14 +99,10 @@ def test_the_rate_leaves_start_and_end_out(tmp_path: Path) -> None:
     lines = [{"kind": "train", "time_s": t, "samples": n} for t, n in train]
     lines.insert(2, {"kind": "checkpoint", "time_s": 3.0, "step": 9})
     path = write_metrics(tmp_path / "metrics.jsonl", lines)
-    assert jobs.steady_rate(path) == 1000.0
-
-
-def test_a_run_without_enough_lines_has_no_rate(tmp_path: Path) -> None:
-    lines = [{"kind": "train", "time_s": t, "samples": 1} for t in (1.0, 2.0)]
-    path = write_metrics(tmp_path / "metrics.jsonl", lines)
+    assert turns.steady_rate(path) == 1000.0
+    write_metrics(path, lines[:2])
     with pytest.raises(jobs.Failed, match="too short to be measured: 2 lines"):
-        jobs.steady_rate(path)
+        turns.steady_rate(path)
 
 
 # Counters ------------------------------------------------------------------------------------
@@ -144,12 +118,6 @@ wlan0.5:7 1 0 0 0 0 0 0 8 1 0 0 0
 
 def test_the_bytes_that_interfaces_have_sent() -> None:
     assert wire.bytes_sent(DEVICES) == {"lo": 5000, "eth0": 7890123, "wlan0.5": 8}
-
-
-def test_this_host_has_counters() -> None:
-    found = wire.bytes_sent(wire.COUNTERS.read_text())
-    assert "lo" in found
-    assert all(n >= 0 for n in found.values())
 
 
 def test_the_interface_that_sent_most_counts() -> None:
@@ -218,12 +186,6 @@ def test_what_does_not_fit(names: list[str], ranks: int, message: str) -> None:
         MEASURES.choose_for_world(names, ranks, 1)
 
 
-def test_sizes_asked_for_go_before_a_measure_s_own() -> None:
-    assert Options().pick((1, 2), (3,)) == (1, 2)
-    assert Options(quick=True).pick((1, 2), (3,)) == (3,)
-    assert Options(quick=True, sizes=(4,)).pick((1, 2), (3,)) == (4,)
-
-
 # The command line ----------------------------------------------------------------------------
 
 
@@ -241,33 +203,11 @@ def driver(
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "repeats"), [((), 5), (("--quick",), 1), (("--quick", "--repeats", "3"), 3)]
-)
-def test_a_quick_run_takes_each_side_once(words: tuple[str, ...], repeats: int) -> None:
-    assert read_options(make_parser().parse_args(words)).repeats == repeats
-
-
-def test_a_quick_repeat_is_a_tenth() -> None:
-    assert [Options().times((3, 100), wanted) for wanted in (1, 50, 900)] == [3, 50, 100]
-    assert [Options(quick=True).times((3, 100), n) for n in (1, 50, 900)] == [3, 5, 10]
-
-
-def test_list(tmp_path: Path) -> None:
-    done = driver("--list", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(None, 1) for line in done.stdout.splitlines()]
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _ in lines] == list(MEASURES)
     assert all(10 < len(title) <= 100 for _, title in lines)
-
-
-def test_help(tmp_path: Path) -> None:
-    done = driver("--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("--quick", "--sizes N,N,...", "MEASURE"))
-    limit = "beside the limit of this machine"
-    assert limit in done.stdout
-    assert limit not in make_parser().format_help(), "benchmarks are beside something else"
 
 
 @pytest.mark.parametrize(
@@ -296,14 +236,14 @@ def test_mistakes(
     assert re.match(f"mpips: {message}", line), line
 
 
-def test_mistakes_of_benchmarks() -> None:
+def test_mistakes_of_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ("peers --venv nowhere", "--venv nowhere, expected a virtual environment"),
         ("mlp --plot a.svg", "--plot, expected convergence alone"),
         ("rounds", "unknown measure 'rounds', expected one of convergence, "),
     ):
-        with pytest.raises(UserError, match=message):
-            read_options(make_parser().parse_args(words.split()))
+        assert run_benchmarks(words.split()) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="measure peers without --venv, expected --venv VENV"):
         BENCHMARKS["peers"].run(read_options(make_parser().parse_args(["peers"])))
 
@@ -479,12 +419,6 @@ def test_rows_of_two_workers(tmp_path: Path) -> None:
     assert [row["case"] for row in beside if "2 servers" in row["case"]] == [
         "8,192 x 32 floats of 0.01 M rows, Zipf 1.05, 2 servers, 2 workers"
     ]
-
-
-def test_a_process_with_loops_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_workers, "_loop", lambda *given: os._exit(1))
-    with pytest.raises(jobs.Failed, match="has died"):
-        row_workers.plain_rate(row_workers.Case(100), 1)
 
 
 def test_reading_quickly() -> None:

@@ -1,7 +1,6 @@
 """Peers of the benchmark: their scripts as far as they need no peer, and what runs them."""
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from launch import ROOT
 
 from benchmarks.peers import process as peers
 from benchmarks.peers import script
-from benchmarks.peers.process import PEERS, UNITS, Peer, Result
+from benchmarks.peers.process import PEERS, Peer, Result
 from mpips.errors import UserError
 
 FOLDER = Path(peers.__file__).parent
@@ -96,74 +94,6 @@ def test_help_needs_no_package(path: Path) -> None:
     assert ("--batch" in done.stdout) == ("mlp" in measures)
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--workers=0", "--workers: 0, expected at least 1"),
-        ("--steps=x", "--steps: invalid positive value: 'x'"),
-        ("--cores=a", "--cores: invalid core_set value: 'a'"),
-    ],
-)
-def test_bad_options_are_refused(option: str, said: str) -> None:
-    done = run_script(SCRIPTS[0], option)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"error: argument {said}" in done.stderr
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_without_its_package_fails(path: Path) -> None:
-    done = run_script(path, "--workers=1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "ModuleNotFoundError: No module named" in done.stderr
-    assert "ended without a result" in done.stderr
-
-
-def test_the_table_knows_its_measures() -> None:
-    for peer in PEERS.values():
-        assert peer.script.is_file()
-        assert set(peer.measures) <= set(UNITS)
-    assert set(UNITS) == set(script.RATES) == set(script.STEPS)
-
-
-@pytest.fixture
-def tensorflow_ps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in ("script", "tensorflow_ps"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("tensorflow_ps")
-    for name in ("script", "tensorflow_ps"):
-        monkeypatch.delitem(sys.modules, name)
-    return module
-
-
-def test_every_task_has_a_port_of_its_own(tensorflow_ps: ModuleType) -> None:
-    cluster = tensorflow_ps.make_cluster(workers=20, servers=10)
-    assert {task: len(hosts) for task, hosts in cluster.items()} == {
-        "worker": 20,
-        "ps": 10,
-        "chief": 1,
-    }
-    hosts = [host for hosts in cluster.values() for host in hosts]
-    assert len(set(hosts)) == 31
-    assert all(host.startswith("127.0.0.1:") for host in hosts)
-
-
-def test_a_variable_in_shards_is_subtracted_by_rows(tensorflow_ps: ModuleType) -> None:
-    class Shard:
-        def __init__(self, rows: int) -> None:
-            self.shape, self.got = (rows, 2), []
-
-        def assign_sub(self, value: list[int]) -> None:
-            self.got = value
-
-    shards = [Shard(2), Shard(1)]
-    tensorflow_ps.subtract(argparse.Namespace(variables=shards), [5, 6, 7])
-    assert [shard.got for shard in shards] == [[5, 6], [7]]
-    whole = Shard(3)
-    tensorflow_ps.subtract(whole, [5, 6, 7])
-    assert whole.got == [5, 6, 7]
-
-
 def test_a_repeat_lasts_from_the_first_begin_to_the_last_end() -> None:
     one = [(0.0, 2.0), (5.0, 6.0)]
     two = [(0.5, 3.0), (4.0, 5.5)]
@@ -202,10 +132,6 @@ def test_ids_are_drawn_as_they_are_called() -> None:
         logs = np.log([(k + 2) / (k + 1) for k in (1, 9)]) / np.log(2)  # of 1 / x from 1 to 2
         np.testing.assert_allclose(shares, logs, rtol=0.15)
         assert np.mean(alike < rows // 2) == pytest.approx(0.5, abs=0.01)
-
-
-def test_bytes_of_the_mlp() -> None:
-    assert script.mlp_bytes(2) == 4 * (784 * 2 + 2 + 2 * 2 + 2 + 2 * 10 + 10)
 
 
 # Their processes --------------------------------------------------------------------------------
@@ -261,26 +187,22 @@ def children(tmp_path: Path) -> Run:
     return lambda name: run_script(tmp_path / "children.py", name)
 
 
-def test_results_come_in_order_and_no_child_stays(children: Run) -> None:
-    done = children("several")
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("several", 0, ""),
+        ("failing", 1, "ValueError: no good"),
+        ("killed", -9, ""),
+    ],
+)
+def test_no_child_stays(children: Run, name: str, code: int, told: str) -> None:
+    """Of a script that is done, in which a child fails, or that is killed."""
+    done = children(name)
+    assert done.returncode == code
+    assert told in done.stderr
     text, _, pid = done.stdout.strip().rpartition(" ")
-    assert text == "(5, 2, True) (6, 2, True)"
+    assert text == ("(5, 2, True) (6, 2, True)" if name == "several" else "")
     assert_ends(int(pid))
-
-
-def test_a_failing_child_ends_the_others(children: Run) -> None:
-    done = children("failing")
-    assert done.returncode == 1
-    assert "ValueError: no good" in done.stderr
-    assert "process 1 ended without a result" in done.stderr
-    assert_ends(int(done.stdout))
-
-
-def test_children_end_with_a_script_that_is_killed(children: Run) -> None:
-    done = children("killed")
-    assert done.returncode == -9
-    assert_ends(int(done.stdout))
 
 
 # What runs them ---------------------------------------------------------------------------------
@@ -294,30 +216,6 @@ def test_missing_peers_are_named(
     why = f"package tensorflow is not installed in {venv}"
     assert peers.missing(venv) == {"tensorflow-ps": why}
     assert peers.missing(Path("../venv")).keys() == {"tensorflow-ps"}
-
-
-def test_no_environment_is_refused(tmp_path: Path) -> None:
-    said = "expected a folder with bin/python; make one: python -m venv"
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match=said) as caught:
-            peers.missing(path)
-        assert str(path) in str(caught.value)
-        with pytest.raises(UserError, match=said):
-            peers.measure(
-                path, "torch-rpc", "push+pull", size=4, workers=1, steps=1, repeats=1, timeout_s=1
-            )
-
-
-def test_an_interpreter_that_does_not_work_is_told(tmp_path: Path) -> None:
-    python = make_program(tmp_path / "bin" / "python", "echo no library >&2; exit 127")
-    with pytest.raises(UserError, match=r"ended with exit code 127, expected .*\nno library"):
-        peers.missing(tmp_path)
-    make_program(python, "echo hello")
-    with pytest.raises(UserError, match="printed 'hello', expected a list of packages"):
-        peers.missing(tmp_path)
-    python.write_bytes(b"\x7fELF nothing")
-    with pytest.raises(UserError, match=r"does not start: .*Exec format error"):
-        peers.missing(tmp_path)
 
 
 MEASURED = """
@@ -347,25 +245,6 @@ def test_a_measurement_is_read(
     fake(MEASURED)
     repeats = (0.4, 0.2, 3.0)
     assert measure(venv, name) == Result("fake", "1.2", name, case, 0.4, repeats, rate, unit)
-
-
-@pytest.mark.parametrize(
-    ("name", "cores", "wanted"),
-    [
-        ("push+pull", (), ["--size=262144"]),
-        ("round", (0, 2), ["--size=262144", "--cores=0,2"]),
-        ("mlp", (), []),
-    ],
-)
-def test_options_are_handed_on(
-    name: str, cores: tuple[int, ...], wanted: list[str], venv: Path, fake: Callable[[str], None]
-) -> None:
-    fake("import json, sys; sys.exit(json.dumps(sys.argv[1:]))")
-    with pytest.raises(UserError) as caught:
-        measure(venv, name, cores=cores)
-    given = json.loads(str(caught.value).splitlines()[-1])
-    common = ["--attended", f"--measure={name}", "--workers=3", "--steps=10", "--repeats=3"]
-    assert given == common + wanted
 
 
 def test_a_failing_script_is_told(venv: Path, fake: Callable[[str], None]) -> None:
@@ -413,18 +292,6 @@ def test_a_hanging_script_is_ended_with_its_children(
         assert_ends(pid)
 
 
-def test_children_of_a_script_that_ended_are_ended(
-    tmp_path: Path, fake: Callable[[str], None]
-) -> None:
-    """Also one that still holds the script's output."""
-    pids = tmp_path / "pids"
-    make_program(tmp_path / "venv" / "bin" / "python", f"sleep 1000 & echo $! >'{pids}'; exit 1")
-    fake("")
-    with pytest.raises(UserError, match="exit code 1"):
-        measure(tmp_path / "venv")
-    assert_ends(int(pids.read_text()))
-
-
 ATTENDED = f"""
 import os, sys, time
 sys.path.append({str(FOLDER)!r})
@@ -463,7 +330,12 @@ def test_a_script_ends_with_the_process_that_runs_it(venv: Path, tmp_path: Path)
     assert_ends(int(pid.read_text()))
 
 
-def test_unknown_names_are_refused(venv: Path) -> None:
+def test_what_is_not_there_is_refused(venv: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a folder with bin/python; make one: python -m"):
+        peers.missing(tmp_path)
+    make_program(tmp_path / "bin" / "python", "echo no library >&2; exit 127")
+    with pytest.raises(UserError, match=r"ended with exit code 127, expected .*\nno library"):
+        peers.missing(tmp_path)
     given = {"size": 4, "workers": 1, "steps": 1, "repeats": 1, "timeout_s": 1.0}
     with pytest.raises(UserError, match=r"unknown peer 'torch', expected one of .*torch-rpc"):
         peers.measure(venv, "torch", "round", **given)

@@ -33,13 +33,11 @@ LEFT_OUT = (
 SOME = f"""
 import sys
 from benchmarks import convergence
-from benchmarks.__main__ import make_parser, measure
-from benchmarks.catalogue import MEASURES
-from mpips.bench.__main__ import command
+from benchmarks.__main__ import main
 convergence.PROBLEMS = convergence.PROBLEMS[:1]
 for name in {LEFT_OUT}:
     del convergence.CASES[name]
-sys.exit(command(sys.argv[1:], make_parser(), MEASURES, measure))
+sys.exit(main(sys.argv[1:]))
 """
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
 CURVE = np.array([[1.0, 2.0], [0.5, 1.0], [90.0, 98.0]])

@@ -1,0 +1,44 @@
+"""Sides of a comparison that take turns, and rates of whole runs."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from mpips.bench.jobs import Failed
+
+T = TypeVar("T")
+
+
+def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Call each side `repeats` times, in turn; returns what they gave."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            found[name].append(side())
+    return found
+
+
+def compare_rates(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Return the medians of two series of rates taken in turn, and of mine over other."""
+    ratios = [a / b for a, b in zip(mine, other, strict=True)]
+    return statistics.median(mine), statistics.median(other), statistics.median(ratios)
+
+
+def steady_rate(path: Path) -> float:
+    """Return the samples per second between a run's first progress line and its last but one.
+
+    Before the first there is the start, and the first step; the last is written after the last
+    checkpoint.
+
+    Raises:
+        Failed: If there are fewer lines.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    train = [line for line in lines if line["kind"] == "train"][:-1]
+    if len(train) < 2 or train[-1]["time_s"] <= train[0]["time_s"]:
+        raise Failed(f"{path.parent} was too short to be measured: {len(train) + 1} lines")
+    samples = train[-1]["samples"] - train[0]["samples"]
+    seconds = train[-1]["time_s"] - train[0]["time_s"]
+    return float(samples / seconds)
