@@ -47,6 +47,11 @@ def warn(check: str, found: str, remedy: str, **figures: float) -> Finding:
     return Finding(check, WARN, found, remedy, figures)
 
 
+def warn_if(bad: bool, check: str, found: str, remedy: str, **figures: float) -> Finding:
+    """Make the line of a check that warns if what it finds is bad."""
+    return Finding(check, WARN if bad else OK, found, remedy if bad else "", figures)
+
+
 def fail(check: str, found: str, remedy: str, **figures: float) -> Finding:
     """Make the line of a check that finds that mpips will not run."""
     return Finding(check, FAIL, found, remedy, figures)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from mpips.doctor.finding import Finding, ok, warn
+from mpips.doctor.finding import Finding, ok, warn, warn_if
 from mpips.errors import counted
 
 SLOW_START_S = 60.0
@@ -46,10 +46,8 @@ def judge_start(seconds: Sequence[float]) -> Finding:
     """Judge how long the ranks took from their first line of Python until MPI was up."""
     longest = max(seconds)
     text = f"Python and MPI were up after {longest:.1f} s"
-    if longest > SLOW_START_S:
-        remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
-        return warn("start", text, remedy, longest_s=longest)
-    return ok("start", text, longest_s=longest)
+    remedy = "put the virtual environment on a disk of each node (sbcast, $TMPDIR)"
+    return warn_if(longest > SLOW_START_S, "start", text, remedy, longest_s=longest)
 
 
 def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
@@ -62,7 +60,6 @@ def judge_kernels(compiled_s: float, loaded_s: float, turns: float) -> Finding:
     """
     text = f"compiled or loaded in {compiled_s:.1f} s, by a host's other ranks in {loaded_s:.1f} s"
     figures = {"compiled_s": compiled_s, "loaded_s": loaded_s}
-    if loaded_s > SLOW_LOADING_S * max(1.0, turns):
-        remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
-        return warn("kernels", text, remedy, **figures)
-    return ok("kernels", text, **figures)
+    remedy = "set XDG_CACHE_HOME to a folder on a local disk that each rank can write"
+    late = loaded_s > SLOW_LOADING_S * max(1.0, turns)
+    return warn_if(late, "kernels", text, remedy, **figures)

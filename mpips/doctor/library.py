@@ -42,7 +42,7 @@ def gather_library() -> Library:
     )
 
 
-def try_ulfm(cluster: Cluster) -> list[Finding]:
+def try_ulfm(cluster: Cluster) -> Finding:
     """Find out whether a job can go on without dead ranks. Collective: yes.
 
     Where it is switched on, a communicator is revoked and shrunk (User Level Failure Mitigation,
@@ -51,9 +51,9 @@ def try_ulfm(cluster: Cluster) -> list[Finding]:
     if not switched_on():
         how = "mpirun --with-ft ulfm switches it on" if is_open_mpi() else ""
         text = f"a dead rank ends the job, which resumes from its checkpoint{how and f'; {how}'}"
-        return [ok("ulfm", f"off: {text}")]
+        return ok("ulfm", f"off: {text}")
     size = count_survivors(cluster.comm, cluster.wait)
     if size != cluster.world:
         remedy = "start the job without --with-ft ulfm"
-        return [fail("ulfm", f"on, but {size} of {cluster.world} ranks are left", remedy)]
-    return [ok("ulfm", "on: a revoked communicator shrinks to the ranks that live")]
+        return fail("ulfm", f"on, but {size} of {cluster.world} ranks are left", remedy)
+    return ok("ulfm", "on: a revoked communicator shrinks to the ranks that live")

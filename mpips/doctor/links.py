@@ -11,7 +11,7 @@ from mpips.cluster.collectives import begin_broadcast, begin_sum, broadcast, clu
 from mpips.cluster.tags import TAG_PLAIN
 from mpips.cluster.waiting import all_done
 from mpips.cluster.world import Cluster
-from mpips.doctor.network import Link
+from mpips.doctor.network import Link, pairs
 
 SIZE = 4 << 20
 TIMES = (2, 16)  # transfers of one turn, at least and at most
@@ -20,12 +20,13 @@ REPEATS = 2
 WAIT_S = 0.01
 
 
-def try_link(cluster: Cluster, pair: tuple[int, int]) -> Link | None:
-    """Measure between two ranks; the others sleep. Collective: yes.
+def try_links(cluster: Cluster) -> list[Link]:
+    """Measure between some pairs of ranks, one after the other. Collective: yes."""
+    return [_try_link(cluster, pair) for pair in pairs(cluster.node_of)]
 
-    Returns:
-        What the link carries, on rank 0; None elsewhere.
-    """
+
+def _try_link(cluster: Cluster, pair: tuple[int, int]) -> Link:
+    """Measure between two ranks; the others sleep. Collective: yes."""
     comm = cluster_subset(cluster, pair)
     found = np.zeros(4)
     if cluster.rank in pair:
@@ -37,10 +38,7 @@ def try_link(cluster: Cluster, pair: tuple[int, int]) -> Link | None:
     done = begin_broadcast(cluster.comm, found, pair[0])
     while not done.Test():
         time.sleep(WAIT_S)
-    if cluster.rank != 0:
-        return None
-    hosts = cluster.hosts[pair[0]], cluster.hosts[pair[1]]
-    return Link(hosts, pair, *found.tolist())
+    return Link((cluster.hosts[pair[0]], cluster.hosts[pair[1]]), pair, *found.tolist())
 
 
 def _measure(two: Cluster, node_size: int) -> list[float]:

@@ -5,7 +5,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 
 from mpips.doctor.facts import SHARED_MEMORY, THREADS, Facts
-from mpips.doctor.finding import Finding, ok, per_host, warn
+from mpips.doctor.finding import Finding, ok, per_host, warn, warn_if
 from mpips.errors import counted, human_bytes
 
 SPARE_FILES = 64
@@ -95,10 +95,9 @@ def judge_namespaces(ranks: Sequence[Facts]) -> Finding:
 def judge_leftovers(ranks: Sequence[Facts]) -> Finding:
     """Judge what killed jobs have left in shared memory."""
     stale, total = ranks[0].stale, ranks[0].shared_total
-    if not total or stale <= STALE_SHARE * total:
-        return ok("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}")
+    text = f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}"
     remedy = "python -m mpips.doctor --clean, on that host"
-    return warn("leftovers", f"{human_bytes(stale)} of dead jobs in {SHARED_MEMORY}", remedy)
+    return warn_if(bool(total) and stale > STALE_SHARE * total, "leftovers", text, remedy)
 
 
 def judge_pages(ranks: Sequence[Facts]) -> Finding:

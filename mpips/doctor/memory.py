@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpips.doctor.facts import SHARED_MEMORY, Facts
-from mpips.doctor.finding import Finding, fail, ok, per_host, warn
+from mpips.doctor.finding import Finding, fail, ok, per_host, warn_if
 from mpips.errors import human_bytes
 
 SLOW_MAKING_S = 2.0
@@ -56,18 +56,16 @@ def judge_quota(facts: Sequence[Facts], needs: Mapping[str, Need]) -> list[Findi
     return found
 
 
-def judge_window(wrong: Mapping[int, Sequence[int]], seconds: float) -> Finding:
-    """Judge how long a window took to make, and which ranks read which others wrongly."""
-    bad = {reader: list(read) for reader, read in wrong.items() if read}
-    if bad:
-        reader, read = next(iter(bad.items()))
-        text = f"rank {reader} does not read what rank {read[0]} wrote"
-        return fail("window", text, "use another MPI, or another transport (see mpi above)")
+def judge_window(ranks: Sequence[tuple[Sequence[int], float]]) -> Finding:
+    """Judge which others each rank reads wrongly, and how long a window took to make."""
+    for reader, (wrong, _) in enumerate(ranks):
+        if wrong:
+            text = f"rank {reader} does not read what rank {wrong[0]} wrote"
+            return fail("window", text, "use another MPI, or another transport (see mpi above)")
+    seconds = max(spent for _, spent in ranks)
     text = f"made in {seconds * 1e3:.1f} ms, all ranks read what others wrote"
-    if seconds > SLOW_MAKING_S:
-        remedy = "expect as much at each start; another transport may be faster"
-        return warn("window", text, remedy, making_s=seconds)
-    return ok("window", text, making_s=seconds)
+    remedy = "expect as much at each start; another transport may be faster"
+    return warn_if(seconds > SLOW_MAKING_S, "window", text, remedy, making_s=seconds)
 
 
 class FarGet(NamedTuple):
@@ -90,19 +88,11 @@ def judge_far_get(found: FarGet) -> list[Finding]:
     text = f"{poll * 1e6:.0f} us from an owner that polls"
     figures = {"polling_us": poll * 1e6, "busy_ms": found.busy_s * 1e3}
     figures["helped_ms"] = found.helped_s * 1e3
-    out = []
-    if poll > SLOW_READ_S:
-        remedy = "give each rank a core (see cores), or use another transport"
-        out.append(warn("far get", text, remedy, **figures))
-    else:
-        out.append(ok("far get", text, **figures))
+    remedy = "give each rank a core (see cores), or use another transport"
+    far_get = warn_if(poll > SLOW_READ_S, "far get", text, remedy, **figures)
     busy = f"{found.busy_s * 1e3:.0f} ms from one that computes for {BUSY_S * 1e3:.0f} ms"
     helped = f"{found.helped_s * 1e3:.1f} ms with a thread that enters MPI"
-    text = f"{busy}, {helped}"
-    if found.helped_s > LATE_S:
-        remedy = "leave a core for the thread (fewer ranks on a host), use an MPI with "
-        remedy += "MPI_THREAD_MULTIPLE, or servers, which poll (--servers)"
-        out.append(warn("busy owner", text, remedy, **figures))
-    else:
-        out.append(ok("busy owner", text, **figures))
-    return out
+    remedy = "leave a core for the thread (fewer ranks on a host), use an MPI with "
+    remedy += "MPI_THREAD_MULTIPLE, or servers, which poll (--servers)"
+    late = found.helped_s > LATE_S
+    return [far_get, warn_if(late, "busy owner", f"{busy}, {helped}", remedy, **figures)]

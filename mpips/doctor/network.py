@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpips.doctor.finding import Finding, ok, warn
+from mpips.doctor.finding import Finding, ok, warn, warn_if
 from mpips.errors import human_bytes
 
 LINKS_MAX = 8
@@ -87,12 +87,10 @@ def _judge_link(link: Link) -> Finding:
     share = SHARE if link.send <= FAST else FAST_SHARE if link.real else LOCAL_SHARE
     aims = {"pull": share, "push": share, "allreduce": share * ALLREDUCE}
     slow = [name for name, rate in rates.items() if rate < aims[name] * link.send]
-    if slow:
-        wanted = " and ".join(f"{name} {aims[name]:g}" for name in slow)
-        remedy = f"of a send's rate {wanted} should be reached: leave a core free, or try another "
-        remedy += "transport (MPICH: UCX_TLS; Open MPI: --mca pml, --mca btl)"
-        return warn("link", text, remedy, **figures)
-    return ok("link", text, **figures)
+    wanted = " and ".join(f"{name} {aims[name]:g}" for name in slow)
+    remedy = f"of a send's rate {wanted} should be reached: leave a core free, or try another "
+    remedy += "transport (MPICH: UCX_TLS; Open MPI: --mca pml, --mca btl)"
+    return warn_if(bool(slow), "link", text, remedy, **figures)
 
 
 def _judge_even(links: Sequence[Link]) -> list[Finding]:
@@ -114,11 +112,9 @@ def _judge_fabric(links: Sequence[Link], fabric: Mapping[str, float]) -> list[Fi
     name = max(fabric, key=lambda device: fabric[device])
     reached, said = max(real), fabric[name] / 8
     text = f"{name} is for {human_bytes(said)}/s, a send reaches {human_bytes(reached)}/s"
-    if reached < FABRIC * said:
-        remedy = f"have MPI use {name} (UCX_NET_DEVICES, --mca btl_tcp_if_include), or the "
-        remedy += "site's own MPI: mpi4py built against it, instead of a wheel"
-        return [warn("network", text, remedy)]
-    return [ok("network", text)]
+    remedy = f"have MPI use {name} (UCX_NET_DEVICES, --mca btl_tcp_if_include), or the "
+    remedy += "site's own MPI: mpi4py built against it, instead of a wheel"
+    return [warn_if(reached < FABRIC * said, "network", text, remedy)]
 
 
 def judge_clocks(skews: Mapping[str, float]) -> Finding:
@@ -129,7 +125,5 @@ def judge_clocks(skews: Mapping[str, float]) -> Finding:
     most = abs(skews[host])
     text = f"at most {most:.1f} s apart" if most >= 1 else f"at most {most * 1e3:.2f} ms apart"
     text += f", on {host}"
-    if most > SKEW_S:
-        remedy = "have its clock set by NTP: dates in logs and of files mislead"
-        return warn("clocks", text, remedy, skew_s=skews[host])
-    return ok("clocks", text, skew_s=skews[host])
+    remedy = "have its clock set by NTP: dates in logs and of files mislead"
+    return warn_if(most > SKEW_S, "clocks", text, remedy, skew_s=skews[host])

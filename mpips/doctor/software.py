@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpips.doctor.finding import Finding, fail, ok, warn
+from mpips.doctor.finding import Finding, fail, ok, warn, warn_if
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,8 @@ def judge_libraries(ranks: Sequence[Library], nodes: int) -> list[Finding]:
     else:
         found.append(ok("software", text))
     cpus = sorted({r.cpu for r in ranks})
-    if len(cpus) > 1:
-        remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
-        found.append(warn("processor", "; ".join(cpus), remedy))
-    else:
-        found.append(ok("processor", cpus[0]))
-    return found
+    remedy = "ask for nodes of one kind (--constraint) where the same bits are wanted each time"
+    return [*found, warn_if(len(cpus) > 1, "processor", "; ".join(cpus), remedy)]
 
 
 def _judge_mpi(ranks: Sequence[Library], nodes: int) -> Finding:

@@ -7,13 +7,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from mpips.checkpoint.files import PIECE_BYTES
 from mpips.checkpoint.place import NO_LOCKS
-from mpips.doctor.finding import Finding, fail, ok, warn
+from mpips.doctor.finding import Finding, fail, name_hosts, ok, warn, warn_if
 from mpips.errors import human_bytes
 from mpips.session.folder import RUNS
 
@@ -82,7 +83,7 @@ def try_storage(folder: Path) -> Storage:
         _write_large(folder / "large"),
         sync_s,
         ahead_s,
-        try_lock(folder / "lock", lambda: lock_state(folder / "lock")),
+        try_lock(folder / "lock"),
         _try_hdf5(folder / "small.h5"),
     )
 
@@ -140,30 +141,29 @@ def _try_hdf5(path: Path) -> str:
     return "" if found == [1, 2, 3] else f"{found} instead of what was written"
 
 
-def try_lock(path: Path, other: Callable[[], str]) -> str:
-    """Hold a lock as a run does, and return what `other` says of it meanwhile."""
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                return NONE
-            raise
-        return other()
+def lock(file: IO[str]) -> str:
+    """Lock a file as a run does: "free" if that worked, "held" by another, "none" without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return NONE
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return HELD
+        raise
+    return FREE
 
 
 def lock_state(path: Path) -> str:
-    """Return whether a file's lock is held by somebody, free, or not to be had."""
+    """Return what another process is told that wants a file's lock; see `lock`."""
     with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return HELD
-            if error.errno in NO_LOCKS:
-                return NONE
-            raise
-    return FREE
+        return lock(file)
+
+
+def try_lock(path: Path) -> str:
+    """Lock a file, and return what another process is told that wants to."""
+    with open(path, "a") as file:
+        return NONE if lock(file) == NONE else lock_state(path)
 
 
 def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
@@ -236,10 +236,8 @@ def _judge_rate(found: Storage, size: int) -> Finding:
     text = f"{human_bytes(rate)}/s written and synced, {found.sync_s * 1e3:.1f} ms a small file; "
     text += f"a checkpoint of {human_bytes(size)} takes {takes_s:.1f} s"
     figures = {"write_mb_s": rate / 1e6, "sync_ms": found.sync_s * 1e3}
-    if takes_s > SLOW_S:
-        remedy = "give an --out on a faster file system, or save less often (--checkpoint-every)"
-        return warn("writing", text, remedy, **figures)
-    return ok("writing", text, **figures)
+    remedy = "give an --out on a faster file system, or save less often (--checkpoint-every)"
+    return warn_if(takes_s > SLOW_S, "writing", text, remedy, **figures)
 
 
 def _judge_lock(found: Storage) -> Finding:
@@ -260,18 +258,15 @@ def _judge_hdf5(found: Storage) -> Finding:
 def _judge_stamps(found: Storage) -> Finding:
     text = f"files are dated {abs(found.ahead_s):.1f} s "
     text += "ahead of this host's clock" if found.ahead_s > 0 else "behind this host's clock"
-    if abs(found.ahead_s) > SKEW_S:
-        return warn("file times", text, "have the file server's clock set by NTP")
-    return ok("file times", text)
+    remedy = "have the file server's clock set by NTP"
+    return warn_if(abs(found.ahead_s) > SKEW_S, "file times", text, remedy)
 
 
 def judge_seen(hosts: Sequence[str], seen: Sequence[bool]) -> Finding:
     """Judge which hosts see a folder that rank 0 has made, each host once."""
     blind = [host for host, sees in zip(hosts, seen, strict=True) if not sees]
     if blind:
-        text = f"what rank 0 writes is not seen on {', '.join(blind[:3])}"
-        if len(blind) > 3:
-            text += f" and {len(blind) - 3} more"
+        text = f"what rank 0 writes is not seen on {name_hosts(blind)}"
         remedy = "give an --out on a file system that all nodes share"
         return fail("sharing", text, remedy)
     if len(hosts) == 1:

@@ -1,8 +1,9 @@
 """Windows: the shared memory that a job needs, making one, and reads from afar."""
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -45,63 +46,69 @@ def gather_need(cluster: Cluster, parameters: int) -> Need:
 # Making one ----------------------------------------------------------------------------------
 
 
-def open_window(cluster: Cluster) -> tuple[Window, float]:
-    """Make a window that holds a number on every rank. Collective: yes.
-
-    Returns:
-        The window, and the seconds that it took.
+@contextlib.contextmanager
+def opened(cluster: Cluster) -> Iterator[Window]:
+    """Make a window that holds a number on every rank, and free it. Collective: yes.
 
     Raises:
         UserError: If the shared memory of a host is too small.
     """
-    start = time.perf_counter()
     window = Window(cluster, [Plan((Field(FIELD, "f8", (N,)),))] * cluster.world)
-    seconds = time.perf_counter() - start
     window.view(cluster.rank, FIELD)[:] = cluster.rank + 1
-    return window, seconds
-
-
-def wrong_reads(cluster: Cluster, window: Window) -> list[int]:
-    """Return the ranks whose memory this rank reads otherwise than they wrote it.
-
-    Collective: yes. A far one is read by Get, all ranks at a time, each from the next node.
-    """
-    window.make_visible()
-    seen = {r: window.view(r, FIELD) for r in cluster.my_node}
-    far = [r for r in range(cluster.world) if not cluster.near(r)]
-    target = next((r for r in far if r > cluster.rank), far[0] if far else None)
-    if target is not None:
-        out = np.zeros(N)
-        requests = window.get(target, FIELD, out)
-        cluster.wait(lambda: all(request.Test() for request in requests))
-        seen[target] = out
-    wrong = [r for r, numbers in seen.items() if not np.all(numbers == r + 1)]
+    yield window
     cluster.barrier()
-    return wrong
+    window.free()
+
+
+def try_window(cluster: Cluster) -> tuple[list[int], float]:
+    """Make a window, and read what others wrote in it. Collective: yes.
+
+    A far rank is read by Get, all ranks at a time, each from the next node.
+
+    Returns:
+        The ranks whose memory this one reads otherwise than they wrote it, and the seconds that
+        making the window took.
+    """
+    start = time.perf_counter()
+    with opened(cluster) as window:
+        seconds = time.perf_counter() - start
+        window.make_visible()
+        seen = {r: window.view(r, FIELD) for r in cluster.my_node}
+        far = [r for r in range(cluster.world) if not cluster.near(r)]
+        target = next((r for r in far if r > cluster.rank), far[0] if far else None)
+        if target is not None:
+            out = np.zeros(N)
+            requests = window.get(target, FIELD, out)
+            cluster.wait(lambda: all(request.Test() for request in requests))
+            seen[target] = out
+        return [r for r, numbers in seen.items() if not np.all(numbers == r + 1)], seconds
 
 
 # Far reads -----------------------------------------------------------------------------------
 
 
-def try_far_get(cluster: Cluster, window: Window) -> FarGet | None:
+def try_far_get(cluster: Cluster) -> FarGet | None:
     """Time a rank of node 1 that reads from the first of node 0. Collective: yes.
 
     Returns:
-        The times on the reader, None elsewhere.
+        The times on the reader, None elsewhere, and on one node.
     """
+    if cluster.nodes == 1:
+        return None
     owner, reader = cluster.node_of.index(0), cluster.node_of.index(1)
     background = Background(cluster.progress)
     found = None
-    if cluster.rank == reader:
-        found = FarGet(
-            statistics.median(_read(cluster, window, owner) for _ in range(READS)),
-            _read_while(cluster, window, owner, "busy"),
-            statistics.median(_read_while(cluster, window, owner, "helped") for _ in range(3)),
-        )
-        cluster.send(owner, "end")
-    elif cluster.rank == owner:
-        _own(cluster, background)
-    cluster.barrier()
+    with opened(cluster) as window:
+        if cluster.rank == reader:
+            found = FarGet(
+                statistics.median(_read(cluster, window, owner) for _ in range(READS)),
+                _read_while(cluster, window, owner, "busy"),
+                statistics.median(_read_while(cluster, window, owner, "helped") for _ in range(3)),
+            )
+            cluster.send(owner, "end")
+        elif cluster.rank == owner:
+            _own(cluster, background)
+        cluster.barrier()
     background.end()
     return found
 
@@ -131,25 +138,17 @@ def _read_while(cluster: Cluster, window: Window, owner: int, how: str) -> float
 
 def _own(cluster: Cluster, background: Background) -> None:
     """Be read from: poll, compute when asked to, until the reader ends it."""
-    actions: dict[str, Callable[[], None]] = {
-        "busy": _compute,
-        "helped": lambda: _compute_with(background),
-    }
     backoff = Backoff(cluster.ranks_per_core)
     while True:
         for source, kind, _ in cluster.poll():
             if kind == "end":
                 return
-            actions[kind]()
+            with background if kind == "helped" else contextlib.nullcontext():
+                _compute()
             cluster.send(source, "done")
             backoff.reset()
         cluster.progress()
         backoff.pause()
-
-
-def _compute_with(background: Background) -> None:
-    with background:
-        _compute()
 
 
 def _compute() -> None:

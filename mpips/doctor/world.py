@@ -1,22 +1,20 @@
 """The checks that the ranks of one world make together, one after the other."""
 
 import contextlib
-import fcntl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.cluster import clocks, ending
+from mpips.cluster.collectives import broadcast
 from mpips.cluster.library import check_world
 from mpips.cluster.start import whole_world
-from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.doctor import library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
-from mpips.doctor.finding import Finding, fail, ok, warn
+from mpips.doctor.finding import FAIL, Finding, fail, ok, warn
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.doctor.machine import judge_machines
 from mpips.doctor.network import judge_clocks
@@ -38,29 +36,11 @@ class Visit:
         cluster: The ranks.
         options: What to do.
         facts: Of every rank; empty but on rank 0.
-        window: What the check of windows has made.
     """
 
     cluster: Cluster
     options: Options
     facts: list[Facts] = field(default_factory=list)
-    window: Window | None = None
-
-    def tell(self, value: Any) -> Any:
-        """Return rank 0's value on all ranks. Collective: yes."""
-        ranks = self.cluster
-        if ranks.rank == 0:
-            for rank in range(1, ranks.world):
-                ranks.send(rank, "tell", value)
-            return value
-        received: list[Any] = []
-
-        def heard() -> bool:
-            received.extend(payload for _, _, payload in ranks.poll())
-            return bool(received)
-
-        ranks.wait(heard)
-        return received[0]
 
 
 class Check(NamedTuple):
@@ -68,21 +48,22 @@ class Check(NamedTuple):
 
     Attributes:
         name: Its name, which the line has if it does not end.
-        run: What all ranks do; the findings that it returns on rank 0 count.
+        examine: What all ranks do; returns what a rank has found out.
+        judge: Says on rank 0 what that means, of all ranks.
         least_s: Seconds that it may take even if the limit is less.
     """
 
     name: str
-    run: Callable[[Visit], Sequence[Finding]]
+    examine: Callable[[Visit], Any]
+    judge: Callable[[Visit, list[Any]], Iterable[Finding]]
     least_s: float = 0.0
 
 
-def check_launch(visit: Visit) -> list[Finding]:
-    """Look at the world, its MPI, its hosts."""
+def judge_launch(
+    visit: Visit, parts: Sequence[tuple[Facts, software.Library, float]]
+) -> list[Finding]:
+    """Judge the world, its MPI, its hosts."""
     ranks = visit.cluster
-    parts = ranks.gather((gather_facts(), library.gather_library(), process_age_s()))
-    if parts is None:
-        return []
     visit.facts = [part[0] for part in parts]
     hosts, first = len(set(ranks.hosts)), visit.facts[0]
     slurm = judge_slurm(first.variables, ranks.world, hosts, len(first.cores))
@@ -104,45 +85,51 @@ def _judge_world(ranks: Cluster, node_size: int) -> Finding:
     return ok("world", text + (" by --node-size" if node_size else ""))
 
 
-def check_clocks(visit: Visit) -> list[Finding]:
-    """Compare the hosts' clocks."""
-    return [judge_clocks(clocks.skews(visit.cluster))]
-
-
-def check_storage(visit: Visit) -> list[Finding]:
+def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     """Try the folder of runs: on rank 0, and whether the other hosts see it and its locks."""
-    ranks = visit.cluster
-    found: list[Finding] = []
-    folder: Path | None = None
+    ranks, lock = visit.cluster, None
+    folder, found = None, list[Finding]()
     if ranks.rank == 0:
         folder, found = storage.try_folder(visit.options.out, visit.options.checkpoint_bytes)
-    lock = open(folder / "afar", "a") if folder else None  # noqa: SIM115  (closed below)
-    if lock is not None:
+    if folder is not None:
+        lock = open(folder / "afar", "a")  # noqa: SIM115  (closed below)
         with contextlib.suppress(OSError):  # then the others tell that it is free
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    folder = visit.tell(folder)
-    firsts = clocks.first_ranks(ranks)
-    mine = None
-    if folder is not None and ranks.rank in firsts:
+            storage.lock(lock)
+    ranks.barrier()
+    folder = broadcast(ranks.comm, folder)
+    seen, state = False, storage.NONE
+    if folder is not None and ranks.rank in clocks.first_ranks(ranks):
         seen = storage.wait_for(folder)
-        mine = seen, storage.lock_state(folder / "afar") if seen else storage.NONE
-    parts = ranks.gather(mine)
-    if parts is None or folder is None or lock is None:
-        return found
-    lock.close()
-    storage.remove(folder)
-    hosts = [ranks.hosts[r] for r in firsts]
-    found.append(storage.judge_seen(hosts, [parts[r][0] for r in firsts]))
-    if len(hosts) > 1 and parts[firsts[1]][0]:
-        found.append(storage.judge_lock_afar(hosts[1], parts[firsts[1]][1]))
-    return found
+        state = storage.lock_state(folder / "afar") if seen else state
+    ranks.barrier()
+    if lock is not None and folder is not None:
+        lock.close()
+        storage.remove(folder)
+    return found, seen, state
 
 
-def check_kernels(visit: Visit) -> list[Finding]:
-    """Compile the loops once a host, and load them on the other ranks from the cache."""
-    ranks = visit.cluster
+def judge_storage(
+    visit: Visit, parts: Sequence[tuple[list[Finding], bool, str]]
+) -> Iterator[Finding]:
+    """Judge the folder of runs, as rank 0 and the first ranks of other hosts see it."""
+    yield from parts[0][0]
+    if any(finding.check == "folder" and finding.verdict == FAIL for finding in parts[0][0]):
+        return
+    firsts = clocks.first_ranks(visit.cluster)
+    hosts = [visit.cluster.hosts[rank] for rank in firsts]
+    yield storage.judge_seen(hosts, [parts[rank][1] for rank in firsts])
+    if len(hosts) > 1 and parts[firsts[1]][1]:
+        yield storage.judge_lock_afar(hosts[1], parts[firsts[1]][2])
+
+
+def load_kernels(visit: Visit) -> tuple[bool, float]:
+    """Compile the loops once a host, and load them on the other ranks from the cache.
+
+    Returns:
+        Whether this is the first rank of its host, and the seconds that it took.
+    """
+    ranks, spent = visit.cluster, 0.0
     first = ranks.rank in clocks.first_ranks(ranks)
-    spent = 0.0
     for turn in (True, False):
         if first is turn:
             start = time.perf_counter()
@@ -150,86 +137,66 @@ def check_kernels(visit: Visit) -> list[Finding]:
                 warm(make_rule(name), "float32")
             spent = time.perf_counter() - start
         ranks.barrier()
-    parts = ranks.gather((first, spent))
-    if parts is None:
-        return []
+    return first, spent
+
+
+def _judge_kernels(visit: Visit, parts: Sequence[tuple[bool, float]]) -> list[Finding]:
     compiled = max(s for was_first, s in parts if was_first)
     loaded = max((s for was_first, s in parts if not was_first), default=0.0)
-    turns = max(ranks.hosts.count(f.host) / len(f.cores) for f in visit.facts)
+    turns = max(visit.cluster.hosts.count(f.host) / len(f.cores) for f in visit.facts)
     return [judge_kernels(compiled, loaded, turns)]
 
 
-def check_memory(visit: Visit) -> list[Finding]:
-    """Compare what the windows of a model need with what each host has."""
-    ranks, parameters = visit.cluster, visit.options.parameters
-    parts = ranks.gather(windows.gather_need(ranks, parameters))
-    if parts is None:
-        return []
-    needs = dict(zip(ranks.hosts, parts, strict=True))
+def judge_memory(visit: Visit, parts: Sequence[memory.Need]) -> list[Finding]:
+    """Judge what the windows of a model need by what each host has."""
+    needs = dict(zip(visit.cluster.hosts, parts, strict=True))
     return [
-        *memory.judge_needs(needs, parameters),
+        *memory.judge_needs(needs, visit.options.parameters),
         *memory.judge_quota(visit.facts, needs),
     ]
 
 
-def check_window(visit: Visit) -> list[Finding]:
-    """Make a window, and read what others wrote in it."""
-    ranks = visit.cluster
-    visit.window, seconds = windows.open_window(ranks)
-    parts = ranks.gather((windows.wrong_reads(ranks, visit.window), seconds))
-    if parts is None:
-        return []
-    wrong = {rank: part[0] for rank, part in enumerate(parts)}
-    return [memory.judge_window(wrong, max(part[1] for part in parts))]
-
-
-def check_far_reads(visit: Visit) -> list[Finding]:
-    """Read from another node, from an owner that polls and from one that computes."""
-    ranks = visit.cluster
-    if ranks.nodes == 1:
+def _judge_far_get(visit: Visit, parts: Sequence[memory.FarGet | None]) -> list[Finding]:
+    if visit.cluster.nodes == 1:
         return [ok("far get", "one node, none needed (--node-size K plays several)")]
-    if visit.window is None:
-        return [fail("far get", "not tried without a window", "see window above")]
-    parts = ranks.gather(windows.try_far_get(ranks, visit.window))
-    return [] if parts is None else memory.judge_far_get(next(filter(None, parts)))
+    return memory.judge_far_get(next(filter(None, parts)))
 
 
-def close_window(visit: Visit) -> list[Finding]:
-    """Free the window."""
-    if visit.window is not None:
-        visit.cluster.barrier()
-        visit.window.free()
-    return []
-
-
-def check_links(visit: Visit) -> list[Finding]:
-    """Measure links, one after the other."""
-    ranks = visit.cluster
-    pairs = network.pairs(ranks.node_of)
-    found = [links.try_link(ranks, pair) for pair in pairs]
-    if ranks.rank != 0:
-        return []
-    left_out = max(0, ranks.nodes - 1 - len(pairs))
-    measured = [link for link in found if link is not None]
-    return network.judge_links(measured, visit.facts[0].networks, left_out)
-
-
-def check_ulfm(visit: Visit) -> list[Finding]:
-    """Find out whether dead ranks can be survived."""
-    return library.try_ulfm(visit.cluster)
+def _judge_links(visit: Visit, parts: Sequence[list[network.Link]]) -> list[Finding]:
+    left_out = max(0, visit.cluster.nodes - 1 - len(network.pairs(visit.cluster.node_of)))
+    return network.judge_links(parts[0], visit.facts[0].networks, left_out)
 
 
 CHECKS = (
-    Check("launch", check_launch),
-    Check("clocks", check_clocks),
-    Check("storage", check_storage),
-    Check("kernels", check_kernels, COMPILING_S),
-    Check("memory", check_memory),
-    Check("window", check_window),
-    Check("far get", check_far_reads),
-    Check("closing the window", close_window),
-    Check("links", check_links),
-    Check("ulfm", check_ulfm),
+    Check(
+        "launch",
+        lambda visit: (gather_facts(), library.gather_library(), process_age_s()),
+        judge_launch,
+    ),
+    Check(
+        "clocks",
+        lambda visit: clocks.skews(visit.cluster),
+        lambda visit, parts: [judge_clocks(parts[0])],
+    ),
+    Check("storage", try_storage, judge_storage),
+    Check("kernels", load_kernels, _judge_kernels, COMPILING_S),
+    Check(
+        "memory",
+        lambda visit: windows.gather_need(visit.cluster, visit.options.parameters),
+        judge_memory,
+    ),
+    Check(
+        "window",
+        lambda visit: windows.try_window(visit.cluster),
+        lambda visit, parts: [memory.judge_window(parts)],
+    ),
+    Check("far get", lambda visit: windows.try_far_get(visit.cluster), _judge_far_get),
+    Check("links", lambda visit: links.try_links(visit.cluster), _judge_links),
+    Check(
+        "ulfm",
+        lambda visit: library.try_ulfm(visit.cluster),
+        lambda visit, parts: [parts[0]],
+    ),
 )
 
 
@@ -261,7 +228,7 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
         with watch.over(check.name, check.least_s):
             report.add(_take(visit, check))
     with watch.over("end"):
-        code: int = visit.tell(report.end() if ranks.rank == 0 else None)
+        code: int = broadcast(ranks.comm, report.end() if ranks.rank == 0 else None)
         ranks.barrier()
         ranks.free()
     return code
@@ -270,20 +237,22 @@ def run(options: Options, watch: Watch, report: Report, checks: Sequence[Check] 
 def _take(visit: Visit, check: Check) -> list[Finding]:
     """Make one check; an exception on any rank is what it has found. Collective: yes."""
     ranks = visit.cluster
-    found: Sequence[Finding] = []
+    part: Any = None
     problem: Finding | None = None
     try:
-        found = check.run(visit)
+        part = check.examine(visit)
     except UserError as error:
         problem = refused(check.name, error)
     except Exception as error:
         text = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: {type(error).__name__}: {error}"
         problem = fail(check.name, text, "mend what it names, and run the doctor again")
         write_line(f"mpips.doctor, {check.name}: {text}", sys.stderr)
-    problems = ranks.gather(problem)
+    parts = ranks.gather((part, problem))
     ranks.barrier()
-    told_once = {p.found: p for p in problems or [] if p is not None}
-    return [*found, *told_once.values()]
+    if parts is None:
+        return []
+    problems = {p.found: p for _, p in parts if p is not None}
+    return list(problems.values() or check.judge(visit, [part for part, _ in parts]))
 
 
 def refused(check: str, error: UserError) -> Finding:
