@@ -118,15 +118,13 @@ def packable_pulls(config: Config) -> bool:
 def work_s(case: Case, speeds: Speeds, push: Candidate, pull: Candidate) -> float:
     """Return the seconds of packing and unpacking in an exchange (see the module)."""
     nodes = range(case.nodes)
-    workers = [case.ranks(WORKERS, node) for node in nodes]
-    pushes = [min(1, w) if case.one_push or case.rounds else w for w in workers]
-    pulls = [min(1, w) if case.one_pull or case.rounds else w for w in workers]
+    pushes, pulls = case.pushes, case.pulls
     far = [case.vector - case.owned(node) for node in nodes]
     busy = [0.0] * len(case.node_of)  # of each rank
     for rank in case.roles.workers:
         node = case.node_of[rank]
         busy[rank] = far[node] * (1 / push.pack + 1 / pull.unpack)
-        busy[rank] /= workers[node] if case.rounds else 1
+        busy[rank] /= case.ranks(WORKERS, node) if case.rounds else 1
     totals = [far[n] * (pushes[n] / push.pack + pulls[n] / pull.unpack) for n in nodes]
     for rank, size in zip(case.roles.owners, case.shards, strict=True):
         node = case.node_of[rank]

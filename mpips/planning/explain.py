@@ -114,8 +114,22 @@ class Explanation:
 
 
 def has(name: str, mode: str) -> bool:
-    """Whether this version has an option of that name in that mode."""
-    return name in OPTIONS and (not OPTIONS[name].modes or mode in OPTIONS[name].modes)
+    """Whether a mode has an option."""
+    return not OPTIONS[name].modes or mode in OPTIONS[name].modes
+
+
+def varied(config: Config, changes: Mapping[str, Any]) -> Config | None:
+    """Return a job with changes, without what its mode does not have; None if there is none."""
+    mode = changes.get("mode", config.mode)
+    if any(not has(k, mode) for k, value in changes.items() if value != OPTIONS[k].default):
+        return None
+    left = {k: option.default for k, option in OPTIONS.items() if not has(k, mode)}
+    try:
+        found = dataclasses.replace(config, **{**left, **changes})
+        validate(found)
+    except UserError:
+        return None
+    return found
 
 
 def case_of(config: Config, topology: Topology) -> Case:
@@ -219,14 +233,11 @@ def _variations(now: Explanation) -> list[dict[str, Any]]:
 
 def _relief(now: Explanation, changes: dict[str, Any]) -> Relief | None:
     """Return what changes would do, or None where there is no such job or it is this one."""
-    mode = changes.get("mode", now.config.mode)
     said = {name: value for name, value in changes.items() if value not in (None, (), "")}
-    if any(not has(name, mode) or getattr(now.config, name) == said[name] for name in said):
+    config = varied(now.config, changes)
+    if config is None or any(getattr(now.config, name) == said[name] for name in said):
         return None
-    left = {k: o.default for k, o in OPTIONS.items() if not has(k, mode)}
     try:
-        config = dataclasses.replace(now.config, **{**left, **changes})
-        validate(config)
         case = case_of(config, now.topology)
     except UserError:
         return None

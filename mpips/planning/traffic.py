@@ -33,7 +33,7 @@ gradients or parameters, theirs are multiplied by what it makes of a byte.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from mpips.kernels.row_lists import most_bytes
 from mpips.layout.roles import Roles
@@ -61,7 +61,7 @@ class Flow:
 
     def __add__(self, other: "Flow") -> "Flow":
         """Return the two together."""
-        return Flow(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+        return Flow(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def scaled(self, grads: float, params: float) -> "Flow":
         """Return the gradients and the parameters each times a factor."""
@@ -165,6 +165,20 @@ class Case:
         spares = self.roles.spares
         return (1,) * (len(self.roles.owners) - spares) + (0,) * spares
 
+    @property
+    def pushes(self) -> list[int]:
+        """How many gradients each node sends to every other owner, of each of its workers' one."""
+        return self._moves(self.one_push)
+
+    @property
+    def pulls(self) -> list[int]:
+        """How many times each node fetches the parameters of other nodes."""
+        return self._moves(self.one_pull)
+
+    def _moves(self, once: bool) -> list[int]:
+        workers = [self.ranks(WORKERS, node) for node in range(self.nodes)]
+        return [min(1, count) for count in workers] if once or self.rounds else workers
+
     def ranks(self, role: str, node: int) -> int:
         """Return the number of ranks of a role on a node."""
         ranks = self.roles.servers if role == SERVERS else self.roles.workers
@@ -179,14 +193,12 @@ class Case:
 Flows = list[dict[str, Flow]]
 
 
-def _values(flow: Flow) -> tuple[float, float, float, float]:
-    return flow.grads_out, flow.grads_in, flow.params_out, flow.params_in
-
-
 def flows(case: Case) -> Flows:
     """Return what crosses each node's link in a step, by node and then by role."""
-    make = _served if not case.rounds else _allreduced if case.allreduce else _summed
-    found = make(case) if case.nodes > 1 else [{WORKERS: Flow(), SERVERS: Flow()}]
+    found: Flows = [{WORKERS: Flow(), SERVERS: Flow()}]
+    if case.nodes > 1:
+        allreduced = case.rounds and case.allreduce
+        found = _allreduced(case) if allreduced else _moved(case, case.pushes, case.pulls)
     share, rows = 1 / case.every, _rows(case)
     return [
         {role: flow.scaled(case.grads * share, case.params * share) + rows[node][role]
@@ -201,34 +213,25 @@ def _rows(case: Case) -> Flows:
     rows, whole = case.rows, sum(case.row_shares)
     grads, params = rows.grads / whole, rows.params / whole
     each = [case.ranks(WORKERS, node) for node in range(case.nodes)]
-    found = (_node(alike, node, each, each) for node in range(case.nodes))
+    found = _moved(alike, each, each)
     return [{role: flow.scaled(grads, params) for role, flow in node.items()} for node in found]
 
 
-def _served(case: Case) -> Flows:
-    workers = [case.ranks(WORKERS, node) for node in range(case.nodes)]
-    pushes = [min(1, w) if case.one_push else w for w in workers]
-    pulls = [min(1, w) if case.one_pull else w for w in workers]
-    return [_node(case, node, pushes, pulls) for node in range(case.nodes)]
-
-
-def _summed(case: Case) -> Flows:
-    once = [min(1, case.ranks(WORKERS, node)) for node in range(case.nodes)]
-    return [_node(case, node, once, once) for node in range(case.nodes)]
-
-
-def _node(case: Case, node: int, pushes: Sequence[int], pulls: Sequence[int]) -> dict[str, Flow]:
-    """Return the flows of a node, from how many gradients and parameters each node moves."""
-    owned = case.owned(node)
-    far = case.vector - owned
-    working = Flow(grads_out=pushes[node] * far, params_in=pulls[node] * far)
-    owning = Flow(
-        grads_in=owned * (sum(pushes) - pushes[node]),
-        params_out=owned * (sum(pulls) - pulls[node]),
-    )
-    if not case.roles.servers:
-        return {WORKERS: working + owning, SERVERS: Flow()}
-    return {WORKERS: working, SERVERS: owning}
+def _moved(case: Case, pushes: Sequence[int], pulls: Sequence[int]) -> Flows:
+    """Return the flows of nodes, from how many gradients and parameters each of them moves."""
+    found: Flows = []
+    for node in range(case.nodes):
+        owned = case.owned(node)
+        far = case.vector - owned
+        working = Flow(grads_out=pushes[node] * far, params_in=pulls[node] * far)
+        owning = Flow(
+            grads_in=owned * (sum(pushes) - pushes[node]),
+            params_out=owned * (sum(pulls) - pulls[node]),
+        )
+        if not case.roles.servers:
+            working, owning = working + owning, Flow()
+        found.append({WORKERS: working, SERVERS: owning})
+    return found
 
 
 def _allreduced(case: Case) -> Flows:

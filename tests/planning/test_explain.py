@@ -10,19 +10,15 @@ from launch import ROOT
 from runs import Plan, summary
 
 from mpips.config import Config
-from mpips.config import schema as config
 from mpips.config.command_line import Question, parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.config.option import Option, setting
 from mpips.errors import UserError, human_bytes
 from mpips.planning import explain
 from mpips.planning.explain import (
     Explanation,
     Topology,
-    case_of,
     explain_alone,
     explanation_text,
-    has,
 )
 from mpips.planning.traffic import totals
 
@@ -161,45 +157,32 @@ def test_the_text() -> None:
 
 # Options that space pushes out, or make them smaller.
 
-
-@dataclasses.dataclass(frozen=True)
-class Smaller(Config):
-    """A job with such options, whatever this version has."""
-
-    accumulate: int = setting("optimisation", 1, "batches of a step", ">= 1")
-    codec: str = setting("cluster", "none", "of pushes", legal=("none", "int8", "topk"))
-    pull_codec: str = setting("cluster", "none", "of pulls", legal=("none", "int8"))
+SMALLER = Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs={"int8": 0.25, "topk": 0.02})
 
 
-@pytest.fixture
-def smaller(monkeypatch: pytest.MonkeyPatch) -> Topology:
-    for field in dataclasses.fields(Smaller):
-        if field.name in Smaller.__annotations__:
-            monkeypatch.setitem(config.OPTIONS, field.name, Option.of(field))
-    codecs = {"int8": 0.25, "topk": 0.02}
-    return Topology(["host"] * 4, [0, 1, 2, 3], N, RATE, codecs=codecs)
+def smaller(**options: Any) -> Explanation:
+    return explain.explain(resolve(options), SMALLER)
 
 
-def test_smaller_and_fewer_messages_are_proposed(smaller: Topology) -> None:
-    found = gains(explain.explain(Smaller(), smaller))
+def test_smaller_and_fewer_messages_are_proposed() -> None:
+    found = gains(smaller())
     # The server receives 3 M of gradients and sends 3 M of parameters, both at once.
     assert found["--codec int8 --pull-codec int8"] == pytest.approx(4)
     assert not {"--codec int8", "--pull-codec int8", "--codec topk"} & found.keys()
-    found = gains(explain.explain(Smaller(pull_codec="int8"), smaller))
+    found = gains(smaller(pull_codec="int8"))
     assert found["--codec int8"] == found["--codec topk"] == pytest.approx(4)
 
 
-def test_such_options_count(smaller: Topology) -> None:
-    case = case_of(Smaller(accumulate=3, codec="topk", pull_codec="int8"), smaller)
+def test_such_options_count() -> None:
+    case = smaller(accumulate=3, codec="topk", pull_codec="int8").case
     assert (case.every, case.grads, case.params) == (3, 0.02, 0.25)
-    found = explain.explain(Smaller(accumulate=3), smaller)
+    found = smaller(accumulate=3)
     assert found.pushed == 3 * M / 3
     assert found.step_s == M / RATE
 
 
-def test_powersgd_adds_up_factors_alone(smaller: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    topology = dataclasses.replace(smaller, codecs={"powersgd": 0.02})
+def test_powersgd_adds_up_factors_alone() -> None:
+    topology = dataclasses.replace(SMALLER, codecs={"powersgd": 0.02})
     found = explain.explain(resolve({"mode": "sync", "codec": "powersgd"}), topology)
     around = 2 * 3 / 4 * 0.02 * M
     assert [(f.sent, f.received) for f in totals(found.flows)] == [(around, around)] * 4
@@ -218,18 +201,12 @@ def test_the_factors_of_the_job_are_counted() -> None:
     assert text.count(f"{'link':10s}  {moved:>10s}  {moved:>10s}") == 2
 
 
-def test_delay_compensation_sends_the_replica_behind_the_gradient(smaller: Topology) -> None:
-    found = explain.explain(Smaller(delay_compensation=0.5, codec="int8"), smaller)
+def test_delay_compensation_sends_the_replica_behind_the_gradient() -> None:
+    found = smaller(delay_compensation=0.5, codec="int8")
     assert found.case.grads == 1.25
     assert (found.pushed, found.pulled) == (2 * 3 * M, 3 * M)
     assert found.step_s == 1.25 * 3 * M / RATE
     assert "push 1.4 MB in it, and pull 691.2 kB" in explanation_text(found, "8mbit")
-
-
-def test_options_of_other_modes_are_not_had() -> None:
-    assert has("prefetch", "async")
-    assert not has("prefetch", "sync")
-    assert not has("no_such_option", "async")
 
 
 # On the command line.
@@ -243,13 +220,12 @@ def test_the_example_in_the_guide() -> None:
     assert shown == explain_alone(resolve(line.options), line.question)
 
 
-@pytest.mark.parametrize(
-    ("link", "rate"), [("1gbit", 1.25e8), ("100mbit", 1.25e7), ("2.5gbit", 3.125e8)]
-)
-def test_rates(link: str, rate: float) -> None:
-    line = parse_command_line(["--explain", "--link", link, "--step-ms", "5", "--mode", "sync"])
-    assert line.question == Question(link=link, step_ms=5.0)
-    assert line.question.bytes_per_s == rate
+def test_the_words_of_a_question() -> None:
+    words = ["--explain", "--link", "2.5gbit", "--step-ms", "5", "--mode", "sync"]
+    line = parse_command_line(words)
+    assert line.question == Question(link="2.5gbit", step_ms=5.0)
+    assert line.question.bytes_per_s == 3.125e8
+    assert Question(link="100mbit").bytes_per_s == 1.25e7
     assert line.options == {"mode": "sync"}
     assert line.flags == {"explain"}
     assert not line.needs_no_world

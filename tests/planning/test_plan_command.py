@@ -98,14 +98,8 @@ def test_a_plan_in_words() -> None:
     assert lines[1].startswith("a step takes 5")
     for part in (
         *("bottleneck: ", "4 nodes with 1 worker", "workers' time: compute 9", "staleness mean "),
-        *(
-            "memory: ",
-            "start-up: 5 s\n",
-            "time to the end of 2 epochs: ",
-            "failures of nodes: ",
-            "core hours: 6 ranks",
-        ),
-        *("storage is read from for ", "simulated: 160 steps"),
+        *("memory: ", "start-up: 5 s\n", "time to the end of 2 epochs: ", "failures of nodes: "),
+        *("core hours: 6 ranks", "storage is read from for ", "simulated: 160 steps"),
     ):
         assert part in told, part
 
@@ -119,32 +113,16 @@ def test_equal_words_make_equal_plans() -> None:
     assert first == again != other
 
 
+KEYS = """
+mode ranks servers workers nodes codec pull_codec links storage parameter_bytes row_bytes step_s
+step_formula_s samples_per_s bottleneck applying workers_time dropped staleness batches end_s
+lifetime core_hours server_bytes worker_bytes simulation assumed
+"""
+
+
 def test_json_of_a_plan() -> None:
     found = json.loads(plan.write([*WORLD, "--json", "--servers", "1"]))
-    assert set(found) == {
-        *(
-            "mode",
-            "ranks",
-            "servers",
-            "workers",
-            "nodes",
-            "codec",
-            "pull_codec",
-            "links",
-            "storage",
-        ),
-        *(
-            "parameter_bytes",
-            "row_bytes",
-            "step_s",
-            "step_formula_s",
-            "samples_per_s",
-            "bottleneck",
-            "applying",
-        ),
-        *("workers_time", "dropped", "staleness", "batches", "end_s", "lifetime", "core_hours"),
-        *("server_bytes", "worker_bytes", "simulation", "assumed"),
-    }
+    assert set(found) == set(KEYS.split())
     assert (found["ranks"], found["nodes"], found["parameter_bytes"]) == (5, 5, 4_000_000)
     assert found["links"][0] == {"nodes": 1, "servers": 1, "workers": 0,
                                  "sends": found["links"][0]["sends"],

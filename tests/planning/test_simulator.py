@@ -15,13 +15,13 @@ from mpips.config.jobfile import resolve
 from mpips.errors import UserError
 from mpips.layout.roles import assign, shares
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, case_of
+from mpips.planning.explain import Topology, case_of, varied
 from mpips.planning.simulator import rounds, served
-from mpips.planning.simulator.failures import Hazards, expected_s, live
+from mpips.planning.simulator.failures import Hazards, live
 from mpips.planning.simulator.measured import mpi_of, run_of, speeds_of, table_bytes_of, tables_of
 from mpips.planning.simulator.model import Simulated, Speeds, Work
 from mpips.planning.simulator.prediction import START_S, Facts, predict, told
-from mpips.planning.simulator.search import Proposal, search, variants, varied
+from mpips.planning.simulator.search import Proposal, search, variants
 from mpips.planning.traffic import Case, Rows
 
 N = 16 * 36_000  # parameters: as many cache lines for each of up to 6 servers
@@ -141,12 +141,6 @@ def test_staleness_is_what_others_do_meanwhile() -> None:
     assert found.staleness.sum() == workers * 1000  # each push is applied once at the server
 
 
-def test_pushes_are_all_applied() -> None:
-    found = simulated(case(4, 3), Speeds(0.1, 0.5, **FAST), 100)
-    assert found.staleness.sum() == 4 * 100 * 3
-    assert found.steps == 400
-
-
 def test_workers_of_a_node_join_reads() -> None:
     """Three of a node whose link is full: one pull for all, or three, beside three pushes."""
     apart, together = (
@@ -219,14 +213,6 @@ def test_rounds_of_equal_times() -> None:
     draws = np.random.default_rng(0).lognormal(sigma=math.sqrt(math.log1p(0.09)), size=(9999, 4))
     mean = draws.max(axis=1).mean() / math.sqrt(1.09)
     assert slower.step_s == pytest.approx(0.2 * mean + traffic.link_s(of, LINK), rel=0.02)
-
-
-def test_runs_are_equal_by_seed() -> None:
-    first, again, other = (
-        simulated(case(5, 2), Speeds(0.1, 0.4, **FAST), seed=seed) for seed in (1, 1, 2)
-    )
-    assert first.step_s == again.step_s != other.step_s
-    assert (first.staleness == again.staleness).all()
 
 
 # A loop of plain Python.
@@ -409,6 +395,14 @@ def test_events_beside_a_plain_loop(
 # Failures.
 
 
+def expected_s(work_s: float, h: Hazards) -> float:
+    """Return the mean seconds of so much training, by Daly's formula, without its first start."""
+    pieces, rest = divmod(work_s, h.period_s)
+    mean = h.mtbf_s * math.exp(h.restart_s / h.mtbf_s)
+    whole = math.expm1((h.period_s + h.save_s) / h.mtbf_s)
+    return mean * (pieces * whole + math.expm1(rest / h.mtbf_s))
+
+
 def test_failures_are_daly_s() -> None:
     hazards = Hazards(mtbf_s=5000, restart_s=100, period_s=600, save_s=20, start_s=30)
     found = live(36_000, hazards, seed=0, lives=3000)
@@ -456,17 +450,6 @@ def test_a_prediction_has_all_numbers() -> None:
     assert data["worker_bytes"] > 4 * M
 
 
-def test_codecs_shrink_what_crosses_links() -> None:
-    facts = dataclasses.replace(FACTS, speeds=Speeds(0.001, link=LINK))
-    plain, packed = (
-        predict(resolve({"servers": 1, **codec}), *world(5), facts)
-        for codec in ({}, {"codec": "fp16", "pull_codec": "fp16"})
-    )
-    assert packed.found.step_s == pytest.approx(plain.found.step_s / 2, rel=0.1)
-    chosen = predict(resolve({"codec": "auto", "servers": 1}), *world(5), FACTS)
-    assert chosen.config.codec in ("fp16", "bf16", "int8", "none")
-
-
 def test_the_search_finds_the_cheapest() -> None:
     """It leaves out what cannot be: the result is that of trying all."""
     config = resolve({"epochs": 2})
@@ -475,7 +458,7 @@ def test_the_search_finds_the_cheapest() -> None:
     found = search(config, 8, world, FACTS, deadline_s)
     costs = []
     for workers, changes in variants(config, 8):
-        job = varied(config, changes)
+        job = varied(config, {"server_ranks": (), "backup_workers": 0, **changes})
         assert job is not None
         each = predict(job, *world(workers + changes["servers"]), FACTS)
         if each.lifetime.mean_s <= deadline_s:
@@ -488,12 +471,6 @@ def test_the_search_finds_the_cheapest() -> None:
     assert found.others
     assert all(why.startswith(("too late: ", "+")) or "%" in why for _, why in found.others)
     assert "--mode" in Proposal.options(found.best)
-
-
-def test_a_search_without_an_answer_tells_the_fastest() -> None:
-    found = search(resolve({}), 4, world, FACTS, 1.0)
-    assert found.best is None
-    assert found.fastest.lifetime.mean_s > 1
 
 
 # Runs.

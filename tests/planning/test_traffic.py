@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mpips.layout import cut
 from mpips.layout.roles import Roles, assign
+from mpips.planning.tables import rows_of_area
 from mpips.planning.traffic import (
     SERVERS,
     WORKERS,
@@ -197,3 +198,11 @@ def test_a_step_is_no_shorter_than_its_parts(found: Case, compute_s: float) -> N
     assert took >= max(compute_s, link_s(found, 1e6))
     assert step_s(found, 2e6, compute_s) <= took
     assert step_s(dataclasses.replace(found, every=2), 1e6, compute_s) <= took
+
+
+def test_room_of_a_push() -> None:
+    """16 MiB, or 1,024 rows, but no more than 256 MiB, and one row in any case."""
+    assert rows_of_area(1 << 10) == 1 << 14
+    assert rows_of_area(1 << 15) == 1 << 10
+    assert rows_of_area(1 << 20) == 256
+    assert rows_of_area(1 << 30) == 1

@@ -1,9 +1,9 @@
 """How long a job takes where nodes fail: it goes on from its newest checkpoint.
 
 Nodes fail at random, each once in so long on average. What was done since the newest checkpoint is
-lost, and the start takes its time. J. Daly, "A higher order estimate of the optimum checkpoint
-interval for restart dumps", FGCS 2006, has the mean in a formula, `expected_s`; mean and spread
-that are told are those of `LIVES` simulated jobs.
+lost, and the start takes its time. Mean and spread are those of `LIVES` simulated jobs. The mean is
+that of J. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+FGCS 2006.
 """
 
 import math
@@ -55,17 +55,6 @@ class Lifetime:
     lost_s: float
     saving_s: float
     start_s: float
-
-
-def expected_s(work_s: float, hazards: Hazards) -> float:
-    """Return the mean seconds of so much training, by Daly's formula, without its first start."""
-    h = hazards
-    pieces, rest = divmod(work_s, h.period_s) if math.isfinite(h.period_s) else (0.0, work_s)
-    if math.isinf(h.mtbf_s):
-        return work_s + pieces * h.save_s
-    mean = h.mtbf_s * math.exp(h.restart_s / h.mtbf_s)
-    whole = math.expm1((h.period_s + h.save_s) / h.mtbf_s) if pieces else 0.0
-    return mean * (pieces * whole + math.expm1(rest / h.mtbf_s))
 
 
 def live(work_s: float, hazards: Hazards, seed: int, lives: int = LIVES) -> Lifetime:

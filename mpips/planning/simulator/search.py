@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpips.config import OPTIONS, Config
-from mpips.config.validation import validate
+from mpips.config import Config
 from mpips.errors import UserError
 from mpips.planning import traffic
-from mpips.planning.explain import Topology, case_of, has
+from mpips.planning.explain import Topology, case_of, varied
 from mpips.planning.simulator.model import Speeds
 from mpips.planning.simulator.prediction import Facts, Prediction, batches_of, predict
 
 MODES = ("async", "ssp", "sync")
 CODECS = (("none", "none"), ("fp16", "fp16"), ("int8", "fp16"))
+FREE = {"server_ranks": (), "server_hosts": "", "backup_workers": 0}
 STEPS = 100  # of each worker, that a search simulates
 
 World = tuple[list[str], list[int]]
@@ -90,21 +90,6 @@ def variants(config: Config, workers: int) -> Iterator[tuple[int, dict[str, Any]
                                   "pull_codec": pull_codec}  # fmt: skip
 
 
-def varied(config: Config, changes: dict[str, Any]) -> Config | None:
-    """Return a job with changes, without what its mode does not have; None if there is none."""
-    mode = changes["mode"]
-    if any(not has(k, mode) for k, v in changes.items() if v != OPTIONS[k].default):
-        return None
-    left = {k: o.default for k, o in OPTIONS.items() if not has(k, mode)}
-    free = {"server_ranks": (), "server_hosts": "", "backup_workers": 0}
-    try:
-        found = dataclasses.replace(config, **{**left, **free, **changes})
-        validate(found)
-    except UserError:
-        return None
-    return found
-
-
 def search(config: Config, workers: int, world_of: Callable[[int], World], facts: Facts,
            deadline_s: float = math.inf) -> Proposal:  # fmt: skip
     """Find the cheapest configuration.
@@ -150,7 +135,7 @@ def search(config: Config, workers: int, world_of: Callable[[int], World], facts
 
 def _candidate(config: Config, workers: int, changes: dict[str, Any],
                world_of: Callable[[int], World], facts: Facts) -> _Candidate | None:  # fmt: skip
-    changed = varied(config, changes)
+    changed = varied(config, {**FREE, **changes})
     if changed is None:
         return None
     speeds, hosts_nodes = facts.speeds, world_of(workers + changes["servers"])
