@@ -1,5 +1,6 @@
 """What is said to cross the links, against the messages and Gets of whole jobs, counted."""
 
+import json
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.config.command_line import parse_command_line
 from mpips.config.jobfile import resolve
-from mpips.planning.explain import Topology, codec_ratios, explain
+from mpips.planning.explain import Explanation, Topology, codec_ratios, explain
 from mpips.planning.traffic import totals
 from mpips.session import run as session
 from mpips.session import setup
@@ -97,25 +98,38 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
 
 
 def count(cluster: Cluster, words: list[str], counters: list[Counter]) -> np.ndarray:
-    """Run a job; returns the bytes of all ranks, shape (kinds, nodes, sent and received)."""
+    """Run a job; returns the bytes of all ranks, shape (kinds, nodes, sent and received).
+
+    Its summary counts what workers push and pull, as it is said.
+    """
     folder = cluster.comm.bcast(tempfile.mkdtemp() if cluster.rank == 0 else None)
     line = parse_command_line([*words, f"--out={Path(folder) / 'run'}"])
     code = session.run(line, time.perf_counter())
     check(cluster.comm, code == 0, code)
+    told, counted = explained(cluster, words), dict[str, int]()
     if cluster.rank == 0:
+        counted = json.loads((Path(folder) / "run" / "summary.json").read_text())
         shutil.rmtree(folder)
+    behind = 1 + (told.config.delay_compensation > 0)  # what a gradient was computed from
+    pushed, pulled = STEPS * told.pushed / behind, counted.get("bytes_pulled", 0)
+    good = not counted or counted["bytes_pushed"] == pushed
+    good &= not counted or STEPS <= pulled / told.pulled <= STEPS + 2  # ahead, at the end
+    check(cluster.comm, good, (counted.get("bytes_pushed"), pushed, pulled, told.pulled))
     moved: np.ndarray = cluster.comm.allreduce(counters[-1].moved)
     return moved
 
 
-def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
-    """Return what a step is said to move, of the shape of `count`."""
+def explained(cluster: Cluster, words: list[str], **changes: Any) -> Explanation:
     config = resolve({**parse_command_line(words).options, **changes})
     (width,) = config.hidden
     n = 64 * width + width + width * 10 + 10
     codecs = codec_ratios(n, config.dtype)
-    told = explain(config, Topology(cluster.hosts, cluster.node_of, n, 1.0, codecs=codecs))
-    found = totals(told.flows)
+    return explain(config, Topology(cluster.hosts, cluster.node_of, n, 1.0, codecs=codecs))
+
+
+def said(cluster: Cluster, words: list[str], **changes: Any) -> np.ndarray:
+    """Return what a step is said to move, of the shape of `count`."""
+    found = totals(explained(cluster, words, **changes).flows)
     grads = [(flow.grads_out, flow.grads_in) for flow in found]
     return np.array([grads, [(flow.params_out, flow.params_in) for flow in found]])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from launch import ROOT
-from runs import Plan, summary
+from runs import Plan
 
 from mpips.config import Config
 from mpips.config.command_line import Question, parse_command_line
@@ -244,43 +244,6 @@ def test_worlds_that_are_only_spoken_of() -> None:
         explain_alone(Config(), Question(ranks=2, nodes=3))
     with pytest.raises(UserError, match="without a world, expected --ranks N"):
         explain_alone(Config(), Question())
-
-
-# Against the run.
-
-STEPS = 5
-JOBS = {  # options, ranks, parameters
-    f"{name} {node_size}": (f"{options} --node-size {node_size} --hidden 64", 4)
-    for node_size in (1, 2)
-    for name, options in {"async": "--servers 1", "sync": "--mode sync"}.items()
-}
-PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    plan = Plan(tmp_path_factory.mktemp("explained"))
-    for name, (options, ranks) in JOBS.items():
-        plan.add(name, ranks, [*options.split(), "--steps", str(STEPS)])
-    plan.run(240)
-    return plan
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", JOBS)
-def test_a_run_counts_what_is_said(name: str, plan: Plan) -> None:
-    """Workers far from a server ask for two replicas at the end that nobody needs any more."""
-    options, ranks = JOBS[name]
-    size = int(name[-1])
-    line = parse_command_line(options.split())
-    topology = Topology(["vm"] * ranks, [rank // size for rank in range(ranks)], PARAMETERS, RATE)
-    said = explain.explain(resolve(line.options), topology)
-    found = summary(plan.out(name))
-    assert found["bytes_pushed"] == STEPS * said.pushed
-    unused = 2 if found["mode"] == "async" else 0
-    assert STEPS * said.pulled <= found["bytes_pulled"] <= (STEPS + unused) * said.pulled
-    nodes = [node["ranks"] for node in found["nodes"]]
-    assert nodes == [[r for r in range(ranks) if r // size == k] for k in range(ranks // size)]
 
 
 @pytest.mark.launch
