@@ -23,6 +23,6 @@ MEASURES = Catalogue(
     _of("convergence", named=True),
     _of("start"),
     _of("reading"),
-    _of("torch", needs="torch"),
+    _of("torch"),
     _of("peers", named=True),
 )

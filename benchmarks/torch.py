@@ -10,12 +10,12 @@ a step for the one whose passes take longer: so these stand beside it as well, a
 With peers, also rates beside theirs, and the memory of four ranks.
 """
 
+import importlib.util
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.catalogue import MEASURES
 from benchmarks.turns import steady_rate
 from mpips.bench.jobs import run as run_job
 from mpips.bench.jobs import temporary_folder
@@ -40,7 +40,7 @@ def run(options: Options) -> list[Row]:
         UserError: If there is no PyTorch.
         Failed: If the job fails.
     """
-    if not MEASURES["torch"].installed:
+    if importlib.util.find_spec("torch") is None:
         raise UserError("no PyTorch", "torch >= 2.4", "pip install 'mpips[torch]'")
     turns = QUICK_TURNS if options.quick else TURNS * options.repeats
     nets = QUICK_NETS if options.quick else [*NETS]

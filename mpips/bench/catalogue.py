@@ -20,7 +20,6 @@ class Measure:
         least: The least ranks on which it can run.
         nodes: The least nodes. The driver, which has one, leaves out what needs several.
         named: Whether it is taken only where it is named: it is long.
-        needs: The package that it needs, as an extra of that name installs it.
         package: The package of its module.
     """
 
@@ -29,18 +28,12 @@ class Measure:
     least: int = 1
     nodes: int = 1
     named: bool = False
-    needs: str = ""
     package: str = "mpips.bench"
 
     @property
     def has_jobs(self) -> bool:
         """Whether it starts jobs of its own, and so is called by the driver."""
         return not self.worlds and self.nodes == 1
-
-    @property
-    def installed(self) -> bool:
-        """Whether what it needs is installed; nothing of it is imported."""
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
 
     @property
     def run(self) -> Callable[..., Any]:

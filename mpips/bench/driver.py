@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def run(measures: Catalogue, names: Sequence[str], options: Options, path: Path 
     Raises:
         UserError: If a name is not known, or needs several nodes, or if no world can be started.
     """
-    chosen = [m for m in measures.choose_for_driver(names) if names or _is_installed(m)]
+    chosen = measures.choose_for_driver(names)
     report: dict[str, Any] = {"machine": machine()}
     report |= {"repeats": options.repeats, "quick": options.quick, "failed": []}
     rows: list[Row] = []
@@ -66,14 +66,6 @@ def _parts(chosen: Sequence[Measure], options: Options) -> Iterator[Part]:
             yield measure.name, partial(measure.run, options)
 
 
-def _is_installed(measure: Measure) -> bool:
-    """Return whether what a measure needs is there, and say so where it is not."""
-    if not measure.installed:
-        extra = measure.needs
-        _say(f"{measure.name} is left out: no {extra}; pip install 'mpips[{extra}]'")
-    return measure.installed
-
-
 def machine() -> dict[str, Any]:
     """Return the facts of this machine, as a rank sees them.
 
@@ -89,15 +81,11 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def described(facts: Mapping[str, Any]) -> str:
-    """Return the facts of a machine as a line."""
-    versions = ", ".join(f"{k} {facts[k]}" for k in ("mpips", "python", "numpy", "numba"))
-    return f"{facts['cpu']}, {facts['cores']} cores; {facts['mpi']}; {versions}; {facts['date']}"
-
-
 def _heading(report: dict[str, Any]) -> str:
+    facts = report["machine"]
+    versions = ", ".join(f"{k} {facts[k]}" for k in ("mpips", "python", "numpy", "numba"))
     lines = [
-        described(report["machine"]),
+        f"{facts['cpu']}, {facts['cores']} cores; {facts['mpi']}; {versions}; {facts['date']}",
         f"repeats of each side, in turn: {report['repeats']}; medians",
     ]
     if report["quick"]:

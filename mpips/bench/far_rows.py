@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.bench.link import FAST
 from mpips.bench.measure import Options, Row, compare, in_turn
-from mpips.bench.row_ids import zipf
+from mpips.bench.row_ids import row_ids
 from mpips.bench.rows import DIM, IDS
 from mpips.bench.tcp import Link
 from mpips.bench.world import Rows, among
@@ -48,8 +48,7 @@ class _Sides:
     """One rank's part of each side of the comparison."""
 
     def __init__(self, cluster: Cluster, rows: int, codec: str = "none") -> None:
-        self._cluster, rng = cluster, np.random.default_rng(0)
-        packing = Packing(make_codec(codec))
+        self._cluster, packing = cluster, Packing(make_codec(codec))
         cluster.roles = assign("async", cluster.hosts, cluster.node_of, 1)
         table = Table(rows, DIM)
         made = JobTable("rows", table, make_row_rule(Adagrad(0.1)), 0, IDS, lambda version: 0.1)
@@ -59,9 +58,8 @@ class _Sides:
             pushes=packing, replies=packing,
         )  # fmt: skip
         self._half, self._seq = assemble(cluster, design), 0
-        drawn = (np.minimum(zipf(rng, rows, IDS), rows - 1) for _ in range(STEPS))
-        self._ids = [ids.astype(np.int64) for ids in drawn]
-        self._grads = rng.standard_normal((IDS, DIM), "f4")
+        self._ids = list(row_ids("zipf-rows", rows)[:STEPS])
+        self._grads = np.random.default_rng(0).standard_normal((IDS, DIM), "f4")
         counts = [len(np.unique(ids)) for ids in self._ids]
         self._plain = [np.zeros((count, DIM), "f4") for count in counts]
         if isinstance(self._half, ServerHalf):

@@ -4,7 +4,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mpips.cluster.world import Cluster
+
+RIGHT = (2, 3, 5)  # columns of the table that are flushed right
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,15 @@ def significant(value: float, digits: int = 3) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, one line each."""
     head = ("measure", "case", "mpips", "beside it", "", "ratio", "aim")
-    return aligned([head, *map(_cells, rows)], (2, 3, 5))
+    cells = [head, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if k in RIGHT else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -139,18 +149,6 @@ def say_rows(rows: Sequence[Row]) -> None:
     """Print rows to stderr as they come; `table` has them all at the end."""
     for row in rows:
         print(f"  {'  '.join(filter(None, _cells(row)))}", file=sys.stderr, flush=True)
-
-
-def aligned(cells: Sequence[Sequence[str]], right: Collection[int]) -> str:
-    """Return lines of cells as text in columns, those of these numbers flushed right."""
-    widths = [max(len(line[k]) for line in cells) for k in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(w) if k in right else cell.ljust(w)
-            for k, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    )
 
 
 def bytes_text(size: int) -> str:
