@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mpips.cluster import segments
 from mpips.cluster.pages import shared_page
-from mpips.cluster.process import namespace_of
+from mpips.cluster.process import STARTED, namespace_of, stat_of
 from mpips.cluster.segments import SHARED_MEMORY
+from mpips.planning.memory import installed_bytes
 
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
@@ -71,7 +72,7 @@ def gather_facts() -> Facts:
         cores=frozenset(os.sched_getaffinity(0)),
         online=os.cpu_count() or 1,
         quota=quota(groups("cpu")),
-        memory=min(installed_memory(), memory_limit(groups("memory"))),
+        memory=min(installed_bytes(), memory_limit(groups("memory"))),
         shared_free=shared.f_bavail * shared.f_frsize if shared else 0,
         shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
         stale=sum(segments.left_over().values()),
@@ -86,14 +87,9 @@ def gather_facts() -> Facts:
 
 def process_age_s() -> float:
     """Return the seconds since this process was started."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(stat_of(os.getpid())[STARTED])
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return uptime_s - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def installed_memory() -> int:
-    """Return the bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit(number: int) -> float:
@@ -163,14 +159,11 @@ def networks(root: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for device in sorted((root / "net").glob("*")):
         mbit = _read(device / "speed")
-        if mbit.isdigit() and (device / "device").exists() and _up(device):
+        up = _read(device / "operstate") == "up"
+        if up and mbit.isdigit() and (device / "device").exists():
             found[device.name] = int(mbit) * 1e6
     for port in sorted((root / "infiniband").glob("*/ports/*")):
         words = _read(port / "rate").split()  # 100 Gb/sec (4X EDR)
         if words[1:2] == ["Gb/sec"] and "ACTIVE" in _read(port / "state"):
             found[f"{port.parent.parent.name}/{port.name}"] = float(words[0]) * 1e9
     return found
-
-
-def _up(device: Path) -> bool:
-    return _read(device / "operstate") == "up"

@@ -32,7 +32,6 @@ from mpips.problems.rows import uses_rows
 ACCUMULATE = 4  # times as many batches as now; what it gives is proportional to it
 LEAST_GAIN = 1.05
 MOST_RELIEFS = 8
-CODEC_OPTIONS = ("codec", "pull_codec")
 
 
 @dataclass(frozen=True)
@@ -143,14 +142,13 @@ def case_of(config: Config, topology: Topology) -> Case:
         mode, topology.hosts, topology.node_of, c.servers, c.server_ranks, c.server_hosts,
         c.evaluators,
     )  # fmt: skip
-    roles = with_spares(roles, c.spares if has("spares", mode) else 0, topology.node_of)
+    roles = with_spares(roles, c.spares, topology.node_of)
     item = np.dtype(c.dtype).itemsize
     sizes = [shard.size * item for shard in shares(topology.parameters, roles, item)]
-    given = {k: getattr(c, k) for k in CODEC_OPTIONS if has(k, mode)}
-    low_rank = given.get("codec") == "powersgd"
+    low_rank = c.codec == "powersgd"
     slices = any(is_large(size // item // c.fragments, c.dtype) for size in sizes)
     packed = topology.codecs if slices or low_rank else {}
-    vectors, results = moved_vectors(c), "codec" if mode == "local_sgd" else "pull_codec"
+    vectors, results = moved_vectors(c), c.codec if mode == "local_sgd" else c.pull_codec
     return Case(
         roles,
         tuple(topology.node_of),
@@ -162,13 +160,13 @@ def case_of(config: Config, topology: Topology) -> Case:
         prefetch=c.prefetch,
         every=c.unit_size // c.batch_size,
         hidden=c.overlap_steps / c.round_steps,
-        grads=vectors * packed.get(given.get("codec", ""), 1.0) + (c.delay_compensation > 0),
-        params=0.0 if low_rank else vectors * packed.get(given.get(results, ""), 1.0),
-        rows=Rows.of(topology.tables, item, *(_of_rows(c, given.get(k)) for k in CODEC_OPTIONS)),
+        grads=vectors * packed.get(c.codec, 1.0) + (c.delay_compensation > 0),
+        params=0.0 if low_rank else vectors * packed.get(results, 1.0),
+        rows=Rows.of(topology.tables, item, _of_rows(c, c.codec), _of_rows(c, c.pull_codec)),
     )
 
 
-def _of_rows(config: Config, codec: str | None) -> Callable[[int], float]:
+def _of_rows(config: Config, codec: str) -> Callable[[int], float]:
     """Return what gives the bytes of rows on the wire over those in memory, by their numbers."""
     packs = make_codec(codec) if codec in CODECS else None
 

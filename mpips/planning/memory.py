@@ -57,7 +57,7 @@ def check_memory(layout: Layout, config: Config, workers: int, nodes: int) -> No
     """
     vectors = least_vectors(config, workers) + (codec_vectors(config) if nodes > 1 else 0)
     needed = vectors * layout.size * np.dtype(config.dtype).itemsize
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = installed_bytes()
     if workers and needed > there:
         raise UserError(
             f"{workers} workers with {layout.size:,} parameters on {platform.node()} take "
@@ -72,4 +72,9 @@ def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
+    return installed_bytes()
+
+
+def installed_bytes() -> int:
+    """Return the bytes of memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
