@@ -1,8 +1,8 @@
 """What a check has found: ok, warn or fail, with the remedy; and the table of all."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXIT_CODES = {OK: 0, WARN: 3, FAIL: 1}
@@ -31,10 +31,6 @@ class Finding:
     def __post_init__(self) -> None:
         assert self.verdict in EXIT_CODES, self.verdict
         assert self.verdict == OK or self.remedy, f"{self.check}: no remedy"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain data."""
-        return asdict(self)
 
 
 def ok(check: str, found: str, **figures: float) -> Finding:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +57,5 @@ class Report:
         """Return the report as plain data."""
         return {
             "mpips": __version__, "world": self.title, "verdict": worst(self.findings),
-            "seconds": seconds, "findings": [f.to_json() for f in self.findings],
+            "seconds": seconds, "findings": [asdict(finding) for finding in self.findings],
         }  # fmt: skip

@@ -63,11 +63,6 @@ def run_folder(out: str) -> Path:
     return next((p for p in (path, *path.parents) if p.is_dir()), Path.cwd())
 
 
-def make_folder(parent: Path) -> Path:
-    """Make a folder of one's own in `parent`; raises OSError if it cannot be written."""
-    return Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
-
-
 def try_storage(folder: Path) -> Storage:
     """Write files in a folder of one's own; raises OSError if the file system fails."""
     stat = os.statvfs(folder)
@@ -96,11 +91,11 @@ def try_folder(out: str, checkpoint_bytes: int) -> tuple[Path | None, list[Findi
     parent = run_folder(out)
     folder: Path | None = None
     try:
-        folder = make_folder(parent)
+        folder = Path(tempfile.mkdtemp(prefix=".mpips-doctor-", dir=parent))
         found = try_storage(folder)
     except OSError as error:
         if folder is not None:
-            remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         remedy = "give an --out that can be written"
         return None, [fail("folder", f"{parent}: {error.strerror or error}", remedy)]
     return folder, judge_storage(found, checkpoint_bytes)
@@ -175,11 +170,6 @@ def wait_for(folder: Path, limit_s: float = SEEN_S) -> bool:
         os.listdir(folder.parent) if folder.parent.is_dir() else None
         time.sleep(0.1)
     return True
-
-
-def remove(folder: Path) -> None:
-    """Remove what was tried; what cannot be removed stays."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def file_system(path: Path, mounts: str) -> str:

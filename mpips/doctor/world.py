@@ -1,6 +1,7 @@
 """The checks that the ranks of one world make together, one after the other."""
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from mpips.cluster.start import whole_world
 from mpips.cluster.world import Cluster
 from mpips.doctor import library, links, memory, network, software, storage, windows
 from mpips.doctor.facts import Facts, gather_facts, process_age_s
-from mpips.doctor.finding import FAIL, Finding, fail, ok, warn
+from mpips.doctor.finding import Finding, fail, ok, warn
 from mpips.doctor.launcher import judge_kernels, judge_slurm, judge_start
 from mpips.doctor.machine import judge_machines
 from mpips.doctor.network import judge_clocks
@@ -104,7 +105,7 @@ def try_storage(visit: Visit) -> tuple[list[Finding], bool, str]:
     ranks.barrier()
     if lock is not None and folder is not None:
         lock.close()
-        storage.remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return found, seen, state
 
 
@@ -113,7 +114,7 @@ def judge_storage(
 ) -> Iterator[Finding]:
     """Judge the folder of runs, as rank 0 and the first ranks of other hosts see it."""
     yield from parts[0][0]
-    if any(finding.check == "folder" and finding.verdict == FAIL for finding in parts[0][0]):
+    if not parts[0][1]:  # none could be made
         return
     firsts = clocks.first_ranks(visit.cluster)
     hosts = [visit.cluster.hosts[rank] for rank in firsts]

@@ -1,14 +1,14 @@
 """The tables that a problem gives, and the update rules of their rows; starts no MPI."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mpips.config import Config
-from mpips.config.row_optimizer import parse_row_optimizer
+from mpips.config.row_optimizer import RowOptimizer, parse_row_optimizer
 from mpips.errors import UserError
 from mpips.layout.tables import Table
 from mpips.optim.row_rules import ROW_RULES, RowRule, make_row_rule
@@ -38,8 +38,40 @@ def checked_tables(given: Any) -> dict[str, Table]:
         if not isinstance(table, Table):
             got = f"table {name!r} of type {type(table).__name__}"
             raise UserError(got, "an mpips.Table", f"such as {example}")
-        rule_of(table, None)
+        if table.optimizer is not None:
+            make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
     return dict(given)
+
+
+def configured_tables(problem: Problem, config: Config) -> Iterator[tuple[str, Table, RowRule]]:
+    """Yield the name of each table of a problem, the table, and the rule of its rows.
+
+    What a table does not say is as the configuration says of all.
+
+    Raises:
+        UserError: As `checked_tables` and `tables_of_problem`, or if the rule of the job is none
+            for rows.
+    """
+    for name, table in checked_tables(tables_of_problem(problem)).items():
+        if config.evict_after and table.evict_after is None:
+            table = replace(table, evict_after=config.evict_after)
+        yield name, table, _rule_of(table, config)
+
+
+def _rule_of(table: Table, config: Config) -> RowRule:
+    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
+    c = config
+    if table.optimizer is not None:
+        return make_row_rule(cast("Named", table.optimizer))
+    if c.row_optimizer:
+        return make_row_rule(parse_row_optimizer(c.row_optimizer))
+    if c.optimizer not in ROW_RULES:
+        got = f"tables in a run of optimizer {c.optimizer!r}, which is no rule of rows"
+        remedy = "give rows a rule of their own: --row-optimizer adagrad, or Table(optimizer=...)"
+        raise UserError(got, f"one of {', '.join(ROW_RULES)}", remedy)
+    names = {each.name for each in fields(ROW_RULES[c.optimizer])} - {"lr"}
+    numbers = {name: getattr(c, name) for name in names if hasattr(c, name)}
+    return make_row_rule(RowOptimizer(c.optimizer, {"lr": c.learning_rate, **numbers}))
 
 
 def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]) -> int:
@@ -51,54 +83,12 @@ def bytes_of_tables(problem: Problem, config: Config, touched: Mapping[str, int]
         touched: Rows that a run touches at most, by table; lazy tables have no others.
 
     Raises:
-        UserError: As `checked_tables` and `tables_of_problem`, or if the rule of the job is none
-            for rows.
+        UserError: As `configured_tables`.
     """
     total, itemsize = 0, np.dtype(config.dtype).itemsize
-    for name, given in checked_tables(tables_of_problem(problem)).items():
-        table = as_configured(given, config)
-        rule = rule_of(table, config)
-        assert rule is not None, "the configuration has one"
+    for name, table, rule in configured_tables(problem, config):
         each = rule.width(table.dim) * itemsize
         rows = min(table.rows, touched[name]) if table.lazy else table.rows
         each += INDEX_BYTES * table.lazy + EVICTION_BYTES * (table.evict_after is not None)
         total += rows * each
     return total
-
-
-def as_configured(table: Table, config: Config) -> Table:
-    """Return a table with what the configuration says of all that do not say it.
-
-    Raises:
-        UserError: If it cannot be.
-    """
-    if not config.evict_after or table.evict_after is not None:
-        return table
-    return replace(table, evict_after=config.evict_after)
-
-
-def rule_of(table: Table, config: Config | None) -> RowRule | None:
-    """Return the rule of a table; without one, the configuration's of rows, or that of all."""
-    if table.optimizer is not None:
-        return make_row_rule(cast("Named", table.optimizer))  # which refuses what is none
-    if config is not None and config.row_optimizer:
-        return make_row_rule(parse_row_optimizer(config.row_optimizer))
-    if config is not None and config.optimizer not in ROW_RULES:
-        got = f"tables in a run of optimizer {config.optimizer!r}, which is no rule of rows"
-        remedy = "give rows a rule of their own: --row-optimizer adagrad, or Table(optimizer=...)"
-        raise UserError(got, f"one of {', '.join(ROW_RULES)}", remedy)
-    return None if config is None else make_row_rule(_Optimizer(config))
-
-
-class _Optimizer:
-    """The update rule of a job, as `make_row_rule` takes it."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def options(self) -> dict[str, Any]:
-        """Return its name and numbers."""
-        c, rule = self._config, ROW_RULES.get(self._config.optimizer)
-        names = [each.name for each in fields(rule)] if rule is not None else []
-        numbers = {name: getattr(c, name) for name in names if name != "lr" and hasattr(c, name)}
-        return {"optimizer": c.optimizer, "lr": c.learning_rate, **numbers}

@@ -14,8 +14,7 @@ from mpips.kernels.rows import MOST_PLACES
 from mpips.layout.tables import Ownership, Table
 from mpips.optim.row_rules import RowRule
 from mpips.planning.memory import available_bytes
-from mpips.planning.table_rules import as_configured, checked_tables, rule_of
-from mpips.problems.rows import tables_of_problem
+from mpips.planning.table_rules import configured_tables
 
 if TYPE_CHECKING:
     from mpips.planning.job import Job
@@ -82,15 +81,11 @@ def tables_of(job: "Job") -> tuple[JobTable, ...]:
         UserError: If they cannot be tables, if two sets of them are given, or if the rule of the
             job, which a table is to have, is none for rows.
     """
-    config, found = job.config, []
-    given = checked_tables(tables_of_problem(job.problem))
-    for name, each in given.items():
-        table = as_configured(each, config)
+    found = []
+    for name, table, rule in configured_tables(job.problem, job.config):
         most = rows_of_area(8 + table.dim * job.dtype.itemsize)
-        rule = rule_of(table, config)
-        assert rule is not None, "the configuration has one"
         room = min(table.rows, table.push_rows or most)
-        how = config.seed, room, job.rate(rule.rate), job.cluster.roles.spares
+        how = job.config.seed, room, job.rate(rule.rate), job.cluster.roles.spares
         found.append(JobTable(name, table, rule, *how))
     return tuple(found)
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -392,7 +393,7 @@ def test_a_folder_that_works(tmp_path: Path) -> None:
     verdicts = {f.check: f.verdict for f in found}
     assert verdicts["locks"] == verdicts["hdf5"] == OK
     assert [f.figures["write_mb_s"] > 0 for f in found if f.check == "writing"] == [True]
-    storage.remove(folder)
+    shutil.rmtree(folder)
     assert list(tmp_path.iterdir()) == []
 
 
