@@ -422,6 +422,8 @@ def test_rows_of_two_workers(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
+@pytest.mark.one_mpi
 def test_reading_quickly() -> None:
     found = BENCHMARKS["reading"].run(Options(repeats=1, quick=True))
     names = [row.case.partition(",")[0] for row in found]

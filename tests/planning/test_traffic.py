@@ -83,14 +83,6 @@ def test_a_node_s_workers_count_once_or_each(workers: int) -> None:
     assert flows(once)[0][SERVERS] == Flow(grads_in=workers * M, params_out=M)
 
 
-def test_what_is_near_crosses_no_link() -> None:
-    assert each_way(case("async", [0, 0, 0], 1)) == [(0, 0)]
-    assert each_way(case("sync", [0, 0, 0], 0)) == [(0, 0)]
-    found = flows(case("async", [0, 0, 1, 1], 2))  # a server and a worker on each
-    assert found[0][WORKERS] == Flow(grads_out=M / 2, params_in=M / 2)
-    assert found[0][SERVERS] == Flow(grads_in=M / 2, params_out=M / 2)
-
-
 def test_a_node_without_workers_gets_no_results() -> None:
     """Rounds with a server on node 0 alone, and workers on the nodes 1 and 2."""
     found = flows(case("sync", [0, 1, 2], (0,)))
