@@ -36,8 +36,7 @@ class Facts:
         online: Cores of the host.
         quota: Cores' worth of time that the control group may take; infinite without a quota.
         memory: Memory of the host, or of the control group where that has less.
-        shared_free: Free bytes of the file system that holds shared memory.
-        shared_total: All its bytes.
+        shared_total: Bytes of the file system that holds shared memory.
         stale: Bytes in it of dead jobs of this user.
         large_page: Of shared memory that is put into large pages; 0 where it is not.
         limits: Soft limits (`getrlimit`); infinite where there is none.
@@ -52,7 +51,6 @@ class Facts:
     online: int
     quota: float
     memory: float
-    shared_free: int
     shared_total: int
     stale: int
     large_page: int
@@ -73,7 +71,6 @@ def gather_facts() -> Facts:
         online=os.cpu_count() or 1,
         quota=quota(groups("cpu")),
         memory=min(installed_bytes(), memory_limit(groups("memory"))),
-        shared_free=shared.f_bavail * shared.f_frsize if shared else 0,
         shared_total=shared.f_blocks * shared.f_frsize if shared else 0,
         stale=sum(segments.left_over().values()),
         large_page=shared_page(),

@@ -117,7 +117,6 @@ HEALTHY = Facts(
     online=8,
     quota=math.inf,
     memory=64 * GB,
-    shared_free=32 * GB,
     shared_total=32 * GB,
     stale=0,
     large_page=2 << 20,
@@ -337,7 +336,7 @@ def test_facts_of_this_process() -> None:
     assert facts.cores == os.sched_getaffinity(0)
     assert set(facts.limits) == set(HEALTHY.limits)
     assert facts.memory > 0
-    assert facts.shared_total >= facts.shared_free >= 0
+    assert facts.shared_total >= 0
     assert 0 <= process_age_s() < 3600 * 24
 
 
@@ -579,13 +578,6 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
     assert set(failed(found)) == {"memory", "folder"}
     assert len(found["link"]) == 1, "also within a node"
     assert all(f["verdict"] == OK for f in found["window"]), "the rest is examined all the same"
-
-
-@pytest.mark.launch
-@pytest.mark.one_mpi
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    done = launch.run(3, [*DOCTOR, "--limit", "never"], tmp_path).check(2)
-    assert done.output.count("invalid float value") == 1, done.output
 
 
 SCRIPT = """
