@@ -1,6 +1,7 @@
 """``python -m mpips.bench``: mpips beside the machine's limit and beside plain MPI.
 
-Each measure is a file with a ``run(cluster, options) -> list[Row]`` that all ranks of its world
-call, or, where whole jobs are compared, a function of the driver. Every comparison is made in one
-run, the two sides in turn, so that what else the machine does hits both.
+Each measure is a module with a function ``run(cluster, options)``, which returns or yields rows.
+All ranks of its world call it. A measure that starts jobs has ``run(options)``, which the driver
+calls. The two sides of a comparison take turns in one run, so that other load of the machine hits
+both.
 """

@@ -1,4 +1,4 @@
-"""Measure: ``python -m mpips.bench [MEASURE ...]``, with or without ``mpirun -n RANKS``."""
+"""Command line of the bench: ``python -m mpips.bench [MEASURE ...]``."""
 
 import argparse
 import signal

@@ -1,4 +1,4 @@
-"""Catalogue of measures: each a module of one package, with a function ``run``."""
+"""Catalogue of measures, each a module with a function ``run``."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Every codec on one core, packing and unpacking, beside a copy of what it packs."""
+"""Packing and unpacking by every codec on one core, beside a copy."""
 
 from collections.abc import Callable
 

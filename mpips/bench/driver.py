@@ -1,4 +1,4 @@
-"""The driver: starts a world for each measure, and makes one table of all."""
+"""Driver of measures: a world for each, and one table of all."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Rows of a sparse table, pulled and pushed between two nodes, beside plain messages of as many.
+"""Table rows pulled and pushed between two nodes, beside plain messages.
 
 One rank owns the rows, and another reads and pushes some; each counts as a node of its own. Beside
 it the rows of each step go in one message, without sorting, reading or applying them.

@@ -1,4 +1,4 @@
-"""Pull, push, overlap and rounds between nodes, beside raw TCP over the same link.
+"""Pulls, pushes, overlap and rounds between nodes, beside raw TCP.
 
 One rank of the first node is the server, one of the second the worker; the others sleep. Rounds
 are those of the whole world, beside the time that a reduce-scatter and an all-gather between the

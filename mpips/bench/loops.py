@@ -1,4 +1,4 @@
-"""Plain loops over rows of a table, and the memory that they are in: what mpips stands beside."""
+"""Plain loops over table rows, and memory in small pages."""
 
 import math
 import mmap

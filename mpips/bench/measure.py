@@ -1,4 +1,4 @@
-"""Timing in turn, and the rows of the table."""
+"""Timing of sides that take turns, and the table of rows."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Memory of a server and of a worker of a large model, beside what the model must take.
+"""Memory of a server and a worker, beside the least they need.
 
 Memory that several ranks have mapped counts for the rank whose segment it is: by proportional set
 size half of the gradients, which servers read where workers computed them, would be the server's.

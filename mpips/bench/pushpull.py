@@ -1,4 +1,4 @@
-"""Dense push and pull through the store, beside the same work without coordination.
+"""Dense push and pull, beside the same work without coordination.
 
 Every worker repeats: pull all parameters, make a gradient from them, push it; the server applies
 each push with SGD. The limit is what the same ranks reach when they run the same kernels and

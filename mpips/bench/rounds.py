@@ -1,4 +1,4 @@
-"""A synchronous round beside a blocking Allreduce in place and the same fused update."""
+"""Synchronous rounds, beside Allreduce in place and the same update."""
 
 import numpy as np
 

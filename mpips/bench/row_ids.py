@@ -1,4 +1,4 @@
-"""Ids of table rows as benchmarks draw them, by Zipf's law or evenly."""
+"""Ids of table rows, drawn by Zipf's law or evenly."""
 
 from typing import Any
 

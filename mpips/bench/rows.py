@@ -1,9 +1,6 @@
-"""Rows of a sparse table on one core, pulled and pushed, beside plain loops over the same ids.
+"""Table rows pulled and pushed on one core, beside plain loops.
 
 A lazy table, whose lines are found by an index, stands beside the same table in full.
-
-Without mpirun also steps of two workers with one server, beside two processes with plain loops
-(`row_workers`), and with peers beside TensorFlow's.
 """
 
 from collections.abc import Callable

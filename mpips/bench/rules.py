@@ -1,4 +1,4 @@
-"""Every update rule on one core, beside the time that its streams need at the memory's rate."""
+"""Update rules on one core, beside their streams at memory's rate."""
 
 from collections.abc import Callable
 

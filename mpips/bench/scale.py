@@ -1,4 +1,4 @@
-"""Steps of all workers beside those of the fewest, and the memory of their server.
+"""Steps of all workers, and their server's memory, beside the fewest.
 
 In mode async, the world is one server and its workers, and the fewest are one worker and its
 server. In rounds, all ranks stand beside two. The two are on different nodes where there are

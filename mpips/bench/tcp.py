@@ -1,4 +1,4 @@
-"""Raw TCP between two ranks, by plain sockets: the limit of a link."""
+"""Raw TCP between two ranks, the limit of a link."""
 
 import contextlib
 import socket

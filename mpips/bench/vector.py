@@ -1,4 +1,4 @@
-"""A model that costs nothing but memory traffic: its gradient is made from the replica."""
+"""Model whose gradient costs nothing but memory traffic."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bytes that pushes and pulls take on the wire, by the interfaces' counters.
+"""Bytes of pushes and pulls on the wire, by the interfaces' counters.
 
 With each codec, one rank of the first node is the server, one of the second the worker; the others
 sleep. Then all ranks step, each worker for itself, and with what the workers of a node do together:

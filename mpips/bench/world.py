@@ -1,4 +1,4 @@
-"""What the ranks of one world measure together."""
+"""Measures taken by the ranks of one world together."""
 
 import datetime
 import platform

@@ -1,4 +1,4 @@
-"""Examine a cluster: ``mpirun -n 8 python -m mpips.doctor``, or srun in a job."""
+"""Command line of the doctor: ``mpirun -n 8 python -m mpips.doctor``."""
 
 import argparse
 import platform

@@ -1,4 +1,4 @@
-"""What one process can examine without MPI, such as on a login node."""
+"""Examination by one process without MPI, as on a login node."""
 
 import shutil
 import subprocess

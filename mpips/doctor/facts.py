@@ -1,4 +1,4 @@
-"""What a rank sees of its host and of its own limits by itself, without MPI."""
+"""Facts of a rank's host and its own limits, read without MPI."""
 
 import math
 import os

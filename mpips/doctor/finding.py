@@ -1,4 +1,4 @@
-"""What a check has found: ok, warn or fail, with the remedy; and the table of all."""
+"""Findings of checks (ok, warn, fail) with remedies, and their table."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Judges how the world was started: SLURM's variables, the launcher, the way it took to start."""
+"""Judgement of the launch: SLURM's variables, start and compilation time."""
 
 from collections.abc import Mapping, Sequence
 

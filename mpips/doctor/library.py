@@ -1,4 +1,4 @@
-"""The MPI library: version, transport, thread level, and whether dead ranks can be survived."""
+"""MPI library of a rank: version, transport, threads, fault tolerance."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pulls, pushes and an Allreduce over each link, beside a plain send of the same bytes."""
+"""Rates of pulls, pushes and Allreduce on links, beside plain sends."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Judges what ranks see of their hosts: cores, threads, memory, limits. Nothing here acts."""
+"""Judgement of hosts: cores, threads, leftovers, pages and limits."""
 
 import math
 import mmap

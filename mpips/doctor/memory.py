@@ -1,4 +1,4 @@
-"""Judges shared memory, windows in it, and reads of those of other nodes."""
+"""Judgement of shared memory, windows, and reads of other nodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Judges what was measured between hosts: their links, and how far their clocks are apart."""
+"""Judgement of links between hosts, and of their clocks."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the command line of the doctor asks for."""
+"""Options of the doctor."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report as it grows, so that what was found is printed even if a later check hangs."""
+"""Report of findings, printed even if a later check hangs."""
 
 import time
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Judges what the ranks run on: MPI, packages, processors."""
+"""Judgement of MPI, packages and processors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

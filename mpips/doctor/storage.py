@@ -1,4 +1,4 @@
-"""The folder of runs: what file system it is, its locks, its rate, who sees it."""
+"""Folder of runs: its file system, locks, rate and visibility."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Limits: a check that outlasts its own ends the doctor, and the report says which it was."""
+"""Time limits of checks, which end a doctor that hangs."""
 
 import contextlib
 import faulthandler

@@ -1,4 +1,4 @@
-"""Windows: the shared memory that a job needs, making one, and reads from afar."""
+"""Windows: needed memory, a trial, and reads across nodes."""
 
 import contextlib
 import statistics

@@ -1,4 +1,4 @@
-"""The checks that the ranks of one world make together, one after the other."""
+"""Checks that the ranks of one world make together."""
 
 import contextlib
 import shutil

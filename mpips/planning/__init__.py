@@ -1,1 +1,1 @@
-"""What is known before the first step: the job, its memory, its traffic."""
+"""The job before its first step: roles, memory, traffic, simulation."""

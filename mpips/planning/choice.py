@@ -1,4 +1,4 @@
-"""Which codecs a job should use, by the predicted time of its messages: pure arithmetic.
+"""Choice of codecs by the predicted time of messages.
 
 An **exchange** is a push and a pull of every worker. With g and p for the codecs of pushes and of
 pulls it takes ``max(link, pull) + 2 l + work``: the busiest link and the longest pull follow from

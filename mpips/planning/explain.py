@@ -1,4 +1,4 @@
-"""What crosses the links in a step of a job, where the bottleneck is, and what would relieve it.
+"""Traffic of a job's links, its bottleneck, and options that relieve it.
 
 Nothing is run and nothing is measured: the answer follows from the formulas of
 `mpips.planning.traffic`. What relieves is found by asking for the same job with another

@@ -1,4 +1,4 @@
-"""What every rank of a run knows before the first step: the job, resolved and checked."""
+"""The job as every rank holds it, resolved and checked."""
 
 import time
 from collections.abc import Callable, Mapping

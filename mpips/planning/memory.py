@@ -1,4 +1,4 @@
-"""Vectors of the parameters' size that a job holds, and whether a host has memory for them."""
+"""Parameter-sized vectors of a job, beside its host's memory."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a job needs of a batch system: memory a rank, and time; from one gradient, measured here.
+"""Memory and time of a job, from one gradient measured here.
 
 Vectors are counted as `check_memory` of a running job and the modules that allocate them do. Time
 is a guess on the safe side: the login node is not the compute node.

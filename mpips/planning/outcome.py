@@ -1,4 +1,4 @@
-"""What is left of a run."""
+"""Outcome of a run on one rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

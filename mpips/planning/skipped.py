@@ -1,4 +1,4 @@
-"""How many updates a run has made without an array that was frozen: see `mpips.optim.leaving`."""
+"""Counts of updates that left frozen arrays alone."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The tables that a problem gives, and the update rules of their rows; starts no MPI."""
+"""Tables of a problem, with the update rules of their rows."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The tables of a job: what is known of each before the first step, and which jobs have none."""
+"""Tables of a job, and the jobs that cannot have any."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

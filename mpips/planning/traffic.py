@@ -1,4 +1,4 @@
-"""How many bytes cross the link of each node in a step, and how long that takes at the least.
+"""Bytes on each node's link in a step, and their least time.
 
 M bytes are all parameters, m_i the shards of node i, w_i its workers, n the nodes with workers, B
 the rate of a link, which carries both directions at once. What stays on a node costs nothing here.

@@ -1,1 +1,1 @@
-"""A job as it would go: by events, with jitter, slow workers, queues and failures."""
+"""Simulation of a job: jitter, slow workers, queues and failures."""

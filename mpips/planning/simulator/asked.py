@@ -1,4 +1,4 @@
-"""What a plan is asked beside the job: the world, the speeds of its machines, what may fail."""
+"""Options of a plan: world, speeds of machines, failures."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""How long a job takes where nodes fail: it goes on from its newest checkpoint.
+"""Duration of a job whose nodes fail.
 
 Nodes fail at random, each once in so long on average. What was done since the newest checkpoint is
 lost, and the start takes its time. Mean and spread are those of `LIVES` simulated jobs. The mean is

@@ -1,4 +1,4 @@
-"""What a finished run says of its machines, and what it did: from its ``summary.json``."""
+"""Speeds and figures of a finished run, from its ``summary.json``."""
 
 import dataclasses
 from collections.abc import Mapping

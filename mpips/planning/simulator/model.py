@@ -1,4 +1,4 @@
-"""What a simulated job is made of: its traffic, the speeds of its machines, and what came of it."""
+"""Parts of a simulated job: traffic, speeds and results."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What a job will do in a world: formulas and a simulation of it, side by side."""
+"""Prediction of a job by formulas and by simulation."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Modes in rounds, of which each takes as long as its slowest worker and then its exchange.
+"""Simulation of rounds, which wait for their slowest worker.
 
 Without backup workers a round is over when all have computed; with b of them, when all but b have,
 and whoever is late goes on with the gradient that nobody waits for before it takes the next.

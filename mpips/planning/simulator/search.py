@@ -1,4 +1,4 @@
-"""The cheapest configuration that is over by a deadline: workers, servers, mode, codec.
+"""Search of the cheapest configuration that meets a deadline.
 
 Only codecs that do no more than round are tried, and of the modes those whose every gradient is
 taken from the parameters of all, and the job's own. Formulas bound from below what a configuration

@@ -1,4 +1,4 @@
-"""Modes whose servers apply pushes as they come, by events (`mpips.kernels.simulation`).
+"""Simulation by events of modes with servers.
 
 A step here is a **unit**: what a worker computes between two pushes. Servers with a node of their
 own and shards of one size are alike: where there are many they are simulated `MOST_LANES` at a

@@ -1,4 +1,4 @@
-"""Predictions as people read them."""
+"""Predictions as text."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
