@@ -146,8 +146,7 @@ def _row(run: Watched) -> list[str]:
     """Return the cells of a run's line."""
     record = run.record
     train = record.curves.get("training loss")
-    point = train.points[-1] if train else None
-    saved = record.checkpoints.points
+    point, saved = train.last if train else None, record.checkpoints.last
     last = (record.last(name) for name in NAMES)
     return [
         record.name,
@@ -157,7 +156,7 @@ def _row(run: Watched) -> list[str]:
         *(
             engineered(float(f"{v:.4g}")) if v is not None and v >= 1 else shown(v) for v in last
         ),
-        f"{saved[-1].updates:.0f}" if saved else "-",
+        f"{saved.updates:.0f}" if saved else "-",
         _clock(record.jobs[-1][1]) if record.jobs else "-",
     ]  # fmt: skip
 

@@ -42,7 +42,7 @@ def make(argv: Sequence[str]) -> str:
     paths = find_runs(args.runs)
     extras.load("matplotlib", "Matplotlib", "report", "draws the figures")
     extras.load("jinja2", "Jinja2", "report", "makes the page")
-    most = max(LEAST, min(MOST, ALL // len(paths) // 4 * 4))
+    most = max(LEAST, min(MOST, ALL // len(paths)))
     names = shortest_names(paths)
     runs = [read(path, name, most) for path, name in zip(paths, names, strict=True)]
     try:

@@ -1,13 +1,12 @@
-"""Curves of any length in bounded memory, and several of them as a band."""
+"""Curves of measured values: extremes, means, and bands of several curves."""
 
-import math
+from array import array
 from collections.abc import Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
-MOST = 2_000  # points of a curve that are kept
+MOST = 2_000  # points of a curve that are drawn
 GRID = 200  # points of a band, or of means
 
 
@@ -31,91 +30,68 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The points of a curve, some of which are left out where there are many.
-
-    Of equally long stretches the lowest and the highest stay, so that no spike is lost; the first
-    and the last one stay in any case.
+    """The points of a curve, 40 bytes each; of a long one, few are drawn.
 
     Args:
-        most: How many points stay at the most, beside the first and the last; a multiple of 4.
-
-    Attributes:
-        count: How many were added.
+        most: How many points are drawn at the most, beside the first and the last.
     """
 
     def __init__(self, most: int = MOST) -> None:
-        self.count = 0
-        self._most, self._span = most // 2, 1
-        self._stretches: list[tuple[Point, ...]] = []
-        self._sums: list[list[float]] = []  # of each stretch: its finite values, how many, and all
-        self._first: Point | None = None
-        self._last: Point | None = None
+        self._most, self._numbers = most, array("d")
 
     def add(self, point: Point) -> None:
         """Add a point, behind all others."""
-        self.count += 1
-        self._first, self._last = self._first or point, point
-        if not self._sums or self._sums[-1][2] == self._span:
-            self._begin()
-        self._stretches[-1] = _with(self._stretches[-1], point)
-        sums = self._sums[-1]
-        sums[2] += 1
-        if math.isfinite(point.value):
-            sums[0] += point.value
-            sums[1] += 1
+        self._numbers.extend(point)
 
-    def _begin(self) -> None:
-        """Begin a stretch; where there are too many, make one of each two."""
-        if len(self._stretches) == self._most:
-            two = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-            self._stretches = [reduce(_with, b, a) for a, b in two]
-            pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
-            self._sums = [[x + y for x, y in zip(*pair, strict=True)] for pair in pairs]
-            self._span *= 2
-        self._stretches.append(())
-        self._sums.append([0.0, 0, 0])
+    @property
+    def count(self) -> int:
+        """How many were added."""
+        return len(self._numbers) // len(Point._fields)
+
+    @property
+    def last(self) -> Point | None:
+        """The newest one; None without any."""
+        return Point(*self._numbers[-len(Point._fields) :]) if self._numbers else None
 
     @property
     def points(self) -> list[Point]:
-        """Those that stay, in their order."""
-        found = [point for stretch in self._stretches for point in stretch]
-        if self._first is not None and found[0] != self._first:
-            found.insert(0, self._first)
-        if self._last is not None and found[-1] != self._last:
-            found.append(self._last)
-        return found
+        """The first and the last point, and the lowest and highest of equally long stretches.
+
+        So no spike is lost. NaN counts as highest.
+        """
+        rows = self._rows()
+        heights = np.where(np.isnan(rows[:, -1]), np.inf, rows[:, -1])
+        span = max(1, -(-2 * self.count // self._most))
+        kept = {0, self.count - 1} if self.count else set[int]()
+        for begin in range(0, self.count, span):
+            stretch = heights[begin : begin + span]
+            kept |= {begin + int(stretch.argmin()), begin + int(stretch.argmax())}
+        return [Point(*row) for row in rows[sorted(kept)].tolist()]
 
     @property
     def smooth(self) -> list[Point]:
-        """Through what a line is drawn: all points where they are few, means where they are not."""
-        return self.points if len(self._sums) <= 2 * GRID else self.means()
+        """What a line is drawn through: means of a long curve, else all points."""
+        return self.means() if self.is_long else self.points
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a line through all points would be a blot."""
+        return self.count > 2 * GRID
 
     def means(self, most: int = GRID) -> list[Point]:
         """Return the mean of each of at most so many equally long stretches; NaN without any."""
-        step = max(1, math.ceil(len(self._sums) / most))
-        found = []
-        for k in range(0, len(self._sums), step):
-            total, n = (sum(sums[i] for sums in self._sums[k : k + step]) for i in (0, 1))
-            points = [point for stretch in self._stretches[k : k + step] for point in stretch]
-            middle = points[len(points) // 2]
-            found.append(middle._replace(value=total / n if n else math.nan))
-        return found
+        rows, span = self._rows(), max(1, -(-self.count // most))
+        begins = np.arange(0, self.count, span)
+        finite = np.isfinite(rows[:, -1])
+        middles = rows[np.minimum(begins + span // 2, self.count - 1)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            sums = np.add.reduceat(np.where(finite, rows[:, -1], 0.0), begins)
+            middles[:, -1] = sums / np.add.reduceat(finite, begins, dtype="i8")
+        return [Point(*row) for row in middles.tolist()]
 
-
-def _height(point: Point) -> float:
-    """Return the value; what is not a number counts as highest."""
-    return math.inf if math.isnan(point.value) else point.value
-
-
-def _with(stretch: tuple[Point, ...], point: Point) -> tuple[Point, ...]:
-    """Return the lowest and the highest of a stretch and the point behind it, in their order."""
-    if len(stretch) < 2:
-        return (*stretch, point)
-    first, second = stretch
-    low, high = (first, second) if _height(first) <= _height(second) else (second, first)
-    if _height(point) > _height(high):
-        return (low, point)
-    return (high, point) if _height(point) < _height(low) else stretch
+    def _rows(self) -> np.ndarray:
+        """Return a copy of all points, shape (n, 5)."""
+        return np.array(self._numbers).reshape(-1, len(Point._fields))
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:

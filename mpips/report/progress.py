@@ -151,7 +151,7 @@ def _draw_run(
     """Draw a run; returns its line. Of a long one it goes through means, and extremes are faint."""
     run = next(run for run in group.runs if measure in run.curves)
     curve = run.curves[measure]
-    if group.shown and curve.smooth != curve.points:
+    if group.shown and curve.is_long:
         x, y = xy(run, curve.points, axis, gaps=True)
         axes.plot(x / unit, y, color=group.colour, alpha=0.3, linewidth=0.5)
     marker = "." if curve.count == 1 else ""

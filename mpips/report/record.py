@@ -85,8 +85,8 @@ class Record:
 
     def last(self, measure: str) -> float | None:
         """Return the last value of a curve, None where it has none that is finite."""
-        points = self.curves[measure].points if measure in self.curves else []
-        return points[-1].value if points and math.isfinite(points[-1].value) else None
+        point = self.curves[measure].last if measure in self.curves else None
+        return point.value if point and math.isfinite(point.value) else None
 
     def samples_at(self, point: Point) -> float:
         """Return the samples before a point; NaN where they are not known."""
@@ -98,9 +98,9 @@ class Record:
     def outcome(self) -> Mapping[str, Any]:
         """The totals of its summary; where its last job has left none, how far its curves go."""
         train = self.curves.get("training loss")
-        if train is None or (self.summary and not self.unfinished):
+        point = train.last if train else None
+        if point is None or (self.summary and not self.unfinished):
             return self.summary
-        point = train.points[-1]
         return {
             "global_step": int(point.updates), "epochs": point.epoch,
             "loss": self.last("training loss"), "eval_loss": self.last("held-out loss"),
@@ -115,7 +115,7 @@ def read(path: Path, name: str, most: int = MOST) -> Record:
     Args:
         path: Its folder.
         name: By which it is called.
-        most: Points of each curve; a multiple of 4.
+        most: Points of each curve that are drawn.
 
     Returns:
         What is known of it; what is damaged is in `Record.missing`, and raises nothing.

@@ -1,4 +1,4 @@
-"""Curves in bounded memory, and bands."""
+"""Curves that few points are drawn of, and bands."""
 
 import math
 
