@@ -1,6 +1,6 @@
 """Where the time and the bytes of runs went, and how stale gradients were: from their summaries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from mpips.report.svg import tip
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Bars = Mapping[str, np.ndarray]  # by run: a value for each bar and part, shape (bars, parts)
 PARTS = {  # of a rank's time: the colour of each
     "compute": "#0072b2",
     "pull": "#56b4e9",
@@ -30,16 +31,12 @@ SHARE = 0.999  # of the updates that the histogram shows
 
 def loads(groups: Sequence[Group]) -> Section:
     """Return the figures that summaries have numbers for."""
-    section = Section("Where it went")
     runs = [min(g.runs, key=lambda r: not r.summary) for g in groups if g.shown]
     runs = [run for run in runs if run.summary]
     stale = [group for group in groups if any(_histogram(run).any() for run in group.runs)]
-    if stale:
-        section.figures.append(_staleness(stale, len(groups) > 1))
-    for make in (_workers, _servers, _bytes):
-        if figure := make(runs):
-            section.figures.append(figure)
-    return section
+    figures = [_staleness(stale, len(groups) > 1)] if stale else []
+    figures += filter(None, (make(runs) for make in (_workers, _servers, _bytes)))
+    return Section("Where it went", figures)
 
 
 def _histogram(run: Record) -> np.ndarray:
@@ -96,76 +93,59 @@ def _label(run: Record, row: Mapping[str, Any], kind: str, k: int) -> str:
     return f"{kind} {k}" if rank is None else f"{kind} {k} (rank {rank})"
 
 
-def _times(row: Mapping[str, Any], whole: float) -> list[float]:
-    """Return the parts of a worker's time, the rest last; all 0 where it has died."""
-    known = [number(row.get(f"{part}_s")) or 0.0 for part in PARTS if part != "rest"]
-    return [*known, max(0.0, whole - sum(known)) if any(known) else 0.0]
+def _rank_times(run: Record) -> Iterator[tuple[str, int | None, list[float]]]:
+    """Yield the label, the steps and the parts of the time of each worker, then of each server.
 
-
-def _served(run: Record, whole: float) -> list[tuple[Any, ...]]:
-    """Return the label of each server and the parts of its time, the same; all 0 where it died."""
-    found = []
+    The rest is the last part. All are 0 where the rank has died.
+    """
+    whole = number(run.summary.get("train_s")) or 0.0
+    for k, row in enumerate(run.part("per_worker")):
+        known = [number(row.get(f"{part}_s")) or 0.0 for part in PARTS if part != "rest"]
+        rest = max(0.0, whole - sum(known)) if any(known) else 0.0
+        yield _label(run, row, "worker", k), row.get("steps"), [*known, rest]
     for k, row in enumerate(run.part("per_server") if number(run.summary.get("servers")) else ()):
-        times = [0.0] * len(PARTS)
-        if not row.get("lost"):
-            times[-2] = number(row.get("busy_s")) or 0.0
-            times[-1] = max(0.0, whole - times[-2])
-        found.append((_label(run, row, "server", k), times))
-    return found
+        busy = number(row.get("busy_s")) or 0.0
+        last = [0.0, 0.0] if row.get("lost") else [busy, max(0.0, whole - busy)]
+        yield _label(run, row, "server", k), None, [0.0] * (len(PARTS) - 2) + last
 
 
 def _workers(runs: Sequence[Record]) -> Figure | None:
-    bars: list[tuple[str, list[list[float]]]] = []
-    rows = []
-    for run in runs:
-        whole = number(run.summary.get("train_s")) or 0.0
-        workers = run.part("per_worker")
-        times = [_times(row, whole) for row in workers]
-        served = _served(run, whole)
-        if times:
-            bars.append((run.name, times + [seconds for _, seconds in served]))
-        rows += [
-            (run.name, _label(run, row, "worker", k), row.get("steps"), *seconds)
-            for k, (row, seconds) in enumerate(zip(workers, times, strict=True))
-        ]
-        rows += [(run.name, label, None, *seconds) for label, seconds in served]
+    found = {run.name: list(_rank_times(run)) for run in runs}
+    rows = [(name, rank, n, *t) for name, ranks in found.items() for rank, n, t in ranks]
     if not rows:
         return None
+    bars = {
+        name: np.array([times for *_, times in ranks]) for name, ranks in found.items() if ranks
+    }
     shares = []
-    for name, times in bars:
-        sums = np.sum(times, axis=0)
-        words = zip(PARTS, 100 * sums / max(1e-9, sums.sum()), strict=True)
+    for name, times in bars.items():
+        percents = 100 * times.sum(axis=0) / max(1e-9, times.sum())
+        words = zip(PARTS, percents, strict=True)
         shares.append(f"{name}: " + ", ".join(f"{part} {share:.0f} %" for part, share in words))
     note = "Of training in the last job, a bar a worker, and behind them a bar a server. The rest \
 of a worker is evaluation, checkpoints, and the beginning and the end, that of a server all but \
 applying. A rank without a bar has died."
     heads = ("run", "rank", "steps", *(f"{part} s" for part in PARTS))
-    unit, label = time_unit(max((sum(bar) for _, each in bars for bar in each), default=0.0))
-    drawn = [(name, [[s / unit for s in bar] for bar in each]) for name, each in bars]
+    unit, label = time_unit(max(times.sum(axis=1).max() for times in bars.values()))
+    drawn = {name: times / unit for name, times in bars.items()}
     draw = partial(_draw_bars, drawn, PARTS, "workers, then servers", label)
     title = "Where each rank's time went"
     return Figure("workers", title, ". ".join(shares), draw, Table(heads, rows), note)
 
 
-def _draw_bars(
-    bars: Sequence[tuple[str, Sequence[Sequence[float]]]],
-    parts: Mapping[str, str],
-    kind: str,
-    unit: str,
-    axes: "Axes",
-) -> None:
+def _draw_bars(bars: Bars, parts: Mapping[str, str], kind: str, unit: str, axes: "Axes") -> None:
     """Draw a stacked bar for each rank, runs beside each other, as one path a part.
 
     Args:
-        bars: For each run its name, and for each rank a value a part.
+        bars: Of each run.
         parts: The name and colour of each.
         kind: Of what there is a bar.
         unit: Of the values.
         axes: Where.
     """
     begin, ticks = 0, []
-    for number_, (name, ranks) in enumerate(bars):
-        values = np.asarray(ranks, float).reshape(-1, len(parts)).repeat(2, axis=0)
+    for number_, (name, ranks) in enumerate(bars.items()):
+        values = ranks.repeat(2, axis=0)
         values[1::2] = 0  # a gap behind each bar
         n = len(values) // 2
         width = 0.86 if n <= 64 else 1.0
@@ -207,24 +187,24 @@ def _name_ticks(axes: "Axes", kind: str, ticks: Sequence[tuple[float, str, int, 
 
 
 def _servers(runs: Sequence[Record]) -> Figure | None:
-    bars: list[tuple[str, list[list[float]]]] = []
-    rows = []
+    bars, rows = dict[str, np.ndarray](), []
     for run in runs:
         whole = number(run.summary.get("train_s")) or 0.0
-        shares = []
+        shares = list[float]()
         for k, row in enumerate(run.part("per_server")):
             busy = number(row.get("busy_s")) or 0.0
-            shares.append([100 * busy / whole if whole else 0.0])
+            shares.append(100 * busy / whole if whole else 0.0)
             rows.append((run.name, _label(run, row, "owner", k), row.get("bytes"),
-                         row.get("applied"), row.get("pushes_dropped"), busy, shares[-1][0],
+                         row.get("applied"), row.get("pushes_dropped"), busy, shares[-1],
                          number(row.get("staleness_mean"))))  # fmt: skip
         if shares:
-            bars.append((run.name, shares))
+            bars[run.name] = np.array(shares)[:, None]
     if not rows:
         return None
     alt = "Share of the training time that each owner of parameters was busy applying. "
     alt += "; ".join(
-        f"{name}: {', '.join(f'{share:.0f} %' for (share,) in shares[:8])}" for name, shares in bars
+        f"{name}: {', '.join(f'{share:.0f} %' for share in shares[:8, 0])}"
+        for name, shares in bars.items()
     )
     note = "Servers; in synchronous modes every rank owns a slice. An owner that is busy for most \
 of the time is the bottleneck."
@@ -241,8 +221,8 @@ def _nodes(run: Record) -> list[tuple[str, set[int]]]:
     ]
 
 
-def _links(run: Record, nodes: Sequence[tuple[str, set[int]]]) -> list[list[float]]:
-    """Return the bytes that each node sent and received.
+def _links(run: Record, nodes: Sequence[tuple[str, set[int]]]) -> np.ndarray:
+    """Return the bytes that each node sent and received, shape (nodes, 2).
 
     Workers count them. In asynchronous modes the other ends are the servers, which do not.
     """
@@ -257,29 +237,30 @@ def _links(run: Record, nodes: Sequence[tuple[str, set[int]]]) -> list[list[floa
             others = np.where(np.arange(len(nodes)) == k, 0.0, owned)
             moved[k] += mine
             moved += np.outer(others / max(1.0, others.sum()), mine[::-1])
-    found: list[list[float]] = moved.tolist()
-    return found
+    return moved
 
 
 def _bytes(runs: Sequence[Record]) -> Figure | None:
     """Return the figure of bytes: over each node's link, or in memory where there is one node."""
     rows: list[tuple[Any, ...]] = []
-    linked: list[tuple[str, list[list[float]]]] = []
-    local: list[tuple[str, list[list[float]]]] = []
+    linked, local = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for run in runs:
         whole = [number(run.summary.get(f"bytes_{way}")) or 0.0 for way in WAYS]
         rows.append((run.name, "all", *map(int, whole)))
-        local.append((run.name, [[0.0, 0.0, *whole[2:]]]))
-        workers, nodes = run.part("per_worker"), _nodes(run)
-        if len(nodes) < 2 or not any("bytes_sent" in row for row in workers):
+        local[run.name] = np.array([[0.0, 0.0, *whole[2:]]])
+        nodes = _nodes(run)
+        if len(nodes) < 2 or not any("bytes_sent" in row for row in run.part("per_worker")):
             continue
-        linked.append((run.name, []))
-        for (name, _), moved in zip(nodes, _links(run, nodes), strict=True):
-            rows.append((run.name, f"link of node {name}", *map(int, moved), None, None))
-            linked[-1][1].append([*moved, 0.0, 0.0])
-    if not rows:
-        return None
+        moved = _links(run, nodes)
+        linked[run.name] = np.pad(moved, ((0, 0), (0, 2)))
+        names = [f"link of node {name}" for name, _ in nodes]
+        rows += [
+            (run.name, name, *map(int, m), None, None) for name, m in zip(names, moved, strict=True)
+        ]
     bars, title = (linked, "Bytes by link") if linked else (local, "Bytes moved")
+    used = [k for k in range(len(WAYS)) if any(each[:, k].any() for each in bars.values())]
+    if not used:
+        return None
     note = (
         "What each node sent to others and had from them, in the last job. Workers count it: what \
 they exchange with servers is shared among the nodes of these by what they own."
@@ -290,19 +271,13 @@ they exchange with servers is shared among the nodes of these by what they own."
         f"{row[0]}, {row[1]}: sent {human_bytes(row[2])}, received {human_bytes(row[3])}"
         for row in rows[:8]
     )
-    used = {w: c for k, (w, c) in enumerate(WAYS.items())
-            if any(bar[k] for _, each in bars for bar in each)}  # fmt: skip
-    if not used:
-        return None
-    keep = [k for k, way in enumerate(WAYS) if way in used]
-    drawn = [(name, [[bar[k] for k in keep] for bar in each]) for name, each in bars]
-    heads = ("run", "where", *WAYS)
-    return Figure("bytes", title, alt, partial(_draw_bytes, drawn, used), Table(heads, rows), note)
+    colours = dict(list(WAYS.items())[k] for k in used)
+    drawn = {name: each[:, used] for name, each in bars.items()}
+    draw, table = partial(_draw_bytes, drawn, colours), Table(("run", "where", *WAYS), rows)
+    return Figure("bytes", title, alt, draw, table, note)
 
 
-def _draw_bytes(
-    bars: Sequence[tuple[str, Sequence[Sequence[float]]]], parts: Mapping[str, str], axes: "Axes"
-) -> None:
+def _draw_bytes(bars: Bars, parts: Mapping[str, str], axes: "Axes") -> None:
     _draw_bars(bars, parts, "node", "bytes", axes)
     axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value))
     axes.set_ylabel("")
