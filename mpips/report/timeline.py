@@ -6,6 +6,7 @@ a read of another node's shard to where its owner takes it up, unless that is re
 the rank that enters a round last to those that waited for it.
 """
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,12 @@ import numpy as np
 from mpips.cluster import words
 from mpips.cluster.trace import Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
-from mpips.report.phases import CLOCK, Slices, Waits, slices, waits, waits_in
+from mpips.report.phases import CLOCK, slices, waits, waits_in
 
 PATH_STEPS = 1_000_000
 JUST_US = 0.01  # before the end of a slice: an arrow from there begins in it
 SAVED, WRITING = words.WORDS + words.SAVED, words.WORDS + words.WRITING
-Span = tuple[float, float]  # seconds
+NUMBER = 0xFFFFFFFF  # of a push, below its worker
 
 
 def read_run(run: Path, job: int | None = None) -> list[Traced]:
@@ -50,163 +51,137 @@ def numbers(jobs: Sequence[int]) -> str:
     return ", ".join(map(str, jobs))
 
 
-def reach(ranks: Sequence[Traced]) -> Span:
-    """Return when the first rank begins and when the last one ends, by the ranks' clock."""
-    times = [each.times for each in ranks if len(each.times)]
-    return min((t[0] for t in times), default=0.0), max((t.max() for t in times), default=0.0)
-
-
 # Events ----------------------------------------------------------------------------------------
 
 
 def write(ranks: Sequence[Traced], out: TextIO) -> int:
     """Write the timeline of ranks as JSON, an event a line; returns how many events it has."""
-    start, _ = reach(ranks)
     count = 0
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
-    for event in _events(ranks, start):
+    for event in _Timeline(ranks).events():
         out.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":")))
         count += 1
     out.write("\n]}\n")
     return count
 
 
-def _events(ranks: Sequence[Traced], start: float) -> Iterator[dict[str, Any]]:
-    arrows, found = _Arrows(ranks), list(map(slices, ranks))
-    lanes = [{"pid": each.about["node"], "tid": each.about["rank"]} for each in ranks]
-    titles = [f"rank {each.about['rank']}: {each.about['name']}" for each in ranks]
-    for k, (each, ended) in enumerate(zip(ranks, waits(ranks, found), strict=True)):
-        about, where = each.about, lanes[k]
-        names = {
-            "process_name": f"node {about['node']}, {about['host']}",
-            "thread_name": titles[k],
-        }
-        for kind, name in names.items():
-            yield {"ph": "M", "name": kind, **where, "args": {"name": name}}
-        order = {"sort_index": about["rank"]}
-        yield {"ph": "M", "name": "thread_sort_index", **where, "args": order}
-        awaited = [titles[who] if who >= 0 else "" for who in ended.whos.tolist()]
-        yield from _phases(found[k], awaited, where, start, arrows)
-        yield from _marks(each, where, start, arrows)
-        yield from _round_arrows(k, lanes, start, found, ended)
-        yield from _read_arrows(k, lanes, start, ranks, found)
+Event = dict[str, Any]
 
 
-class _Arrows:
-    """The arrows from each push to the servers.
-
-    Args:
-        ranks: All ranks.
-
-    Attributes:
-        servers: The ranks that applied pushes.
-    """
+class _Timeline:
+    """The events of ranks; in each method `k` is a rank's place among their traces."""
 
     def __init__(self, ranks: Sequence[Traced]) -> None:
-        self.servers = [r.about["rank"] for r in ranks if (r.whats == words.APPLYING).any()]
-        self._workers = max((len(r.about["workers"]) for r in ranks), default=0)
+        self._ranks, self._slices = ranks, list(map(slices, ranks))
+        self._waits = waits(ranks, self._slices)
+        self._start = min((each.times[0] for each in ranks if len(each.times)), default=0.0)
+        self._lanes = [{"pid": each.about["node"], "tid": each.about["rank"]} for each in ranks]
+        self._titles = [f"rank {each.about['rank']}: {each.about['name']}" for each in ranks]
+        self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # of arrows, by category
+        self._pushes = [self._pushed(each) for each in ranks]
 
-    def end(self, worker: int, push: int, server: int) -> dict[str, Any]:
-        """Return what both ends of an arrow have: a number of its own; Perfetto takes no text."""
-        number = (push * self._workers + worker) * len(self.servers) + self.servers.index(server)
-        return {"name": "push", "cat": "push", "id": number}
+    def events(self) -> Iterator[Event]:
+        """Yield all events."""
+        for k in range(len(self._ranks)):
+            yield from self._names(k)
+            yield from self._phases(k)
+            yield from self._marks(k)
+            yield from self._push_arrows(k)
+            yield from self._round_arrows(k)
+            yield from self._read_arrows(k)
 
+    def _us(self, times: np.ndarray) -> list[float]:
+        return np.round(1e6 * (times - self._start), 3).tolist()
 
-def _us(times: np.ndarray, start: float) -> list[float]:
-    return np.round(1e6 * (times - start), 3).tolist()
+    def _arrow(self, name: str, k: int, begin: float, other: int, end: float) -> Iterator[Event]:
+        """Yield both ends of an arrow; their number is an integer, as Perfetto takes no text."""
+        arrow = {"name": name, "cat": name, "id": next(self._numbers[name])}
+        yield {"ph": "s", **arrow, **self._lanes[k], "ts": begin}
+        yield {"ph": "f", "bp": "e", **arrow, **self._lanes[other], "ts": end}
 
+    def _names(self, k: int) -> Iterator[Event]:
+        about, lane = self._ranks[k].about, {"ph": "M", **self._lanes[k]}
+        node = f"node {about['node']}, {about['host']}"
+        yield {**lane, "name": "process_name", "args": {"name": node}}
+        yield {**lane, "name": "thread_name", "args": {"name": self._titles[k]}}
+        yield {**lane, "name": "thread_sort_index", "args": {"sort_index": about["rank"]}}
 
-def _phases(
-    found: Slices, awaited: Sequence[str], where: dict[str, int], start: float, arrows: _Arrows
-) -> Iterator[dict[str, Any]]:
-    """Yield the slices of a rank, which say for whom it waits, and the ends of pushes' arrows."""
-    rows = zip(
-        _us(found.begins, start), _us(found.ends, start), found.whats.tolist(),
-        found.values.tolist(), awaited, strict=True,
-    )  # fmt: skip
-    for begin, end, what, value, who in rows:
-        event: dict[str, Any] = {
-            "ph": "X",
-            "name": words.PHASES.get(what, f"phase {what}"),
-            **where,
-            "ts": begin,
-        }
-        event["dur"] = round(end - begin, 3)
-        event["cat"] = "wait" if what >= words.WAITING else "work"
-        worker, seq = value >> 32, value & 0xFFFFFFFF
-        if what == words.APPLYING:
-            event["args"] = {"worker": worker, "push": seq}
-        elif who and waits_in(what):
-            event["args"] = {"for": who}
-        yield event
-        if what == words.APPLYING:
-            arrow = arrows.end(worker, seq, where["tid"])
-            yield {"ph": "f", "bp": "e", **arrow, **where, "ts": begin}
+    def _phases(self, k: int) -> Iterator[Event]:
+        """Yield the slices of a rank, which say for whom it waits."""
+        found, whos = self._slices[k], self._waits[k].whos.tolist()
+        times = zip(self._us(found.begins), self._us(found.ends), strict=True)
+        whats, values = found.whats.tolist(), found.values.tolist()
+        for (begin, end), what, value, who in zip(times, whats, values, whos, strict=True):
+            event: Event = {"ph": "X", "name": words.PHASES.get(what, f"phase {what}")}
+            event |= {**self._lanes[k], "ts": begin, "dur": round(end - begin, 3)}
+            event["cat"] = "wait" if what >= words.WAITING else "work"
+            if what == words.APPLYING:
+                event["args"] = {"worker": value >> 32, "push": value & NUMBER}
+            elif who >= 0 and waits_in(what):
+                event["args"] = {"for": self._titles[who]}
+            yield event
 
+    def _marks(self, k: int) -> Iterator[Event]:
+        """Yield checkpoints, and their writing."""
+        each, saving = self._ranks[k], 0
+        rows = zip(self._us(each.times), each.whats.tolist(), each.values.tolist(), strict=True)
+        for time, what, value in rows:
+            where = {**self._lanes[k], "ts": time}
+            if what == WRITING:
+                saving += value
+                number = f"{each.about['rank']}.{saving}"
+                kind = {"ph": "b" if value else "e", "cat": "checkpoint", "id": number}
+                yield {"name": "writing a checkpoint", **kind, **where}
+            elif what == SAVED and value >= 0:
+                yield {"ph": "i", "s": "g", "name": f"checkpoint of step {value}", **where}
 
-def _round_arrows(
-    rank: int,
-    lanes: Sequence[dict[str, int]],
-    start: float,
-    found: Sequence[Slices],
-    ended: Waits,
-) -> Iterator[dict[str, Any]]:
-    """Yield an arrow to where a rank goes on with a round, from the rank that entered it last."""
-    for k in np.flatnonzero(ended.rounds).tolist():
-        who, number = int(ended.whos[k]), int(ended.rounds[k])
-        arrow = {"name": "round", "cat": "round", "id": number * len(lanes) + rank}
-        before = found[who].begins[max(0, found[who].at(ended.whens[k]))]
-        begin, entry, end = _us(np.array([before, ended.whens[k], found[rank].ends[k]]), start)
-        yield {"ph": "s", **arrow, **lanes[who], "ts": max(begin, round(entry - JUST_US, 3))}
-        yield {"ph": "f", "bp": "e", **arrow, **lanes[rank], "ts": end}
+    def _pushed(self, each: Traced) -> dict[int, float]:
+        """Return when a worker began each of its pushes, by number."""
+        order = np.flatnonzero((each.whats == words.PUSHING) | (each.whats == CLOCK))
+        pushing, found = 0.0, dict[int, float]()
+        rows = each.whats[order].tolist(), each.values[order].tolist()
+        for time, what, value in zip(self._us(each.times[order]), *rows, strict=True):
+            if what == words.PUSHING:
+                pushing = time
+            else:
+                found[value] = pushing
+        return found
 
+    def _push_arrows(self, k: int) -> Iterator[Event]:
+        """Yield an arrow to each push that a server applied, from where it was made."""
+        found, workers = self._slices[k], self._ranks[k].about["workers"]
+        places = {each.about["rank"]: place for place, each in enumerate(self._ranks)}
+        applied = found.whats == words.APPLYING
+        values = found.values[applied].tolist()
+        for value, end in zip(values, self._us(found.begins[applied]), strict=True):
+            worker = value >> 32
+            place = places.get(workers[worker]) if worker < len(workers) else None
+            if place is not None and (begin := self._pushes[place].get(value & NUMBER)) is not None:
+                yield from self._arrow("push", place, begin, k, end)
 
-def _marks(
-    each: Traced, where: dict[str, int], start: float, arrows: _Arrows
-) -> Iterator[dict[str, Any]]:
-    """Yield the beginnings of arrows, from each push to the servers, and checkpoints."""
-    times = _us(each.times, start)
-    workers: list[int] = each.about["workers"]
-    rank = each.about["rank"]
-    saving, pushing = 0, 0.0
-    for time, what, value in zip(times, each.whats.tolist(), each.values.tolist(), strict=True):
-        if what == WRITING:
-            saving += value
-            kind = {"ph": "b" if value else "e", "cat": "checkpoint", "id": f"{rank}.{saving}"}
-            yield {"name": "writing a checkpoint", **kind, **where, "ts": time}
-        elif what == SAVED and value >= 0:
-            name = f"checkpoint of step {value}"
-            yield {"ph": "i", "s": "g", "name": name, **where, "ts": time}
-        elif what == words.PUSHING:
-            pushing = time
-        elif what == CLOCK and rank in workers:
-            for server in arrows.servers:
-                arrow = arrows.end(workers.index(rank), value, server)
-                yield {"ph": "s", **arrow, **where, "ts": pushing}
+    def _round_arrows(self, k: int) -> Iterator[Event]:
+        """Yield an arrow to where a rank goes on with a round, from the rank that came last."""
+        ended = self._waits[k]
+        for i in np.flatnonzero(ended.rounds).tolist():
+            who, when = int(ended.whos[i]), ended.whens[i]
+            before = self._slices[who].begins[max(0, self._slices[who].at(when))]
+            begin, entry, end = self._us(np.array([before, when, self._slices[k].ends[i]]))
+            yield from self._arrow("round", who, max(begin, round(entry - JUST_US, 3)), k, end)
 
+    def _read_arrows(self, k: int) -> Iterator[Event]:
+        """Yield an arrow from each read of a server's shard to where it is taken up.
 
-def _read_arrows(
-    rank: int,
-    lanes: Sequence[dict[str, int]],
-    start: float,
-    ranks: Sequence[Traced],
-    found: Sequence[Slices],
-) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from each read of a server's shard to where it is taken up.
-
-    The server takes up those of a worker in their order.
-    """
-    is_answer = found[rank].whats == words.ANSWERING
-    begins, readers = found[rank].begins[is_answer], found[rank].values[is_answer] >> 32
-    for k in range(len(lanes) if len(begins) else 0):
-        asked = _us(ranks[k].times[ranks[k].whats == words.FETCH], start)
-        taken = _us(begins[readers == lanes[k]["tid"]], start)
-        for number, (at, begin) in enumerate(zip(asked, taken, strict=False)):
-            if at <= begin:  # else one has asked anew, of a server that took over
-                key = (number * len(lanes) + k) * len(lanes) + rank
-                arrow = {"name": "read", "cat": "read", "id": key}
-                yield {"ph": "s", **arrow, **lanes[k], "ts": at}
-                yield {"ph": "f", "bp": "e", **arrow, **lanes[rank], "ts": begin}
+        The server takes up those of a worker in their order.
+        """
+        found = self._slices[k]
+        answers = found.whats == words.ANSWERING
+        begins, readers = found.begins[answers], found.values[answers] >> 32
+        for place, each in enumerate(self._ranks if len(begins) else ()):
+            asked = self._us(each.times[each.whats == words.FETCH])
+            taken = self._us(begins[readers == each.about["rank"]])
+            for at, begin in zip(asked, taken, strict=False):
+                if at <= begin:  # else one has asked anew, of a server that took over
+                    yield from self._arrow("read", place, at, k, begin)
 
 
 # The critical path -----------------------------------------------------------------------------
