@@ -44,39 +44,25 @@ class Over(BaseException):
         self.code, self.copied = code, copied
 
 
-class Area:
-    """Memory that a replay and the copy for a worker share.
+class Asked:
+    """What a copy of the process shares with the replay, and its end of the pipe between them.
 
     Args:
+        pipe: To the replay.
         job: Of the worker's rank.
         part: Its record.
         memory: Of servers and workers, where there are tables.
 
     Attributes:
-        part: As given.
-        memory: As given.
         replica: What a gradient is computed from, shape (size,).
         grad: The gradient, likewise.
     """
 
-    def __init__(self, job: Job, part: Part, memory: Memory) -> None:
-        self.part, self.memory = part, memory
+    def __init__(self, pipe: Connection, job: Job, part: Part, memory: Memory) -> None:
+        self.pipe, self._part, self._memory = pipe, part, memory
         size, dtype = job.layout.size, job.dtype
         pages = mmap.mmap(-1, max(1, 2 * size * dtype.itemsize))
-        vectors = np.frombuffer(pages, dtype, 2 * size)
-        self.replica, self.grad = vectors[:size], vectors[size:]
-
-
-class Asked:
-    """A copy's end: what it is to compute, and what it has found.
-
-    Args:
-        pipe: To the replay.
-        area: Where vectors are.
-    """
-
-    def __init__(self, pipe: Connection, area: Area) -> None:
-        self._pipe, self._area = pipe, area
+        self.replica, self.grad = np.frombuffer(pages, dtype, 2 * size).reshape(2, size)
 
     def tasks(self, job: Job) -> Tasks[None]:
         """Have gradients computed, one for each batch that comes, as long as any do.
@@ -84,15 +70,14 @@ class Asked:
         Raises:
             Over: If none will come.
         """
-        area = self._area
         if tables := tables_of(job):
-            ranks = OneNode(area.part, job.cluster.rank)
-            job.rows = RowsAtWork(ranks, area.memory, tables, held=self)
+            ranks = OneNode(self._part, job.cluster.rank)
+            job.rows = RowsAtWork(ranks, self._memory, tables, held=self)
         with make_loader(job) as loader:
             computer = Computer(job, loader)
             while True:
                 number, batch = self._heard()
-                loss = yield from computer.gradient(number, batch, area.replica, area.grad)
+                loss = yield from computer.gradient(number, batch, self.replica, self.grad)
                 self.tell("computed", Computed(loss, job.rate_factor, job.frozen))
                 yield None
 
@@ -106,14 +91,14 @@ class Asked:
 
     def _heard(self) -> Any:
         try:
-            return self._pipe.recv()
+            return self.pipe.recv()
         except EOFError:
             raise Over(0, copied=True) from None
 
     def tell(self, kind: str, what: Any = None) -> None:
         """Tell the replay something."""
         with contextlib.suppress(BrokenPipeError):  # it has ended with an error
-            self._pipe.send((kind, what))
+            self.pipe.send((kind, what))
 
 
 class Apart:
@@ -121,7 +106,8 @@ class Apart:
 
     Args:
         job: Of the worker's rank.
-        area: What it shares with this process.
+        part: Its record.
+        memory: Of servers and workers, where there are tables.
         work: What the copy does; it returns where the worker's loop is over.
 
     Raises:
@@ -130,24 +116,27 @@ class Apart:
 
     _living: "list[Apart]" = []  # noqa: RUF012  a copy closes its ends of the others' pipes
 
-    def __init__(self, job: Job, area: Area, work: Callable[[Asked], object]) -> None:
+    def __init__(
+        self, job: Job, part: Part, memory: Memory, work: Callable[[Asked], object]
+    ) -> None:
         assert job.worker_id is not None, "a server computes no gradient"
-        self._worker, self._area = job.worker_id, area
-        tables, self._servers = tables_of(job), len(job.cluster.roles.servers)
+        self._worker, self._servers = job.worker_id, len(job.cluster.roles.servers)
         rank = job.cluster.rank
-        self._sections = [Sections(area.memory, rank, table.name) for table in tables]
+        self._sections = [Sections(memory, rank, table.name) for table in tables_of(job)]
         self._wants: list[int] = []  # servers whose rows are to be read
-        self._number, self._grad = 0, area.grad
         self._pipe, theirs = Pipe()
+        self._asked = Asked(theirs, job, part, memory)
+        self._number, self._grad = 0, self._asked.grad
         sys.stdout.flush()
         sys.stderr.flush()
         self._process = os.fork()
         if not self._process:
-            self._copied(Asked(theirs, self._area), work)
+            self._copied(work)
         theirs.close()
         self._living.append(self)
 
-    def _copied(self, asked: Asked, work: Callable[[Asked], object]) -> None:
+    def _copied(self, work: Callable[[Asked], object]) -> None:
+        asked = self._asked
         for other in (*self._living, self):
             other._pipe.close()
         self._living.clear()
@@ -162,7 +151,7 @@ class Apart:
 
     def begin(self, number: int, batch: Range, replica: np.ndarray, grad: np.ndarray) -> None:
         """Begin to have a gradient computed; see `Computer.gradient`."""
-        np.copyto(self._area.replica, replica)
+        np.copyto(self._asked.replica, replica)
         self._number, self._grad = number, grad
         self._say((number, batch))
 
@@ -184,7 +173,7 @@ class Apart:
                 return None
             kind, what = self._hear("reads", "computed")
             if kind == "computed":
-                np.copyto(self._grad, self._area.grad)
+                np.copyto(self._grad, self._asked.grad)
                 found: Computed = what
                 return found._replace(rows=self._rows())
             self._wants = what

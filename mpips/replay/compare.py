@@ -1,6 +1,8 @@
 """A replay beside the run: what differs first, by name."""
 
 import struct
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -58,11 +60,12 @@ def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
         UserError: If an element differs; it says which is the first.
     """
     begin, end = store.shard.begin, store.shard.end
-    whose = f"{saved.path}: of server {k}'s parameters"
-    _compare(job.layout, begin, whose, store.params, saved.read_params(begin, end))
+    pairs = {"parameters": (store.params, saved.read_params(begin, end))}
     for name, slot in zip(job.slots, store.slots, strict=True):
-        whose = f"{saved.path}: of server {k}'s slot {name}"
-        _compare(job.layout, begin, whose, slot, saved.read_slot(name, begin, end))
+        pairs[f"slot {name}"] = slot, saved.read_slot(name, begin, end)
+    for what, (replay, run) in pairs.items():
+        whose = f"{saved.path}: of server {k}'s {what}"
+        _compare(whose, replay, run, partial(element, job.layout), begin)
 
 
 def compare_rows(k: int, store: TableServer, saved: Checkpoint) -> None:
@@ -87,21 +90,10 @@ def compare_rows(k: int, store: TableServer, saved: Checkpoint) -> None:
             pairs = {"values": (found.params, piece.params)}
             pairs |= {f"slot {s}": (found.slots[s], piece.slots[s]) for s in found.slots}
             for what, (ours, theirs) in pairs.items():
-                _compare_rows(f"{whose}, {what},", piece.rows[here], ours[places], theirs[here])
+                named = partial(_row_element, piece.rows[here], ours[0].size)
+                _compare(f"{whose}, {what},", ours[places], theirs[here], named)
         if seen != mine.size or owned != mine.size:
             raise differing(f"{whose}: the number that was changed", mine.size, owned)
-
-
-def _compare_rows(whose: str, ids: np.ndarray, replay: np.ndarray, run: np.ndarray) -> None:
-    replay, run = np.ascontiguousarray(replay), np.ascontiguousarray(run)
-    bits = f"u{replay.itemsize}"
-    differ = replay.view(bits).reshape(len(ids), -1) != run.view(bits).reshape(len(ids), -1)
-    if differ.any():
-        row, column = np.argwhere(differ)[0].tolist()
-        what = f"{whose} {int(differ.any(axis=1).sum()):,} of {len(ids):,} differ; the first, "
-        first = f"{what}row {ids[row]} at {column},"
-        values = (float(array.reshape(len(ids), -1)[row, column]) for array in (replay, run))
-        raise differing(first, *map(repr, values))
 
 
 def compare_own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> None:
@@ -114,16 +106,25 @@ def compare_own(job: Job, worker: int, packer: Packer, saved: Checkpoint) -> Non
         kept, begin = packer.state[name], packer.shard.begin
         run = np.empty_like(kept)
         saved.read_worker(name, worker, run, begin)
-        _compare(job.layout, begin, f"{saved.path}: of worker {worker}'s {name}", kept, run)
+        whose = f"{saved.path}: of worker {worker}'s {name}"
+        _compare(whose, kept, run, partial(element, job.layout), begin)
 
 
-def _compare(layout: Layout, begin: int, whose: str, replay: np.ndarray, run: np.ndarray) -> None:
+def _compare(
+    whose: str, replay: np.ndarray, run: np.ndarray, name: Callable[[int], str], begin: int = 0
+) -> None:
+    """Compare arrays bit by bit; `name` names an element by its place, from `begin` on."""
+    replay, run = np.ascontiguousarray(replay).ravel(), np.ascontiguousarray(run).ravel()
     bits = f"u{replay.itemsize}"
     places = np.flatnonzero(replay.view(bits) != run.view(bits))
     if places.size:
         first, count = int(places[0]), f"{places.size:,} of {replay.size:,} elements"
-        what = f"{whose} {count} differ; the first, {element(layout, begin + first)},"
+        what = f"{whose} {count} differ; the first, {name(begin + first)},"
         raise differing(what, repr(float(replay[first])), repr(float(run[first])))
+
+
+def _row_element(ids: np.ndarray, width: int, at: int) -> str:
+    return f"row {ids[at // width]} at {at % width}"
 
 
 def element(layout: Layout, at: int) -> str:

@@ -1,5 +1,7 @@
 """How a worker's gradients are computed again: in this process, one after the other."""
 
+import random
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +13,6 @@ from mpips.kernels.vectors import scale, sum_squares
 from mpips.optim import Ranges, clip_factor
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Accumulator, Tasks, follow, submit, taken
-from mpips.replay.draws import Draws
 from mpips.transport.rows import Section
 
 
@@ -80,7 +81,8 @@ class Here:
     """
 
     def __init__(self, job: Job, loader: Loader) -> None:
-        self._problem, self._computer, self._draws = job.problem, Computer(job, loader), Draws()
+        self._problem, self._computer = job.problem, Computer(job, loader)
+        self._generators = _generators()
         self._args: tuple[Any, ...] = ()
 
     def begin(self, *args: Any) -> None:
@@ -88,9 +90,29 @@ class Here:
         self._args = args
 
     def advance(self, read: Callable[[int], bool]) -> Computed | None:
-        """Compute it."""
-        with self._draws.own():
+        """Compute it, with the random generators of this worker's rank."""
+        before = _generators()
+        _set_generators(self._generators)
+        try:
             return Computed(follow(self._problem, self._computer.gradient(*self._args)))
+        finally:
+            self._generators = _generators()
+            _set_generators(before)
 
     def end(self) -> None:
         """Nothing is to be ended."""
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of `random`, of NumPy's legacy generator and of torch's."""
+    torch = sys.modules.get("torch")
+    theirs = torch.get_rng_state() if torch is not None else None
+    return random.getstate(), np.random.get_state(), theirs
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    ours, legacy, theirs = states
+    random.setstate(ours)
+    np.random.set_state(legacy)
+    if theirs is not None:
+        sys.modules["torch"].set_rng_state(theirs)

@@ -129,7 +129,7 @@ class Replay:
         stores = [make_server(setting.job(rank), memory) for rank in servers]
         self.servers = {k: store for k, store in enumerate(stores) if not store.idle}
         self._order = Order(part.records, list(self.servers), len(ranks), part.base)
-        self._rows = RowOrder(part.reads, len(ranks), part.base)
+        self._rows = RowOrder([each.reads for each in part.servers], len(ranks), part.base)
         self._workers = list[Worker]()
         self._over = contextlib.ExitStack()
         self._begin(setting, memory)
@@ -277,8 +277,9 @@ class Replay:
         made = worker.made.get(seq)
         if made is None:
             return False
-        if isinstance(store, TableServer) and at in self._part.evicted[k]:
-            evict_old(store.tables, self._part.evicted[k][at])
+        evicted = self._part.servers[k].evicted
+        if isinstance(store, TableServer) and at in evicted:
+            evict_old(store.tables, evicted[at])
         store.apply(worker.maker.push(made, seq, k, store.version - stale))
         self._applied[k][number], self._read[k] = seq, 0
         if worker.maker.applied(made):

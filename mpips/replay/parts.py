@@ -19,7 +19,7 @@ from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
 from mpips.ps.table_server import TableServer, fill_tables, table_fields
 from mpips.ps.worker import make_loader
-from mpips.replay.apart import Apart, Area, Asked
+from mpips.replay.apart import Apart, Asked
 from mpips.replay.computing import Computed
 from mpips.replay.record import Part
 from mpips.replay.stand_ins import Memory, Ranks
@@ -88,7 +88,7 @@ class Setting:
         Raises:
             Over: In the process that does.
         """
-        return Apart(job, Area(job, self.part, memory), lambda asked: self.work(job, asked))
+        return Apart(job, self.part, memory, lambda asked: self.work(job, asked))
 
     def work(self, job: Job, asked: Asked) -> None:
         """Do what a worker's rank did, in a process of its own."""

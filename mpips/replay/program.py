@@ -3,7 +3,6 @@
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,56 +20,42 @@ from mpips.replay.record import Part
 from mpips.session.training import Ended
 
 
-@dataclass(frozen=True)
-class Called:
-    """A call of `mpips.run` by a program that has been started again.
-
-    Attributes:
-        program: What it gives the run.
-        given: Likewise.
-        name: What the run is called after.
-    """
-
-    program: Program
-    given: Given
-    name: str
-
-
 class ProgramSetting(Setting):
     """What all ranks of a recorded program had; see `Setting`.
 
     Args:
         part: The job.
-        called: The program's run.
+        program: What the program gives its run that has been started again.
+        given: Likewise.
+        name: What that run is called after.
 
     Raises:
         UserError: If the job was of another program.
     """
 
-    def __init__(self, part: Part, called: Called) -> None:
-        self._called = called
+    def __init__(self, part: Part, program: Program, given: Given, name: str) -> None:
+        self._program, self._given, self._name = program, given, name
         super().__init__(part)
 
     def _open(self) -> None:
-        called, about = self._called, self.part.about
-        if called.name != self.config.problem:
+        if self._name != self.config.problem:
             remedy = f"start the program that has recorded {self.part.folder.parent.parent}"
-            raise UserError(f"a run of {called.name}", f"that of {self.config.problem}", remedy)
-        self.info, self.dataset = info_of(DATASET, *about["samples"]), None
+            raise UserError(f"a run of {self._name}", f"that of {self.config.problem}", remedy)
+        self.info, self.dataset = info_of(DATASET, *self.part.about["samples"]), None
 
     def problem(self) -> Problem:
         """See `Setting.problem`."""
-        return self._called.given.problem(DATASET, self.info, self.config)
+        return self._given.problem(DATASET, self.info, self.config)
 
     def loader(self, job: Job) -> None:
         """See `Setting.loader`: the samples come with the loop."""
 
     def work(self, job: Job, asked: Asked) -> None:
         """Do what a worker's rank did, in a process of its own."""
-        start, program = Again(self._called, job, asked), self._called.program
-        program.begin(start)
-        worker = program.make_worker(start)
-        program.train(worker)
+        start = Again(self._given, self._name, job, asked)
+        self._program.begin(start)
+        worker = self._program.make_worker(start)
+        self._program.train(worker)
         worker.leave()
 
 
@@ -78,16 +63,17 @@ class Again(Start):
     """A program's run on a worker, as a replay has it: there are no other ranks.
 
     Args:
-        called: The program's run.
+        given: What the program gives its run.
+        name: What that is called after.
         job: Of the worker's rank.
         asked: Says what is to be computed.
     """
 
-    def __init__(self, called: Called, job: Job, asked: Asked) -> None:
-        self.given, self.name, self._asked = called.given, called.name, asked
+    def __init__(self, given: Given, name: str, job: Job, asked: Asked) -> None:
+        self.given, self.name, self._asked = given, name, asked
         self.job, self.config, self.out = job, job.config, job.out
         self.ranks, self.trains, self._link = job.cluster, True, None
-        job.sets_rate = called.given.sets_rate
+        job.sets_rate = given.sets_rate
 
     def tasks(
         self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
@@ -129,8 +115,7 @@ def run_program(
         if "jax" in sys.modules:
             remedy = "JAX has threads, which a copy of its process is without"
             raise UserError("a replay of a program of JAX", "one of NumPy or PyTorch", remedy)
-        called = Called(program, given, name)
-        for line in replay(lambda part: ProgramSetting(part, called)):
+        for line in replay(lambda part: ProgramSetting(part, program, given, name)):
             write_line(line)
         raise Over(0, copied=False)
 

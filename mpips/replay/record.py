@@ -34,20 +34,24 @@ class Part:
     Attributes:
         folder: Of its record.
         about: What is known of it.
-        records: Of each server, in the order in which it applied pushes; empty for empty shards.
+        servers: What each server has recorded; nothing for empty shards.
         damage: The error for what is not as it was written, or missing; None where nothing is.
-        reads: Who read rows of each server, and when; see `Recorded.reads`.
-        evicted: After how many of its updates each server has evicted rows; see `Recorded`.
-        stopped: Whether a server's recording stopped before the job, as on a full disk.
     """
 
     folder: Path
     about: dict[str, Any]
-    records: tuple[np.ndarray, ...]
+    servers: tuple[Recorded, ...]
     damage: UserError | None
-    reads: tuple[np.ndarray, ...]
-    evicted: tuple[dict[int, int], ...]
-    stopped: bool
+
+    @property
+    def records(self) -> list[np.ndarray]:
+        """Of each server, in the order in which it applied pushes."""
+        return [each.records for each in self.servers]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a server's recording stopped before the job, as on a full disk."""
+        return any(each.stopped for each in self.servers)
 
     @property
     def number(self) -> int:
@@ -134,10 +138,8 @@ def _read_part(folder: Path) -> Part | None:
             return None
         damage = damaged(f"no record {folder / lacking[0]}", "one of each server")
     by_server = {names[name]: recorded for name, recorded in found.items()}
-    each = [by_server.get(k) or _nothing(k) for k in range(servers)]
-    records, reads = tuple(one.records for one in each), tuple(one.reads for one in each)
-    evicted, stopped = tuple(one.evicted for one in each), any(one.stopped for one in each)
-    return Part(folder, about, records, damage, reads, evicted, stopped)
+    each = (by_server.get(k) or _nothing(k) for k in range(servers))
+    return Part(folder, about, tuple(each), damage)
 
 
 def _nothing(server: int) -> Recorded:

@@ -32,7 +32,6 @@ from mpips.launch import mpirun
 from mpips.layout import Layout
 from mpips.ps import recording
 from mpips.replay.compare import element
-from mpips.replay.draws import Draws
 from mpips.replay.order import Order
 from mpips.replay.record import checkpoints_of, damages_of, read_parts
 from mpips.replay.run import replay
@@ -563,20 +562,6 @@ def test_what_was_computed_from_what() -> None:
     assert [versions.tolist() for versions in order.reads[0]] == [[10, 11], [10, 12]]
     assert order.readers[0].tolist() == [2, 1, 0, 0, 0]
     assert order.readers[1].tolist() == [2, 0, 1, 0]
-
-
-def test_each_worker_has_generators_of_its_own() -> None:
-    def draw() -> tuple[float, float]:
-        return random.random(), float(np.random.random())
-
-    first, second = Draws(), Draws()
-    with first.own():
-        drawn = draw()
-    with second.own():
-        assert draw() == drawn
-    with first.own():
-        assert draw() != drawn
-    assert draw() == drawn
 
 
 def test_elements_have_names() -> None:
