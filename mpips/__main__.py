@@ -4,24 +4,23 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-COMMANDS = {
-    "train": "train a model, on the ranks that mpirun or srun starts",
-    "launch": "train on ranks that it starts, and starts again when they die or hang",
-    "ps": "show where each rank of a running job is, and what it waits for",
-    "guide": "show a page of the guide: data, checkpoints, several nodes, SLURM, ...",
-    "jobs": "list, show or copy the job files that come with mpips",
-    "results": "show runs side by side",
-    "report": "draw runs: curves, staleness, load, time and bytes in one page",
-    "watch": "follow runs in a terminal: curves, rates, ranks",
-    "trace": "merge what each rank did when into a timeline, with its critical path",
-    "replay": "make an asynchronous run again on one rank, to the same bits",
-    "checkpoint": "list, inspect, verify or export the checkpoints of a run",
-    "plan": "predict a job on a cluster: time, bottleneck, staleness; find the cheapest",
-    "sbatch": "write a job script for SLURM, or copy those that come with mpips",
-    "doctor": "find out whether a cluster runs mpips well, and what to change",
-    "bench": "measure mpips beside the machine's limit and plain MPI",
+COMMANDS = {  # the module of each in this package, which has ``main(argv)``, and what it does
+    "train": ("train", "train a model, on the ranks that mpirun or srun starts"),
+    "launch": ("launch", "train on ranks that it starts, and starts again when they die or hang"),
+    "ps": ("ps", "show where each rank of a running job is, and what it waits for"),
+    "guide": ("guide", "show a page of the guide: data, checkpoints, several nodes, SLURM, ..."),
+    "jobs": ("config.jobs", "list, show or copy the job files that come with mpips"),
+    "results": ("results", "show runs side by side"),
+    "report": ("report", "draw runs: curves, staleness, load, time and bytes in one page"),
+    "watch": ("watch", "follow runs in a terminal: curves, rates, ranks"),
+    "trace": ("trace", "merge what each rank did when into a timeline, with its critical path"),
+    "replay": ("replay", "make an asynchronous run again on one rank, to the same bits"),
+    "checkpoint": ("checkpoint", "list, inspect, verify or export the checkpoints of a run"),
+    "plan": ("plan", "predict a job on a cluster: time, bottleneck, staleness; find the cheapest"),
+    "sbatch": ("sbatch", "write a job script for SLURM, or copy those that come with mpips"),
+    "doctor": ("doctor", "find out whether a cluster runs mpips well, and what to change"),
+    "bench": ("bench", "measure mpips beside the machine's limit and plain MPI"),
 }
-MODULES = {"jobs": "config.jobs"}  # else as the command
 USAGE = """usage: mpips COMMAND ...
 
 {}
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in COMMANDS:
         sys.argv[1:] = rest
-        runpy.run_module(f"mpips.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"mpips.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
         return 0
     return _answer(name)
 
@@ -55,7 +54,7 @@ def _answer(word: str) -> int:
     from mpips.errors import UserError, nearest
     from mpips.train import launched, refuse
 
-    rows = "".join(f"  {name:12s}{text}\n" for name, text in COMMANDS.items())
+    rows = "".join(f"  {name:12s}{text}\n" for name, (_, text) in COMMANDS.items())
     texts = {"--help": USAGE.format(rows), "--version": f"mpips {__version__}\n"}
     texts["-h"] = texts["--help"]
     if word in texts:

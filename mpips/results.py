@@ -1,39 +1,51 @@
-"""Runs side by side: ``python -m mpips.results [--csv] FOLDER...``; starts no MPI."""
+"""Runs side by side: ``python -m mpips.results [--csv] FOLDER...``.
+
+A line for each run in the folders and directly below them: its state, what came of it, and the
+options in which the runs differ; also for a row of a sweep that has failed and left no run. Starts
+no MPI.
+"""
 
 import csv
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.errors import UserError, complain
+from mpips.config.arguments import Parser, verbatim
+from mpips.errors import answer
 from mpips.session.results import find_runs, results, table
 
-USAGE = """usage: python -m mpips.results [--csv] FOLDER...
 
-A line for each run in the folders and directly below them: its state, what came of it, and the
-options in which the runs differ; also for a row of a sweep that has failed and left no run. --csv
-gives the same as comma-separated values.
-"""
+def make_parser() -> Parser:
+    """Build the parser of this command."""
+    parser = verbatim("python -m mpips.results", __doc__)
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of several"
+    )
+    parser.add_argument("--csv", action="store_true", help="write comma-separated values")
+    return parser
+
+
+def show(argv: Sequence[str]) -> str:
+    """Return the table that a command line asks for.
+
+    Raises:
+        UserError: If there is no run, or a run's files cannot be read.
+    """
+    args = make_parser().parse_args(argv)
+    rows = results(find_runs(args.folders))
+    if not args.csv:
+        return table(rows)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
-    words = [word for word in argv if word != "--csv"]
-    if not words or any(word.startswith("-") for word in words):
-        print(USAGE, end="", file=sys.stdout if "--help" in argv else sys.stderr)
-        return 0 if "--help" in argv else 2
-    try:
-        rows = results(find_runs([Path(word) for word in words]))
-        if len(words) < len(argv):
-            writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        else:
-            print(table(rows), end="")
-    except UserError as error:
-        complain(error)
-        return 2
-    return 0
+    return answer(show, argv)
 
 
 if __name__ == "__main__":

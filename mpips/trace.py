@@ -81,5 +81,10 @@ def make(argv: Sequence[str]) -> str:
     return f"{table(ranks)}\n{told}\n"
 
 
+def main(argv: Sequence[str]) -> int:
+    """Write the timeline, and print where the time went; returns the exit code."""
+    return answer(make, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(answer(make, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

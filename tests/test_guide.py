@@ -179,10 +179,9 @@ def known_flags() -> set[str]:
     """Return every option of every command."""
     own = [chaos_parser(), benchmarks_parser(), bench_parser(), launch_parser(), report_parser()]
     own += [checkpoint_parser(), doctor_parser(), jobs_parser(), replay_parser()]
-    parsers = [*own, *(module.make_parser() for module in (plan, sbatch, trace, watch))]
+    parsers = [*own, *(module.make_parser() for module in (plan, results, sbatch, trace, watch))]
     found = {option.flag for option in (*OPTIONS.values(), *QUESTIONS.values())} | set(FLAGS)
     found |= {option.negated for option in OPTIONS.values() if option.kind is bool}
-    found |= set(re.findall(r"--\w+", results.USAGE))
     while parsers:
         for action in parsers.pop()._actions:
             found |= set(action.option_strings)

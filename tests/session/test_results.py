@@ -138,4 +138,4 @@ def test_errors(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(sweep)]) == 2
     assert "summary.json: " in capsys.readouterr().err
     assert main([]) == 2
-    assert "usage: " in capsys.readouterr().err
+    assert "required: FOLDER" in capsys.readouterr().err
