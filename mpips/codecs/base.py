@@ -9,6 +9,7 @@ Finite elements are never made infinite; what is too large for a format becomes 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 State = tuple[np.ndarray, ...]
+Loop = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -122,19 +124,17 @@ class Codec(ABC):
 
 
 class TwoBytes(Codec):
-    """A codec that writes each element in two bytes and keeps nothing."""
+    """A codec that writes each element in two bytes and keeps nothing.
+
+    Attributes:
+        loops: What packs a vector into words of the same shape, dtype uint16, and what unpacks it.
+    """
+
+    loops: ClassVar[tuple[Loop, Loop]]
 
     def for_rows(self, dim: int) -> Codec:
         """See `Codec.for_rows`: each number is packed by itself."""
         return self
-
-    @abstractmethod
-    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
-        """Write `grad`, shape (n,), into words of the same shape, dtype uint16."""
-
-    @abstractmethod
-    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
-        """Read `out`, shape (n,), from words of the same shape, dtype uint16."""
 
     def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
         """See `Codec.wire_bytes`."""
@@ -143,13 +143,13 @@ class TwoBytes(Codec):
     def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
         """See `Codec.encode`."""
         self._check(out, grad)
-        self._pack(grad, out.view("u2"))
+        self.loops[0](grad, out.view("u2"))
         return out.size
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         """See `Codec.decode`."""
         self._check(data, out)
-        self._unpack(data.view("u2"), out)
+        self.loops[1](data.view("u2"), out)
 
 
 def bits_of(vector: np.ndarray) -> np.ndarray:

@@ -9,25 +9,6 @@ from mpips.codecs.base import TwoBytes
 from mpips.kernels.compiled import kernel
 
 
-@dataclass(frozen=True)
-class Bf16(TwoBytes):
-    """The upper half of a float32, rounded to nearest, ties to even.
-
-    ``|decode(x) - x| <= 2**-8 |x|`` for float32 normals; what would round to infinity becomes the
-    largest, about 3.39e38. float64 is rounded to float32 first.
-
-    References: Kalamkar et al., arXiv 1905.12322.
-    """
-
-    name: ClassVar[str] = "bf16"
-
-    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
-        pack(grad, words)
-
-    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
-        unpack(words, out)
-
-
 @kernel()
 def pack(x: np.ndarray, out: np.ndarray) -> None:
     """Write `x` as bfloat16; all branches are selects, so that the loop is vectorised."""
@@ -50,3 +31,17 @@ def unpack(words: np.ndarray, out: np.ndarray) -> None:
     """Read bfloat16; exact."""
     for i in range(out.size):
         out[i] = np.uint32(np.uint32(words[i]) << np.uint32(16)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Bf16(TwoBytes):
+    """The upper half of a float32, rounded to nearest, ties to even.
+
+    ``|decode(x) - x| <= 2**-8 |x|`` for float32 normals; what would round to infinity becomes the
+    largest, about 3.39e38. float64 is rounded to float32 first.
+
+    References: Kalamkar et al., arXiv 1905.12322.
+    """
+
+    name: ClassVar[str] = "bf16"
+    loops = pack, unpack

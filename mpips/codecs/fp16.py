@@ -13,25 +13,6 @@ _TOO_LARGE, _NORMAL, _INFINITE = 0x477FF000, 0x38800000, 0x7F800000
 _HALF_ULP = np.float32(0.5)  # the last place of a float at 0.5 is that of a subnormal half
 
 
-@dataclass(frozen=True)
-class Fp16(TwoBytes):
-    """IEEE binary16, rounded to nearest, ties to even; what is too large becomes 65504.
-
-    ``|decode(x) - x| <= 2**-11 |x| + 2**-25`` for ``|x| <= 65504``. float64 is rounded to float32
-    first.
-
-    References: IEEE 754-2019, 3.6; Micikevicius et al., ICLR 2018 (gradients in half precision).
-    """
-
-    name: ClassVar[str] = "fp16"
-
-    def _pack(self, grad: np.ndarray, words: np.ndarray) -> None:
-        pack(grad, words)
-
-    def _unpack(self, words: np.ndarray, out: np.ndarray) -> None:
-        unpack(words, out)
-
-
 @kernel()
 def pack(x: np.ndarray, out: np.ndarray) -> None:
     """Write `x` as binary16; all branches are selects, so that the loop is vectorised."""
@@ -67,3 +48,17 @@ def unpack(halves: np.ndarray, out: np.ndarray) -> None:
         size = lifted.view(np.uint32) if (half & np.uint32(0x7C00)) == 0 else size
         sign = np.uint32(np.uint32(half & np.uint32(0x8000)) << np.uint32(16))
         out[i] = np.uint32(size | sign).view(np.float32)
+
+
+@dataclass(frozen=True)
+class Fp16(TwoBytes):
+    """IEEE binary16, rounded to nearest, ties to even; what is too large becomes 65504.
+
+    ``|decode(x) - x| <= 2**-11 |x| + 2**-25`` for ``|x| <= 65504``. float64 is rounded to float32
+    first.
+
+    References: IEEE 754-2019, 3.6; Micikevicius et al., ICLR 2018 (gradients in half precision).
+    """
+
+    name: ClassVar[str] = "fp16"
+    loops = pack, unpack

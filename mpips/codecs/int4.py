@@ -1,7 +1,7 @@
 """QSGD with 4 bits: two levels a byte, against a scale per bucket."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,30 +11,6 @@ from mpips.kernels.compiled import kernel
 BUCKET = 128
 LEVELS = 7
 ZERO = 8  # what is written for level 0
-
-
-@dataclass(frozen=True)
-class Int4(Int8):
-    """`mpips.codecs.int8.Int8` with s = 7 levels, and a bucket of 128 elements.
-
-    Unbiased, with ``|Q(x) - x| < m / 7``: for what many workers' steps have changed, which a
-    round of `mpips.rounds.averaging` adds up. A bucket is smaller than with 8 bits, as an error
-    grows with the largest of it. Its first half is in the lower four bits of its bytes.
-
-    References: Alistarh et al., NeurIPS 2017; 4 bits for outer gradients are of Douillard et al.,
-    arXiv 2501.18512, section 3.3 (floating-point ones there).
-    """
-
-    name: ClassVar[str] = "int4"
-    stored: ClassVar[str] = "u1"
-    in_one: ClassVar[int] = 2
-    bucket: int = BUCKET
-
-    def _pack(self, *args: Any) -> None:
-        pack(*args)
-
-    def _unpack(self, *args: Any) -> None:
-        unpack(*args)
 
 
 @kernel()
@@ -76,3 +52,22 @@ def unpack(scales: np.ndarray, pairs: np.ndarray, out: np.ndarray, bucket: int) 
             block[i] = real(np.int32(pair[i] & 15) - ZERO) / real(LEVELS) * scale
         for i in range(half, block.size):
             block[i] = real(np.int32(pair[i - half] >> 4) - ZERO) / real(LEVELS) * scale
+
+
+@dataclass(frozen=True)
+class Int4(Int8):
+    """`mpips.codecs.int8.Int8` with s = 7 levels, and a bucket of 128 elements.
+
+    Unbiased, with ``|Q(x) - x| < m / 7``: for what many workers' steps have changed, which a
+    round of `mpips.rounds.averaging` adds up. A bucket is smaller than with 8 bits, as an error
+    grows with the largest of it. Its first half is in the lower four bits of its bytes.
+
+    References: Alistarh et al., NeurIPS 2017; 4 bits for outer gradients are of Douillard et al.,
+    arXiv 2501.18512, section 3.3 (floating-point ones there).
+    """
+
+    name: ClassVar[str] = "int4"
+    stored: ClassVar[str] = "u1"
+    in_one: ClassVar[int] = 2
+    loops = pack, unpack
+    bucket: int = BUCKET

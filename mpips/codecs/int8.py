@@ -1,69 +1,16 @@
 """QSGD with 8 bits: stochastic rounding against a scale per bucket."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from mpips.codecs.base import Codec, MessageId, State, bits_of, wire_parts
+from mpips.codecs.base import Codec, Loop, MessageId, State, bits_of, wire_parts
 from mpips.kernels.compiled import kernel
 
 BUCKET = 512
 LEVELS = 127  # s of the paper
 ROWS_LEAST = 16  # elements of a bucket of whole rows, so that scales are few beside them
-
-
-@dataclass(frozen=True)
-class Int8(Codec):
-    """``Q(x) = m sgn(x) xi / s``, with s = 127 levels and m the largest magnitude of a bucket.
-
-    xi is ``|x| s / m`` rounded down, or up with the probability that makes its mean ``|x| s / m``:
-    unbiased. ``|Q(x) - x| < m / s`` for each element, and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``. A
-    bucket is 512 elements, of rows a row, or as many short ones as have 16; one with a NaN or an
-    infinity is decoded as NaN.
-
-    Attributes:
-        bucket: Elements of a bucket: whole ones of what has the levels.
-
-    References: Alistarh et al., NeurIPS 2017, sections 3.1 (Q) and 4 (buckets, m for the norm).
-    """
-
-    name: ClassVar[str] = "int8"
-    stored: ClassVar[str] = "i1"  # dtype of what has the levels
-    in_one: ClassVar[int] = 1  # levels in an element of that
-    bucket: int = BUCKET
-
-    def for_rows(self, dim: int) -> "Int8":
-        """See `Codec.for_rows`: rows differ in size, so that each has a scale of its own."""
-        rows = -(-ROWS_LEAST // dim)
-        return replace(self, bucket=dim * (rows + dim * rows % self.in_one))
-
-    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
-        """See `Codec.wire_bytes`: a scale a bucket, then the levels."""
-        return -(-n // self.bucket) * np.dtype(dtype).itemsize + -(-n // self.in_one)
-
-    def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
-        self._check(message, vector)
-        buckets, stored = -(-vector.size // self.bucket), -(-vector.size // self.in_one)
-        return wire_parts(message, (buckets, vector.dtype), (stored, self.stored))
-
-    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
-        """See `Codec.encode`."""
-        scales, levels = self._parts(out, grad)
-        key = message_id.key
-        self._pack(grad, bits_of(grad), scales, bits_of(scales), levels, key, self.bucket)
-        return out.size
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        """See `Codec.decode`."""
-        scales, levels = self._parts(data, out)
-        self._unpack(scales, levels, out, self.bucket)
-
-    def _pack(self, *args: Any) -> None:
-        pack(*args)
-
-    def _unpack(self, *args: Any) -> None:
-        unpack(*args)
 
 
 @kernel()
@@ -139,3 +86,51 @@ def unpack(scales: np.ndarray, levels: np.ndarray, out: np.ndarray, bucket: int)
         scale = scales[b]
         for i in range(block.size):
             block[i] = real(level[i]) / real(LEVELS) * scale
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """``Q(x) = m sgn(x) xi / s``, with s = 127 levels and m the largest magnitude of a bucket.
+
+    xi is ``|x| s / m`` rounded down, or up with the probability that makes its mean ``|x| s / m``:
+    unbiased. ``|Q(x) - x| < m / s`` for each element, and ``E |Q(x) - x|^2 <= (m / s)^2 / 4``. A
+    bucket is 512 elements, of rows a row, or as many short ones as have 16; one with a NaN or an
+    infinity is decoded as NaN.
+
+    Attributes:
+        bucket: Elements of a bucket: whole ones of what has the levels.
+
+    References: Alistarh et al., NeurIPS 2017, sections 3.1 (Q) and 4 (buckets, m for the norm).
+    """
+
+    name: ClassVar[str] = "int8"
+    stored: ClassVar[str] = "i1"  # dtype of what has the levels
+    in_one: ClassVar[int] = 1  # levels in an element of that
+    loops: ClassVar[tuple[Loop, Loop]] = pack, unpack
+    bucket: int = BUCKET
+
+    def for_rows(self, dim: int) -> "Int8":
+        """See `Codec.for_rows`: rows differ in size, so that each has a scale of its own."""
+        rows = -(-ROWS_LEAST // dim)
+        return replace(self, bucket=dim * (rows + dim * rows % self.in_one))
+
+    def wire_bytes(self, n: int, dtype: np.typing.DTypeLike) -> int:
+        """See `Codec.wire_bytes`: a scale a bucket, then the levels."""
+        return -(-n // self.bucket) * np.dtype(dtype).itemsize + -(-n // self.in_one)
+
+    def _parts(self, message: np.ndarray, vector: np.ndarray) -> list[np.ndarray]:
+        self._check(message, vector)
+        buckets, stored = -(-vector.size // self.bucket), -(-vector.size // self.in_one)
+        return wire_parts(message, (buckets, vector.dtype), (stored, self.stored))
+
+    def encode(self, grad: np.ndarray, out: np.ndarray, state: State, message_id: MessageId) -> int:
+        """See `Codec.encode`."""
+        scales, levels = self._parts(out, grad)
+        key = message_id.key
+        self.loops[0](grad, bits_of(grad), scales, bits_of(scales), levels, key, self.bucket)
+        return out.size
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        """See `Codec.decode`."""
+        scales, levels = self._parts(data, out)
+        self.loops[1](scales, levels, out, self.bucket)
