@@ -7,7 +7,6 @@ In the equations g is the gradient, with ``weight_decay * w`` added in all rules
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -75,7 +74,7 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class Rule:
     """One update rule with its hyperparameters.
 
     Attributes:
@@ -169,9 +168,9 @@ class Rule(ABC):
         assert self.kernel is not None, "a rule without loops"
         return dense(self.kernel)
 
-    @abstractmethod
     def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return what the kernel takes after the vectors, computed in float64."""
+        """Return what the kernel takes after the vectors, computed in float64; () without one."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -349,10 +348,6 @@ class Change(Rule):
         """See `Rule.apply_undoable`; the slots are kept, too."""
         loop, rates = undoable(update_rules.sgd, len(slots)), np.array((1.0, 0.0))
         loop(params, *slots, grad, rates, *undo)
-
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return nothing: there is no kernel."""
-        return ()
 
 
 FIELDS = ("before", "ranges")  # of a rule, which are no hyperparameters

@@ -169,13 +169,6 @@ def test_nan_goes_into_its_own_row_alone(name):
     assert np.isnan(lines.read()).any(1).nonzero()[0].tolist() == [4]
 
 
-def test_adam_counts_the_updates_of_a_row():
-    lines = Lines(mpips.Adam(), 4, np.float32, Normal(0.1))
-    for which in ([0, 1], [1, 5], [1]):
-        lines.apply(np.array(which), np.ones((len(which), 4), "f4"))
-    assert lines.lines[[0, 1, 2, 5], 12].tolist() == [1, 3, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
