@@ -1,6 +1,8 @@
 """Tables: who owns which row, ids of a step by server and row, gradients summed."""
 
+import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -34,6 +36,16 @@ def test_places_are_a_permutation_that_is_undone(rows):
     assert (ownership.rows_of(0, found) == np.arange(rows)).all()
 
 
+@pytest.mark.parametrize("rows", [2**31 + 11, 50_000_000, 2**40])
+def test_large_tables_are_undone_too(rows):
+    ids = np.random.default_rng(rows).integers(0, rows, 1000)
+    found = places(rows, ids=ids)
+    assert len(set(found)) == len(set(ids))
+    assert ((found >= 0) & (found < rows)).all()
+    assert (Ownership("item", Table(rows, 4), 1).rows_of(0, found) == ids).all()
+    assert (places(rows, "user", ids) != found).mean() > 0.9, "of another name they lie elsewhere"
+
+
 def test_spares_own_no_rows():
     ids, two = np.array([5, 3, 5, 999]), Ownership("item", Table(1000, 4), 2)
     spared = Ownership("item", Table(1000, 4), 4, spares=2)
@@ -43,20 +55,6 @@ def test_spares_own_no_rows():
     grouped, expected = spared.group(ids), two.group(ids)
     assert (grouped.local == expected.local).all()
     assert grouped.bounds.tolist() == [*expected.bounds.tolist(), 3, 3]
-
-
-def test_large_tables_are_undone_too():
-    for rows in (2**31 + 11, 50_000_000, 2**40):
-        ids = np.random.default_rng(rows).integers(0, rows, 1000)
-        found = places(rows, ids=ids)
-        assert len(set(found)) == len(set(ids))
-        assert ((found >= 0) & (found < rows)).all()
-        assert (Ownership("item", Table(rows, 4), 1).rows_of(0, found) == ids).all()
-
-
-def test_tables_of_other_names_lie_elsewhere():
-    assert (places(1000) == places(1000)).all()
-    assert (places(1000) != places(1000, "user")).mean() > 0.9
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -198,15 +196,11 @@ def test_tables_that_cannot_be_are_refused(options, message):
         Table(**{"rows": 10, "dim": 4, **options})
 
 
-def test_numbers_of_numpy_are_whole_numbers_too():
+def test_numbers_of_tables():
+    """Those of NumPy are whole numbers, too; scales are finite."""
     found = Table(np.arange(64).max() + 1, np.int32(2), push_rows=np.uint8(9))
     assert json.dumps([found.rows, found.dim, found.push_rows]) == "[64, 2, 9]"
-    assert Ownership("item", found, 2).count(1) == 32
-
-
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "1"])
-def test_scales_that_cannot_be_are_refused(value):
-    for init in (Normal, Uniform):
+    assert Zeros().scale == 0
+    for init, value in itertools.product((Normal, Uniform), (-1, math.nan, math.inf, "1")):
         with pytest.raises(UserError, match="a finite"):
             init(value)
-    assert Zeros().scale == 0
