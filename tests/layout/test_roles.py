@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpips.errors import UserError
@@ -52,6 +52,7 @@ def test_table(mode: str, world: int, servers: int | None, expected: tuple[int, 
     assert roles.workers == tuple(r for r in range(world) if r not in expected)
 
 
+@settings(deadline=None)
 @given(world=st.integers(1, 600))
 def test_defaults_fit_any_world(world: int) -> None:
     assert default_servers("sync", world) == 0
@@ -60,6 +61,7 @@ def test_defaults_fit_any_world(world: int) -> None:
         assert one_node("async", world).workers
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     data=st.data(),
