@@ -73,7 +73,7 @@ class Slow(SleepingModel):
 
 
 class Alone:
-    """What a worker asks of its rounds, where there are none; see `LocalRound`."""
+    """What a worker asks of its rounds, where there are none."""
 
     vectors = 0.0
 

@@ -1,11 +1,10 @@
-"""Rounds that average the workers' replicas, and the rules that take the mean.
+"""Rounds that average the workers' replicas, and their update rules.
 
 Where an update rule takes the mean gradient, these take the mean of the workers' vectors.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -31,10 +30,6 @@ class Average(Rule):
     ) -> None:
         """Set `params` to `grad`, which is the mean."""
         np.copyto(params, grad)
-
-    def scalars(self, step: int, lr: float) -> tuple[float, ...]:
-        """Return nothing: there is no kernel."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -89,32 +84,6 @@ def outer_rule(job: Job) -> Rule:
     return replace(rule, ranges=(Part(0, n, rule, 1.0), Part(n, size, mean, 1.0)))
 
 
-class LocalRound(Protocol):
-    """What a worker that makes local steps asks of its rounds.
-
-    Attributes:
-        own_params: What it trains, shape (n_params,).
-        own_slots: The slots of the job's rule, each of that shape.
-        vectors: Vectors of that size that a round moves.
-    """
-
-    own_params: np.ndarray
-    own_slots: Slots
-
-    @property
-    def vectors(self) -> float:
-        """See the attribute."""
-
-    def begin(self) -> None:
-        """Put `own_params` where this worker begins."""
-
-    def begin_exchange(self, step: int) -> None:
-        """Begin to exchange what it has come to, before the last steps. Blocks: no."""
-
-    def getting_on(self) -> AbstractContextManager[None]:
-        """Return within what a step is computed, so that what has begun gets on."""
-
-
 class AveragingRound(Round):
     """The averages of a round: of the replicas, and of each slot of the rule that is not kept.
 
@@ -123,7 +92,7 @@ class AveragingRound(Round):
     nodes, the round sums what workers have changed, which is small beside the parameters.
 
     Attributes:
-        own_params: A worker's own, which are `grad`; see `LocalRound`.
+        own_params: A worker's own, which are `grad`.
         own_slots: A worker's slots, each of shape (n_params,).
         own: What a worker keeps from round to round, as `Job.own_slots` names it.
     """
@@ -162,7 +131,7 @@ class AveragingRound(Round):
         """Do nothing: a round does all of it in its end."""
 
     def getting_on(self) -> AbstractContextManager[None]:
-        """See `LocalRound`: nothing is under way between two exchanges."""
+        """Return what a step is computed within: nothing is under way between two exchanges."""
         return nullcontext()
 
     def exchange(self, step: int, weights: Weights, report: Report) -> Report:

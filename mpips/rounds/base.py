@@ -1,4 +1,4 @@
-"""What every synchronous round has: its arrays, its report, its transfers.
+"""Base of all synchronous rounds: arrays, reports and transfers.
 
 A rank brings a `Report` into a round beside its gradient, and takes the sum of all reports home.
 """
@@ -35,9 +35,9 @@ class Report(NamedTuple):
         loss_sum: Loss summed over the rank's samples.
         checkpoint: 1 if a checkpoint is due.
         diverged: 1 if the loss was not finite.
-        found: What `of_result` says of what evaluations have come to; read by `result_of`.
+        found: What `report_one` says of what evaluations have come to, one of `RESULTS`.
         stopped: 1 if a worker's program asked for the end.
-        signals: What `of_signal` says of one that came, the sum of which `signal_of` reads.
+        signals: What it says of one of `SIGNALS` that came; see `first_reported`.
         rate: How far the rank's factor of the learning rate is from 1, times its share of the
             samples: 1 and the sum are the mean factor, exactly 1 where nobody sets any.
         frozen: 1 if a worker's program has frozen other arrays than the ranks have agreed on.
@@ -60,27 +60,13 @@ RESULTS = ("target", "patience")
 DIGIT = 1 << 17  # counts of so many ranks stand side by side in a double
 
 
-def of_signal(name: str) -> float:
-    """Return what a report says of a signal."""
-    return float(DIGIT ** SIGNALS.index(name))
+def report_one(names: Sequence[str], name: str) -> float:
+    """Return what a report says of one of `SIGNALS` or `RESULTS`; 0 of anything else."""
+    return float(DIGIT ** names.index(name)) if name in names else 0.0
 
 
-def signal_of(total: float) -> str:
-    """Return the first of `SIGNALS` that came to any rank, by the sum; empty if none."""
-    return _first_of(SIGNALS, total)
-
-
-def of_result(name: str) -> float:
-    """Return what a report says of one of `RESULTS`."""
-    return float(DIGIT ** RESULTS.index(name))
-
-
-def result_of(total: float) -> str:
-    """Return the first of `RESULTS` that any rank has found, by the sum; empty if none."""
-    return _first_of(RESULTS, total)
-
-
-def _first_of(names: Sequence[str], total: float) -> str:
+def first_reported(names: Sequence[str], total: float) -> str:
+    """Return the first of some names that any rank has reported, by the sum; empty if none."""
     counts = int(total)
     for name in names:
         counts, told = divmod(counts, DIGIT)

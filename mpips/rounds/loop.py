@@ -25,10 +25,8 @@ from mpips.rounds.base import (
     SIGNALS,
     Report,
     Round,
-    of_result,
-    of_signal,
-    result_of,
-    signal_of,
+    first_reported,
+    report_one,
 )
 from mpips.rounds.checkpoints import RoundCheckpoints
 from mpips.rounds.evaluation import RoundEvaluation
@@ -140,14 +138,13 @@ class RoundLoop:
         epochs = self._handout.epochs_done + n / self._job.info.n_train
         refused, due = self._checkpoints.wanted(self._step + 1, epochs)
         asked = self._evaluation.asked()
-        name = signals.received() or (asked if asked in SIGNALS else None)
         return Report(
             loss * samples,
             checkpoint=due,
             diverged=refused or not math.isfinite(loss),
-            found=of_result(asked) if asked in RESULTS else 0.0,
+            found=report_one(RESULTS, asked),
             stopped=self._job.stopping,
-            signals=of_signal(name) if name else 0.0,
+            signals=report_one(SIGNALS, signals.received() or asked),
             rate=(self._job.rate_factor - 1) * samples / n,
             frozen=self._rounds.frozen_anew,
         )
@@ -164,10 +161,10 @@ class RoundLoop:
         self._checkpoints.attend()
         self._evaluation.run_when_due(self._step, self._handout.epochs_done)
         if agreed.signals:
-            return signal_of(agreed.signals)
+            return first_reported(SIGNALS, agreed.signals)
         if agreed.stopped:
             return STOPPED
-        return result_of(agreed.found)
+        return first_reported(RESULTS, agreed.found)
 
     def _outcome(self, reason: str) -> Outcome:
         clocks = self._handout.clocks * len(self._cluster.roles.workers)

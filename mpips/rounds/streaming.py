@@ -1,5 +1,6 @@
-"""Rounds of Streaming DiLoCo: one fragment of the model each, exchanged while workers compute.
+"""Rounds of Streaming DiLoCo: one fragment of the model each.
 
+A fragment is exchanged while workers compute.
 The vector is cut into P **fragments**: the p-th is the p-th part of every owner's shard, so that
 each exchange uses the links of all owners. Round r exchanges fragment ``(r - 1) mod P``, so that
 each goes every P rounds. With w what the owners hold, x_k what worker k trains and a the mixing
@@ -135,7 +136,7 @@ class Fragment:
 
 
 class StreamingRound(NodeRound):
-    """Rounds that exchange one fragment each; see `mpips.rounds.averaging.LocalRound`.
+    """Rounds that exchange one fragment each, for workers that make local steps.
 
     Attributes:
         own_params: What a worker trains, shape (n_params,); `replica` is what the owners hold.

@@ -34,7 +34,7 @@ from mpips.optim import Slots
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks, taken
-from mpips.rounds.averaging import AveragingRound, LocalRound
+from mpips.rounds.averaging import AveragingRound
 from mpips.rounds.loop import RoundLoop
 from mpips.rounds.streaming import StreamingRound
 from mpips.rounds.worker import RoundWorker
@@ -78,7 +78,7 @@ def _savers(job: Job, own: Slots) -> list[WorkerSaver]:
 class LocalWorker(RoundWorker):
     """Makes local steps on its own parameters, which the round averages."""
 
-    def __init__(self, job: Job, rounds: LocalRound) -> None:
+    def __init__(self, job: Job, rounds: AveragingRound | StreamingRound) -> None:
         super().__init__(job)
         self._rounds, self._rate = rounds, job.rate(steps=job.config.round_steps)
         self._own = Replica(job, rounds.own_params, rounds.own_slots)
