@@ -1,1 +1,1 @@
-"""``python -m mpips.report``: what runs have left, as pictures and tables in one file."""
+"""``python -m mpips.report``: runs as pictures and tables in one page."""

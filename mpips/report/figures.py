@@ -1,4 +1,4 @@
-"""The figures of a report: what is drawn, what is said of it, and its numbers."""
+"""Figures of a report, with their texts and numbers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Runs that differ in their seeds alone belong together; which are drawn, in which colour."""
+"""Groups of runs that differ only in their seeds, with colours."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where the time and the bytes of runs went, and how stale gradients were: from their summaries."""
+"""Figures of time, bytes and staleness, from the summaries of runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpips.errors import human_bytes
+from mpips.report.drawing import tip
 from mpips.report.figures import Figure, Section, Table, time_unit
 from mpips.report.groups import Group, number
 from mpips.report.record import Record
-from mpips.report.svg import tip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing, made by a template of Jinja2."""
+"""The page of a report, from a Jinja2 template; it loads nothing."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 from mpips import __version__, extras
 from mpips.config import OPTIONS, SESSION_FIELDS
 from mpips.report import loads, progress
+from mpips.report.drawing import VARIABLES, draw_svg
 from mpips.report.figures import Section, Table, shown
 from mpips.report.groups import Group, groups, number
 from mpips.report.record import RUNNING, Record
-from mpips.report.svg import VARIABLES, draw_svg
 from mpips.session.results import HEADS, RESULTS, plain, rows
 
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -1,5 +1,6 @@
-"""The phases of ranks, one behind the other, and who ended their waits."""
+"""Phases of each rank, and the rank that ended each wait."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -136,53 +137,44 @@ class _Rounds:
 
     def __init__(self, ranks: Sequence[Traced], found: Sequence[Slices]) -> None:
         self._of = [_entered(*both) for both in zip(ranks, found, strict=True)]
-        sizes = [len(numbers) for numbers, _, _ in self._of]
-        pairs = list(zip(found, self._of, strict=True))
-        numbers = np.concatenate([numbers for numbers, _, _ in self._of])
-        entered = np.concatenate([each.begins[first] for each, (_, first, _) in pairs])
-        left = np.concatenate([each.ends[last] for each, (_, _, last) in pairs])
-        whos = np.repeat(np.arange(len(ranks)), sizes)
-        order = np.lexsort((entered, numbers))
-        self._numbers, begins = np.unique(numbers[order], return_index=True)
-        lasts = np.append(begins[1:], len(order))[: len(begins)] - 1
-        self._whos, self._whens = whos[order][lasts], entered[order][lasts]
-        together = np.minimum.reduceat(left[order], begins) if len(order) else left
-        self._whos[together < self._whens] = -1  # who left did not wait for it: none has to
-        newest = [int(numbers[-1]) if len(numbers) else None for numbers, _, _ in self._of]
-        known = [number for number in newest if number is not None]
-        behind = [k for k, number in enumerate(newest) if number == min(known, default=0)]
-        self._late = behind[0] if known and min(known) < max(known) else -1
+        self._last: dict[int, tuple[int, float]] = {}  # by round: who came last, and when
+        left: dict[int, float] = {}  # when the first one left
+        for who, (each, rounds) in enumerate(zip(found, self._of, strict=True)):
+            begins, ends = each.begins.tolist(), each.ends.tolist()
+            for number, first, last in rounds:
+                if begins[first] >= self._last.get(number, (who, -math.inf))[1]:
+                    self._last[number] = who, begins[first]
+                left[number] = min(left.get(number, math.inf), ends[last])
+        for number, (_, when) in self._last.items():
+            if left[number] < when:  # who left did not wait for it: none has to
+                self._last[number] = -1, when
+        newest = {rounds[-1][0]: who for who, rounds in reversed([*enumerate(self._of)]) if rounds}
+        self._late = newest[min(newest)] if len(newest) > 1 else -1  # it has not come to the newest
+        self._newest = max(newest, default=0)
         if self._late >= 0:
-            self._whos[-1] = -1
+            self._last[self._newest] = -1, self._last[self._newest][1]
 
     def add(self, rank: int, each: Slices, waits: Waits) -> None:
         """Note who ended the slices of a rank within rounds."""
-        numbers, firsts, lasts = self._of[rank]
-        at = np.searchsorted(self._numbers, numbers)
-        for k in range(int((lasts - firsts).max(initial=-1)) + 1):  # the k-th slices of rounds
-            there = firsts + k <= lasts
-            which, of = firsts[there] + k, at[there]
-            whens = self._whens[of]
-            seen = (each.begins[which] < whens) & (whens < each.ends[which])
-            seen &= (self._whos[of] != rank) & (self._whos[of] >= 0)
-            waits.whos[which], waits.rounds[which] = -1, 0
-            which, of = which[seen], of[seen]
-            waits.whos[which], waits.whens[which] = self._whos[of], self._whens[of]
-            waits.rounds[which] = self._numbers[of]
-        end = len(each.whats) - 1
-        if self._late >= 0 and [*lasts[-1:], *numbers[-1:]] == [end, self._numbers[-1]]:
-            waits.whos[end], waits.whens[end] = self._late, each.ends[end]  # it never came
+        begins, ends = each.begins.tolist(), each.ends.tolist()
+        for number, first, last in self._of[rank]:
+            who, when = self._last[number]
+            for k in range(first, last + 1):
+                waits.whos[k], waits.rounds[k] = -1, 0
+                if who not in (rank, -1) and begins[k] < when < ends[k]:
+                    waits.whos[k], waits.whens[k], waits.rounds[k] = who, when, number
+            if self._late >= 0 and (number, last) == (self._newest, len(ends) - 1):
+                waits.whos[last], waits.whens[last] = self._late, ends[last]  # it never came
 
 
-def _entered(traced: Traced, each: Slices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the numbers of the rounds of a rank, and the first and the last slice of each."""
+def _entered(traced: Traced, each: Slices) -> list[tuple[int, int, int]]:
+    """Return the number of each round of a rank, and the first and the last slice of it."""
     within = (each.whats == words.SUMMING) | (each.whats >= words.WAITING)
     before = np.append(False, within[:-1])
     firsts = np.flatnonzero((each.whats == words.SUMMING) & ~before)
     outside = np.append(np.flatnonzero(~within), len(within))
     lasts = outside[np.searchsorted(outside, firsts)] - 1
-    numbers = traced.values[traced.whats == CLOCK][: len(firsts)]
+    numbers = traced.values[traced.whats == CLOCK].tolist()[: len(firsts)]
     if 0 < len(numbers) < len(firsts):  # it was killed in a round
-        numbers = np.append(numbers, numbers[-1] + 1)
-    n = len(numbers)
-    return numbers, firsts[:n], lasts[:n]
+        numbers.append(numbers[-1] + 1)
+    return list(zip(numbers, firsts.tolist(), lasts.tolist(), strict=False))

@@ -1,5 +1,6 @@
-"""How runs went on: curves against time, samples and updates, and what happened meanwhile."""
+"""Figures of curves and events over the course of runs."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -7,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpips.report.curves import Point, band
+from mpips.report.drawing import tip
 from mpips.report.figures import Figure, Section, Table, engineered, time_unit
 from mpips.report.groups import Group
 from mpips.report.record import MEASURES, RATE, Event, Record
-from mpips.report.svg import tip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,9 +85,7 @@ def _table(groups: Sequence[Group], measure: str) -> Table:
     return Table(heads, rows)
 
 
-def xy(
-    run: Record, points: Sequence[Point], axis: str, gaps: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def _line(run: Record, points: Sequence[Point], axis: str, unit: float, gaps: bool = False) -> Line:
     """Return points of a curve against `axis`, shapes (n,), without those where it is unknown.
 
     With `gaps` there is a NaN between the points of two jobs.
@@ -97,19 +96,11 @@ def xy(
         while begins and point.seconds > begins[0]:
             rows.append((np.nan, np.nan))
             begins = begins[1:]
-        x = _place(run, point, axis)
-        if np.isfinite(x):
-            rows.append((x, point.value))
+        places = {"time": point.seconds, "samples": run.samples_at(point), "updates": point.updates}
+        if np.isfinite(places[axis]):
+            rows.append((places[axis] / unit, point.value))
     found = np.array(rows).reshape(-1, 2)
     return found[:, 0], found[:, 1]
-
-
-def _place(run: Record, point: Point, axis: str) -> float:
-    if axis == "time":
-        return point.seconds
-    if axis == "updates":
-        return point.updates
-    return run.samples_at(point)
 
 
 def _draw(
@@ -123,11 +114,10 @@ def _draw(
             style |= {"linewidth": 0.7, "alpha": 0.5}
         runs = [run for run in group.runs if measure in run.curves]
         if len(runs) > 1:
-            line = _draw_band(
-                axes, group, [_smooth(run, measure, axis, unit) for run in runs], style
-            )
+            lines = [_line(run, run.curves[measure].smooth, axis, unit) for run in runs]
+            line = _draw_band(axes, group, lines, style)
         else:
-            line = _draw_run(axes, group, measure, axis, unit, style)
+            line = _draw_run(axes, group, runs[0], measure, axis, unit, style)
         tip(line, group.label)
     lowest = min(p.value for g in groups for r in g.runs if measure in r.curves
                  for p in r.curves[measure].points)  # fmt: skip
@@ -140,24 +130,24 @@ def _draw(
     _finish(axes, label)
 
 
-def _smooth(run: Record, measure: str, axis: str, unit: float, gaps: bool = False) -> Line:
-    x, y = xy(run, run.curves[measure].smooth, axis, gaps)
-    return x / unit, y
-
-
 def _draw_run(
-    axes: "Axes", group: Group, measure: str, axis: str, unit: float, style: dict[str, Any]
+    axes: "Axes",
+    group: Group,
+    run: Record,
+    measure: str,
+    axis: str,
+    unit: float,
+    style: dict[str, Any],
 ) -> Any:
     """Draw a run; returns its line. Of a long one it goes through means, and extremes are faint."""
-    run = next(run for run in group.runs if measure in run.curves)
     curve = run.curves[measure]
     if group.shown and curve.is_long:
-        x, y = xy(run, curve.points, axis, gaps=True)
-        axes.plot(x / unit, y, color=group.colour, alpha=0.3, linewidth=0.5)
-    marker = "." if curve.count == 1 else ""
-    (line,) = axes.plot(*_smooth(run, measure, axis, unit, gaps=True), marker=marker, **style)
+        extremes = _line(run, curve.points, axis, unit, gaps=True)
+        axes.plot(*extremes, color=group.colour, alpha=0.3, linewidth=0.5)
+    marker, smooth = "." if curve.count == 1 else "", curve.smooth
+    (line,) = axes.plot(*_line(run, smooth, axis, unit, gaps=True), marker=marker, **style)
     if axis == "time" and group.shown:
-        _mark(axes, run, *_smooth(run, measure, axis, unit), unit)
+        _mark(axes, run, *_line(run, smooth, axis, unit), unit)
     return line
 
 
@@ -201,15 +191,14 @@ def events(groups: Sequence[Group]) -> Figure:
     """Return the figure of what happened beside training: a lane a run."""
     runs = [run for group in groups if group.shown for run in group.runs][:LANES]
     unit, label = _unit(groups, "time")
-    rows = [
-        (run.name, event.kind, event.seconds, event.updates, event.text)
-        for run in runs
-        for event in (*run.events, *_last_checkpoint(run))
-    ]
-    kinds = [kind for kind in MARKS if any(_times(run, kind) for run in runs)]
-    told = ", ".join(
-        f"{sum(len(_times(run, kind)) for run in runs)} of kind {kind}" for kind in kinds
-    )
+    rows = []
+    for run in runs:
+        text = f"the last one of {run.checkpoints.count}"
+        saved = [event._replace(text=text) for event in _checkpoints(run)[-1:]]
+        rows += [(run.name, e.kind, e.seconds, e.updates, e.text) for e in (*run.events, *saved)]
+    counts = Counter(event.kind for run in runs for event in _happened(run))
+    kinds = [kind for kind in MARKS if counts[kind]]
+    told = ", ".join(f"{counts[kind]} of kind {kind}" for kind in kinds)
     alt = f"When jobs ran, and what happened to them: {told or 'nothing'}."
     note = "Bars are jobs, one after the other, without pauses and without the start of ranks."
     table = Table(("run", "what", "at s", "at update", "text"), rows)
@@ -217,16 +206,16 @@ def events(groups: Sequence[Group]) -> Figure:
     return Figure("events", "Jobs, and what happened to them", alt, draw, table, note)
 
 
-def _last_checkpoint(run: Record) -> list[Event]:
-    points, count = run.checkpoints.points, run.checkpoints.count
-    text = f"the last one of {count}"
-    return [Event("checkpoint", p.seconds, p.updates, text) for p in points[-1:]]
+def _checkpoints(run: Record) -> list[Event]:
+    return [
+        Event("checkpoint", p.seconds, p.updates, f"update {p.updates:.0f}")
+        for p in run.checkpoints.points
+    ]
 
 
-def _times(run: Record, kind: str) -> list[tuple[float, str]]:
-    if kind == "checkpoint":
-        return [(p.seconds, f"update {p.updates:.0f}") for p in run.checkpoints.points]
-    return [(event.seconds, event.text) for event in run.events if event.kind == kind]
+def _happened(run: Record) -> list[Event]:
+    """Return all events of a run, its checkpoints as well."""
+    return [*run.events, *_checkpoints(run)]
 
 
 def _draw_events(
@@ -243,12 +232,12 @@ def _draw_events(
         marker, colour = MARKS[kind]
         named = kind
         for lane, run in enumerate(runs):
-            for seconds, text in _times(run, kind):
+            for event in (event for event in _happened(run) if event.kind == kind):
                 (point,) = axes.plot(
-                    seconds / unit, lane, marker, color=colour, markersize=7, linestyle="none",
-                    label=named,
+                    event.seconds / unit, lane, marker, color=colour, markersize=7,
+                    linestyle="none", label=named,
                 )  # fmt: skip
-                tip(point, f"{kind}: {text}")
+                tip(point, f"{kind}: {event.text}")
                 named = "_"
     axes.set_yticks(range(len(runs)), [run.name[-16:] for run in runs])
     axes.set_ylim(max(3, len(runs)) - 0.4, -0.6)

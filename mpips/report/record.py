@@ -1,4 +1,7 @@
-"""What a run has left, read for a report: whatever is damaged or missing is told, and left out."""
+"""Reading of a run for a report, damaged or not.
+
+What is damaged or missing is told, and left out.
+"""
 
 import json
 import math

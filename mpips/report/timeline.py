@@ -1,4 +1,4 @@
-"""What the ranks of a job did when: merged into one timeline, and its critical path.
+"""Timeline of the ranks of a job, and its critical path.
 
 The timeline is in the Trace Event Format, which https://ui.perfetto.dev and Chrome read: a host is
 a process, a rank a thread, a phase a slice. An arrow goes from a push to where it is applied, from
