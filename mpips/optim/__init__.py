@@ -1,11 +1,10 @@
-"""Update rules, schedules and clipping; what servers do about stale gradients."""
+"""Update rules, schedules, clipping, and measures against stale gradients."""
 
-from mpips.optim.clipping import clip_factor
 from mpips.optim.groups import grouped
 from mpips.optim.leaving import Leaving, Range, Ranges, common, leaving_out
 from mpips.optim.loops import warm
 from mpips.optim.rules import RULES, Change, Part, Rule, RuleState, Sgd, Slots, Sum, make_rule
-from mpips.optim.schedules import schedule
+from mpips.optim.schedules import clip_factor, schedule
 
 __all__ = [
     "RULES",

@@ -1,4 +1,4 @@
-"""An update rule with settings of their own for some arrays."""
+"""Settings of an update rule for some arrays only."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Updates that leave some arrays alone: those that are frozen for a while.
+"""Updates without the arrays that are frozen.
 
 Such an array keeps its parameters and slots as they are, without weight decay and momentum. Rules
 that count their updates, as Adam does for the correction of its bias, count those of each array.

@@ -1,5 +1,6 @@
-"""Update rules of a table's rows: only those of a step's ids are changed, each by itself.
+"""Update rules of a table's rows.
 
+An update changes only the rows of a step's ids, each by itself.
 A rule keeps its slots beside the row, in the same line of memory. In the equations g is the sum of
 the row's gradients in one push, with ``weight_decay * w`` added; a row without ids stays as it is,
 whatever decays.

@@ -1,4 +1,4 @@
-"""What a server does about stale gradients, in modes async and ssp.
+"""Measures of a server against stale gradients, in modes async and ssp.
 
 The **staleness** of a push is the number of updates between the version that it was computed from
 and the one that it is applied to. With gradient g, rate lr and staleness t:
