@@ -1,4 +1,4 @@
-"""Codecs: gradients and parameters in fewer bytes, on their way between nodes."""
+"""Codecs: gradients and parameters in fewer bytes."""
 
 from functools import cache
 

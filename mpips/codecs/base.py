@@ -1,4 +1,4 @@
-"""What a codec is: a vector as fewer bytes, and back.
+"""Base of all codecs: a vector as fewer bytes, and back.
 
 What a codec leaves out of one message it may keep, and add to the next: its **state**, vectors of
 the length and dtype of what it encodes. Everything random is a function of the seed, the worker,

@@ -1,1 +1,1 @@
-"""An asynchronous run made again on one rank, from its record, to the same bits."""
+"""Replay of an asynchronous run on one rank, to the same bits."""

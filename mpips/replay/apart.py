@@ -1,4 +1,4 @@
-"""How a program's loops are made again: each worker in a process of its own, which takes its turn.
+"""Replay of a worker in a process of its own.
 
 A program has variables and generators that each rank of the run had for itself. So a replay makes a
 copy of its process for each worker, by fork(2), where the program comes to its run. The copy calls

@@ -1,4 +1,7 @@
-"""A replay beside the run: what differs first, by name."""
+"""Bitwise comparison of a replay with the run.
+
+The first element that differs is named.
+"""
 
 import struct
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How a worker's gradients are computed again: in this process, one after the other."""
+"""Recomputation of a worker's gradients."""
 
 import random
 import sys

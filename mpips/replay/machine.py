@@ -1,4 +1,4 @@
-"""One job of a run, made again: its servers and workers take turns as its record says.
+"""Replay of one job: servers and workers in the recorded order.
 
 A server applies its next push when that is computed, and when nobody is left who is to read the
 version that it has. A worker reads each shard when that is at the version which its next push was

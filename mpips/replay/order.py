@@ -1,4 +1,4 @@
-"""Who pushed what, and computed it from which versions: the records of a job, by worker."""
+"""Recorded order of pushes and of reads, by worker."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""One job of a run as objects that compute: its servers, and its workers."""
+"""Servers and workers of a replayed job."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,7 @@
-"""A replay of a program of `mpips.run`: the program is started again, and its run is made again."""
+"""Replay of a program of `mpips.run`.
+
+The program is started again, and its run is replayed.
+"""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""What a run has recorded: of each of its jobs the order of pushes, and what it began with."""
+"""Records and checkpoints of a run, job by job."""
 
 import json
 from collections.abc import Collection, Sequence

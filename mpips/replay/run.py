@@ -1,4 +1,4 @@
-"""The replay of a run: its jobs one after another, and what is told of them."""
+"""Replay of the jobs of a run, one after another."""
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

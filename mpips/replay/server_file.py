@@ -1,4 +1,7 @@
-"""Reading of a server's record, with a check of every sum; see `mpips.ps.recording`."""
+"""Reading of a server's record, with a check of every sum.
+
+See `mpips.ps.recording` for the format.
+"""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What stands in for the ranks and the memory of a job where one process does the work of all."""
+"""Stand-ins for the ranks and the memory of a job."""
 
 import mmap
 from collections.abc import Iterator, Mapping

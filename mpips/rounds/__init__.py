@@ -1,1 +1,1 @@
-"""Synchronous training: how gradients meet, and what is done with their sum."""
+"""Synchronous training: sums of gradients, and updates by them."""

@@ -1,4 +1,4 @@
-"""The barrier of a node's ranks, in shared memory, through which their reports are added up.
+"""Barrier of a node's ranks in shared memory, which sums their reports.
 
 Between two barriers each rank writes what is its own, and after the next one all may read it.
 """

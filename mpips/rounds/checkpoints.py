@@ -1,4 +1,7 @@
-"""Checkpoints between rounds: all ranks are at the same step, so that a round's end is a cut."""
+"""Checkpoints between synchronous rounds.
+
+All ranks are at the same step then, so that the end of a round is a consistent cut.
+"""
 
 import time
 from collections.abc import Callable, Sequence

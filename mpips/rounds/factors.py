@@ -1,4 +1,4 @@
-"""PowerSGD's factors on a node: in the memory of its leader, made from its ranks' rows."""
+"""PowerSGD's factors on a node, in the memory of its leader."""
 
 from collections.abc import Iterator
 from time import perf_counter

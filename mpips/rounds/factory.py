@@ -1,4 +1,4 @@
-"""Which round a configuration asks for."""
+"""Choice of the round that a configuration asks for."""
 
 from mpips.optim import Rule
 from mpips.planning.job import Job

@@ -1,4 +1,4 @@
-"""What crosses nodes in a shared-memory round: a reduce-scatter of sums, an all-gather of results.
+"""Transfers between nodes in a shared-memory round.
 
 For each shard whose owner is on another node, one rank of a node is its **agent**: it sums the
 node's gradients, sends the sum to the owner, and has the result back for the node's replica. What

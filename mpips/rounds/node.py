@@ -1,4 +1,4 @@
-"""Rounds in which the ranks of a node share memory, and what nodes agree on goes by their leaders.
+"""Base of rounds in which the ranks of a node share memory.
 
 The leader of a node is its first rank.
 """

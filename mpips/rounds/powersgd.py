@@ -1,5 +1,6 @@
-"""Rounds of codec powersgd: nodes add up the factors of their gradients (`mpips.codecs.powersgd`).
+"""Rounds of codec powersgd, which add up factors over nodes.
 
+See `mpips.codecs.powersgd` for the method.
 The unit is the node. Its ranks share the matrices by rows: each sums the near gradients of its rows
 and adds the error that it keeps of them, multiplies them by Q, and the node's leader adds up P over
 the nodes; likewise Q'. The product of the two is then known on every node, so that no parameter

@@ -1,5 +1,6 @@
-"""Rounds in the memory of the node: gradients are summed slice by slice where they lie.
+"""Rounds in node-shared memory, with messages between nodes.
 
+Gradients are summed slice by slice where they lie.
 Each rank writes its gradient, then all of a node's ranks wait for each other. The owner of a slice
 reads every near gradient where it was computed, adds what the other nodes send, and applies the
 update rule in the same pass, block by block; on the other nodes the slice's agent sums the node's

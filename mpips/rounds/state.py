@@ -1,4 +1,4 @@
-"""What ranks keep for their nodes between synchronous rounds, in checkpoints.
+"""Codec state that ranks keep between rounds, in checkpoints.
 
 A codec's residuals lie with the rank that packs a sum, powersgd's error with the rank that has the
 rows; its basis is the same on every node. All is copied at the end of the round that a checkpoint

@@ -1,4 +1,4 @@
-"""Tables of rows in rounds: whoever owns a shard owns rows too, and updates them once a round.
+"""Embedding tables in rounds: owners update their rows once a round.
 
 Which owner has a row is a function of its number (`mpips.layout.tables.Ownership`), as with
 servers. A worker writes the places and the gradients of a step's rows into its own segment while it

@@ -1,4 +1,7 @@
-"""An owner's update of its shard; on several nodes MPI is entered between two blocks of it."""
+"""An owner's update of its shard, block by block.
+
+On several nodes MPI is entered between two blocks.
+"""
 
 from collections.abc import Iterable, Iterator
 from time import perf_counter

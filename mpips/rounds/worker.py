@@ -1,4 +1,4 @@
-"""A worker's part in each round: it reads its samples, and computes what is summed."""
+"""A worker's part in each round."""
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext

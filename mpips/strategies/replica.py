@@ -1,4 +1,4 @@
-"""A worker's own replica, which it trains by itself between two exchanges with the others."""
+"""Replica that a worker trains by itself between two exchanges."""
 
 import math
 import time
