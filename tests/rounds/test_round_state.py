@@ -1,4 +1,4 @@
-"""What codecs keep between synchronous rounds is in checkpoints, and in a resumed run."""
+"""Synchronous rounds with codecs: what they reach, how they end, and what a resumed run keeps."""
 
 import re
 from types import SimpleNamespace
@@ -16,13 +16,17 @@ from runs import (
     names_asked,
     samples_file,
     shared_out,
+    summary,
+    thinned,
 )
 
 from mpips.checkpoint import list_checkpoints, open_checkpoint
+from mpips.codecs import CODECS
+from mpips.codecs.powersgd import Factors
 from mpips.config import Config
 from mpips.config.jobfile import to_toml
 from mpips.cut import worker_state
-from mpips.layout import Shard
+from mpips.layout import Layout, Shard
 from mpips.layout.roles import assign
 from mpips.rounds import state as round_state
 from tests.chaos.exact import expected_counts, own
@@ -42,7 +46,27 @@ BITWISE = {  # ranks, options, what is kept
     "onebit": (5, f"{SGD} --codec onebit --servers 1", {"residual"}),
     "powersgd": (4, "--codec powersgd --node-size 2", {"error", "basis"}),
     "uneven": (5, "--codec powersgd --servers 1 --node-size 2 --clip 1", {"error", "basis"}),
+    "nothing": (4, f"{SGD} --codec int8 --pull-codec int8", set[str]()),
 }
+TRAIN = "--node-size 2 --hidden 400,200 --checkpoint-every 0 --epochs 4"
+LONGER = "--optimizer sgd --lr 0.3 --epochs 6"
+WIDE = "--hidden 256,256 --epochs 8"
+REACHED = {  # ranks, options, least accuracy: what is reached without a codec, less a margin
+    "int8": (4, "--codec int8 --pull-codec int8", 0.96),
+    "auto": (4, "--codec auto --pull-codec auto", 0.96),
+    "fp16": (4, "--pull-codec fp16 --node-size 1", 0.96),
+    "signs": (4, f"--codec onebit {LONGER}", 0.95),
+    "largest": (4, f"--codec topk {LONGER}", 0.95),
+    "wide": (4, WIDE, 0.96),
+    "low rank": (4, f"{WIDE} --codec powersgd", 0.96),
+    "low rank, servers": (5, f"{WIDE} --codec powersgd --servers 1 --clip 1", 0.96),
+    "low rank, private": (2, f"{WIDE} --codec powersgd --window private", 0.96),
+    "backup": (4, "--codec int8 --pull-codec fp16 --servers 1 --backup-workers 1", 0.93),
+    "low rank, resumed": (6, f"{WIDE} --codec powersgd", 0.96),  # on three nodes in place of two
+}
+REPORT_BYTES = 64  # a cache line
+NAN = [f"nan {codec}" for codec in (*CODECS, "powersgd")]
+FAULTY = f"--problem {ROOT}/tests/problems/faulty.py:NanGradientOfMlp"
 WORLDS = (  # ranks, options
     (4, "--node-size 2 --codec topk --topk-ratio 0.1"),
     (4, "--node-size 2 --codec onebit --topk-ratio 0.01"),
@@ -75,6 +99,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         made.add(f"{name} whole", ranks, [*words, "--steps", "55"])
         made.add(f"{name} parts", ranks, [*words, "--steps", "20"])
         made.add(f"{name} parts", ranks, ["--resume", "--steps", "55"])
+    if "test_the_summary_has_the_bytes_between_nodes" in asked:
+        asked |= {"wide", "low rank"}
+    train = [JOB[0], *TRAIN.split()]
+    for name in filter(asked.__contains__, REACHED):
+        ranks, options, _ = REACHED[name]
+        if name == "low rank, resumed":
+            made.add(name, 4, [*train, *options.split(), "--epochs", "3"])
+            made.add(name, ranks, ["--resume", "--epochs", "8"])
+        else:
+            made.add(name, ranks, [*train, *options.split()])
+    for name in filter(asked.__contains__, NAN):
+        codec = name.partition(" ")[2]
+        made.add(name, 4, [*train, *FAULTY.split(), "--codec", codec], code=1)
     if "test_parameters_and_residuals_are_all_gradients" in asked:
         add_worlds(made)
     if "test_a_resumed_run_says_what_becomes_of_it" in asked:
@@ -95,6 +132,37 @@ def add_worlds(plan: Plan) -> None:
     for k, (ranks, more) in enumerate(WORLDS):
         resume = ["--resume"] * (k > 0)
         plan.add("worlds", ranks, [*words, *more.split(), "--epochs", str(k + 1), *resume])
+
+
+@pytest.mark.parametrize("name", thinned(REACHED, ["auto"]))
+def test_digits_reaches_its_accuracy(name: str, plan: Plan) -> None:
+    found = summary(plan.out(name))
+    assert found["accuracy"] >= REACHED[name][2]
+    if name == "low rank, resumed":
+        assert len(found["nodes"]) == 3
+    if name == "auto":
+        assert {found["codec"], found["pull_codec"]} <= {"none", "fp16", "bf16", "int8"}
+
+
+@pytest.mark.parametrize("name", thinned(NAN, ["nan int8"]))
+def test_a_gradient_that_is_not_finite_ends_the_run(name: str, plan: Plan) -> None:
+    out = plan.out(name)
+    assert summary(out)["stop_reason"] == "diverged"
+    assert summary(out)["global_step"] < 20
+    assert not (out / "DONE").exists()
+
+
+@pytest.mark.long
+@pytest.mark.one_mpi
+def test_the_summary_has_the_bytes_between_nodes(plan: Plan) -> None:
+    """Of each sum half crosses from either of the two nodes: of gradients, factors, a report."""
+    found = {n: summary(plan.out(n)) for n in ("low rank", "wide")}
+    shapes = {"w": (64, 256), "x": (256, 256), "y": (256, 10), "b": (256 + 256 + 10,)}
+    layout = Layout.of(shapes)
+    sent = {"low rank": Factors.of(layout, "float32", 4).sent, "wide": layout.size}
+    for name, of_run in found.items():
+        assert of_run["bytes_sent"] == of_run["global_step"] * (4 * sent[name] + REPORT_BYTES)
+    assert found["low rank"]["accuracy"] >= found["wide"]["accuracy"] - 0.005
 
 
 @pytest.mark.parametrize("name", shared_out(BITWISE, ["dgc", "uneven"]))

@@ -1,7 +1,6 @@
 """``python -m benchmarks convergence``: its comparisons, the job files it runs, a quick run."""
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +10,9 @@ import launch
 import numpy as np
 import pytest
 
-from benchmarks import convergence
 from benchmarks.convergence import CASES, PROBLEMS, SERIAL, RunResult, check, compared
-from benchmarks.curves import draw, mean
+from benchmarks.curves import mean
 from mpips.bench.jobs import Failed
-from mpips.config.jobfile import read_toml
 
 # Of those of a kind one is run: a mode with servers, and one in rounds; a codec that is an option,
 # one that is in the job file. tests/config/test_jobs.py has the job files of the others.
@@ -40,7 +37,6 @@ for name in {LEFT_OUT}:
 sys.exit(main(sys.argv[1:]))
 """
 ONE = RunResult(accuracy=98.0, samples=1000, parameters=50, bytes_sent=4000)
-CURVE = np.array([[1.0, 2.0], [0.5, 1.0], [90.0, 98.0]])
 
 
 def results(**changed: RunResult) -> dict[str, list[RunResult]]:
@@ -52,8 +48,17 @@ def results(**changed: RunResult) -> dict[str, list[RunResult]]:
     }
 
 
+def test_curves_are_means_as_far_as_all_seeds_reach() -> None:
+    seeds = [np.array([[1.0, 3.0, 5.0], [80.0, 90.0, 96.0]]), np.array([[0.0, 4.0], [90.0, 98.0]])]
+    x, y = mean(seeds)
+    assert (x[0], x[-1], y[0], y[-1]) == (1.0, 4.0, 86.0, 95.5)
+    assert set(mean([np.array([[2.0], [50.0]])] * 2)[1]) == {50.0}, "of a quick run"
+
+
 def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
-    found = {name: runs * 2 for name, runs in results().items()}
+    """A codec is beside the same rule without one."""
+    one = results(**{"none, sgd": replace(ONE, accuracy=96.0)})
+    found = {name: runs * 2 for name, runs in one.items()}
     found["ssp"] = [replace(ONE, accuracy=97.0), replace(ONE, accuracy=98.0)]
     found["easgd"] = [replace(ONE, accuracy=96.8), replace(ONE, accuracy=98.0)]
     rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
@@ -64,13 +69,8 @@ def test_the_mean_is_aimed_at_and_the_worst_is_shown() -> None:
     assert easgd.case == "digits, easgd: worst 96.80, -0.60 points"
     assert not easgd.reached
     assert rows["digits, serial"].reach is None
-
-
-def test_a_codec_is_beside_the_same_rule_without_one() -> None:
-    found = results(**{"none, sgd": replace(ONE, accuracy=96.0)})
-    rows = {row.case.partition(":")[0]: row for row in compared("digits", found)}
-    row = rows["digits, onebit, sgd"]
-    assert (row.beside, row.other) == ("none, sgd, mean of 1", 96.0)
+    packed = rows["digits, onebit, sgd"]
+    assert (packed.beside, packed.other) == ("none, sgd, mean of 2", 96.0)
 
 
 @pytest.mark.parametrize(
@@ -91,48 +91,6 @@ def test_what_cannot_be_compared_is_refused(
     check("spirals", results())
     with pytest.raises(Failed, match=message):
         check("spirals", results(**{name: replace(ONE, **change)}))
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_each_case_has_its_job_file(problem: str) -> None:
-    for name, case in CASES.items():
-        job = read_toml(launch.ROOT / "jobs" / f"{problem}{case.job}.toml")
-        assert job["dataset"] == problem, name
-        packed = case.job in ("-packed", "-topk", "-onebit", "-powersgd")
-        assert job.get("node_size", 0) == (4 if packed else 0), name
-
-
-def test_a_run_that_was_stopped_is_no_result(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    summary = {"accuracy": 0.5, "samples": 10, "parameters": 5, "bytes_sent": 0, "epochs": 4}
-    lines = (
-        {"kind": "start", "time_s": 1.0},
-        {"kind": "eval", "time_s": 3.0, "epoch": 1.0, "accuracy": 0.25},
-        {"kind": "end", "time_s": 9.0},
-    )
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    path.write_text(json.dumps({**summary, "stop_reason": "diverged"}))
-    with pytest.raises(Failed, match="ended by diverged, expected its epochs"):
-        convergence._result(tmp_path)
-    path.write_text(json.dumps({**summary, "stop_reason": "epochs"}))
-    found = convergence._result(tmp_path)
-    assert found == RunResult(50.0, 10, 5, 0)
-    assert found.curve.tolist() == [[2.0, 8.0], [0.25, 1.0], [25.0, 50.0]]
-
-
-def test_curves_are_means_as_far_as_all_seeds_reach(tmp_path: Path) -> None:
-    seeds = [np.array([[1.0, 3.0, 5.0], [80.0, 90.0, 96.0]]), np.array([[0.0, 4.0], [90.0, 98.0]])]
-    x, y = mean(seeds)
-    assert (x[0], x[-1], y[0], y[-1]) == (1.0, 4.0, 86.0, 95.5)
-    (x, y) = mean([np.array([[2.0], [50.0]])] * 2)  # of a quick run
-    assert set(y) == {50.0}
-    found = {name: [replace(ONE, curve=CURVE)] for name in CASES}
-    panels = convergence._panels("digits", found)
-    draw(panels, tmp_path / "all.svg")
-    texts = re.findall(r">([^<]+)</text>", (tmp_path / "all.svg").read_text())
-    assert set(CASES) < set(texts)
-    assert [texts.count(name) for name in CASES] == [1] * len(CASES)
-    np.testing.assert_allclose(panels[1][2]["topk, sgd"][0], [[0.002, 0.004], [90.0, 98.0]])
 
 
 @pytest.mark.launch

@@ -51,10 +51,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         words = ["--servers", str(servers), "--batch-size", "4", *["--resume"] * bool(k)]
         last = ["--epochs", str(LONG) if k == 2 else "1000000"]
         plan.add("stopped", ranks, [*stopping, *words, *last], 0 if k == 2 else 85)
-    words = ["--epochs", "1", "--mode", "sync", "--hidden", "8", "--optimizer", "adam"]
-    plan.add("modes", 3, words)
-    plan.add("modes", 3, ["--epochs", "2", "--mode", "easgd", "--resume"])
-    plan.add("modes", 2, ["--epochs", "3", "--mode", "sync", "--resume"])
     plan.run(250)
     return plan
 
@@ -101,13 +97,6 @@ def test_stopped_run_hands_out_each_batch_once(runs: Plan) -> None:
     counts = checkpoint.layout.views(checkpoint.read_params())["counts"]
     assert (counts > 0).all()
     assert (counts < LONG).all()
-
-
-@pytest.mark.launch
-def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
-    checkpoint = final(runs.out("modes"))
-    assert checkpoint.state["samples"] == 3 * 1438
-    assert checkpoint.slot_names == ("m", "v")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -153,20 +153,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def add_changes_of_mode(plan: Plan) -> None:
     """Add a run that begins in rounds of gradients, goes on locally, and then asynchronously."""
-    words = ("--hidden", "8", "--batch-size", "16", "--epochs")
-    plan.add("modes", 3, ["--mode", "sync", *words, "1"])
-    local = ["--mode", "local_sgd", "--outer-momentum", "0.5"]
-    plan.add("modes", 4, [*local, *words, "2", "--resume"])
-    plan.add("modes", 2, [*local, *words, "3", "--servers", "1", "--resume"])
-    plan.add("modes", 3, [*local, "--local-slots", "keep", *words, "4", "--resume"])
-    plan.add("modes", 4, [*local, "--local-slots", "keep", *words, "5", "--resume"])
-    streaming = [*local, "--local-slots", "keep", "--fragments", "4", "--overlap-steps", "2"]
-    plan.add("modes", 3, [*streaming, *words, "6", "--resume"])
-    plan.add("modes", 4, [*streaming, *words, "7", "--resume"])
-    plan.add(
-        "modes", 3, [*local, "--fragments", "1", "--overlap-steps", "0", *words, "8", "--resume"]
-    )
-    plan.add("modes", 3, ["--mode", "async", *words, "9", "--resume"])
+    local, keep = "--mode local_sgd --outer-momentum 0.5", "--local-slots keep"
+    streaming = f"{local} {keep} --fragments 4 --overlap-steps 2"
+    for k, (ranks, mode) in enumerate(
+        [
+            *((3, "--mode sync"), (4, local), (2, f"{local} --servers 1")),
+            *((3, f"{local} {keep}"), (4, f"{local} {keep}"), (3, streaming), (4, streaming)),
+            (3, f"{local} --fragments 1 --overlap-steps 0"),
+            *((3, "--mode easgd"), (2, "--mode sync"), (3, "--mode async")),
+        ]
+    ):
+        words = ["--hidden", "8", "--batch-size", "16", "--epochs", str(k + 1)]
+        plan.add("modes", ranks, [*mode.split(), *words, *["--resume"] * (k > 0)])
 
 
 @pytest.mark.launch
@@ -253,8 +251,8 @@ def test_stopped_run_ends_bitwise_equal(name: str, runs: Plan) -> None:
 def test_a_run_may_go_on_in_another_mode(runs: Plan) -> None:
     """No sample is lost or repeated; slots that the mode before had not begin at zero."""
     checkpoint = newest(runs.out("modes"))
-    assert checkpoint.state["handout"]["cursor"] == [9, 0]
-    assert checkpoint.state["samples"] == 9 * 1438
+    assert checkpoint.state["handout"]["cursor"] == [11, 0]
+    assert checkpoint.state["samples"] == 11 * 1438
     assert checkpoint.slot_names == ("m", "v")
     assert summary(runs.out("modes"))["mode"] == "async"
     assert np.isfinite(checkpoint.read_params()).all()
