@@ -3,8 +3,10 @@
 What is damaged or missing is told, and left out.
 """
 
+import itertools
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,7 +177,7 @@ class Lines:
         self._updates, self._bad = 0.0, 0
         self._tail = Tail(record.path / METRICS)
         self._before: tuple[float, float] | None = None  # seconds and samples of the last line
-        self._kept: dict[str, list[Event]] = {}
+        self._events = defaultdict[str, deque[Event]](lambda: deque(maxlen=EVENTS))
 
     def read(self) -> bool:
         """Read what has come since the last time; a line that is not whole is left.
@@ -204,14 +206,12 @@ class Lines:
             lines = "1 line is" if self._bad == 1 else f"{self._bad} lines are"
             record.missing.append(f"{METRICS}: {lines} damaged or cut off, and left out")
         if record.unfinished and not record.running:
-            self._fail("the last job has ended without a word")
+            self._keep("failure", "the last job has ended without a word")
         if record.unfinished and record.summary:
             record.missing.append(f"{SUMMARY} is of an earlier job: what is said of each rank, too")
         self._close_job()
-        record.events = sorted(
-            (event for events in self._kept.values() for event in events),
-            key=lambda event: event.seconds,
-        )
+        events = itertools.chain(*self._events.values())
+        record.events = sorted(events, key=lambda event: event.seconds)
         self._count_samples()
 
     def _line(self, line: bytes) -> None:
@@ -236,21 +236,18 @@ class Lines:
     def _start(self, row: Mapping[str, Any], seconds: float, updates: float) -> None:
         """Begin the next job of the run."""
         if self._record.unfinished:
-            self._fail("the job ended without a word")
+            self._keep("failure", "the job ended without a word")
         self._close_job()
         self._offset, self._before = self._now - seconds, None
         self._record.unfinished = True
         self._record.jobs.append((self._now, self._now))
-        how = "resumed" if row.get("resumed") else "begun"
+        how, self._updates = "resumed" if row.get("resumed") else "begun", updates
         text = f"{how} with {row.get('world', '?')} ranks in mode {row.get('mode', '?')}"
-        self._keep(Event(how, self._now, updates, f"{text}, {seconds:.1f} s after its start"))
+        self._keep(how, f"{text}, {seconds:.1f} s after its start")
 
     def _close_job(self) -> None:
         if self._record.jobs:
             self._record.jobs[-1] = (self._record.jobs[-1][0], self._now)
-
-    def _fail(self, text: str) -> None:
-        self._keep(Event("failure", self._now, self._updates, text))
 
     def _note(self, kind: str, row: Mapping[str, Any]) -> None:
         """Take what a line says.
@@ -270,14 +267,14 @@ class Lines:
             self._record.checkpoints.add(Point(now, updates, math.nan, math.nan, now))
         elif kind in ("stop", "end"):
             self._record.unfinished = self._record.unfinished and kind != "end"
-            self._keep(Event(kind, now, updates, f"{kind}: {row.get('reason', '?')}"))
+            self._keep(kind, f"{kind}: {row.get('reason', '?')}")
         elif kind == "lost":
             others = (name for name in ("server", "evaluator") if row.get(name) is not None)
             what = next(others, "worker")
-            text = f"{what} {row.get(what, '?')} (rank {row.get('rank', '?')}) died; "
-            self._keep(Event("death", now, updates, text + "the others went on"))
+            dead = f"{what} {row.get(what, '?')} (rank {row.get('rank', '?')})"
+            self._keep("death", f"{dead} died; the others went on")
         elif kind == "warning":
-            self._keep(Event(kind, now, updates, str(row.get("text", ""))))
+            self._keep(kind, str(row.get("text", "")))
 
     def _rate(self, point: Point) -> None:
         """Add the samples a second since the line before, in the same job."""
@@ -287,21 +284,17 @@ class Lines:
         self._before = point.seconds, point.samples
 
     def _add(self, measure: str, point: Point) -> None:
-        if measure not in self._record.curves:
-            self._record.curves[measure] = Curve(self._most)
-        self._record.curves[measure].add(point)
+        self._record.curves.setdefault(measure, Curve(self._most)).add(point)
 
-    def _keep(self, event: Event) -> None:
-        kept = self._kept.setdefault(event.kind, [])
-        kept.append(event)
-        del kept[:-EVENTS]
+    def _keep(self, kind: str, text: str) -> None:
+        """Keep an event that has happened now, one of the last of its kind."""
+        self._events[kind].append(Event(kind, self._now, self._updates, text))
 
     def _count_samples(self) -> None:
         """Say of evaluations how many samples came before: their lines have only the epoch."""
         train = self._record.curves.get("training loss")
-        told = [p for p in train.points if p.epoch > 0] if train else []
-        if told:
-            self._record.samples_per_epoch = told[-1].samples / told[-1].epoch
+        if train and train.last and train.last.epoch > 0:
+            self._record.samples_per_epoch = train.last.samples / train.last.epoch
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:

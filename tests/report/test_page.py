@@ -145,8 +145,6 @@ def test_of_many_runs_the_best_have_colours(tmp_path: Path) -> None:
     assert {group.label for group in shown_ones} == set(names[: len(LINES)])
     assert sorted(group.colour for group in shown_ones) == sorted(LINES)
     assert {group.colour for group in found if not group.shown} == {COLOURS[7]}
-    page = render(runs)
-    assert "3 more, with higher losses" in page
 
 
 def test_a_long_noisy_curve(tmp_path: Path) -> None:
@@ -171,13 +169,25 @@ def test_cells_and_ticks() -> None:
 # The page.
 
 
-def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
-    """Also where a run has a name that would be read as something else."""
-    out = whole(tmp_path / HOSTILE, scale=1.5, problem="x</pre><script>.py:A")
-    runs = [read(out, HOSTILE), read(whole(tmp_path / "b", seed=1, lr=0.5), "b")]
-    runs[0].missing.append("<img src=x onerror=alert(1)>")
-    page = render(runs)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """Ten runs, one of which has a name that would be read as something else."""
+    folder = tmp_path_factory.mktemp("runs")
+    out = whole(folder / HOSTILE, scale=1.5, problem="x</pre><script>.py:A")
+    found = [read(out, HOSTILE)]
+    found += [read(whole(folder / f"{k}", scale=k, lr=float(k)), f"{k}") for k in range(2, 11)]
+    found[0].missing.append("<img src=x onerror=alert(1)>")
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Record]) -> str:
+    return render(runs)
+
+
+def test_the_page_is_whole_and_loads_nothing(page: str) -> None:
     tree = parsed(page)
+    assert "3 more, with higher losses" in page
     assert not re.search(r"https?:|//[a-z]|@import|url\((?!#)", page)
     assert not [e for e in tree.iter() if {"src", "onerror", "onclick"} & set(e.attrib)]
     assert [e.tag for e in tree.iter() if e.tag in ("script", "link", "img")] == ["script"]
@@ -188,11 +198,9 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
     assert {a or b for a, b in used} <= set(ids)
 
 
-def test_every_figure_can_be_read_without_eyes(tmp_path: Path) -> None:
-    run = read(whole(tmp_path / "a"), "a")
-    tree = parsed(render([run]))
-    found = {e.attrib["id"]: e for e in tree.iter("figure")}
-    assert set(found) == set(by_name(run))
+def test_every_figure_can_be_read_without_eyes(runs: list[Record], page: str) -> None:
+    found = {e.attrib["id"]: e for e in parsed(page).iter("figure")}
+    assert set(found) == set(by_name(*runs))
     for figure in found.values():
         assert "".join(figure.find("figcaption").itertext()).strip()
         assert len(figure.find("div[@role='img']").attrib["aria-label"]) > 20
