@@ -17,15 +17,14 @@ from mpips.cluster import words
 from mpips.cluster.trace import Traced, jobs_of
 from mpips.config.arguments import verbatim
 from mpips.errors import UserError, answer, human_bytes
-from mpips.report.timeline import awaited, critical_path, numbers, read_run, shares, write
+from mpips.report.timeline import Timeline, numbers, read_run
 
 LINES = 10  # of the critical path
 
 
-def table(ranks: Sequence[Traced]) -> str:
+def table(ranks: Sequence[Traced], timeline: Timeline) -> str:
     """Return where the time of each rank, and of the critical path, went."""
-    every, path = shares(ranks), critical_path(ranks)
-    longest = awaited(ranks)
+    every, path, longest = timeline.shares(), timeline.critical_path(), timeline.awaited()
     whats = sorted({what for each in every for what in each}, key=lambda w: (w >= words.WAITING, w))
     lines = []
     for each, seconds, most in zip(ranks, every, longest, strict=True):
@@ -65,11 +64,12 @@ def make(argv: Sequence[str]) -> str:
     """
     args = make_parser().parse_args(argv)
     ranks = read_run(args.run, args.job)
+    timeline = Timeline(ranks)
     out = args.out or args.run / f"{place.TRACE}.json"
     try:
         open_text = gzip.open if out.suffix == ".gz" else open
         with open_text(out, "wt") as file:
-            count = write(ranks, cast(TextIO, file))
+            count = timeline.write(cast(TextIO, file))
     except OSError as problem:
         got = f"{problem.filename or out}: {problem.strerror}"
         raise UserError(got, "a file that can be written") from None
@@ -78,7 +78,7 @@ def make(argv: Sequence[str]) -> str:
     jobs = jobs_of(args.run)
     if len(jobs) > 1:
         told = f"job {args.job or jobs[-1]} of this run's jobs {numbers(jobs)}: see --job\n{told}"
-    return f"{table(ranks)}\n{told}\n"
+    return f"{table(ranks, timeline)}\n{told}\n"
 
 
 def main(argv: Sequence[str]) -> int:

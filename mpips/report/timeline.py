@@ -9,7 +9,7 @@ the rank that enters a round last to those that waited for it.
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,7 @@ PATH_STEPS = 1_000_000
 JUST_US = 0.01  # before the end of a slice: an arrow from there begins in it
 SAVED, WRITING = words.WORDS + words.SAVED, words.WORDS + words.WRITING
 NUMBER = 0xFFFFFFFF  # of a push, below its worker
+Event = dict[str, Any]
 
 
 def read_run(run: Path, job: int | None = None) -> list[Traced]:
@@ -51,25 +52,12 @@ def numbers(jobs: Sequence[int]) -> str:
     return ", ".join(map(str, jobs))
 
 
-# Events ----------------------------------------------------------------------------------------
+class Timeline:
+    """What the ranks of a job did when. In its methods `k` is a rank's place among their traces.
 
-
-def write(ranks: Sequence[Traced], out: TextIO) -> int:
-    """Write the timeline of ranks as JSON, an event a line; returns how many events it has."""
-    count = 0
-    out.write('{"displayTimeUnit": "ms", "traceEvents": [')
-    for event in _Timeline(ranks).events():
-        out.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":")))
-        count += 1
-    out.write("\n]}\n")
-    return count
-
-
-Event = dict[str, Any]
-
-
-class _Timeline:
-    """The events of ranks; in each method `k` is a rank's place among their traces."""
+    Args:
+        ranks: The traces of all ranks.
+    """
 
     def __init__(self, ranks: Sequence[Traced]) -> None:
         self._ranks, self._slices = ranks, list(map(slices, ranks))
@@ -78,15 +66,24 @@ class _Timeline:
         self._lanes = [{"pid": each.about["node"], "tid": each.about["rank"]} for each in ranks]
         self._titles = [f"rank {each.about['rank']}: {each.about['name']}" for each in ranks]
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # of arrows, by category
-        self._pushes = [self._pushed(each) for each in ranks]
 
-    def events(self) -> Iterator[Event]:
-        """Yield all events."""
+    def write(self, out: TextIO) -> int:
+        """Write the timeline as JSON, an event a line; returns how many events it has."""
+        count = 0
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for event in self._events():
+            out.write(("," if count else "") + "\n" + json.dumps(event, separators=(",", ":")))
+            count += 1
+        out.write("\n]}\n")
+        return count
+
+    def _events(self) -> Iterator[Event]:
+        pushes = [self._pushed(each) for each in self._ranks]
         for k in range(len(self._ranks)):
             yield from self._names(k)
             yield from self._phases(k)
             yield from self._marks(k)
-            yield from self._push_arrows(k)
+            yield from self._push_arrows(k, pushes)
             yield from self._round_arrows(k)
             yield from self._read_arrows(k)
 
@@ -147,7 +144,7 @@ class _Timeline:
                 found[value] = pushing
         return found
 
-    def _push_arrows(self, k: int) -> Iterator[Event]:
+    def _push_arrows(self, k: int, pushes: Sequence[Mapping[int, float]]) -> Iterator[Event]:
         """Yield an arrow to each push that a server applied, from where it was made."""
         found, workers = self._slices[k], self._ranks[k].about["workers"]
         places = {each.about["rank"]: place for place, each in enumerate(self._ranks)}
@@ -156,7 +153,7 @@ class _Timeline:
         for value, end in zip(values, self._us(found.begins[applied]), strict=True):
             worker = value >> 32
             place = places.get(workers[worker]) if worker < len(workers) else None
-            if place is not None and (begin := self._pushes[place].get(value & NUMBER)) is not None:
+            if place is not None and (begin := pushes[place].get(value & NUMBER)) is not None:
                 yield from self._arrow("push", place, begin, k, end)
 
     def _round_arrows(self, k: int) -> Iterator[Event]:
@@ -183,57 +180,53 @@ class _Timeline:
                 if at <= begin:  # else one has asked anew, of a server that took over
                     yield from self._arrow("read", place, at, k, begin)
 
+    def shares(self) -> list[dict[int, float]]:
+        """Return the seconds of each rank in each phase that it was in."""
+        found = []
+        for each in self._slices:
+            seconds = np.bincount(each.whats, each.ends - each.begins, words.WORDS)
+            found.append({what: float(seconds[what]) for what in np.flatnonzero(seconds).tolist()})
+        return found
 
-# The critical path -----------------------------------------------------------------------------
+    def awaited(self) -> list[dict[int, tuple[int, float]]]:
+        """Return for each rank, by wait, the rank that it waited for longest, and for how long."""
+        longest = list[dict[int, tuple[int, float]]]()
+        for each, ended in zip(self._slices, self._waits, strict=True):
+            longest.append({})
+            seen = (ended.whos >= 0) & waits_in(each.whats)
+            for what in np.unique(each.whats[seen]).tolist():
+                which = seen & (each.whats == what)
+                seconds = np.bincount(ended.whos[which], (ended.whens - each.begins)[which])
+                who = int(np.argmax(seconds))
+                longest[-1][what] = self._lanes[who]["tid"], float(seconds[who])
+        return longest
 
+    def critical_path(self) -> dict[tuple[int, int, int | None], float]:
+        """Return the seconds of each (rank, phase, awaited rank) on the path of the job's time.
 
-def shares(ranks: Sequence[Traced]) -> list[dict[int, float]]:
-    """Return the seconds of each rank in each phase that it was in."""
-    found = []
-    for each in map(slices, ranks):
-        seconds = np.bincount(each.whats, each.ends - each.begins, words.WORDS)
-        found.append({what: float(seconds[what]) for what in np.flatnonzero(seconds).tolist()})
-    return found
-
-
-def awaited(ranks: Sequence[Traced]) -> list[dict[int, tuple[int, float]]]:
-    """Return for each rank, by wait, the rank that it waited for longest, and for how long."""
-    found, longest = list(map(slices, ranks)), list[dict[int, tuple[int, float]]]()
-    for each, ended in zip(found, waits(ranks, found), strict=True):
-        longest.append({})
-        seen = (ended.whos >= 0) & waits_in(each.whats)
-        for what in np.unique(each.whats[seen]).tolist():
-            which = seen & (each.whats == what)
-            seconds = np.bincount(ended.whos[which], (ended.whens - each.begins)[which])
-            who = int(np.argmax(seconds))
-            longest[-1][what] = int(ranks[who].about["rank"]), float(seconds[who])
-    return longest
-
-
-def critical_path(ranks: Sequence[Traced]) -> dict[tuple[int, int, int | None], float]:
-    """Return the seconds of each (rank, phase, awaited rank) on the path that the job's time went.
-
-    It is followed from the end: through what a rank did, and where it waited, through what the rank
-    did that had just ended the wait: a server that applied, a worker that computed. So the seconds
-    add up to the job's. A wait that nobody is seen to end stays a wait. Ranks that evaluate, which
-    know of no workers, are not on it: nobody's step waits for them.
-    """
-    ranks = [each for each in ranks if each.about["workers"]] or ranks
-    found = [slices(each) for each in ranks]
-    lasts = [each.ends[-1] if len(each.ends) else -np.inf for each in found]
-    rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int, int | None], float](float)
-    time, left = float(lasts[rank]), PATH_STEPS
-    ended = waits(ranks, found)
-    numbers = [int(each.about["rank"]) for each in ranks]
-    while left and (k := found[rank].at(time)) >= 0:
-        left -= 1
-        begin, what = float(found[rank].begins[k]), int(found[rank].whats[k])
-        who, when = int(ended[rank].whos[k]), float(ended[rank].whens[k])
-        if who >= 0 and begin < when <= time:
-            other = numbers[who] if waits_in(what) else None
-            total[numbers[rank], what, other] += time - when
-            rank, time = who, when
-        else:
-            total[numbers[rank], what, None] += time - begin
-            time = begin
-    return {key: seconds for key, seconds in total.items() if seconds > 0}
+        It is followed from the end: through what a rank did, and where it waited, through what the
+        rank did that had just ended the wait: a server that applied, a worker that computed. So the
+        seconds add up to the job's. A wait that nobody is seen to end stays a wait. Evaluators,
+        which know of no workers, are not on it: nobody's step waits for them.
+        """
+        trains = [bool(each.about["workers"]) for each in self._ranks]
+        lasts = [
+            each.ends[-1] if len(each.ends) and (on or not any(trains)) else -np.inf
+            for each, on in zip(self._slices, trains, strict=True)
+        ]
+        rank, total = int(np.argmax(lasts)), defaultdict[tuple[int, int, int | None], float](float)
+        time, left, ended = float(lasts[rank]), PATH_STEPS, self._waits
+        numbers = [lane["tid"] for lane in self._lanes]
+        while left and (k := self._slices[rank].at(time)) >= 0:
+            left -= 1
+            found = self._slices[rank]
+            begin, what = float(found.begins[k]), int(found.whats[k])
+            who, when = int(ended[rank].whos[k]), float(ended[rank].whens[k])
+            if who >= 0 and begin < when <= time:
+                other = numbers[who] if waits_in(what) else None
+                total[numbers[rank], what, other] += time - when
+                rank, time = who, when
+            else:
+                total[numbers[rank], what, None] += time - begin
+                time = begin
+        return {key: seconds for key, seconds in total.items() if seconds > 0}

@@ -20,7 +20,7 @@ from mpips.cluster import words
 from mpips.cluster.trace import CLOCKS, Trace, Traced, folder_of, jobs_of, read
 from mpips.errors import UserError
 from mpips.report.phases import slices
-from mpips.report.timeline import JUST_US, awaited, critical_path, read_run, shares, write
+from mpips.report.timeline import JUST_US, Timeline, read_run
 from mpips.session.tracing import JOBS, _begin_job
 
 ABOUT = {"rank": 1, "name": "worker 0", "host": "b", "node": 1, "workers": [1, 2]}
@@ -149,7 +149,7 @@ def traced(
 
 def events(ranks: Sequence[Traced]) -> list[dict[str, Any]]:
     out = io.StringIO()
-    count = write(ranks, out)
+    count = Timeline(ranks).write(out)
     found: list[dict[str, Any]] = json.loads(out.getvalue())["traceEvents"]
     assert len(found) == count
     check_arrows(found)
@@ -179,13 +179,16 @@ def test_the_path_of_rounds_goes_through_the_slower_rank() -> None:
         1, (0, words.COMPUTING), (4, words.SUMMING), (5, CLOCK, 7), (5, words.COMPUTING),
         (6, words.SUMMING), (10, CLOCK, 8), (10, words.ENDING),
     )  # fmt: skip
-    assert shares([quick, slow])[0] == {words.COMPUTING: 5.0, words.SUMMING: 5.0}
-    path = critical_path([quick, slow])
+    assert Timeline([quick, slow]).shares()[0] == {words.COMPUTING: 5.0, words.SUMMING: 5.0}
+    path = Timeline([quick, slow]).critical_path()
     assert sum(path.values()) == 10.0
     assert path[1, words.COMPUTING, None] == 4.0
     assert path[0, words.COMPUTING, None] == 4.0
     assert sum(s for (_, what, _), s in path.items() if what == words.SUMMING) == 2.0
-    assert awaited([quick, slow]) == [{words.SUMMING: (1, 3.0)}, {words.SUMMING: (0, 3.0)}]
+    assert Timeline([quick, slow]).awaited() == [
+        {words.SUMMING: (1, 3.0)},
+        {words.SUMMING: (0, 3.0)},
+    ]
     found = events([quick, slow])
     told = [(e["tid"], e["ts"], e["args"]["for"]) for e in found if "for" in e.get("args", ())]
     assert told == [(0, 1e6, "rank 1: name 1"), (1, 6e6, "rank 0: name 0")]
@@ -208,9 +211,9 @@ def test_whom_the_others_wait_for_when_one_stands_still() -> None:
     stalled = traced(1, (0, words.COMPUTING), (1, words.SUMMING), (2, CLOCK, 7), (2, words.BETWEEN),
                      (3, words.COMPUTING), (98.5, BEAT))  # fmt: skip
     ranks.insert(1, stalled)
-    assert awaited(ranks)[0] == {words.ROUND: (1, 94.0)}
-    assert awaited(ranks)[2] == {words.ROUND: (1, 92.0)}
-    assert critical_path(ranks)[1, words.COMPUTING, None] == 97.0
+    assert Timeline(ranks).awaited()[0] == {words.ROUND: (1, 94.0)}
+    assert Timeline(ranks).awaited()[2] == {words.ROUND: (1, 92.0)}
+    assert Timeline(ranks).critical_path()[1, words.COMPUTING, None] == 97.0
     assert not [e for e in events(ranks) if e.get("cat") == "round"], "nobody goes on"
 
 
@@ -221,7 +224,7 @@ def test_rounds_in_which_nobody_waits() -> None:
                (1.5 + 2 * rank, words.BETWEEN))
         for rank in range(2)
     ]  # fmt: skip
-    assert awaited(ranks) == [{}, {}]
+    assert Timeline(ranks).awaited() == [{}, {}]
 
 
 def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
@@ -237,7 +240,10 @@ def test_a_buffer_is_awaited_of_who_applies_ones_own_push() -> None:
                     workers=(2, 3))  # fmt: skip
     servers[1].about["node"] = 5
     ranks = [*servers, worker, traced(3, (0, words.ENDING), workers=(2, 3))]
-    assert awaited(ranks)[2] == {words.BUFFER: (0, 3.0), words.SHARD: (1, pytest.approx(0.9))}
+    assert Timeline(ranks).awaited()[2] == {
+        words.BUFFER: (0, 3.0),
+        words.SHARD: (1, pytest.approx(0.9)),
+    }
 
 
 def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
@@ -248,7 +254,7 @@ def test_the_path_of_a_slow_server_goes_through_its_updates() -> None:
     server = traced(
         0, (0, words.SERVING), (1, words.APPLYING), (6, words.SERVING), (7, words.SERVING)
     )
-    assert critical_path([server, worker]) == {
+    assert Timeline([server, worker]).critical_path() == {
         (0, words.APPLYING, None): 5.0, (1, words.COMPUTING, None): 1.0,
         (1, words.PUSHING, None): 1.0,
     }  # fmt: skip
@@ -352,4 +358,4 @@ def test_the_timeline_of_a_run(tmp_path: Path) -> None:
     parts = list(map(slices, ranks))
     assert all((each.ends >= each.begins).all() for each in parts)
     first, last = min(each.begins[0] for each in parts), max(each.ends[-1] for each in parts)
-    assert sum(critical_path(ranks).values()) <= last - first + 1e-6
+    assert sum(Timeline(ranks).critical_path().values()) <= last - first + 1e-6
