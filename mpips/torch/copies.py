@@ -7,17 +7,14 @@ that memory again.
 """
 
 import mmap
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from mpips.problems.base import Arrays
 from mpips.torch.device import Device, device_for
 
 PAGE = mmap.PAGESIZE
-Hook = Callable[[torch.Tensor], None]
 
 
 class Copies:
@@ -25,20 +22,15 @@ class Copies:
 
     Args:
         parameters: By a number of each; on one device. There may be none.
-        early: Whether gradients are copied within the backward pass, as each is there. What a loop
-            then changes in place is copied once more, unless PyTorch cannot know of it (``.data``).
     """
 
-    def __init__(self, parameters: Mapping[int, torch.nn.Parameter], early: bool = False) -> None:
+    def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         devices = {parameter.device for parameter in self._parameters.values()}
         self._device: Device = device_for(next(iter(devices), torch.device("cpu")))
         self._pins: Pins | None = Pins(self._device)
         self._outs: dict[int, torch.Tensor] = {}  # where gradients go
         self._begun: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often changed
-        self._hooks: list[RemovableHandle] = []
-        for k, parameter in self._parameters.items() if early else ():
-            self._hooks.append(when_accumulated(parameter, partial(self._begin, k)))
 
     def __contains__(self, k: object) -> bool:
         return k in self._parameters
@@ -66,6 +58,13 @@ class Copies:
         self._outs = {k: tensors[k] for k in self._parameters}
         self._begun.clear()
 
+    def begin(self, k: int) -> None:
+        """Begin to copy a gradient that is complete, unless there is nowhere for it to go."""
+        grad = self._parameters[k].grad
+        if k in self._outs and grad is not None:
+            self._device.copy(self._outs[k], grad)
+            self._begun[k] = grad, grad._version
+
     def finish(self) -> None:
         """Have all gradients where they go, and no more there. Blocks: until copies are done."""
         if not self._parameters:
@@ -74,7 +73,7 @@ class Copies:
             grad = parameter.grad
             begun, changes = self._begun.get(k, (None, 0))
             if grad is not None and (begun is not grad or changes != grad._version):
-                self._begin(k)
+                self.begin(k)
         self._device.settle()
         self._begun.clear()
         self._outs = {}
@@ -91,19 +90,10 @@ class Copies:
         self.unpin()
         self._device.settle()  # what a run ends with
         self._outs = {}
-        for hook in self._hooks:
-            hook.remove()
 
     def _pin(self, arrays: Arrays) -> None:
         if self._pins is not None:
             self._pins.hold(arrays)
-
-    def _begin(self, k: int, *_: torch.Tensor) -> None:
-        """Begin to copy a gradient, unless there is nowhere for it to go."""
-        grad = self._parameters[k].grad
-        if k in self._outs and grad is not None:
-            self._device.copy(self._outs[k], grad)
-            self._begun[k] = grad, grad._version
 
 
 class Pins:
@@ -148,12 +138,3 @@ class Pins:
             self._device.unpin(begin)
         self._ranges.clear()
         self._known.clear()
-
-
-def when_accumulated(parameter: torch.nn.Parameter, call: Hook) -> RemovableHandle:
-    """Call `call` when a gradient was accumulated; the parameter may be frozen for now."""
-    wanted = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(call)
-    parameter.requires_grad_(wanted)
-    return handle

@@ -34,6 +34,7 @@ class Source:
         self.find: Find = RowsModule.find_rows
         # By the id of the rows, which are held, so that no other has it.
         self._waiting: dict[int, tuple[torch.Tensor, str, np.ndarray]] = {}
+        self._noticed: Callable[[], None] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> "Source":
         return self
@@ -41,9 +42,14 @@ class Source:
     def __reduce__(self) -> tuple[type["Source"], tuple[()]]:
         return Source, ()
 
-    def open(self, pull: Pull) -> None:
-        """Have rows be read by `pull`, given a table and numbers of rows, until `close`."""
-        self._pull = pull
+    def open(self, pull: Pull, noticed: Callable[[], None] = lambda: None) -> None:
+        """Have rows be read until `close`.
+
+        Args:
+            pull: Reads rows, given a table and their numbers.
+            noticed: Called within a backward pass whenever it has added to a gradient.
+        """
+        self._pull, self._noticed = pull, noticed
         self.find = torch.compiler.disable(RowsModule.find_rows)  # imports much: on workers alone
 
     def close(self) -> None:
@@ -70,11 +76,14 @@ class Source:
         Nothing is kept of rows that no backward pass comes to.
         """
         found = torch.from_numpy(rows)
+
+        def wait(leaf: torch.Tensor) -> None:
+            self._waiting[id(leaf)] = leaf, table, numbers
+            self._noticed()
+
         if torch.is_grad_enabled():
             found.requires_grad_()
-            found.register_post_accumulate_grad_hook(
-                lambda leaf: self._waiting.update({id(leaf): (leaf, table, numbers)})
-            )
+            found.register_post_accumulate_grad_hook(wait)
         return found
 
     def push_into(self, push: Push) -> None:
@@ -178,6 +187,21 @@ class RowsModule(torch.nn.Module):
         """Return what ``print`` shows of it."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+
+def bind_tables(model: torch.nn.Module, source: Source) -> dict[str, Table]:
+    """Have the embeddings of a model read from a source; returns their tables by name.
+
+    Raises:
+        UserError: If the model is an embedding itself, which has no name.
+    """
+    if isinstance(model, RowsModule):
+        got = f"a model that is an {type(model).__name__} and nothing else"
+        raise UserError(got, "a module that has it", "such as torch.nn.Sequential(...)")
+    found = {name: m for name, m in model.named_modules() if isinstance(m, RowsModule)}
+    for name, module in found.items():
+        module.bind(name, source)
+    return {name: module.table for name, module in found.items()}
 
 
 class Embedding(RowsModule):

@@ -1,13 +1,12 @@
-"""Linear layers whose backward pass writes the gradient of a weight where it is pushed from.
+"""Linear layers whose backward pass writes a weight's gradient into the push buffer.
 
-Autograd makes each gradient in memory of its own, from which it has to be copied. Of the weights of
-large linear layers, which are most of many models, that costs as much as a round. So while a run
-goes on ``torch.nn.functional.linear`` is one that has their gradients multiplied into place. What
-it computes is the same; wherever something else may look at the gradient, autograd makes it.
+Autograd makes each gradient in memory of its own, from which it is copied. For the weights of
+large linear layers, which are most of many models, that copy costs as much as a round. So while a
+run goes on, the large `torch.nn.Linear` modules of its model are of the class `Linear` below. It
+computes the same; wherever something else may look at the gradient, autograd makes it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,19 +17,48 @@ ALIGNED_BYTES = 64  # at other addresses the product takes longer than the copy 
 # Multiplies two matrices into the gradient of a weight, or returns False.
 Write = Callable[[torch.Tensor, torch.Tensor], bool]
 
-_writes: dict[int, Write] = {}  # by the id of the weight
-_passes = 0  # calls of `backward` under way, which add to `grad`: `torch.autograd.grad` does not
+_writes: dict[int, Write] = {}  # by the id of the weight: copies of a module have none
 
 
-def register(weight: torch.nn.Parameter, write: Write) -> None:
-    """Have the gradient of a large weight be written by `write`, until `unregister`."""
-    if weight.dim() == 2 and weight.numel() >= LEAST:
-        _writes[id(weight)] = write
+class Linear(torch.nn.Linear):
+    """A `torch.nn.Linear` of a model in a run."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``."""
+        weight = self.weight
+        plain = (
+            torch.compiler.is_compiling()
+            or id(weight) not in _writes
+            or torch._C._are_functorch_transforms_active()
+            or torch.is_autocast_enabled("cpu")
+            or not torch.is_grad_enabled()
+            or input.dtype != weight.dtype
+            or not weight.requires_grad
+        )
+        if plain:
+            return super().forward(input)
+        found: torch.Tensor = _Linear.apply(input, weight, self.bias, _writes[id(weight)])
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(protocol)
+        return object.__new__, (torch.nn.Linear,), *state  # what copies and pickles of it are
 
 
-def unregister(weight: torch.nn.Parameter) -> None:
-    """Leave it to autograd."""
-    _writes.pop(id(weight), None)
+def convert(model: torch.nn.Module, writes: Mapping[torch.nn.Parameter, Write]) -> None:
+    """Have gradients of large weights be written by `writes`, until `restore`."""
+    for module in model.modules():
+        large = type(module) is torch.nn.Linear and module.weight.numel() >= LEAST
+        if large and (write := writes.get(module.weight)) is not None:
+            module.__class__, _writes[id(module.weight)] = Linear, write
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undo `convert`."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = torch.nn.Linear
+            _writes.pop(id(module.weight), None)
 
 
 class _Linear(torch.autograd.Function):
@@ -42,7 +70,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.write = write
-        return _linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -57,50 +85,16 @@ class _Linear(torch.autograd.Function):
         if of_weight:
             factors = rows.t(), x if flat else x.reshape(-1, weight.shape[1])
             # Where the pass itself is differentiated, all has to be known to autograd.
-            if not _passes or torch.is_grad_enabled() or not ctx.write(*factors):
+            if torch.is_grad_enabled() or not _adds(ctx, 1) or not ctx.write(*factors):
                 found[1] = factors[0].mm(factors[1])
         if of_bias:
             found[2] = rows.sum(0)
         return tuple(found)
 
 
-_linear = functional.linear
-
-
-def _direct(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    write = _writes.get(id(weight))
-    plain = (
-        write is None
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.is_autocast_enabled("cpu")
-        or not torch.is_grad_enabled()
-        or input.dtype != weight.dtype
-        or not weight.requires_grad
-    )
-    return _linear(input, weight, bias) if plain else _Linear.apply(input, weight, bias, write)
-
-
-@contextmanager
-def direct_gradients() -> Iterator[None]:
-    """Write gradients into place within the block, of weights that are registered in it."""
-    backward = torch.autograd.backward
-
-    def counted(*args: Any, **options: Any) -> None:
-        global _passes
-        # Gradients that are asked of some tensors alone do not go to the others.
-        counts = options.get("inputs") is None and len(args) < 5
-        _passes += counts
-        try:
-            backward(*args, **options)
-        finally:
-            _passes -= counts
-
-    functional.linear, torch.autograd.backward = _direct, counted
+def _adds(ctx: Any, k: int) -> bool:
+    """Whether this pass adds to the ``grad`` of input `k`: `torch.autograd.grad` does not."""
     try:
-        yield
-    finally:
-        functional.linear, torch.autograd.backward = _linear, backward
-        _writes.clear()
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[k][0]))
+    except RuntimeError:  # it is asked for by torch.autograd.grad
+        return False

@@ -3,23 +3,25 @@
 Those in 16 bits, and those on another device, are copies of what is there.
 """
 
-import functools
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpips.config.groups import Group
 from mpips.errors import UserError
 from mpips.problems.base import Arrays
 from mpips.torch import linear
-from mpips.torch.copies import Copies, when_accumulated
+from mpips.torch.copies import Copies
 from mpips.torch.embedding import RowsModule
 
+SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 NORMS = torch.nn.modules.batchnorm._NormBase  # what has running means
 # What parameters are kept and pushed as.
 DTYPES = {
@@ -61,10 +63,11 @@ def make_model(
             got = f"parameter {name!r} of {parameter.dtype}"
             raise UserError(got, f"one of {', '.join(map(str, DTYPES))}")
         owner = model.get_submodule(name.rpartition(".")[0])
-        if not parameter.requires_grad and getattr(owner, "sparse", False):
-            got = f"a rate for {name!r}, of a sparse embedding that comes frozen"
-            remedy = "leave it trained in model=, or leave out sparse=True"
-            raise UserError(got, "no table to be trained later", remedy)
+        if isinstance(owner, SPARSE) and owner.sparse:
+            kind = "EmbeddingBag" if isinstance(owner, torch.nn.EmbeddingBag) else "Embedding"
+            got = f"{name!r} of a torch.nn.{kind}(sparse=True)"
+            expected = f"an mpips.torch.{kind}, whose rows are a table of the servers"
+            raise UserError(got, expected, "or leave out sparse=True: it is a parameter then")
     return model
 
 
@@ -98,8 +101,7 @@ def for_numpy(tensor: torch.Tensor) -> torch.Tensor:
     return found.float() if found.dtype in HALVES else found
 
 
-def check_sum(tensor: torch.Tensor) -> int:
-    """Return a check sum of a tensor's bytes."""
+def _check_sum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy())
 
@@ -112,7 +114,7 @@ def marks_of(model: torch.nn.Module, trained: Collection[str]) -> dict[str, int]
     kept = dict(model.named_parameters())
     summed = {name: kept[name] for name in kept if name in trained} | _running(model)
     versions = {name: 0 if p.is_inference() else p._version for name, p in kept.items()}
-    return versions | {name: check_sum(tensor) for name, tensor in summed.items()}
+    return versions | {name: _check_sum(tensor) for name, tensor in summed.items()}
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
@@ -178,7 +180,10 @@ class Bound:
         model: The module.
         share: Of the change of its running means that counts.
         trained: Names of its trained parameters; by default those that require a gradient now.
-        early: Whether gradients of those that are apart are copied within the backward pass.
+        early: Whether gradients of those that are apart are copied within the backward pass. What a
+            loop then changes in place is copied once more, unless PyTorch cannot know of it
+            (``.data``).
+        noticed: Called within a backward pass whenever it has added to a gradient.
 
     Attributes:
         share: As given.
@@ -194,8 +199,10 @@ class Bound:
         share: float = 1.0,
         trained: Iterable[str] | None = None,
         early: bool = False,
+        noticed: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.share = model, share
+        self._noticed = noticed
         self._running = _running(model)
         self._out: Arrays = {}  # where the gradients go
         names = set(trained_parameters(model) if trained is None else trained)
@@ -203,16 +210,16 @@ class Bound:
         self.parameters, self.unmoved = {n: p for n, p in named if n in names}, True
         self._parameters = list(self.parameters.values())
         apart = {k: p for k, p in enumerate(self._parameters) if is_apart(p)}
-        self.copies = Copies(apart, early)
+        self.copies = Copies(apart)
         self.frozen: tuple[str, ...] = ()
         self._others = {name: p for name, p in named if name not in names}
         self._known: dict[int, tuple[Arrays, list[torch.Tensor]]] = {}
         self._params: Arrays = {}
         self._grads: list[torch.Tensor] = []
-        views = [k for k in range(len(self._parameters)) if k not in apart]
-        self._hooks = [when_accumulated(self._parameters[k], self._make_hook(k)) for k in views]
-        for k in views:
-            linear.register(self._parameters[k], functools.partial(self._write, k))
+        numbered = enumerate(self._parameters)
+        self._hooks = [_when_accumulated(p, partial(self._take, k, early)) for k, p in numbered]
+        views = {p: k for k, p in enumerate(self._parameters) if k not in apart}
+        linear.convert(model, {p: partial(self._write, k) for p, k in views.items()})
 
     def move_to(self, params: Arrays) -> None:
         """Have the parameters read from these arrays from now on; those apart are copied."""
@@ -277,8 +284,7 @@ class Bound:
         self._params, self._grads, self._out = {}, [], {}
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            linear.unregister(parameter)
+        linear.restore(self.model)
 
     def _check_places(self) -> None:
         for k, (name, parameter) in enumerate(self.parameters.items()):
@@ -307,16 +313,29 @@ class Bound:
             return False
         torch.mm(left, right, out=self._grads[k])
         parameter.grad = self._grads[k]
+        self._noticed()
         return True
 
-    def _make_hook(self, k: int) -> Callable[[torch.Tensor], None]:
-        def take(parameter: torch.Tensor) -> None:
-            """Copy the first gradient of a step; those after it are added in place."""
-            if self._grads and parameter.grad is not self._grads[k]:
-                self._grads[k].copy_(parameter.grad)
-                parameter.grad = self._grads[k]
+    def _take(self, k: int, early: bool, parameter: torch.Tensor) -> None:
+        """Copy the first gradient of a step; those after it are added in place."""
+        self._noticed()
+        if k in self.copies:
+            if early:
+                self.copies.begin(k)
+        elif self._grads and parameter.grad is not self._grads[k]:
+            self._grads[k].copy_(parameter.grad)
+            parameter.grad = self._grads[k]
 
-        return take
+
+def _when_accumulated(
+    parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    """Call `call` when a gradient was accumulated; the parameter may be frozen for now."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(call)
+    parameter.requires_grad_(wanted)
+    return handle
 
 
 def _never_trained(name: str) -> UserError:

@@ -1,9 +1,10 @@
 """What stands where an optimizer of torch stands in a loop: it pushes, and carries a rate."""
 
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from mpips.library.optimizers import example
 class Losses:
     """Losses of a step, which is not told them: what ``backward`` was called of.
 
+    Hooks of what is trained notice each pass (`notice`); PyTorch has none that is told the loss. So
+    the arguments of `torch.autograd.backward` are read from the stack below the first of them.
+
     A call counts with what it differentiates: the sum of its tensors, each times its gradient.
     Tensors of several elements, such as the output of a part of the model, count only where a step
     has no scalar.
@@ -31,9 +35,23 @@ class Losses:
     def __init__(self) -> None:
         self._scalars: list[list[torch.Tensor]] = []  # of each call
         self._others: list[list[torch.Tensor]] = []
+        self._noticed = False  # the pass that goes on
 
-    def note(self, tensors: Sequence[Any], grads: Sequence[torch.Tensor | None]) -> None:
-        """Note a call of ``backward``."""
+    def notice(self) -> None:
+        """Note the call of ``backward`` that goes on, once; called by hooks of the pass."""
+        if self._noticed:
+            return
+        self._noticed = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # as DDP does
+        tensors, grads = _called_with()
+        several = tensors if isinstance(tensors, Sequence) else (tensors,)
+        each = grads if isinstance(grads, Sequence) else (grads,) * len(several)
+        self._note(several, each)
+
+    def _end_pass(self) -> None:
+        self._noticed = False
+
+    def _note(self, tensors: Sequence[Any], grads: Sequence[torch.Tensor | None]) -> None:
         pairs = zip(tensors, grads, strict=False)
         given = [(t.detach(), g) for t, g in pairs if isinstance(t, torch.Tensor)]
         scalars = [(t, g) for t, g in given if t.numel() == 1]
@@ -50,23 +68,27 @@ class Losses:
         """Forget them: a step begins."""
         self._scalars.clear()
         self._others.clear()
+        self._noticed = False  # where a pass has raised
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the calls within the block."""
-        backward = torch.autograd.backward
 
-        def noting(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-            backward(tensors, grad_tensors, *args, **options)
-            several = tensors if isinstance(tensors, Sequence) else (tensors,)
-            grads = grad_tensors if isinstance(grad_tensors, Sequence) else (grad_tensors,)
-            self.note(several, (None,) * len(several) if grad_tensors is None else grads)
+def _called_with() -> tuple[Any, Any]:
+    """Return `tensors` and `grad_tensors` of the call of `torch.autograd.backward` that goes on.
 
-        torch.autograd.backward = noting
-        try:
-            yield
-        finally:
-            torch.autograd.backward = backward
+    Hooks run in the thread of the call; on a device, in one of PyTorch's. Of calls within another,
+    as by `torch.utils.checkpoint`, the outer one is taken.
+    """
+    return _arguments(sys._getframe()) or next(
+        filter(None, map(_arguments, sys._current_frames().values())), ((), None)
+    )
+
+
+def _arguments(frame: FrameType | None) -> tuple[Any, Any] | None:
+    found = None
+    while frame is not None:
+        if frame.f_code is torch.autograd.backward.__code__:
+            found = frame
+        frame = frame.f_back
+    return None if found is None else (found.f_locals["tensors"], found.f_locals["grad_tensors"])
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -11,12 +11,13 @@ import torch
 from mpips.cluster.start import Comm
 from mpips.config import OPTIONS
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
-from mpips.errors import UserError, write_line
+from mpips.errors import UserError
+from mpips.layout.tables import Table
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
 from mpips.library.start import Start
-from mpips.torch.linear import direct_gradients
+from mpips.torch.embedding import Source, bind_tables
 from mpips.torch.model import (
     DTYPES,
     Initial,
@@ -27,9 +28,7 @@ from mpips.torch.model import (
     statistics_of,
     trained_parameters,
 )
-from mpips.torch.optimizer import Losses
 from mpips.torch.state import state_maker
-from mpips.torch.tables import ModelTables, noting_weights
 from mpips.torch.worker import TorchSamples, Worker
 
 
@@ -40,8 +39,7 @@ class Result(library.Result):
     Attributes:
         state_dict: The model's, with the parameters at the end, and BatchNorm's running means,
             which `params` has behind them; other buffers are the means over the workers. Rows of
-            `Embedding` and `EmbeddingBag` are not in it: `rows` reads them. Sparse embeddings of
-            torch have their weight, if the run has a checkpoint.
+            `Embedding` and `EmbeddingBag` are not in it: `rows` reads them.
     """
 
     state_dict: Mapping[str, torch.Tensor]
@@ -67,7 +65,7 @@ def run(
             of its parameters are trained that require a gradient then; `train` may freeze any of
             them, and train it again, by ``requires_grad_``; and so it may those that come frozen,
             where one of `groups` gives them a rate. `Embedding` and `EmbeddingBag` of
-            mpips.torch, and torch's with ``sparse=True``, are tables, named as they are in it.
+            mpips.torch are tables, named as they are in it.
         optimizer: The update rule, such as ``mpips.AdamW(1e-3, weight_decay=0.01)``.
         comm: As in `mpips.run`.
         evaluate: ``evaluate(model, batch)`` returns means over a batch of held-out samples,
@@ -85,15 +83,15 @@ def run(
         The result, on every rank.
 
     Raises:
-        UserError: As `mpips.run`; if the model has parameters that cannot be trained here or sparse
-            embeddings that cannot be tables, or the optimizer's state is of another rule or of
-            other parameters.
+        UserError: As `mpips.run`; if the model has parameters that cannot be trained here, such as
+            sparse embeddings of torch, or the optimizer's state is of another rule or of other
+            parameters.
 
     Collective: yes. Blocks: until the run is over.
     """
-    module, tables, groups = library.agreed(comm, lambda: _make(model, options, optimizer), options)
+    source = Source()
+    module, tables, groups = library.agreed(comm, lambda: _make(model, options, source), options)
     options.setdefault("dtype", _dtype(module, groups))
-    losses = Losses()
     buffers: dict[str, np.ndarray] = {}
 
     def metrics(params: Mapping[str, np.ndarray], batch: Any) -> dict[str, float]:
@@ -102,23 +100,22 @@ def run(
             return evaluate(module, batch.x)
 
     def make_worker(start: Start) -> Worker:
-        worker = Worker(start, module, losses, tables.source)
+        worker = Worker(start, module, source)
         over.callback(worker.close)
         return worker
 
     program = library.Program(
-        train, make_worker, lambda start: _begin(start, tables),
+        train, make_worker, lambda start: _begin(start, source),
         lambda start: buffers.update(_mean_buffers(start, module)),
         metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
         sets_rate=True, statistics=tuple(statistics_of(module)),
-        make_state=state_maker(optimizer_state, module), tables=tables.tables,
+        make_state=state_maker(optimizer_state, module), tables=tables,
     )  # fmt: skip
-    with contextlib.ExitStack() as over, losses.noted(), direct_gradients():
-        over.callback(tables.source.close)
+    with contextlib.ExitStack() as over:
+        over.callback(source.close)
         result = library.run_program(program, Initial(module, groups), optimizer, comm, options)
     _set_buffers(module, buffers)
-    state = state_of(module, result.params) | tables.weights(result.out)
-    return Result(**vars(result), state_dict=state)
+    return Result(**vars(result), state_dict=state_of(module, result.params))
 
 
 def _groups(given: Any) -> Sequence[Group]:
@@ -132,28 +129,24 @@ def _groups(given: Any) -> Sequence[Group]:
 
 
 def _make(
-    model: Callable[[], torch.nn.Module], options: Mapping[str, Any], optimizer: Any
-) -> tuple[torch.nn.Module, ModelTables, Sequence[Group]]:
+    model: Callable[[], torch.nn.Module], options: Mapping[str, Any], source: Source
+) -> tuple[torch.nn.Module, dict[str, Table], Sequence[Group]]:
     """Return a run's module, the tables that are in it, and the groups of its parameters."""
     groups = _groups(options.get("groups", ()))
     try:
-        with noting_weights():
-            module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
+        module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
     except UserError:
         raise
     except Exception as error:
         got = f"model={getattr(model, '__name__', model)} raised {type(error).__name__}: {error}"
         raise UserError(got, "a module, on every rank") from error
-    rule = optimizer.options() if isinstance(optimizer, Optimizer) else {}
-    return module, ModelTables(module, {**options, **rule}), groups
+    return module, bind_tables(module, source), groups
 
 
-def _begin(start: Start, tables: ModelTables) -> None:
+def _begin(start: Start, source: Source) -> None:
     torch.set_num_threads(start.ranks.threads)
     if not start.trains:
-        tables.source.open(start.pull_saved)
-    if (note := tables.note) and start.ranks.is_chief and not start.config.quiet:
-        write_line(note)
+        source.open(start.pull_saved)
 
 
 def _dtype(module: torch.nn.Module, groups: Sequence[Group]) -> str:

@@ -92,18 +92,17 @@ class Worker(Loop):
         "accumulate=k, and do not divide the loss by k"
     )
 
-    def __init__(
-        self, start: "Start", model: torch.nn.Module, losses: Losses, source: Source
-    ) -> None:
+    def __init__(self, start: "Start", model: torch.nn.Module, source: Source) -> None:
         super().__init__(start)
         self.model = model
         # Where pushes are applied one by one, each worker's is one of as many of the same batches.
         alone = start.config.mode in ("async", "ssp")
         trained = trained_parameters(model, parse_groups(start.config.groups))
-        self._bound = Bound(model, 1 / self.workers if alone else 1.0, trained)
+        self._losses, self._source = Losses(), source
+        share = 1 / self.workers if alone else 1.0
+        self._bound = Bound(model, share, trained, noticed=self._losses.notice)
         self._made = marks_of(model, self._bound.parameters)
-        self._losses, self._source = losses, source
-        source.open(self._pull_rows)
+        source.open(self._pull_rows, self._losses.notice)
         self._saved: Checkpoint | None = None  # where rows are read when the run is over
         groups = param_groups(self._bound.parameters, start.config)
         self.optimizer = Optimizer(groups, self.push_gradients, self.drop_gradients)
@@ -173,7 +172,8 @@ class Worker(Loop):
         found = device_of(device, self._start.ranks)
         self._bound.forget()
         self.model.to(found)
-        self._bound = Bound(self.model, self._bound.share, self._bound.parameters, early)
+        share, trained, noticed = self._bound.share, self._bound.parameters, self._losses.notice
+        self._bound = Bound(self.model, share, trained, early, noticed)
         return found
 
     def push_gradients(self, factor: float = 1.0) -> None:

@@ -5,7 +5,7 @@ import gc
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ from launch import ROOT, run
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 
-import mpips  # noqa: E402
 import mpips.torch as mt  # noqa: E402
 from mpips.errors import UserError  # noqa: E402
+from mpips.torch.embedding import Source, bind_tables  # noqa: E402
 from mpips.torch.model import make_model  # noqa: E402
-from mpips.torch.tables import ModelTables, noting_weights  # noqa: E402
 
 ROWS, DIM = 12, 3
 PROGRAM = str(ROOT / "tests" / "pytorch" / "programs" / "embeddings.py")
@@ -30,12 +28,12 @@ PROGRAM = str(ROOT / "tests" / "pytorch" / "programs" / "embeddings.py")
 @pytest.mark.launch
 def test_steps_are_those_of_plain_torch(tmp_path: Path) -> None:
     found = run(3, [PROGRAM, str(tmp_path)], tmp_path, 300).check().output
-    names = ["sgd", "adagrad", "taken", "scheduled", "clipped", "accumulated"]
+    names = ["sgd", "adagrad", "scheduled", "clipped", "accumulated"]
     names += ["rounds", "clipped rounds"]
     assert re.findall(r"^([\w ]+) is equal", found, re.M) == names
     assert "tables alone are equal" in found
     assert "what is evaluated is what was saved" in found
-    assert found.count("4 are refused") == 3
+    assert found.count("2 are refused") == 3
 
 
 # Without ranks -------------------------------------------------------------------------------
@@ -46,17 +44,16 @@ class Store:
 
     Args:
         model: The module.
-        options: Of the run.
     """
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.tables, rng = ModelTables(model, options), np.random.default_rng(0)
+    def __init__(self, model: Any) -> None:
+        self.source, rng = Source(), np.random.default_rng(0)
         self.rows = {
             name: rng.standard_normal((table.rows, table.dim))
-            for name, table in self.tables.tables.items()
+            for name, table in bind_tables(model, self.source).items()
         }
         self.pulled = list[tuple[str, list[int]]]()
-        self.tables.source.open(self.pull)
+        self.source.open(self.pull)
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
         self.pulled.append((name, sorted(ids.tolist())))
@@ -70,7 +67,7 @@ class Store:
             assert len(set(ids.tolist())) == len(ids) == len(grads)
             sums[name][ids] = np.nan_to_num(sums[name][ids]) + grads
 
-        self.tables.source.push_into(push)
+        self.source.push_into(push)
         return sums
 
 
@@ -147,7 +144,8 @@ def test_rows_are_those_of_torch(padding: Any, ids: Any) -> None:
 def test_ids_that_are_hashed_may_be_any_integers() -> None:
     """An id is read once, whichever its row is; whoever reads it finds that."""
     model = nn.ModuleDict({"it": mt.Embedding(3, DIM, hashed=True, padding_idx=-7)})
-    tables, pulled = ModelTables(model, {}), list[int]()
+    source, pulled = Source(), list[int]()
+    bind_tables(model, source)
 
     def pull(name: str, ids: np.ndarray) -> np.ndarray:
         pulled.extend(ids.tolist())
@@ -156,13 +154,13 @@ def test_ids_that_are_hashed_may_be_any_integers() -> None:
     def push(name: str, ids: np.ndarray, grads: np.ndarray) -> None:
         found.update(zip(ids.tolist(), grads.tolist(), strict=True))
 
-    tables.source.open(pull)
+    source.open(pull)
     out = model["it"](torch.tensor([1 << 40, -7, 5, 1 << 40]))
     assert out[:, 0].tolist() == [776, 0, 5, 776]
     assert sorted(pulled) == [-7, 5, 1 << 40]
     out.sum().backward()
     found = dict[int, list[float]]()
-    tables.source.push_into(push)
+    source.push_into(push)
     assert found == {5: [1.0] * DIM, 1 << 40: [2.0] * DIM}
 
 
@@ -187,7 +185,7 @@ def test_gradients_wait_for_the_step() -> None:
     gc.collect()
     assert rows() is None, "nothing holds a pass that was left"
     embedding(IDS).sum().backward()
-    store.tables.source.forget()
+    store.source.forget()
     assert np.isnan(store.pushed()["it"]).all(), "of a batch that was left"
 
 
@@ -223,7 +221,7 @@ def test_copies_read_on_and_pickles_read_nowhere() -> None:
     outside = r"a forward pass of an mpips\.torch\.Embedding outside a run, .* mpips\.torch\.run"
     with pytest.raises(UserError, match=outside):
         again(IDS)
-    store.tables.source.close()
+    store.source.close()
     with pytest.raises(UserError, match=outside):
         embedding(IDS)
     with pytest.raises(UserError, match=outside):
@@ -270,114 +268,15 @@ def test_what_an_embedding_cannot_be() -> None:
         Store(mt.Embedding(ROWS, DIM))
 
 
-# Sparse embeddings of torch.
+def test_which_embeddings_are_tables() -> None:
+    """Of torch's none; one that has two names in a model is one table."""
+    model = nn.ModuleDict({"dense": nn.Embedding(ROWS, DIM), "table": mt.Embedding(ROWS, DIM)})
+    model["again"] = model["table"]
+    assert list(Store(model).rows) == ["table"]
+    assert list(make_model(lambda: model, 0).state_dict()) == ["dense.weight"]
 
 
-def taken(make: Callable[[], Any], **options: Any) -> tuple[Any, Store]:
-    """Return a model as a run takes it."""
-    with noting_weights():
-        model = make_model(make, 0)
-    return model, Store(model, **options)
-
-
-class Given(nn.Module):  # type: ignore[misc]
-    """Sparse embeddings, one of them under two names, and others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Embedding(ROWS, DIM, sparse=True, padding_idx=2)
-        self.inner = nn.Sequential(nn.EmbeddingBag(ROWS, 2, sparse=True, mode="sum"))
-        self.again, self.dense = self.first, nn.Embedding(ROWS, DIM)
-        self.still = nn.Embedding.from_pretrained(torch.ones(ROWS, DIM), sparse=True)
-
-
-def test_sparse_embeddings_are_taken_as_tables() -> None:
-    model, store = taken(Given)
-    tables = store.tables.tables
-    assert set(tables) == {"first", "inner.0"}
-    assert tables["first"] == mpips.Table(ROWS, DIM, mpips.Normal(1.0))
-    assert isinstance(model.first, mt.Embedding)
-    assert model.again is model.first
-    assert model.first.padding_idx == 2
-    assert model.inner[0].mode == "sum"
-    assert set(model.state_dict()) == {"dense.weight", "still.weight"}
-    assert "first, inner.0" in store.tables.note
-    torch.manual_seed(0)
-    plain = Given()
-    assert torch.equal(plain.dense.weight, model.dense.weight), "the seed's numbers are the same"
-    assert nn.Embedding.__init__.__qualname__ == "Embedding.__init__", "torch is as it was"
-
-
-def test_a_dense_embedding_is_a_model() -> None:
-    model, store = taken(lambda: nn.Embedding(ROWS, DIM), mode="sync", optimizer="adamw")
-    assert not store.tables.tables
-    assert not store.tables.note
-    assert list(model.state_dict()) == ["weight"]
-
-
-def embedding(change: Callable[[Any], object], **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        model = nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True, **options))
-        change(model[0])
-        return model
-
-    return make
-
-
-def tied() -> Any:
-    model = nn.ModuleDict({"a": nn.Embedding(ROWS, DIM, sparse=True), "b": nn.Linear(DIM, ROWS)})
-    model["b"].weight = model["a"].weight
-    return model
-
-
-class Scaled(nn.Embedding):  # type: ignore[misc]
-    """An embedding that does something of its own."""
-
-    def forward(self, input: Any) -> Any:
-        return 2 * super().forward(input)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], Mapping[str, Any], str]] = {
-    "max_norm": (embedding(id, max_norm=1.0), {}, r"'0', .*Embedding.*, with max_norm=1\.0"),
-    "frequency": (embedding(id, scale_grad_by_freq=True), {}, "with scale_grad_by_freq"),
-    "initialised": (
-        embedding(lambda m: nn.init.uniform_(m.weight, -0.1, 0.1)), {},
-        r"weight is not as torch makes it, .*N\(0, 1\).* mpips\.Uniform\(0\.1\); or leave out sp",
-    ),
-    "by data": (embedding(lambda m: m.weight.data.mul_(0.5)), {}, "is not as torch makes it"),
-    "pretrained": (
-        lambda: nn.Sequential(nn.Embedding.from_pretrained(torch.ones(9, 2), False, sparse=True)),
-        {}, "is not as torch makes it",
-    ),
-    "hooks": (embedding(lambda m: m.register_forward_hook(lambda *_: None)), {}, "with hooks"),
-    "tied": (tied, {}, "'a', .* whose weight another module has too"),
-    "more": (lambda: nn.Sequential(Scaled(9, 2, sparse=True)), {}, "of Scaled, which is a sparse"),
-    "max": (
-        lambda: nn.Sequential(nn.EmbeddingBag(9, 2, mode="max", sparse=True)), {}, "of mode 'max'",
-    ),
-    "a mode": (
-        Given, {"mode": "local_sgd"},
-        r"mode 'local_sgd' with the embeddings first, inner\.0, whose rows are tables, expected",
-    ),
-    "a rule": (
-        Given, {"optimizer": "adamw"},
-        r"optimizer 'adamw' of the run for the embeddings first, inner\.0, .* optimizer=mpips\.Ada",
-    ),
-    "alone": (
-        lambda: nn.Embedding(9, 2, sparse=True), {}, "that is an Embedding and nothing else",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_sparse_embeddings_that_cannot_be_tables(name: str) -> None:
-    make, options, message = REFUSED[name]
-    with pytest.raises(UserError, match=message):
-        taken(make, **options)
-
-
-def test_a_torch_weight_is_what_a_table_begins_like() -> None:
+def test_a_weight_of_torch_is_what_a_table_begins_like() -> None:
     """N(0, 1), as `mpips.torch.Embedding` by default."""
     weight = nn.Embedding(2000, 5).weight
     assert abs(float(weight.detach().std()) - mt.Embedding(1, 1).table.init.scale) < 0.05
-    assert F.embedding(torch.tensor([0]), weight).shape == (1, 5)

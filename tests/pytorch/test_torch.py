@@ -1,9 +1,12 @@
 """`mpips.torch`: PyTorch models with a loop of their own, on real ranks and alone."""
 
+import copy
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +123,7 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("which", "count"),
     [
-        pytest.param("not compiled", 16, marks=pytest.mark.one_mpi),
+        pytest.param("not compiled", 17, marks=pytest.mark.one_mpi),
         pytest.param("aot_eager", 1, marks=LONG),
         pytest.param("inductor", 1, marks=[*LONG, COMPILER]),
     ],
@@ -372,17 +375,6 @@ def test_what_a_group_gives_a_rate_may_come_frozen() -> None:
         assert out["frozen.bias"].any() == unfrozen
 
 
-def test_a_sparse_embedding_that_comes_frozen_cannot_be_trained_later() -> None:
-    def make() -> torch.nn.Module:
-        model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
-        model[0].requires_grad_(False)
-        return model
-
-    assert list(trained_parameters(make_model(make, 0))) == ["1.weight", "1.bias"]
-    with pytest.raises(UserError, match=r"a rate for '0\.weight', of a sparse embedding"):
-        make_model(make, 0, [mpips.Group("0.*", lr=0.1)])
-
-
 def test_what_is_frozen_in_the_loop_is_named_and_evaluated() -> None:
     model = make_model(Two, 0)
     initial = Initial(model)
@@ -438,25 +430,29 @@ def test_large_gradients_are_those_of_autograd(shift: int) -> None:
     model, plain = make_model(Large, 0), make_model(Large, 0)
     (plain(x) + plain(2 * x)).backward()
     expected = {name: p.grad.numpy() for name, p in plain.named_parameters()}
-    with linear.direct_gradients():
-        bound = Bound(model)
-        size = sum(array.size for array in expected.values())
-        flat, out, begin = torch.full((size + 16,), torch.nan), dict[str, np.ndarray](), shift
-        for name, array in expected.items():
-            out[name] = flat[begin : begin + array.size].view(array.shape).numpy()
-            begin += array.size
-        assert (out["first.weight"].ctypes.data % linear.ALIGNED_BYTES == 0) == (shift == 0)
-        bound.collect_into(out)
-        asked = torch.autograd.grad(model(x), model.first.weight, create_graph=True)[0]
-        assert asked.requires_grad, "it can be differentiated"
-        assert model.first.weight.grad is None
-        (model(x) + model(2 * x)).backward()
-        bound.complete()
-        bound.forget()
+    bound = Bound(model)
+    size = sum(array.size for array in expected.values())
+    flat, out, begin = torch.full((size + 16,), torch.nan), dict[str, np.ndarray](), shift
+    for name, array in expected.items():
+        out[name] = flat[begin : begin + array.size].view(array.shape).numpy()
+        begin += array.size
+    assert (out["first.weight"].ctypes.data % linear.ALIGNED_BYTES == 0) == (shift == 0)
+    bound.collect_into(out)
+    weight = model.first.weight
+    for twice in (False, True):
+        asked = torch.autograd.grad(model(x), weight, create_graph=twice)[0]
+        assert asked.requires_grad == twice, "it can be differentiated"
+    model(x).backward(inputs=[model.first.bias])
+    assert weight.grad is None
+    assert not np.isfinite(out["first.weight"]).any(), "of others alone"
+    bound.drop()
+    (model(x) + model(2 * x)).backward()
+    bound.complete()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    bound.forget()
+    assert {type(m.first) for m in (model, *copies)} == {torch.nn.Linear}
     for name, array in expected.items():
         np.testing.assert_allclose(out[name], array, rtol=1e-5, atol=1e-9, err_msg=name)
-    assert torch.nn.functional.linear is linear._linear
-    assert not linear._writes
 
 
 def test_a_large_gradient_is_written_where_it_is_pushed_from(
@@ -472,19 +468,41 @@ def test_a_large_gradient_is_written_where_it_is_pushed_from(
         written.append(out.data_ptr())
         return multiply(left, right, out=out)
 
-    with linear.direct_gradients():
-        bound = Bound(model)
-        out = {name: torch.full(a.shape, torch.nan).numpy() for name, a in memory(model).items()}
-        bound.collect_into(out)
-        monkeypatch.setattr(torch, "mm", noted)
-        model(x).square().mean().backward()
+    bound = Bound(model)
+    out = {name: torch.full(a.shape, torch.nan).numpy() for name, a in memory(model).items()}
+    bound.collect_into(out)
+    monkeypatch.setattr(torch, "mm", noted)
+    model(x).square().mean().backward()
     np.testing.assert_array_equal(out["weight"], expected.numpy())
     assert written == [out["weight"].ctypes.data]
 
 
+class Within(torch.autograd.Function):  # type: ignore[misc]
+    """A mean whose gradient is left by a pass of its own, as by checkpoints of activations."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Any) -> Any:
+        ctx.save_for_backward(w)
+        return w.detach().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> None:
+        (w,) = ctx.saved_tensors
+        with torch.enable_grad():
+            torch.autograd.backward(5 * w.sum())
+
+
+def in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
 def test_losses_are_noted() -> None:
     """A call counts with what it differentiates; where there are scalars, with these alone."""
+    losses, found = Losses(), dict[str, Any]()
     w = torch.nn.Parameter(torch.tensor([1.0, 2, 3, 6]))
+    hook = w.register_post_accumulate_grad_hook(lambda _: losses.notice())
     quarter = torch.tensor(0.25)
     ways: dict[str, Callable[[], object]] = {
         "one": lambda: w.mean().backward(),
@@ -498,14 +516,17 @@ def test_losses_are_noted() -> None:
         "two": lambda: [(k * w.mean()).backward() for k in (0.5, 1.5)],
         "a part of a model behind it": lambda: [w.mean().backward(), (2 * w).backward(w.detach())],
         "a part of a model before it": lambda: [(2 * w).backward(w.detach()), w.mean().backward()],
+        "one within another": lambda: Within.apply(w).backward(),
+        "another thread": lambda: in_thread(w.mean().backward),
     }
-    losses, found = Losses(), dict[str, Any]()
     assert losses.mean() is None
-    with losses.noted():
-        for name, way in ways.items():
-            way()
-            found[name] = losses.mean()
-            losses.clear()
+    torch.autograd.grad(w.mean(), w)
+    assert losses.mean() is None
+    for name, way in ways.items():
+        way()
+        found[name] = losses.mean()
+        losses.clear()
+    hook.remove()
     w.mean().backward()
     assert losses.mean() is None
     assert found == pytest.approx(dict.fromkeys(ways, 3.0))
@@ -566,7 +587,23 @@ def meta() -> Any:
     return torch.nn.Linear(2, 2, device="meta")
 
 
+def frozen_sparse() -> Any:
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+SPARSE = r", expected an mpips\.torch\.{}, whose rows are a table of the servers; or leave out"
 MODELS: dict[str, tuple[Any, str]] = {
+    "sparse": (
+        lambda: torch.nn.Embedding(3, 2, sparse=True),
+        r"'weight' of a torch\.nn\.Embedding\(sparse=True\)" + SPARSE.format("Embedding"),
+    ),
+    "sparse bags": (
+        lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(3, 2, sparse=True)),
+        r"'0\.weight' of a torch\.nn\.EmbeddingBag\(sparse=True\)" + SPARSE.format("EmbeddingBag"),
+    ),
+    "sparse, trained later": (frozen_sparse, "'0.weight' of a torch.nn.Embedding"),
     "a module": (torch.nn.Linear(2, 2), "model of type Linear, expected a class or function"),
     "no module": (dict, "a model of type dict, expected a torch.nn.Module"),
     "no parameter": (torch.nn.ReLU, "a model without a parameter that requires a gradient"),
@@ -579,7 +616,9 @@ MODELS: dict[str, tuple[Any, str]] = {
 def test_models_that_cannot_be_trained(name: str) -> None:
     make, message = MODELS[name]
     with pytest.raises(UserError, match=message):
-        make_model(make, 0)
+        make_model(make, 0, [mpips.Group("0.*", lr=0.1)])
+    if make is frozen_sparse:
+        assert list(trained_parameters(make_model(make, 0))) == ["1.weight", "1.bias"]
 
 
 def test_a_model_is_alike_on_every_rank() -> None:

@@ -4,6 +4,7 @@
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,37 @@ def test_steps_are_those_of_torch(step: Step, tmp_path: Path) -> None:
     assert_alike(result, plain(step))
     assert len(losses) == STEPS
     assert max(losses) < 3, "of the gradients that were pushed"
+
+
+def functions_of_torch() -> dict[tuple[str, ...], object]:
+    """Return the functions of all modules of torch, and of their classes, by name."""
+    modules = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "torch"}
+    found = dict[tuple[str, ...], object]()
+    for name, module in modules.items():
+        for key, value in vars(module).items():
+            if isinstance(value, type) and value.__module__ in modules:
+                found |= {(name, key, each): own for each, own in vars(value).items()}
+            found[name, key] = value
+    return {place: value for place, value in found.items() if callable(value)}
+
+
+def test_functions_of_torch_are_as_they_were(tmp_path: Path) -> None:
+    """In a run, and after it."""
+    seen = list[dict[tuple[str, ...], object]]()
+
+    def step(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        plainly(model, opt, x, y)
+        if not seen:
+            seen.append(functions_of_torch())
+
+    runs(plainly, tmp_path / "first")  # imports what PyTorch imports when it is used
+    before = functions_of_torch()
+    runs(step, tmp_path / "run", wide)
+    for now in (*seen, functions_of_torch()):
+        assert {place for place, value in before.items() if now.get(place) is not value} == set()
+    assert seen
+    assert before["torch.nn.functional", "linear"] is F.linear
+    assert ("torch.nn", "Linear", "forward") in before
 
 
 def test_batches_are_added_up(tmp_path: Path) -> None:
