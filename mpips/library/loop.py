@@ -49,7 +49,7 @@ class Loop:
         self.id = ranks.roles.workers.index(ranks.rank)
         self.ended: Ended | None = None
         self._start, self.notes = start, Notes(self.id)
-        self._callbacks = start.given.callbacks
+        self._callbacks = start.program.callbacks
         self._tasks: Tasks[Ended] | None = None
         self._task: Task | None = None  # the batch in work
         self._next: Task | None = None  # the one after it, which is here already
@@ -118,11 +118,11 @@ class Loop:
         """
         if self._tasks is None:
             raise UserError(
-                f"{self._start.name} without a loop", "a loop over the worker's batches"
+                f"{self._start.program.name} without a loop", "a loop over the worker's batches"
             )
         if self.ended is None and not self._start.job.stopping:
             remedy = "call worker.stop(), and go on to the end of the loop, which comes soon"
-            got = f"{self._start.name} that left its loop"
+            got = f"{self._start.program.name} that left its loop"
             raise UserError(got, "a loop to its end", remedy)
         self._next = self._task or self._next
         while self.ended is None:

@@ -1,7 +1,8 @@
-"""A program's parameters as the problem of a job: named arrays, and what evaluates them."""
+"""A program's parameters as the problem of a job."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -16,18 +17,18 @@ from mpips.problems.base import Arrays, Problem
 if TYPE_CHECKING:
     from mpips.datasets import Batch, DataInfo
 
-Evaluate: TypeAlias = Callable[[Arrays, Any], dict[str, float]]
-MakeState: TypeAlias = Callable[[Config, Layout], RuleState]
 
+class Model(Problem):
+    """Initial parameters by name, in the order of the mapping, whose gradients a program computes.
 
-class Parameters:
-    """Initial parameters by name, in the order of the mapping, which is read when they are used.
+    The mapping is read when the parameters are used: a run goes on in other memory.
 
     Args:
-        given: Names and arrays of real numbers.
-        statistics: Those that are no parameters, the last ones; see `Problem`.
-        make_state: Makes what the update rule begins with; None for nothing.
+        params: Names and arrays of real numbers.
         tables: Tables of rows beside them, by name.
+
+    Attributes:
+        dtype: Of a job that is given none.
 
     Raises:
         UserError: If there is none and no table, one is not an array of real numbers, or a table is
@@ -35,66 +36,49 @@ class Parameters:
     """
 
     def __init__(
-        self,
-        given: Mapping[str, Any],
-        statistics: Sequence[str] = (),
-        make_state: MakeState | None = None,
-        tables: Mapping[str, Table] | None = None,
+        self, params: Mapping[str, Any], tables: Mapping[str, Table] | None = None
     ) -> None:
-        if not isinstance(given, Mapping) or not (given or tables):
-            got = f"params of type {type(given).__name__}" if given else "no params"
+        if not isinstance(params, Mapping) or not (params or tables):
+            got = f"params of type {type(params).__name__}" if params else "no params"
             raise UserError(got, 'a mapping of names to arrays, such as {"w": np.zeros((4, 2))}')
-        self._given = given
-        arrays = self.arrays
+        self._params = params
+        arrays = self.arrays()
         for name, array in arrays.items():
             if array.dtype.kind not in "fiub" or not array.size:
                 got = f"params[{name!r}] of dtype {array.dtype} and shape {array.shape}"
                 raise UserError(got, "an array of real numbers that is not empty")
-        self.statistics, self.make_state = tuple(statistics), make_state
         shapes = {name: array.shape for name, array in arrays.items()}
         self.layout = Layout.of(shapes, checked_tables(tables or {}))
-        # Of a job that is given none.
         doubles = {array.dtype for array in arrays.values()} == {np.dtype(np.float64)}
         self.dtype = "float64" if doubles else "float32"
 
-    @property
+    def of_job(self, data: "DataInfo", config: Config) -> Self:
+        """Return the problem of a job; see `Problem`.
+
+        Raises:
+            UserError: If what the update rule is to begin with does not fit it.
+        """
+        found = copy.copy(self)
+        Problem.__init__(found, data, config)
+        found.rule_state = found.make_state(config)
+        return found
+
+    def make_state(self, config: Config) -> RuleState | None:
+        """Return what the update rule of a new run begins with; None for nothing."""
+        return None
+
     def arrays(self) -> dict[str, np.ndarray]:
-        """The parameters; not kept here, since a run goes on in other memory."""
-        return {str(name): np.asarray(array) for name, array in self._given.items()}
-
-
-class Model(Problem):
-    """The problem of a job whose gradients a program computes by itself.
-
-    Args:
-        data: What the dataset is.
-        config: The job's configuration.
-        params: Its initial parameters.
-        evaluate: ``evaluate(params, batch)`` returns means over a batch of held-out samples,
-            ``loss`` among them; None where nothing is held out.
-
-    Raises:
-        UserError: If what the update rule is to begin with does not fit it.
-    """
-
-    def __init__(
-        self, data: "DataInfo", config: Config, params: Parameters, evaluate: Evaluate | None
-    ) -> None:
-        super().__init__(data, config)
-        self.layout, self._params, self._evaluate = params.layout, params, evaluate
-        self.statistics = params.statistics
-        if params.make_state is not None:
-            self.rule_state = params.make_state(config, params.layout)
+        """Return the parameters by name."""
+        return {str(name): np.asarray(array) for name, array in self._params.items()}
 
     def init(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the parameters that were given."""
-        return self._params.arrays
+        return self.arrays()
 
     def loss_and_grad(self, params: Arrays, batch: "Batch", out: Arrays) -> float:
         """Not called: the program follows the tasks (`mpips.problems.accumulate`)."""
         raise NotImplementedError("the program computes gradients by itself")
 
     def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
-        """Return what the program's `evaluate` does."""
-        assert self._evaluate is not None, "nothing is held out"
-        return self._evaluate(params, batch)
+        """Not called: nothing is held out."""
+        raise NotImplementedError("nothing is held out")

@@ -1,13 +1,12 @@
 """`mpips.run`: one run of a program's own training function."""
 
-import contextlib
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -17,19 +16,15 @@ from mpips.cluster.agreement import Agreed, await_ranks, everywhere
 from mpips.cluster.start import Comm, ranks_of
 from mpips.errors import UserError
 from mpips.layout.tables import Table
-from mpips.library.callbacks import Callback, Callbacks
-from mpips.library.data import Samples
-from mpips.library.loop import Loop
-from mpips.library.model import Evaluate, MakeState, Parameters
+from mpips.library.callbacks import Callback
 from mpips.library.notes import Note, write_late
 from mpips.library.optimizers import Optimizer
-from mpips.library.start import Given, Start, checked, limit_of, of_program
+from mpips.library.program import Evaluate, Program
+from mpips.library.start import Start, checked, limit_of, of_program
 from mpips.library.worker import Worker
 from mpips.problems.accumulate import follow
 from mpips.ps.saved_rows import find_rows
 from mpips.session.training import Ended
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,89 +122,37 @@ def run(
 
     Collective: yes, over `comm`. Blocks: until the run is over.
     """
-    program = Program(
-        train, evaluate=evaluate, held_out=held_out, callbacks=callbacks, tables=tables or {}
-    )
-    return run_program(program, params, optimizer, comm, options)
+    make = partial(Program, train, params, evaluate, held_out, callbacks, tables)
+    return run_program(make, optimizer, comm, options)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What a program gives a run, and how its workers take it.
-
-    Attributes:
-        train: Called with a worker on each worker.
-        make_worker: Makes it.
-        begin: Called on every rank that has its share of the cores. Collective: no.
-        finish: Called on every rank at the end, while its communicators are there. Collective.
-        evaluate: See `run`; `held_out` likewise.
-        samples: Makes held-out samples of what is given.
-        callbacks: See `run`.
-        sets_rate: Whether its workers may set a factor of the learning rate.
-        statistics: Names of parameters that are none; see `Problem`.
-        make_state: See `Parameters`.
-        tables: See `run`.
-    """
-
-    train: Callable[[Any], object]
-    make_worker: Callable[[Start], Loop] = Worker
-    begin: Callable[[Start], None] = lambda start: None
-    finish: Callable[[Start], None] = lambda start: None
-    evaluate: Evaluate | None = None
-    held_out: Any = None
-    samples: Callable[[Any], Samples] = Samples
-    callbacks: Sequence[Callback] = ()
-    sets_rate: bool = False
-    statistics: Sequence[str] = ()
-    make_state: MakeState | None = None
-    tables: Mapping[str, Table] = field(default_factory=dict)
-
-
-# Called with a program, what it gives and its name, in place of a run; it does not return.
-instead: Callable[[Program, Given, str], NoReturn] | None = None
-
-
-def agreed(comm: Comm | None, make: Callable[[], T], options: Mapping[str, Any]) -> T:
-    """Call `make` on every rank before a run begins; an error on any is raised on all.
-
-    Args:
-        comm: The ranks.
-        make: Makes what all need.
-        options: Of the run.
-
-    Collective: yes, over `comm`, but where another process makes a run of the program again.
-    """
-    if instead is not None:
-        return make()
-    world = ranks_of(comm)
-    with of_program(world):
-        await_ranks(world, limit_of(options))
-        return everywhere(world, make)
+# Called with a program in place of a run; it does not return.
+instead: Callable[[Program], NoReturn] | None = None
 
 
 def run_program(
-    program: Program,
-    params: Mapping[str, Any],
+    make: Callable[[], Program],
     optimizer: Optimizer | None,
     comm: Comm | None,
     options: Mapping[str, Any],
 ) -> Result:
-    """Run a program; see `run`. Collective: yes."""
+    """Run a program, which `make` makes on every rank; see `run`. Collective: yes."""
     started = time.perf_counter()
     if failures.any_seen():
         got = "a run after one in which a worker has died"
         raise UserError(got, "a world of ranks that all live", "start the program again")
     if instead is not None:
-        instead(program, *_given(program, params, started))
+        instead(make())
     world = ranks_of(comm)
     with of_program(world), signals.noted():
         await_ranks(world, limit_of(options))
-        given, name = everywhere(world, lambda: _given(program, params, started))
+        program = everywhere(world, make)
         uncaught.disarm()
-        start = Start(world, name, everywhere(world, lambda: checked(options, optimizer)), given)
+        checked_ones = everywhere(world, lambda: checked(options, optimizer))
+        start = Start(world, program, checked_ones, started)
         program.begin(start)
         try:
-            ended, late = _train(program, start)
+            ended, late = _train(start)
             program.finish(start)
         except Agreed:
             start.free()
@@ -235,24 +178,12 @@ def _unheeded(result: Result) -> str:
     return f"the run in {result.out} {how} ({result.reason}): end with sys.exit(result.code)"
 
 
-def _given(program: Program, params: Mapping[str, Any], started: float) -> tuple[Given, str]:
-    """Return what a program gives a run, and the run's name.
-
-    Raises:
-        UserError: If it cannot be.
-    """
-    held_out, callbacks = _held_out_of(program), Callbacks(program.callbacks)
-    initial = Parameters(params, program.statistics, program.make_state, program.tables)
-    given = Given(initial, program.evaluate, held_out, callbacks, program.sets_rate, started)
-    return given, _name(program.train)
-
-
-def _train(program: Program, start: Start) -> tuple[Ended, list[Note]]:
+def _train(start: Start) -> tuple[Ended, list[Note]]:
     """Run this rank's half; returns how it ended, and what was logged too late to be sent."""
     if not start.works:
         return follow(None, start.tasks(None, None, None)), []
-    worker = program.make_worker(start)
-    program.train(worker)
+    worker = start.program.make_worker(start)
+    start.program.train(worker)
     worker.leave()
     assert worker.ended is not None, "it has left"
     return worker.ended, worker.notes.kept
@@ -265,37 +196,3 @@ def _result(start: Start, ended: Ended, late: list[Note]) -> Result:
         write_late(start.job, list(itertools.chain(*filter(None, brought))))
     assert summary is not None, "kept on every rank"
     return Result(start.final_params(ended), summary, summary["stop_reason"], ended.code, start.out)
-
-
-def _held_out_of(program: Program) -> Callable[[], Samples | None]:
-    """Return what makes the held-out samples on a worker.
-
-    Raises:
-        UserError: If they are given without what evaluates them, or the other way round.
-    """
-    held_out = program.held_out
-    if (held_out is None) != (program.evaluate is None):
-        given, lacks = ("evaluate", "held_out") if held_out is None else ("held_out", "evaluate")
-        raise UserError(f"{given} without {lacks}", "both or neither")
-    if held_out is None:
-        return lambda: None
-    return lambda: program.samples(held_out() if callable(held_out) else held_out)
-
-
-def _name(train: Callable[[Any], object]) -> str:
-    """Return what a run is called after: ``program.py:function``."""
-    if not callable(train):
-        got = f"train of type {type(train).__name__}"
-        raise UserError(got, "a function that takes an mpips.Worker")
-    function = inspect.unwrap(train)
-    with contextlib.suppress(ValueError):  # of what is built in there may be no signature
-        try:
-            inspect.signature(train, follow_wrapped=False).bind(None)
-        except TypeError as problem:
-            got, expected = f"train that takes other arguments ({problem})", "a worker alone"
-            raise UserError(got, expected, "write def train(worker):") from None
-    name = getattr(function, "__name__", type(function).__name__)
-    code = getattr(function, "__code__", None)
-    file = Path(code.co_filename).name if code is not None else ""
-    file = file if file.endswith(".py") else "program.py"
-    return f"{file}:{name if name.isidentifier() else 'train'}"

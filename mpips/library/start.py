@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +21,9 @@ from mpips.config.option import meant
 from mpips.datasets import DataInfo, Dataset
 from mpips.errors import UserError, reworded
 from mpips.launch import signs
-from mpips.library.callbacks import Callbacks
 from mpips.library.data import Samples, dataset, info_of
-from mpips.library.model import Evaluate, Model, Parameters
 from mpips.library.optimizers import Optimizer, example
+from mpips.library.program import Program
 from mpips.planning.job import Job
 from mpips.problems.accumulate import Tasks
 from mpips.problems.base import Arrays
@@ -98,42 +96,17 @@ def limit_of(options: Mapping[str, Any]) -> float:
     return signs.timeout_s() or max(0.0, mine)
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a program gives a run beside its options.
-
-    Attributes:
-        params: The initial parameters.
-        evaluate: See `Model`.
-        held_out: Makes the held-out samples.
-        callbacks: What the program wants to be told of.
-        sets_rate: Whether workers may set a factor of the learning rate.
-        started: `time.perf_counter` when the run began.
-    """
-
-    params: Parameters
-    evaluate: Evaluate | None
-    held_out: Callable[[], Samples | None]
-    callbacks: Callbacks
-    sets_rate: bool
-    started: float
-
-    def problem(self, name: str, info: DataInfo, config: Config) -> Model:
-        """Return the model of a job."""
-        return Model(info, config, self.params, self.evaluate)
-
-
 class Start:
     """A run of a program, as far as it is known before its data is: ranks with their roles.
 
     Args:
         comm: The ranks.
-        name: What the run is called after: ``file.py:function``.
+        program: What it gives the run.
         options: As `checked` returns them, the same on every rank; of `out` that of rank 0 counts.
-        given: The rest.
+        started: `time.perf_counter` when the run began.
 
     Attributes:
-        comm: The communicator that was given; `name` and `given` likewise.
+        comm: The communicator that was given; `program` likewise.
         ranks: Those that train, or, on an evaluator, the evaluators; freed at the end of the run.
         workers: The communicator of the workers.
         config: What is known of the configuration before the loop over the batches.
@@ -144,15 +117,16 @@ class Start:
     Collective: yes.
     """
 
-    def __init__(self, comm: Comm, name: str, options: dict[str, Any], given: Given) -> None:
-        self.comm, self.name, self.given = comm, name, given
-        dtype = given.params.dtype
-        options = {"dtype": dtype, **options}
+    def __init__(
+        self, comm: Comm, program: Program, options: dict[str, Any], started: float
+    ) -> None:
+        self.comm, self.program, self._started = comm, program, started
+        options = {"dtype": program.dtype, **options}
         _alike(self.comm, options)
-        self._options = {**options, "problem": name, "dataset": DATASET}
+        self._options = {**options, "problem": program.name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
-        states = gather_all(self.comm, given.params.make_state is not None)
-        layouts_alike(self.comm, given.params.layout)
+        states = gather_all(self.comm, program.optimizer_state is not None)
+        layouts_alike(self.comm, program.layout)
         everywhere(self.comm, lambda: _check_states(states))
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None
@@ -210,13 +184,17 @@ class Start:
 
     def _train(self, run: folder.Run, make: Callable[[], Samples] | None) -> Tasks[Ended]:
         tell_ranks(self.ranks, run, self._where, self._link)
-        given = self.given
-        more = given.started, self._opener(make), given.problem
+        program = self.program
+
+        def problem(_: str, info: DataInfo, config: Config) -> Program:
+            return program.of_job(info, config)
+
+        more = self._started, self._opener(make), problem
         self.job = agreed(self._link, lambda: make_job(run, self.ranks, *more))
         if self._link is not None:
             _check_held_out(self.comm, self.job.info.n_test)
-        self.job.sets_rate = given.sets_rate
-        ended = yield from train(self.job, run, True, given.callbacks.event, self._link)
+        self.job.sets_rate = program.sets_rate
+        ended = yield from train(self.job, run, True, program.callbacks.event, self._link)
         if self._link is not None:
             end_evaluations(self._link, ended.code)
         return ended
@@ -224,17 +202,16 @@ class Start:
     def _follow(self, run: folder.Run) -> Ended:
         """Evaluate until the run is over, on an evaluator."""
         assert self._link is not None, "it evaluates for the others"
-        config, link, given = run.config, self._link, self.given
+        config, link, program = run.config, self._link, self.program
 
         def make() -> Evaluator:
-            samples = checked_samples(given.held_out(), config, "give held_out and evaluate")
-            info = info_of(DATASET, 0, samples.n)
-            problem = given.problem(DATASET, info, config)
+            samples = checked_samples(program.held_out(), config, "give held_out and evaluate")
+            problem = program.of_job(info_of(DATASET, 0, samples.n), config)
             return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
 
         self._evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
         _check_held_out(self.comm, self._evaluator.samples)
-        params = np.empty(given.params.layout.size, config.dtype)
+        params = np.empty(program.layout.size, config.dtype)
         with traced(config, self.ranks, run.out, link):
             return Ended(self._evaluator.serve(), params)
 
@@ -248,7 +225,8 @@ class Start:
     ) -> Callable[[folder.Run, Cluster], tuple[DataInfo, Dataset | None]]:
         def open_data(run: folder.Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
             def build() -> Dataset | None:
-                return dataset(DATASET, make(), self.given.held_out()) if make is not None else None
+                held_out = self.program.held_out
+                return dataset(DATASET, make(), held_out()) if make is not None else None
 
             found = everywhere(ranks.comm, build)
             infos = gather_all(ranks.comm, None if found is None else found.info)
@@ -266,7 +244,7 @@ class Start:
     def final_params(self, ended: Ended) -> Arrays:
         """Return the parameters of a run that is over, by name."""
         assert ended.params is not None, "they are kept"
-        return self.given.params.layout.views(ended.params)
+        return self.program.layout.views(ended.params)
 
     @property
     def works(self) -> bool:

@@ -26,7 +26,7 @@ from mpips.config.option import meant
 from mpips.errors import UserError
 from mpips.layout import aligned_zeros
 from mpips.library.data import info_of
-from mpips.library.model import Model, Parameters
+from mpips.library.model import Model
 from mpips.library.optimizers import Optimizer
 from mpips.library.serving import Serving, serve
 from mpips.library.start import checked, limit_of, of_program
@@ -91,7 +91,7 @@ class Store:
         with of_program(world):
             await_ranks(world, limit_of(options))
             given = everywhere(world, lambda: _checked(options, optimizer))
-            first = everywhere(world, lambda: Parameters(params))
+            first = everywhere(world, lambda: Model(params))
             config = on_root(world, partial(_config, given, first.dtype, world.size))
             layouts_alike(world, first.layout)
             self._cluster = assign_roles(world, config)
@@ -284,8 +284,7 @@ def _config(given: Mapping[str, Any], dtype: str, ranks: int) -> Config:
     return resolve({"dtype": dtype, "optimizer": "sgd", "share_pulls": False, **given, **fixed})
 
 
-def _job(cluster: Cluster, config: Config, params: Parameters) -> Job:
+def _job(cluster: Cluster, config: Config, model: Model) -> Job:
     info = info_of(NAME, config.batch_size, 0)
     load_loops(cluster, config)
-    model = Model(info, config, params, None)
-    return Job(config, cluster, info, None, model, Path(), 0)
+    return Job(config, cluster, info, None, model.of_job(info, config), Path(), 0)

@@ -1,7 +1,4 @@
-"""Replay of a program of `mpips.run`.
-
-The program is started again, and its run is replayed.
-"""
+"""A replay of a program of `mpips.run`: the program is started again, and its run is made again."""
 
 import runpy
 import sys
@@ -12,8 +9,8 @@ from typing import NoReturn
 from mpips.errors import UserError, write_line
 from mpips.library import run as library
 from mpips.library.data import Samples, dataset, info_of
-from mpips.library.run import Program
-from mpips.library.start import DATASET, Given, Start
+from mpips.library.program import Program
+from mpips.library.start import DATASET, Start
 from mpips.planning.job import Job
 from mpips.problems import Problem
 from mpips.problems.accumulate import Tasks
@@ -28,37 +25,37 @@ class ProgramSetting(Setting):
 
     Args:
         part: The job.
-        program: What the program gives its run that has been started again.
-        given: Likewise.
-        name: What that run is called after.
+        program: What the program gives its run.
 
     Raises:
         UserError: If the job was of another program.
     """
 
-    def __init__(self, part: Part, program: Program, given: Given, name: str) -> None:
-        self._program, self._given, self._name = program, given, name
+    def __init__(self, part: Part, program: Program) -> None:
+        self._program = program
         super().__init__(part)
 
     def _open(self) -> None:
-        if self._name != self.config.problem:
+        name, about = self._program.name, self.part.about
+        if name != self.config.problem:
             remedy = f"start the program that has recorded {self.part.folder.parent.parent}"
-            raise UserError(f"a run of {self._name}", f"that of {self.config.problem}", remedy)
-        self.info, self.dataset = info_of(DATASET, *self.part.about["samples"]), None
+            raise UserError(f"a run of {name}", f"that of {self.config.problem}", remedy)
+        self.info, self.dataset = info_of(DATASET, *about["samples"]), None
 
     def problem(self) -> Problem:
         """See `Setting.problem`."""
-        return self._given.problem(DATASET, self.info, self.config)
+        return self._program.of_job(self.info, self.config)
 
     def loader(self, job: Job) -> None:
         """See `Setting.loader`: the samples come with the loop."""
 
     def work(self, job: Job, asked: Asked) -> None:
         """Do what a worker's rank did, in a process of its own."""
-        start = Again(self._given, self._name, job, asked)
-        self._program.begin(start)
-        worker = self._program.make_worker(start)
-        self._program.train(worker)
+        program = self._program
+        start = Again(program, job, asked)
+        program.begin(start)
+        worker = program.make_worker(start)
+        program.train(worker)
         worker.leave()
 
 
@@ -66,17 +63,16 @@ class Again(Start):
     """A program's run on a worker, as a replay has it: there are no other ranks.
 
     Args:
-        given: What the program gives its run.
-        name: What that is called after.
+        program: What the program gives its run.
         job: Of the worker's rank.
         asked: Says what is to be computed.
     """
 
-    def __init__(self, given: Given, name: str, job: Job, asked: Asked) -> None:
-        self.given, self.name, self._asked = given, name, asked
+    def __init__(self, program: Program, job: Job, asked: Asked) -> None:
+        self.program, self._asked = program, asked
         self.job, self.config, self.out = job, job.config, job.out
         self.ranks, self.trains, self._link = job.cluster, True, None
-        job.sets_rate = given.sets_rate
+        job.sets_rate = program.sets_rate
 
     def tasks(
         self, make: Callable[[], Samples] | None, batch_size: int | None, epochs: int | None
@@ -88,7 +84,7 @@ class Again(Start):
         """
         assert make is not None, "this is a worker"
         job, info = self.job, self.job.info
-        found = dataset(DATASET, make(), self.given.held_out())
+        found = dataset(DATASET, make(), self.program.held_out())
         if (found.info.n_train, found.info.n_test) != (info.n_train, info.n_test):
             got = f"{found.info.n_train} samples, and {found.info.n_test} held out"
             raise UserError(got, f"{info.n_train} and {info.n_test}, as in the run")
@@ -114,11 +110,11 @@ def run_program(
     if not file.is_file():
         raise UserError(f"program {file}", "the file of the program, with its words behind it")
 
-    def replayed(program: Program, given: Given, name: str) -> NoReturn:
+    def replayed(program: Program) -> NoReturn:
         if "jax" in sys.modules:
             remedy = "JAX has threads, which a copy of its process is without"
             raise UserError("a replay of a program of JAX", "one of NumPy or PyTorch", remedy)
-        for line in replay(lambda part: ProgramSetting(part, program, given, name)):
+        for line in replay(lambda part: ProgramSetting(part, program)):
             write_line(line)
         raise Over(0, copied=False)
 

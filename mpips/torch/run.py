@@ -1,22 +1,22 @@
 """`mpips.torch.run`: one run of a training loop of a PyTorch model."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mpips.cluster.start import Comm
-from mpips.config import OPTIONS
+from mpips.config import OPTIONS, Config
 from mpips.config.groups import GROUPS, Group, parse_groups, text_of
 from mpips.errors import UserError
-from mpips.layout.tables import Table
 from mpips.library import run as library
 from mpips.library.callbacks import Callback
 from mpips.library.optimizers import Optimizer
+from mpips.library.program import Evaluate, Program
 from mpips.library.start import Start
+from mpips.problems.base import Arrays
 from mpips.torch.embedding import Source, bind_tables
 from mpips.torch.model import (
     DTYPES,
@@ -28,8 +28,11 @@ from mpips.torch.model import (
     statistics_of,
     trained_parameters,
 )
-from mpips.torch.state import state_maker
+from mpips.torch.state import TorchState
 from mpips.torch.worker import TorchSamples, Worker
+
+if TYPE_CHECKING:
+    from mpips.datasets import Batch
 
 
 @dataclass(frozen=True)
@@ -89,33 +92,91 @@ def run(
 
     Collective: yes. Blocks: until the run is over.
     """
-    source = Source()
-    module, tables, groups = library.agreed(comm, lambda: _make(model, options, source), options)
-    options.setdefault("dtype", _dtype(module, groups))
-    buffers: dict[str, np.ndarray] = {}
+    programs = list[TorchProgram]()
 
-    def metrics(params: Mapping[str, np.ndarray], batch: Any) -> dict[str, float]:
-        assert evaluate is not None, "checked with held_out"
-        with evaluating(module, params):
-            return evaluate(module, batch.x)
+    def make() -> TorchProgram:
+        given = train, model, options, optimizer_state, evaluate, held_out, callbacks
+        programs.append(TorchProgram(*given))
+        return programs[0]
 
-    def make_worker(start: Start) -> Worker:
-        worker = Worker(start, module, source)
-        over.callback(worker.close)
-        return worker
+    try:
+        result = library.run_program(make, optimizer, comm, options)
+    finally:
+        for program in programs:
+            program.close()
+    return Result(**vars(result), state_dict=programs[0].state_dict(result.params))
 
-    program = library.Program(
-        train, make_worker, lambda start: _begin(start, source),
-        lambda start: buffers.update(_mean_buffers(start, module)),
-        metrics if evaluate is not None else None, held_out, TorchSamples, callbacks,
-        sets_rate=True, statistics=tuple(statistics_of(module)),
-        make_state=state_maker(optimizer_state, module), tables=tables,
-    )  # fmt: skip
-    with contextlib.ExitStack() as over:
-        over.callback(source.close)
-        result = library.run_program(program, Initial(module, groups), optimizer, comm, options)
-    _set_buffers(module, buffers)
-    return Result(**vars(result), state_dict=state_of(module, result.params))
+
+class TorchProgram(Program):
+    """What a program gives a run of a PyTorch model; see `run`."""
+
+    sets_rate = True
+
+    def __init__(
+        self,
+        train: Callable[[Worker], object],
+        model: Callable[[], torch.nn.Module],
+        options: Mapping[str, Any],
+        optimizer_state: Mapping[str, Any] | None,
+        evaluate: Evaluate | None,
+        held_out: Any,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        groups = _groups(options.get("groups", ()))
+        self.model = _make(model, options.get("seed", OPTIONS["seed"].default), groups)
+        self._source = Source()
+        self._worker: Worker | None = None
+        tables = bind_tables(self.model, self._source)
+        initial = Initial(self.model, groups)
+        super().__init__(train, initial, evaluate, held_out, callbacks, tables)
+        self.dtype = _dtype(self.model, groups)
+        self.statistics = tuple(statistics_of(self.model))
+        self.optimizer_state = optimizer_state
+        self._buffers: dict[str, np.ndarray] = {}  # their means at the end
+
+    def make_state(self, config: Config) -> TorchState | None:
+        """See `Model.make_state`."""
+        if self.optimizer_state is None:
+            return None
+        return TorchState(self.optimizer_state, config, self.layout, self.statistics)
+
+    def make_worker(self, start: Start) -> Worker:
+        """See `Program.make_worker`."""
+        self._worker = Worker(start, self.model, self._source)
+        return self._worker
+
+    def begin(self, start: Start) -> None:
+        """See `Program.begin`."""
+        torch.set_num_threads(start.ranks.threads)
+        if not start.trains:
+            self._source.open(start.pull_saved)
+
+    def finish(self, start: Start) -> None:
+        """Have the means of the workers' buffers. Collective: yes."""
+        self._buffers = _mean_buffers(start, self.model)
+
+    def samples(self, data: Any) -> TorchSamples:
+        """See `Program.samples`."""
+        return TorchSamples(data)
+
+    def evaluate(self, params: Arrays, batch: "Batch") -> dict[str, float]:
+        """See `Program.evaluate`."""
+        assert self.metrics is not None, "nothing is held out"
+        with evaluating(self.model, params):
+            return self.metrics(self.model, batch.x)
+
+    def state_dict(self, params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Return the model's state at the end of the run."""
+        for name, buffer in self.model.named_buffers():
+            if name in self._buffers:
+                buffer.copy_(torch.from_numpy(self._buffers[name]))
+        return state_of(self.model, params)
+
+    def close(self) -> None:
+        """Read nothing any more, whatever the run has ended with."""
+        if self._worker is not None:
+            self._worker.close()
+        self._source.close()
 
 
 def _groups(given: Any) -> Sequence[Group]:
@@ -129,24 +190,15 @@ def _groups(given: Any) -> Sequence[Group]:
 
 
 def _make(
-    model: Callable[[], torch.nn.Module], options: Mapping[str, Any], source: Source
-) -> tuple[torch.nn.Module, dict[str, Table], Sequence[Group]]:
-    """Return a run's module, the tables that are in it, and the groups of its parameters."""
-    groups = _groups(options.get("groups", ()))
+    model: Callable[[], torch.nn.Module], seed: int, groups: Sequence[Group]
+) -> torch.nn.Module:
     try:
-        module = make_model(model, options.get("seed", OPTIONS["seed"].default), groups)
+        return make_model(model, seed, groups)
     except UserError:
         raise
     except Exception as error:
         got = f"model={getattr(model, '__name__', model)} raised {type(error).__name__}: {error}"
         raise UserError(got, "a module, on every rank") from error
-    return module, bind_tables(module, source), groups
-
-
-def _begin(start: Start, source: Source) -> None:
-    torch.set_num_threads(start.ranks.threads)
-    if not start.trains:
-        source.open(start.pull_saved)
 
 
 def _dtype(module: torch.nn.Module, groups: Sequence[Group]) -> str:
@@ -174,9 +226,3 @@ def _floating_buffers(module: torch.nn.Module) -> dict[str, np.ndarray]:
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
     }
-
-
-def _set_buffers(module: torch.nn.Module, means: Mapping[str, np.ndarray]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in means:
-            buffer.copy_(torch.from_numpy(means[name]))

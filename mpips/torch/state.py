@@ -13,7 +13,6 @@ from mpips.config.jobfile import from_toml
 from mpips.errors import UserError
 from mpips.layout import Layout
 from mpips.optim import RULES
-from mpips.torch.model import statistics_of
 from mpips.torch.optimizer import param_groups
 
 # Of each rule: what makes torch's, and what its slots are called there.
@@ -130,16 +129,6 @@ def _slot(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 def _tensors(layout: Layout, vector: np.ndarray) -> Mapping[str, torch.Tensor]:
     return {name: torch.tensor(view) for name, view in layout.views(vector).items()}
-
-
-def state_maker(
-    state: Mapping[str, Any] | None, module: torch.nn.Module
-) -> Callable[[Config, Layout], "TorchState"] | None:
-    """Return what makes a run's `TorchState` of a state dict; None of none."""
-    if state is None:
-        return None
-    statistics = tuple(statistics_of(module))
-    return lambda config, layout: TorchState(state, config, layout, statistics)
 
 
 class TorchState:

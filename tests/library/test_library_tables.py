@@ -8,7 +8,7 @@ from runs import kill_each, newest
 
 from mpips.errors import UserError
 from mpips.layout.tables import Table
-from mpips.library.model import Parameters
+from mpips.library.model import Model
 
 PROGRAMS = ROOT / "tests" / "library" / "programs"
 PROGRAM = str(PROGRAMS / "tables.py")
@@ -45,7 +45,7 @@ def test_a_table_of_200_m_rows_takes_those_touched_and_goes_on_elsewhere(tmp_pat
 
 
 def test_a_model_may_be_tables_alone() -> None:
-    given = Parameters({}, tables={"a": Table(3, 2)})
+    given = Model({}, tables={"a": Table(3, 2)})
     assert (given.layout.size, given.dtype) == (0, "float32")
     with pytest.raises(UserError, match="no params, expected a mapping of names to arrays"):
-        Parameters({})
+        Model({})

@@ -13,7 +13,8 @@ PROGRAM = ROOT / "tests" / "library" / "programs" / "mistakes.py"
 
 BEFORE = {
     "mpips": """
-P = {"w": np.zeros(3)}
+P, ITEM = {"w": np.zeros(3)}, mpips.Table(rows=5, dim=2)
+AdamW = type("AdamW", (), {"__module__": "torch.optim", "__repr__": lambda self: "AdamW (\\n)"})
 
 def loop(line="pass", n="20", after="pass", **options):
     text = f"def train(worker):\\n  for batch in worker.batches({n}, batch_size=5, epochs=1):\\n"
@@ -96,6 +97,15 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "rule's class": ("run(mpips.Adam)", "expected an mpips optimizer; such as mpips.Adam"),
         "a rule's rate": ("mpips.Adam(learning_rate=1e-3)", "did you mean 'lr'"),
         "betas": ("mpips.AdamW(1e-3, betas=(0.9, 0.99))", "give beta1 and beta2"),
+        "a rate twice": (
+            "run(mpips.AdamW(1e-2), lr=1e-3)",
+            r"lr=0.001 beside optimizer=AdamW\(lr=0.01, .*, expected one lr; leave out lr",
+        ),
+        "a rule of another library": (
+            "run(AdamW())", r"optimizer torch.optim.AdamW, .* mpips.AdamW\(1e-3, weight_decay="
+        ),
+        "a model": ("run(hidden=(3,))", "'hidden'.*a program has its own"),
+        "timeout": ("run(timeout=-1)", "timeout -1.0, expected"),
         "momentum": ("mpips.SGD(0.1, momentum=0.9)", "mpips.Momentum has it"),
         "no params": ("mpips.run(train, {}, mode='sync')", "no params"),
         "a list": ("mpips.run(train, [np.zeros(3)], mode='sync')", "params of type list"),
@@ -109,6 +119,15 @@ MISTAKES: dict[str, dict[str, tuple[str, str] | tuple[str, str, int]]] = {
         "one callback": ("run(callbacks=mpips.Callback())", "callback"),
         "table": ("run(tables={'item': 3})", "table 'item' of type int"),
         "tables": ("run(tables=[mpips.Table(3, 2)])", "tables of type list"),
+        "a table's name": ("run(tables={'a/b': ITEM})", "table 'a/b', expected a name of letters"),
+        "tables in local steps": (
+            "run(mode='local_sgd', tables={'item': ITEM})",
+            "tables in mode 'local_sgd', expected mode async or ssp or sync",
+        ),
+        "a rule of no rows": ("run(mpips.RMSprop(), tables={'item': ITEM})", "'rmsprop'"),
+        "changed rows": (
+            "run(checkpoint_rows='changed')", "checkpoint_rows 'changed' without tables"
+        ),
         "rows": ("mpips.Table(-1, 2)", "rows=-1 of a table"),
         "group": ("run(groups=['w'])", "Group"),
         "no loop": ("mpips.run(lambda worker: 0, P, mode='sync', out='run')", "without a loop"),
