@@ -125,9 +125,9 @@ class Start:
         _alike(self.comm, options)
         self._options = {**options, "problem": program.name, "dataset": DATASET}
         self.config: Config = on_root(self.comm, self._first_look)
-        states = gather_all(self.comm, program.optimizer_state is not None)
         layouts_alike(self.comm, program.layout)
-        everywhere(self.comm, lambda: _check_states(states))
+        state = {} if program.optimizer_state is None else {"optimizer_state": "given"}
+        _alike(self.comm, state, "load it on every rank")
         count = self.config.evaluators
         self._link = Link(self.comm, count) if count else None
         self.trains = self._link is None or not self._link.evaluates
@@ -192,7 +192,7 @@ class Start:
         more = self._started, self._opener(make), problem
         self.job = agreed(self._link, lambda: make_job(run, self.ranks, *more))
         if self._link is not None:
-            _check_held_out(self.comm, self.job.info.n_test)
+            _alike(self.comm, {"held-out samples": self.job.info.n_test})
         self.job.sets_rate = program.sets_rate
         ended = yield from train(self.job, run, True, program.callbacks.event, self._link)
         if self._link is not None:
@@ -210,7 +210,7 @@ class Start:
             return Evaluator(link, self.ranks, samples, problem, np.dtype(config.dtype))
 
         self._evaluator = agreed(link, lambda: everywhere(self.ranks.comm, make))
-        _check_held_out(self.comm, self._evaluator.samples)
+        _alike(self.comm, {"held-out samples": self._evaluator.samples})
         params = np.empty(program.layout.size, config.dtype)
         with traced(config, self.ranks, run.out, link):
             return Ended(self._evaluator.serve(), params)
@@ -229,10 +229,13 @@ class Start:
                 return dataset(DATASET, make(), held_out()) if make is not None else None
 
             found = everywhere(ranks.comm, build)
-            infos = gather_all(ranks.comm, None if found is None else found.info)
-            info = next(info for info in infos if info is not None)
-            everywhere(ranks.comm, lambda: _check_data(run.config, info, infos))
-            return info, found
+            counts = None
+            if found is not None:
+                counts = {"samples": found.info.n_train, "held-out samples": found.info.n_test}
+            remedy = "give every worker all of the data: batches are shared"
+            n, held_out = _alike(ranks.comm, counts, remedy).values()
+            everywhere(ranks.comm, lambda: _check_size(run.config.batch_size, n))
+            return info_of(DATASET, n, held_out), found
 
         return open_data
 
@@ -276,15 +279,15 @@ class Start:
             self._link.free()
 
 
-def _alike(comm: Comm, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the options of all ranks that have any (None), which are the same but for `out`.
+def _alike(comm: Comm, values: Mapping[str, Any] | None, remedy: str = "") -> Mapping[str, Any]:
+    """Return the values of all ranks that have any (None), which are the same but for `out`.
 
     Raises:
         Agreed: If they are not, on every rank.
 
     Collective: yes.
     """
-    given = {rank: mine for rank, mine in enumerate(gather_all(comm, options)) if mine is not None}
+    given = {rank: mine for rank, mine in enumerate(gather_all(comm, values)) if mine is not None}
     first, expected = next(iter(given.items()))
 
     def check() -> None:
@@ -292,9 +295,8 @@ def _alike(comm: Comm, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
             for name in sorted({*mine, *expected} - {"out"}):
                 if mine.get(name) != expected.get(name):
                     each = [repr(o[name]) if name in o else "not given" for o in (mine, expected)]
-                    raise UserError(
-                        f"{name} {each[0]} on rank {rank}", f"{each[1]}, as on rank {first}"
-                    )
+                    got = f"{name} {each[0]} on rank {rank}"
+                    raise UserError(got, f"{each[1]}, as on rank {first}", remedy)
 
     everywhere(comm, check)
     return expected
@@ -308,31 +310,7 @@ def _find_run(line: CommandLine) -> folder.Run:
     return run
 
 
-def _check_states(given: list[bool]) -> None:
-    if any(given) and not all(given):
-        got = f"an optimizer_state on rank {given.index(True)}, none on rank {given.index(False)}"
-        raise UserError(got, "the same on every rank", "load it on all of them")
-
-
-def _check_held_out(comm: Comm, count: int) -> None:
-    """Check that evaluators have as many samples as the others say. Collective: yes."""
-    counts = gather_all(comm, count)
-
-    def check() -> None:
-        for rank, other in enumerate(counts):
-            if other != counts[0]:
-                got = f"{other} held-out samples on rank {rank}"
-                raise UserError(got, f"{counts[0]}, as on the ranks that train")
-
-    everywhere(comm, check)
-
-
-def _check_data(config: Config, info: DataInfo, infos: list[DataInfo | None]) -> None:
-    for rank, other in enumerate(infos):
-        if other is not None and (other.n_train, other.n_test) != (info.n_train, info.n_test):
-            got = f"{other.n_train} samples on rank {rank}, and {other.n_test} held out"
-            expected = f"{info.n_train} and {info.n_test}, as on the first worker"
-            raise UserError(got, expected, "give every worker all of the data: batches are shared")
-    if config.batch_size > info.n_train:
-        got = f"batch_size {config.batch_size}"
-        raise UserError(got, f"at most {info.n_train}, the samples of the data")
+def _check_size(batch_size: int, samples: int) -> None:
+    if batch_size > samples:
+        got = f"batch_size {batch_size}"
+        raise UserError(got, f"at most {samples}, the samples of the data")

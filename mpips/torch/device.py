@@ -1,18 +1,20 @@
-"""What copies to and from a device need of it: pinned memory, a stream of their own, waits.
+"""Copies to and from a device: pinned memory, a stream of their own, waits.
 
 Everything that only runs where there is a device is in here; what is copied when, and which memory
 is pinned, is `mpips.torch.copies`.
 """
-
-from typing import Protocol
 
 import torch
 
 from mpips.errors import UserError
 
 
-class Device(Protocol):
-    """Copies between the host's memory and a device, in the order in which they are begun."""
+class Device:
+    """Copies between the host's memory and a device, in the order in which they are begun.
+
+    This one is the host itself, or a device that is no CUDA device: each copy is done when it is
+    begun.
+    """
 
     def pin(self, address: int, nbytes: int) -> None:
         """Have the device reach this memory by itself; it overlaps with no other that is pinned.
@@ -29,6 +31,8 @@ class Device(Protocol):
 
         Neither may be freed before `settle`.
         """
+        with torch.no_grad():
+            target.copy_(source)
 
     def join(self) -> None:
         """Have what the model computes from here on wait for all copies. Blocks: no."""
@@ -37,7 +41,7 @@ class Device(Protocol):
         """Wait for all copies. Blocks: until they are done; gives the core away."""
 
 
-class Cuda:
+class Cuda(Device):
     """A CUDA device, with a stream of its own for copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,27 +80,6 @@ class Cuda:
         event.synchronize()
 
 
-class Host:
-    """The host itself, or a device that is no CUDA device: each copy is done when it is begun."""
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """See `Device.pin`; there is nothing to do."""
-
-    def unpin(self, address: int) -> None:
-        """See `Device.unpin`."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Device.copy`."""
-        with torch.no_grad():
-            target.copy_(source)
-
-    def join(self) -> None:
-        """See `Device.join`."""
-
-    def settle(self) -> None:
-        """See `Device.settle`."""
-
-
 def device_for(device: torch.device) -> Device:
     """Return what copies to and from this device."""
-    return Cuda(device) if device.type == "cuda" else Host()
+    return Cuda(device) if device.type == "cuda" else Device()

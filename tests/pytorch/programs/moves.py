@@ -133,7 +133,7 @@ def refused(out: Path) -> None:
     """What one rank alone has, or no rank should, is refused on every rank."""
     state = torch.optim.Adam(net().parameters()).state_dict()
     cases = {
-        "the same on every rank": state if WORLD.rank else None,
+        "expected not given, as on rank 0; load it on every rank": state if WORLD.rank else None,
         r"without betas": torch.optim.SGD(net().parameters()).state_dict(),
     }
     for expected, given in cases.items():
