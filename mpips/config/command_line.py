@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from mpips.config.option import (
     metavar,
     setting,
 )
-from mpips.config.validation import check_resume
 from mpips.errors import UserError
 
 FLAGS = {
@@ -156,31 +155,14 @@ def given_values(argv: Sequence[str]) -> dict[str, Any]:
     return {**(read_toml(line.job) if line.job else {}), **line.options}
 
 
-def load(argv: Sequence[str], saved: Mapping[str, Any] | None = None) -> Config:
+def load(argv: Sequence[str]) -> Config:
     """Resolve a command line and the job file that it names.
 
-    Args:
-        argv: The command line without the program's name.
-        saved: Values of the run that is resumed, as `read_toml` gives them.
-
     Raises:
-        UserError: If anything is wrong with the command line, the file or the values, or if
-            they differ from `saved` in what a resumed run may not change.
-        SystemExit: With code 0, after printing what ``--help``, ``--version`` or
-            ``--print-config`` ask for. A program of many ranks lets one of them print
-            `requested_text` and calls `parse_command_line`, `read_toml`, `resolve` itself.
+        UserError: If anything is wrong with the command line, the file or the values.
     """
     line = parse_command_line(argv)
-    text = requested_text(line, None)
-    if text is None:
-        config = resolve(line.options, read_toml(line.job) if line.job else None, saved)
-        if saved is not None:
-            check_resume(resolve({}, saved=saved), config)
-        text = requested_text(line, config)
-    if text is None:
-        return config
-    print(text, end="")
-    raise SystemExit(0)
+    return resolve(line.options, read_toml(line.job) if line.job else None)
 
 
 def requested_text(line: CommandLine, config: Config | None) -> str | None:

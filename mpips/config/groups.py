@@ -69,13 +69,23 @@ def parse_groups(text: str) -> tuple[Group, ...]:
 
 def _parse(item: str) -> Group:
     pattern, _, settings = item.rpartition(":")
+    found = parse_numbers(settings, f"groups, {item.strip()!r}")
+    return Group(pattern.strip(), found.get("lr"), found.get("weight_decay"))
+
+
+def parse_numbers(settings: str, where: str) -> dict[str, float]:
+    """Return the numbers of ``name=X, name=X``.
+
+    Raises:
+        UserError: If one is given twice; names `where`.
+    """
     found: dict[str, float] = {}
-    for setting in settings.split(","):
+    for setting in filter(None, settings.split(",")):
         name, _, number = (part.strip() for part in setting.partition("="))
         if name in found:
-            raise UserError(f"{name} twice in groups, {item.strip()!r}", "once")
+            raise UserError(f"{name} twice in {where}", "once")
         found[name] = float(number)
-    return Group(pattern.strip(), found.get("lr"), found.get("weight_decay"))
+    return found
 
 
 def text_of(groups: Iterable[Group]) -> str:

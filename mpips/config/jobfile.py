@@ -5,12 +5,11 @@ Precedence is command line, job file, saved run (on resume), defaults; no enviro
 
 import shutil
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mpips.config import OPTIONS, SESSION_FIELDS, Config, groups
-from mpips.config.modes import ROUND_MODES
 from mpips.config.option import meant
 from mpips.config.validation import BESIDE, has_effect, validate
 from mpips.errors import UserError, nearest
@@ -158,23 +157,17 @@ def resolve(
     if "epochs" in given:
         kept.pop("steps", None)
     values = {**kept, **given}
-    changed = {name for name, (other, _) in BESIDE.items() if other in options}
+    changed = {name for name, need in BESIDE.items() if need.other in options}
     held = {*options, *(set(job) - changed if mode == job_mode else ())}
-    config = Config(**_without_idle(values, held))
+    idle = {k for k in BESIDE if k not in held and not has_effect(k, values)}
+    config = Config(**{k: v for k, v in values.items() if k not in idle})
     validate(config)
     return config
 
 
 def _without_leftovers(values: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """Return the values of a job of another mode without what `mode` does not have."""
-    none = {"servers"} if mode not in ROUND_MODES and values.get("servers") == 0 else set()
-    return {k: v for k, v in values.items() if k not in none and OPTIONS[k].fits(v, mode)}
-
-
-def _without_idle(values: Mapping[str, Any], held: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values without those that have no effect, but for what is `held` to it."""
-    idle = {k for k in BESIDE if k not in held and not has_effect(k, values)}
-    return {k: v for k, v in values.items() if k not in idle}
+    return {k: v for k, v in values.items() if OPTIONS[k].fits(v, mode)}
 
 
 def to_toml(config: Config) -> str:
@@ -198,9 +191,7 @@ def _toml_line(name: str, value: Any) -> str:
 def from_toml(text: str, source: str = "job file") -> Config:
     """Return the configuration of a job file's text; the inverse of `to_toml`.
 
-    What has no effect in it is left out: runs from before that was refused have it.
-
     Raises:
         UserError: If it is not TOML, or not valid; names `source`.
     """
-    return resolve({}, _without_idle(_read_values(text, source)))
+    return resolve({}, _read_values(text, source))

@@ -22,6 +22,7 @@ BOUNDS: dict[str, Callable[[float], bool]] = {
     "> 0": lambda v: v > 0,
     ">= 0": lambda v: v >= 0,
     ">= 1": lambda v: v >= 1,
+    "0 or >= 2": lambda v: v == 0 or v >= 2,
     "in [0, 1]": lambda v: 0 <= v <= 1,
     "in [0, 1)": lambda v: 0 <= v < 1,
     "in (0, 1)": lambda v: 0 < v < 1,

@@ -4,8 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mpips.config.groups import NUMBER
-from mpips.errors import UserError
+from mpips.config.groups import NUMBER, parse_numbers
 
 SETTING = rf"\s*[a-z_0-9]+\s*=\s*{NUMBER}\s*"
 ROW_OPTIMIZER = re.compile(rf"([a-z_]+(\s*:{SETTING}(,{SETTING})*)?)?")
@@ -36,10 +35,4 @@ def parse_row_optimizer(text: str) -> RowOptimizer:
         UserError: If a number is given twice.
     """
     name, _, settings = text.partition(":")
-    found: dict[str, float] = {}
-    for setting in filter(None, settings.split(",")):
-        key, _, number = (part.strip() for part in setting.partition("="))
-        if key in found:
-            raise UserError(f"{key} twice in row_optimizer {text!r}", "once")
-        found[key] = float(number)
-    return RowOptimizer(name.strip(), found)
+    return RowOptimizer(name.strip(), parse_numbers(settings, f"row_optimizer {text!r}"))

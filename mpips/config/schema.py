@@ -68,7 +68,7 @@ class Config:
 
     servers: int | None = setting(
         "cluster", None, "number of servers; 0 (sync, local_sgd): every rank is a worker", ">= 0",
-        unset="max(1, ranks // 4); sync and local_sgd: 0",
+        unset="max(1, ranks // 4); sync and local_sgd: 0", only={0: ROUND_MODES},
     )  # fmt: skip
     server_ranks: tuple[int, ...] = setting(
         "cluster", (), "the ranks that are servers", ">= 0", unset="spread over the nodes"
@@ -105,7 +105,7 @@ class Config:
     far_read: str = setting(
         "cluster", "auto", "how shards of other nodes are read: by one-sided Get or the owner's "
         "reply; auto: what is faster at the start", legal=("auto", "get", "reply"),
-        modes=SERVED,
+        modes=SERVED, only={"get": ("async", "easgd")},
     )  # fmt: skip
     prefetch: bool = setting(
         "cluster", False, "pull far shards during the gradient before; costs a replica, staleness",
@@ -189,7 +189,7 @@ class Config:
         unset="a part of --dataset",
     )  # fmt: skip
     test_fraction: float = setting("data", 0.2, "part of --dataset that is held out", "in (0, 1)")
-    classes: int = setting("data", 0, "number of classes; 0: inferred from the labels", ">= 0")
+    classes: int = setting("data", 0, "number of classes; 0: inferred from the labels", "0 or >= 2")
     scale: float = setting("data", 1.0, "factor on every input", "> 0")
     batch_size: int = setting("data", 32, "samples in one step of one worker", ">= 1")
     accumulate: int = setting(

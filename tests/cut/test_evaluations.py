@@ -29,10 +29,8 @@ from mpips.checkpoint import list_checkpoints, open_checkpoint, verify
 from mpips.checkpoint.files import step_folder
 from mpips.config import Config
 from mpips.config.jobfile import from_toml
-from mpips.config.validation import validate
 from mpips.cut.evaluations import Evaluations, Standing
 from mpips.datasets import iterate, open_dataset
-from mpips.errors import UserError
 from mpips.problems import load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums
 from mpips.problems.rows import evaluation
@@ -262,16 +260,3 @@ def test_better_is_a_lower_loss() -> None:
     assert standing.reason(config, {"loss": 2.0}) == "patience"
     assert standing.reason(Config(), {"loss": 2.0}) == ""
     assert standing.reason(Config(target_accuracy=0.5), {"accuracy": 0.5}) == "target"
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Config(patience=3), "patience without evaluators, expected evaluators >= 1"),
-        (Config(keep_best=True), "keep_best without evaluators"),
-        (Config(evaluators=1, eval_every=0), "evaluators 1 with eval_every 0"),
-    ],
-)
-def test_what_evaluators_need_is_checked(config: Config, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        validate(config)

@@ -572,11 +572,11 @@ def test_elements_have_names() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"read": "relaxed"}, "record with read 'relaxed', expected read 'consistent'"),
+        ({"read": "relaxed"}, "record true with read 'relaxed', expected read 'consistent'"),
         ({"mode": "sync", "read": "relaxed"}, "record .* mode sync, expected mode async or ssp"),
         ({"mode": "easgd"}, "record .* mode easgd, expected mode async or ssp"),
-        ({"node_aggregation": True}, "record and node_aggregation, expected one of the two"),
-        ({"pull_codec": "fp16"}, "record with pull_codec 'fp16', expected 'none'"),
+        ({"node_aggregation": True}, "record true with node_aggregation true, expected node_aggr"),
+        ({"pull_codec": "fp16"}, "record true with pull_codec 'fp16', expected pull_codec 'none'"),
     ],
 )
 def test_what_cannot_be_recorded(options: dict[str, object], error: str) -> None:

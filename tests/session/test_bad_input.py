@@ -150,7 +150,7 @@ LINES = {
     "--reduce tree": "unknown reduce 'tree', expected one of auto, shared, allreduce",
     "--checkpoint-every 5m": "checkpoint_every '5m', expected SECONDS .*, Nmin .* or Nsteps",
     "--out": "option --out without a value, expected text; write --out DIR",
-    "--servers 0": "servers 0 in mode async, expected servers >= 1; .* --mode sync",
+    "--servers 0": "servers 0 in mode async, expected mode sync or local_sgd; .* --mode sync",
     "--explain": "--explain without a world, expected --ranks N; or start it by mpirun",
     "--explain --ranks 2 --nodes 3": "nodes 3 with ranks 2, expected nodes <= 2",
     "--explain --ranks 2 --servers 2": "servers=2 leaves no worker in a world of 2",
