@@ -95,16 +95,16 @@ def inspect(args: argparse.Namespace) -> int:
     print("shards:")
     for s in checkpoint.shards:
         print(f"  {s.file} owner {s.owner} [{s.begin}, {s.end}) {readable(s.bytes)} {s.sha256}")
-    if checkpoint.contents.workers:
+    if checkpoint.workers:
         print(f"workers' own: {', '.join(checkpoint.worker_names)}")
-    for w in checkpoint.contents.workers:
+    for w in checkpoint.workers:
         print(f"  {w.file} worker {w.owner} {readable(w.bytes)} {w.sha256}")
     if checkpoint.tables:
         print("tables:")
     for name, told in checkpoint.tables.items():
         changed = checkpoint.count_rows(name)
         print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
-    for r in checkpoint.contents.rows:
+    for r in checkpoint.rows:
         since = "" if r.base is None else f", since step {r.base}"
         print(f"  {r.file} rows of owner {r.owner}{since} {readable(r.bytes)} {r.sha256}")
     print("state:")

@@ -6,6 +6,7 @@ an index is not a checkpoint: the index is renamed into place last, and removed 
 
 import hashlib
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -335,8 +336,13 @@ def create_h5(path: Path, user_block_bytes: int = 0) -> Iterator["h5py.File"]:
                 raise raw.error
 
 
-def pieces(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[begin, end)`` into ranges of at most `PIECE_BYTES`."""
-    length = PIECE_BYTES // itemsize
+def pieces(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows ``[begin, end)`` into ranges of at most `PIECE_BYTES`, or of one row."""
+    length = max(1, PIECE_BYTES // row_bytes)
     for start in range(begin, end, length):
         yield start, min(end, start + length)
+
+
+def row_bytes(array: Any) -> int:
+    """Return the bytes of a row of an array or dataset, at least 1."""
+    return max(1, array.dtype.itemsize * math.prod(array.shape[1:]))

@@ -1,14 +1,13 @@
 """Reading checkpoints: any range of the flat vector, over however many shard files it lies."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mpips.checkpoint.chain import Ordered, counted_rows
+from mpips.checkpoint.chain import counted_rows
 from mpips.checkpoint.files import (
     INDEX,
     PathLike,
@@ -18,71 +17,35 @@ from mpips.checkpoint.files import (
     pieces,
 )
 from mpips.checkpoint.index import Contents, file_problems, read_index
-from mpips.checkpoint.rows import TableRows, read_columns
-from mpips.checkpoint.shards import PARAMS, ShardRecord, read_shard, slot_dataset
+from mpips.checkpoint.rows import Ordered, RowsFile, TableRows
+from mpips.checkpoint.shards import PARAMS, read_shard, slot_dataset
 from mpips.checkpoint.stream import Stream
 from mpips.errors import UserError, unknown
-from mpips.layout import Layout
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed checkpoint. Holds no open file.
-
-    More than half of its methods hand on what stands in the index, one property a field.
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Contents):
+    """A committed checkpoint: what its index holds, and its files. Holds no open file.
 
     Attributes:
         path: Its folder.
-        contents: Everything in its index.
     """
 
-    path: Path
-    contents: Contents
+    path: Path = field(kw_only=True)
 
-    @property
-    def step(self) -> int:
-        """The step at which it was taken."""
-        return self.contents.step
+    @classmethod
+    def of(cls, folder: Path) -> "Checkpoint":
+        """Return the checkpoint of a folder, of which the index is read and checked.
 
-    @property
-    def layout(self) -> Layout:
-        """Names and shapes of the parameters."""
-        return self.contents.layout
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the parameters and of the slots."""
-        return self.contents.dtype
-
-    @property
-    def slot_names(self) -> tuple[str, ...]:
-        """Names of the optimizer's slots."""
-        return self.contents.slot_names
-
-    @property
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """The shard files, in the order of their ranges."""
-        return self.contents.shards
-
-    @property
-    def config(self) -> str:
-        """The configuration, TOML text."""
-        return self.contents.config
-
-    @property
-    def state(self) -> Any:
-        """What `commit` was given; keys of objects are strings."""
-        return self.contents.state
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The small named arrays that `commit` was given."""
-        return self.contents.arrays
+        Raises:
+            UserError: As `read_index`.
+        """
+        return cls(**vars(read_index(folder)), path=folder)
 
     @cached_property
     def size_bytes(self) -> int:
         """Bytes of all its files."""
-        return sum(s.bytes for s in self.contents.files) + (self.path / INDEX).stat().st_size
+        return sum(s.bytes for s in self.files) + (self.path / INDEX).stat().st_size
 
     def read_params(
         self, begin: int = 0, end: int | None = None, out: np.ndarray | None = None
@@ -116,11 +79,6 @@ class Checkpoint:
             raise unknown("slot", name, self.slot_names)
         return self._read(slot_dataset(name), begin, end, out)
 
-    @property
-    def worker_names(self) -> tuple[str, ...]:
-        """Names of the vectors that each worker had for itself."""
-        return self.contents.worker_names
-
     def read_worker(self, name: str, worker: int, out: np.ndarray, begin: int = 0) -> None:
         """Read one worker's own, its elements from `begin` on, into `out`, dtype as saved.
 
@@ -129,7 +87,7 @@ class Checkpoint:
         Raises:
             UserError: If a worker's file is missing or is not the one that was committed.
         """
-        read_shard(self.path, self.contents.workers[worker], self.step, name, begin, out)
+        read_shard(self.path, self.workers[worker], self.step, name, begin, out)
 
     def read_workers_mean(self, name: str, begin: int, out: np.ndarray) -> None:
         """Read the mean over the workers of their vectors' elements from `begin` on.
@@ -137,7 +95,7 @@ class Checkpoint:
         Raises:
             UserError: If a worker's file is missing or is not the one that was committed.
         """
-        self.read_workers_share(name, begin, out, len(self.contents.workers))
+        self.read_workers_share(name, begin, out, len(self.workers))
 
     def read_workers_share(self, name: str, begin: int, out: np.ndarray, shares: int) -> None:
         """Read one of equal shares of the sum of the workers' vectors, from `begin` on.
@@ -146,15 +104,10 @@ class Checkpoint:
             UserError: If a worker's file is missing or is not the one that was committed.
         """
         total, one = np.zeros(out.shape), np.empty_like(out)
-        for record in self.contents.workers:
+        for record in self.workers:
             read_shard(self.path, record, self.step, name, begin, one)
             total += one
         out[:] = total / shares
-
-    @property
-    def tables(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is known of each table, by name: what `commit` was given."""
-        return self.contents.tables
 
     def read_table(self, name: str) -> Iterator[TableRows]:
         """Yield the rows of a table that have been changed, a piece after another.
@@ -167,7 +120,7 @@ class Checkpoint:
         """
         if name not in self.tables:
             raise unknown("table", name, tuple(self.tables))
-        for some in counted_rows(self.path, self.contents, name):
+        for some in counted_rows(self.path, self, name):
             yield from some.pieces()
 
     def ordered_rows(self, name: str) -> list[Ordered]:
@@ -180,7 +133,7 @@ class Checkpoint:
         """
         if name not in self.tables:
             raise unknown("table", name, tuple(self.tables))
-        return [some.ordered() for some in counted_rows(self.path, self.contents, name)]
+        return [some.ordered() for some in counted_rows(self.path, self, name)]
 
     def count_rows(self, name: str) -> int:
         """Return how many rows of a table have been changed; of a chain their numbers are read.
@@ -188,7 +141,7 @@ class Checkpoint:
         Raises:
             UserError: As `read_table`.
         """
-        return sum(some.count for some in counted_rows(self.path, self.contents, name))
+        return sum(some.count for some in counted_rows(self.path, self, name))
 
     def columns(self, name: str) -> dict[str, Stream]:
         """Return what there is of all rows of a table that have been changed.
@@ -198,29 +151,21 @@ class Checkpoint:
         Raises:
             UserError: As `read_table`.
         """
-        first, count = self.contents.rows[0], self.count_rows(name)
+        first, count = RowsFile(self.path, self.rows[0], self.step, name), self.count_rows(name)
         return {
             column: Stream((count, *shape), dtype, partial(self._column, name, column, count))
-            for column, (_, shape, dtype) in read_columns(self.path, first, self.step, name).items()
+            for column, (shape, dtype) in first.columns().items()
         }
 
     def _column(self, name: str, column: str, count: int) -> Iterator[np.ndarray]:
         found = 0
-        for some in counted_rows(self.path, self.contents, name):
+        for some in counted_rows(self.path, self, name):
             for piece in some.column(column):
                 found += len(piece)
                 if found <= count:
                     yield piece
         if found != count:
             raise damaged(f"{self.path}: {column} of table {name} of length {found}", str(count))
-
-    def read_column(self, name: str, column: str) -> np.ndarray:
-        """Return one of `columns`, whole.
-
-        Raises:
-            UserError: As `read_table`.
-        """
-        return self.columns(name)[column].whole()
 
     def stream(self, begin: int, end: int, shape: tuple[int, ...], slot: str = "") -> Stream:
         """Return a range of the parameters, or of a slot, as an array that is read in pieces.
@@ -270,9 +215,8 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     Raises:
         UserError: If it is not whole, or there is no one checkpoint at `path`.
     """
-    folder = _only(path)
-    checkpoint = Checkpoint(folder, read_index(folder))
-    for problem in file_problems(folder, checkpoint.contents, sums=False):
+    checkpoint = Checkpoint.of(_only(path))
+    for problem in file_problems(checkpoint.path, checkpoint, sums=False):
         raise problem
     return checkpoint
 
@@ -319,6 +263,6 @@ def newest_whole(path: PathLike) -> tuple[Checkpoint | None, list[str]]:
     for folder in reversed(list_checkpoints(path)):
         problems = verify(folder)
         if not problems:
-            return Checkpoint(folder, read_index(folder)), complaints
+            return Checkpoint.of(folder), complaints
         complaints += problems
     return None, complaints

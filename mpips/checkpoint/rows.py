@@ -6,33 +6,31 @@ shard file, as the range of all rows in it.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpips.checkpoint.files import (
-    FORMAT,
-    PIECE_BYTES,
-    PathLike,
-    create_h5,
-    damaged,
-    file_sha256,
-    item,
-    pieces,
-    reading,
-    rows_file,
-    write_durably,
+from mpips.checkpoint.files import PathLike, damaged, item, pieces, reading, row_bytes, rows_file
+from mpips.checkpoint.shards import (
+    PARAMS,
+    SLOTS,
+    ShardRecord,
+    check_identity,
+    slot_dataset,
+    write_file,
+    write_pieces,
 )
-from mpips.checkpoint.shards import PARAMS, ShardRecord, check_identity, slot_dataset
 from mpips.checkpoint.stream import Stream
 
 if TYPE_CHECKING:
     import h5py
 
 ROWS = "rows"
+COLUMNS = (ROWS, PARAMS)  # which every table has, beside slots
 READ_BYTES = 1 << 20  # of rows in a piece, all columns together: two are there at a time
 
 
@@ -60,6 +58,12 @@ class TableRows:
     rows: np.ndarray
     params: np.ndarray
     slots: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> "TableRows":
+        """Return rows by the names of their datasets; the inverse of `arrays`."""
+        slots = {name.removeprefix(SLOTS): a for name, a in arrays.items() if name not in COLUMNS}
+        return cls(arrays[ROWS], arrays[PARAMS], slots)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -105,18 +109,12 @@ def write_rows(
     Blocks: until the file is on the disk. Other threads run meanwhile.
     """
     size = sum(table.count for table in tables.values())
-    attributes = {"version": FORMAT, "begin": 0, "end": size, "step": step, "owner": owner}
-    final = Path(folder) / rows_file(owner)
 
-    def write(path: Path) -> None:
-        with create_h5(path) as file:
-            file.attrs.update(attributes)
-            for name, table in tables.items():
-                _write_table(file, name, table)
+    def fill(file: "h5py.File") -> None:
+        for name, table in tables.items():
+            _write_table(file, name, table)
 
-    write_durably(final, write)
-    found = final.stat().st_size, file_sha256(final)
-    return ShardRecord(owner, final.name, 0, size, *found, base)
+    return write_file(Path(folder) / rows_file(owner), owner, 0, size, step, fill, base)
 
 
 def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
@@ -129,110 +127,134 @@ def _write_table(file: "h5py.File", name: str, table: RowSource) -> None:
         for column, array in piece.arrays.items():
             if column not in out:
                 shape = count, *array.shape[1:]
-                out[column] = file.create_dataset(_place(name, column), shape, array.dtype)
-            for begin, end in pieces(0, len(array), _row_bytes(array)):
-                out[column][at + begin : at + end] = array[begin:end]
+                out[column] = file.create_dataset(f"{_group(name)}/{column}", shape, array.dtype)
+            write_pieces(out[column], array, at)
         at += len(piece.rows)
     if at != count:
         raise ValueError(f"{at} rows of table {name}, expected {count}")
 
 
-def read_rows(folder: Path, record: ShardRecord, step: int, table: str) -> Iterator[TableRows]:
-    """Yield the rows of a table in an owner's file, a piece after another.
+class Ordered(NamedTuple):
+    """Some rows of a table by their numbers.
+
+    Attributes:
+        rows: Their numbers, increasing, shape (k,), dtype int64.
+        places: Where each is in `params`, shape (k,), dtype int64.
+        params: Values, shape (at least k, dim), perhaps of others as well.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    params: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, places: np.ndarray, params: np.ndarray) -> "Ordered":
+        """Return rows of which `rows` are the numbers of those at `places`, in any order."""
+        order = np.argsort(rows)
+        return cls(rows[order], places[order], params)
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Read those of some rows that are here, each into its place of `out`, shape (n, dim)."""
+        at = np.searchsorted(self.rows, numbers)
+        inside = np.flatnonzero(at < len(self.rows))
+        here = inside[self.rows[at[inside]] == numbers[inside]]
+        out[here] = self.params[self.places[at[here]]]
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """Rows of one table in an owner's file, which is opened for each reading.
+
+    Attributes:
+        folder: Of the checkpoint.
+        record: The file.
+        step: The step of the checkpoint.
+        table: The table.
+        keep: Which rows of the file count, shape (its rows,), dtype bool; None for all.
 
     Raises:
-        UserError: If the file cannot be read or is not the one that the record describes.
+        UserError: In all methods, if the file cannot be read or is not the one that the record
+            describes.
     """
-    path = folder / record.file
-    with reading(path, f"table {table}") as file:
-        check_identity(path, file, record, step)
-        group = item(file, _place(table, ""))
-        numbers, params = item(group, ROWS), item(group, PARAMS)
-        slots = {name: item(group, slot_dataset(name)) for name in _slots(group)}
-        arrays = (params, *slots.values())
-        if {len(array) for array in arrays} != {len(numbers)}:
-            lengths = [len(array) for array in arrays]
-            got = f"{path}: arrays of table {table} of lengths {lengths}"
-            raise damaged(got, str(len(numbers)))
-        count = max(1, READ_BYTES // sum(map(_row_bytes, (numbers, *arrays))))
-        for begin in range(0, len(numbers), count):
-            some = slice(begin, begin + count)
-            kept = {name: slot[some] for name, slot in slots.items()}
-            yield TableRows(numbers[some], params[some], kept)
+
+    folder: Path
+    record: ShardRecord
+    step: int
+    table: str
+    keep: np.ndarray | None = None
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        if self.keep is not None:
+            return int(np.count_nonzero(self.keep))
+        with self._opened() as columns:
+            return len(columns[ROWS])
+
+    def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return shape and dtype of a row in each of the table's datasets, ``rows`` first."""
+        with self._opened() as columns:
+            return {name: (some.shape[1:], some.dtype) for name, some in columns.items()}
+
+    def pieces(self) -> Iterator[TableRows]:
+        """Yield them, a piece after another."""
+        with self._opened() as columns:
+            lengths = [len(dataset) for dataset in columns.values()]
+            if len(set(lengths)) > 1:
+                got = f"{self._path}: arrays of table {self.table} of lengths {lengths}"
+                raise damaged(got, str(lengths[0]))
+            count = max(1, READ_BYTES // sum(map(row_bytes, columns.values())))
+            for begin in range(0, lengths[0], count):
+                part = slice(begin, begin + count)
+                kept = slice(None) if self.keep is None else self.keep[part]
+                yield TableRows.of({name: a[part][kept] for name, a in columns.items()})
+
+    def column(self, name: str) -> Iterator[np.ndarray]:
+        """Yield one of the datasets, a piece after another."""
+        with self._opened() as columns:
+            dataset = columns[name]
+            for begin, end in pieces(0, len(dataset), row_bytes(dataset)):
+                kept = slice(None) if self.keep is None else self.keep[begin:end]
+                yield dataset[begin:end][kept]
+
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of the rows, shape (count,), dtype int64."""
+        return Stream((self.count,), np.dtype(np.int64), partial(self.column, ROWS)).whole()
+
+    def ordered(self) -> Ordered:
+        """Return them by their numbers; values are read from the file when they are wanted."""
+        rows, params = self.numbers(), self._mapped()
+        count = len(rows) if self.keep is None else len(self.keep)
+        if len(params) != count:
+            raise damaged(f"{self._path}: {len(params)} rows of table {self.table}", str(count))
+        places = np.arange(count) if self.keep is None else np.flatnonzero(self.keep)
+        return Ordered.of(rows, places, params)
+
+    def _mapped(self) -> np.ndarray:
+        """Return the values of all rows of the file, where they stay until they are read.
+
+        Pages that are read are in memory once a host, as long as it has no better use for it.
+        """
+        with self._opened() as columns:
+            dataset = columns[PARAMS]
+            offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
+            if offset is None:  # so short that it lies elsewhere, or of no rows
+                return np.asarray(dataset[:])
+            return np.memmap(self._path, dtype, "r", offset, shape)  # refuses too short a file
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / self.record.file
+
+    @contextmanager
+    def _opened(self) -> Iterator[dict[str, Any]]:
+        """Open the file; yields the table's datasets by name, ``rows`` and ``params`` first."""
+        with reading(self._path, f"table {self.table}") as file:
+            check_identity(self._path, file, self.record, self.step)
+            group = item(file, _group(self.table))
+            slots = list(item(group, "slots")) if "slots" in group else []
+            yield {name: item(group, name) for name in (*COLUMNS, *map(slot_dataset, slots))}
 
 
-def map_params(folder: Path, record: ShardRecord, step: int, table: str) -> np.ndarray:
-    """Return the values of a table's rows in an owner's file, where they stay until they are read.
-
-    Pages that are read are in memory once a host, as long as it has no better use for it.
-
-    Raises:
-        UserError: As `read_rows`.
-    """
-    path = folder / record.file
-    with reading(path, f"table {table}") as file:
-        check_identity(path, file, record, step)
-        dataset = item(file, _place(table, PARAMS))
-        offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
-        if offset is None:  # so short that it lies elsewhere, or of no rows
-            return np.asarray(dataset[:])
-        return np.memmap(path, dtype, "r", offset, shape)  # which a file that is too short refuses
-
-
-def read_columns(
-    folder: Path, record: ShardRecord, step: int, table: str
-) -> dict[str, tuple[int, tuple[int, ...], np.dtype]]:
-    """Return of a table's datasets in an owner's file, ``rows`` first: rows, shape of one, dtype.
-
-    Raises:
-        UserError: As `read_rows`.
-    """
-    path = folder / record.file
-    with reading(path, f"table {table}") as file:
-        check_identity(path, file, record, step)
-        group = item(file, _place(table, ""))
-        names = ROWS, PARAMS, *map(slot_dataset, _slots(group))
-        found = {name: item(group, name) for name in names}
-        return {name: (len(some), some.shape[1:], some.dtype) for name, some in found.items()}
-
-
-def column_pieces(
-    folder: Path, record: ShardRecord, step: int, table: str, column: str
-) -> Iterator[np.ndarray]:
-    """Yield one of a table's datasets in an owner's file, a piece after another.
-
-    Raises:
-        UserError: As `read_rows`.
-    """
-    path = folder / record.file
-    with reading(path, f"{column} of table {table}") as file:
-        check_identity(path, file, record, step)
-        dataset = item(file, _place(table, column))
-        for begin, end in pieces(0, len(dataset), _row_bytes(dataset)):
-            yield dataset[begin:end]
-
-
-def read_column(
-    folder: Path, record: ShardRecord, step: int, table: str, column: str
-) -> np.ndarray:
-    """Return one of a table's datasets in an owner's file, whole.
-
-    Raises:
-        UserError: As `read_rows`.
-    """
-    count, shape, dtype = read_columns(folder, record, step, table)[column]
-    read = partial(column_pieces, folder, record, step, table, column)
-    return Stream((count, *shape), dtype, read).whole()
-
-
-def _slots(group: Any) -> list[str]:
-    return list(item(group, "slots")) if "slots" in group else []
-
-
-def _place(table: str, dataset: str) -> str:
-    return f"tables/{table}/{dataset}"
-
-
-def _row_bytes(array: np.ndarray) -> int:
-    items = int(np.prod(array.shape[1:], dtype=np.int64))
-    return min(PIECE_BYTES, max(1, array.dtype.itemsize * items))
+def _group(table: str) -> str:
+    return f"tables/{table}"

@@ -1,9 +1,9 @@
 """One owner's shard in one HDF5 file: ``params`` and ``slots/<slot>`` of ``[begin, end)``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mpips.checkpoint.files import (
     item,
     pieces,
     reading,
+    row_bytes,
     rows_file,
     shard_file,
     write_durably,
@@ -24,12 +25,15 @@ from mpips.checkpoint.files import (
 from mpips.errors import UserError
 from mpips.layout import Shard
 
-PARAMS = "params"
+if TYPE_CHECKING:
+    import h5py
+
+PARAMS, SLOTS = "params", "slots/"
 
 
 def slot_dataset(slot: str) -> str:
     """Name of a slot's dataset in a shard file, and of its group in the index."""
-    return f"slots/{slot}"
+    return f"{SLOTS}{slot}"
 
 
 @dataclass(frozen=True)
@@ -102,29 +106,56 @@ def write_shard(
         raise ValueError(f"{folder} holds a committed checkpoint, expected a folder of begin_step")
     if not shard.size:
         return ShardRecord(owner, "", shard.begin, shard.end, 0, "")
-    attributes = {
-        "version": FORMAT,
-        "begin": shard.begin,
-        "end": shard.end,
-        "step": step,
-        "owner": owner,
-    }
-    final = folder / shard_file(owner)
-    write_durably(final, lambda path: write_arrays(path, arrays, attributes))
-    size, sha256 = final.stat().st_size, file_sha256(final)
-    return ShardRecord(owner, final.name, shard.begin, shard.end, size, sha256)
 
-
-def write_arrays(
-    path: Path, arrays: Mapping[str, np.ndarray], attributes: Mapping[str, int]
-) -> None:
-    """Write 1-D arrays and integer attributes to a new file, a piece at a time."""
-    with create_h5(path) as file:
-        file.attrs.update(attributes)
+    def fill(file: "h5py.File") -> None:
         for name, array in arrays.items():
-            dataset = file.create_dataset(name, array.shape, array.dtype)
-            for begin, end in pieces(0, len(array), array.itemsize):
-                dataset[begin:end] = array[begin:end]
+            write_pieces(file.create_dataset(name, array.shape, array.dtype), array)
+
+    final = folder / shard_file(owner)
+    return write_file(final, owner, shard.begin, shard.end, step, fill)
+
+
+def write_file(
+    final: Path,
+    owner: int,
+    begin: int,
+    end: int,
+    step: int,
+    fill: Callable[["h5py.File"], None],
+    base: int | None = None,
+) -> ShardRecord:
+    """Write a file of a checkpoint, durably; returns its record.
+
+    Args:
+        final: The file.
+        owner: Whose it is.
+        begin: First of its elements.
+        end: Last of them + 1.
+        step: The step of the checkpoint.
+        fill: Writes the arrays into the open file.
+        base: See `ShardRecord`.
+    """
+
+    def write(path: Path) -> None:
+        with create_h5(path) as file:
+            file.attrs.update(_attributes(owner, begin, end, step))
+            fill(file)
+
+    write_durably(final, write)
+    return ShardRecord(
+        owner, final.name, begin, end, final.stat().st_size, file_sha256(final), base
+    )
+
+
+def _attributes(owner: int, begin: int, end: int, step: int) -> dict[str, int]:
+    """What a file says of itself."""
+    return {"version": FORMAT, "begin": begin, "end": end, "step": step, "owner": owner}
+
+
+def write_pieces(dataset: "h5py.Dataset", array: np.ndarray, at: int = 0) -> None:
+    """Write an array into an HDF5 dataset from row `at` on, a piece after another."""
+    for begin, end in pieces(0, len(array), row_bytes(array)):
+        dataset[at + begin : at + end] = array[begin:end]
 
 
 def read_shard(
@@ -150,13 +181,7 @@ def read_shard(
 
 def check_identity(path: Path, file: Any, record: ShardRecord, step: int) -> None:
     """Raise UserError unless an open file says of itself what its record says."""
-    expected = {
-        "version": FORMAT,
-        "begin": record.begin,
-        "end": record.end,
-        "step": step,
-        "owner": record.owner,
-    }
+    expected = _attributes(record.owner, record.begin, record.end, step)
     for name, value in expected.items():
         if file.attrs.get(name) != value:
             raise damaged(f"{path}: attribute {name} {file.attrs.get(name)}", str(value))

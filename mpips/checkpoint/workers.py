@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpips.checkpoint.files import (
-    FORMAT,
-    PathLike,
-    create_h5,
-    file_sha256,
-    pieces,
-    worker_file,
-    write_durably,
-)
-from mpips.checkpoint.shards import ShardRecord
+from mpips.checkpoint.files import PathLike, worker_file
+from mpips.checkpoint.shards import ShardRecord, write_file, write_pieces
 
 if TYPE_CHECKING:
     import h5py
@@ -64,23 +56,13 @@ def write_worker(
             if not inside or part.dtype != np.dtype(dtype):
                 found = f"{name} from {begin} on of shape {part.shape} and dtype {part.dtype}"
                 raise ValueError(f"{found}, expected within ({size},) and {np.dtype(dtype)}")
-    attributes = {"version": FORMAT, "begin": 0, "end": size, "step": step, "owner": worker}
-    final = Path(folder) / worker_file(worker)
 
-    def write(path: Path) -> None:
-        with create_h5(path) as file:
-            file.attrs.update(attributes)
-            for name, parts in vectors.items():
-                _write_vector(file, name, parts, size, np.dtype(dtype))
+    def fill(file: "h5py.File") -> None:
+        for name, parts in vectors.items():
+            whole = sum(part.size for _, part in parts) == size
+            chunks = None if whole else (min(size, CHUNK_BYTES // np.dtype(dtype).itemsize),)
+            dataset = file.create_dataset(name, (size,), dtype, chunks=chunks, fillvalue=0)
+            for begin, part in parts:
+                write_pieces(dataset, part, begin)
 
-    write_durably(final, write)
-    return ShardRecord(worker, final.name, 0, size, final.stat().st_size, file_sha256(final))
-
-
-def _write_vector(file: "h5py.File", name: str, parts: Pieces, size: int, dtype: np.dtype) -> None:
-    whole = sum(part.size for _, part in parts) == size
-    chunks = None if whole else (min(size, CHUNK_BYTES // dtype.itemsize),)
-    dataset = file.create_dataset(name, (size,), dtype, chunks=chunks, fillvalue=0)
-    for first, part in parts:
-        for begin, end in pieces(0, part.size, part.itemsize):
-            dataset[first + begin : first + end] = part[begin:end]
+    return write_file(Path(folder) / worker_file(worker), worker, 0, size, step, fill)

@@ -328,7 +328,7 @@ class Job:
             if self.begins_with is None or worker is None:
                 continue
             if self.checkpoint is not None and name in self.checkpoint.worker_names:
-                if len(self.checkpoint.contents.workers) == workers:
+                if len(self.checkpoint.workers) == workers:
                     self.checkpoint.read_worker(name, worker, slot)
                 else:
                     self.checkpoint.read_workers_mean(name, 0, slot)

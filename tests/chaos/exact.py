@@ -49,7 +49,7 @@ def expected_counts(checkpoint: Checkpoint, n: int) -> np.ndarray:
 
 def own(checkpoint: Checkpoint, name: str) -> np.ndarray:
     """Return the vector that each worker, or in rounds each rank, has for itself, as rows."""
-    count = len(checkpoint.contents.workers)
+    count = len(checkpoint.workers)
     found = np.empty((count, checkpoint.layout.size), checkpoint.dtype)
     for number in range(count):
         checkpoint.read_worker(name, number, found[number])

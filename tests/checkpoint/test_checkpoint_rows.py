@@ -283,8 +283,8 @@ def test_a_chain_has_each_row_once_as_it_was_last(
         assert sorted(numbers.tolist()) == sorted(expected)
         assert {n: p[0] for n, p in zip(numbers.tolist(), params, strict=True)} == expected
         np.testing.assert_array_equal(slots, -params)
-        np.testing.assert_array_equal(found.read_column("item", "rows"), numbers)
-        np.testing.assert_array_equal(found.read_column("item", "slots/m"), slots)
+        np.testing.assert_array_equal(found.columns("item")["rows"].whole(), numbers)
+        np.testing.assert_array_equal(found.columns("item")["slots/m"].whole(), slots)
     assert main(["inspect", str(folder)]) == 0
     told = capsys.readouterr().out
     assert "90 rows of 4, 7 changed" in told

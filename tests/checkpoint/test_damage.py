@@ -25,7 +25,7 @@ from mpips.checkpoint import (
 )
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.files import INDEX
-from mpips.checkpoint.rows import read_rows
+from mpips.checkpoint.rows import RowsFile
 from mpips.checkpoint.shards import read_shard, shard_problem
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
@@ -62,11 +62,11 @@ def readers(folder: Path, name: str) -> Callable[[], str]:
     if name == INDEX:
         return lambda: "found" if verify(folder) else "missed"
     opened = open_checkpoint(folder)
-    (record,) = [r for r in opened.contents.files if r.file == name]
+    (record,) = [r for r in opened.files if r.file == name]
 
     def read() -> None:
-        if record in opened.contents.rows:
-            list(read_rows(folder, record, opened.step, TABLE))
+        if record in opened.rows:
+            list(RowsFile(folder, record, opened.step, TABLE).pieces())
             return
         what = "params" if record in opened.shards else "residual"
         read_shard(folder, record, opened.step, what, 0, np.empty(SIZE, "f4"))

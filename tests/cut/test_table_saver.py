@@ -97,7 +97,7 @@ def test_rows_that_are_not_saved_are_let_go(
     if why == "not finite":
         saves.rows.value = np.inf
     elif why == "no space":
-        monkeypatch.setattr("mpips.checkpoint.rows.create_h5", no_space)
+        monkeypatch.setattr("mpips.checkpoint.shards.create_h5", no_space)
     saves.saver.snapshot(3)
     saves.saver.write_into(folder)
     saves.wait()

@@ -255,7 +255,7 @@ def test_a_worker_that_has_failed_is_in_no_checkpoint(runs: Plan) -> None:
 def test_other_worlds_share_out_the_sum(runs: Plan) -> None:
     """Nothing is lost while every shard is far from every worker, and large enough to be packed."""
     found = each(runs.out("worlds"))
-    assert {len(checkpoint.contents.workers) for checkpoint in found} == {n for n, _ in WORLDS}
+    assert {len(checkpoint.workers) for checkpoint in found} == {n for n, _ in WORLDS}
     assert [assert_conserved(checkpoint) for checkpoint in found].count(True) >= len(WORLDS)
     assert expected_counts(final(runs.out("worlds")), N).tolist() == [len(WORLDS)] * N
 

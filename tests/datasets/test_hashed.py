@@ -124,7 +124,7 @@ def test_a_pair_of_columns_is_learnt(tmp_path: Path) -> None:
     plan.run(120, tmp_path)
     for kind in WRITERS:
         assert summary(plan.out(kind))["accuracy"] > 0.95
-        changed = final(plan.out(kind)).read_column("features", "rows")
+        changed = final(plan.out(kind)).columns("features")["rows"].whole()
         assert len(changed) == 14
         assert summary(plan.out(kind))["hashed"] == {"ids": 14, "shared": 0}
     rows = find_rows(final(plan.out("csv")), "features", ids_of("user", pa.array(["user, 3"])))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpips.checkpoint import TableRows, write_rows
-from mpips.checkpoint.rows import read_rows
+from mpips.checkpoint.rows import RowsFile
 from mpips.layout.tables import Normal, Table
 from mpips.library.optimizers import Adagrad
 from mpips.optim.row_rules import make_row_rule
@@ -126,7 +126,7 @@ def test_a_checkpoint_never_holds_the_rows_twice(since: bool, beside: int, tmp_p
     assert peak < 5 * MB
     assert record.size == cut.count
     if not since:
-        same(list(read_rows(tmp_path, record, 1, "item")), expected)
+        same(list(RowsFile(tmp_path, record, 1, "item").pieces()), expected)
 
 
 def test_a_cut_that_was_let_go_keeps_nothing() -> None:
@@ -156,5 +156,5 @@ def test_a_cut_of_a_server_without_rows(capacity: str, tmp_path: Path) -> None:
         cut = ServedTable(made, 2, server, memory).cut()
         record = write_rows(tmp_path, server, 1, {"item": cut})
         counts.append(record.size)
-        assert sum(len(part.rows) for part in read_rows(tmp_path, record, 1, "item")) == 0
+        assert sum(len(part.rows) for part in RowsFile(tmp_path, record, 1, "item").pieces()) == 0
     assert counts == [0, 0]

@@ -71,7 +71,7 @@ def test_rows_are_read_as_they_are_wanted(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
     found = saved(tmp_path, 1, np.arange(1000), None)
-    file = found.path / found.contents.rows[1].file
+    file = found.path / found.rows[1].file
     with file.open("r+b") as cut:
         cut.truncate(file.stat().st_size - 5000)
     with pytest.raises(UserError, match=r"rows-0001\.h5: cannot read .*use another checkpoint"):

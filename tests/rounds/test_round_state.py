@@ -189,7 +189,7 @@ def test_parameters_and_residuals_are_all_gradients(plan: Plan) -> None:
         np.testing.assert_allclose(counts, expected_counts(checkpoint, N), rtol=0, atol=1e-9)
         kept += bool(residual.any())
     assert kept > len(WORLDS)
-    assert {len(checkpoint.contents.workers) for checkpoint in found} == {4, 5}
+    assert {len(checkpoint.workers) for checkpoint in found} == {4, 5}
     assert expected_counts(found[-1], N).tolist() == [len(WORLDS)] * N
 
 

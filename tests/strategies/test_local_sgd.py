@@ -223,7 +223,7 @@ def own_slots(checkpoint: Checkpoint, expected: Any) -> list[tuple[np.ndarray, n
 @pytest.mark.parametrize("name", thinned([n for n in STOPPED if "kept" in n], QUICK_STOPPED))
 def test_stopped_run_keeps_each_worker_s_slots(name: str, runs: Plan) -> None:
     whole, parts = (final(runs.out(f"{name} {kind}")) for kind in ("whole", "parts"))
-    workers = len(whole.contents.workers)
+    workers = len(whole.workers)
     assert workers == summary(runs.out(f"{name} whole"))["workers"] > 1
     for key in whole.worker_names:
         a, b = np.empty((2, workers, whole.layout.size), whole.dtype)

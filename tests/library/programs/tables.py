@@ -167,7 +167,7 @@ def exact(folder: Path) -> None:
                 found = check_counts(out)
                 assert found.step == ended.summary["global_step"]
                 if part == 2:  # the last one, if no other, adds to one before
-                    assert any(open_checkpoint(p).contents.base for p in list_checkpoints(out))
+                    assert any(open_checkpoint(p).base for p in list_checkpoints(out))
                     assert not [text for p in list_checkpoints(out) for text in verify(p)]
         if WORLD.rank == 0:
             np.testing.assert_array_equal(found.read_params(), EPOCHS)
@@ -248,7 +248,7 @@ def same(folder: Path) -> None:
         found, _ = newest_whole(out)
         assert found is not None
         assert found.step == -(-N // 7) * (EPOCHS + len(saved))
-        assert len(found.contents.rows) == servers
+        assert len(found.rows) == servers
         saved.append({name: rows_of(found, name) for name in TABLES})
     for other in saved[1:]:
         for name, (numbers, columns) in saved[0].items():
