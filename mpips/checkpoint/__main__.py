@@ -4,19 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from mpips.checkpoint import (
-    Checkpoint,
-    exchange,
-    list_checkpoints,
-    newest_whole,
-    open_checkpoint,
-    verify,
-)
+from mpips.checkpoint import exchange, list_checkpoints, newest_whole, open_checkpoint, verify
 from mpips.checkpoint.complete import check_ledger
 from mpips.checkpoint.files import folder_step
-from mpips.checkpoint.table_files import export_table
 from mpips.config.arguments import Parser
-from mpips.errors import UserError
+from mpips.errors import UserError, human_bytes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,7 +71,7 @@ def list_all(args: argparse.Namespace) -> int:
         verdict = "; ".join(problems) or ("whole, newest" if folder == newest else "whole")
         step = folder_step(folder.resolve())
         name = folder.name if step is None else f"step {step}"
-        print(f"{name:<16} {readable(size):>10}  {verdict}")
+        print(f"{name:<16} {human_bytes(size):>10}  {verdict}")
     return 0
 
 
@@ -87,18 +79,20 @@ def inspect(args: argparse.Namespace) -> int:
     """Print what one checkpoint holds; numbers are not read."""
     checkpoint = open_checkpoint(find(args)[-1])
     owned = f"{checkpoint.layout.size} parameters, {checkpoint.dtype}"
-    print(f"{checkpoint.path}: step {checkpoint.step}, {owned}, {readable(checkpoint.size_bytes)}")
+    print(
+        f"{checkpoint.path}: step {checkpoint.step}, {owned}, {human_bytes(checkpoint.size_bytes)}"
+    )
     print("arrays:")
     for name, shape in zip(checkpoint.layout.names, checkpoint.layout.shapes, strict=True):
         print(f"  params/{name} {shape}")
     print(f"slots: {', '.join(checkpoint.slot_names) or 'none'}")
     print("shards:")
     for s in checkpoint.shards:
-        print(f"  {s.file} owner {s.owner} [{s.begin}, {s.end}) {readable(s.bytes)} {s.sha256}")
+        print(f"  {s.file} owner {s.owner} [{s.begin}, {s.end}) {human_bytes(s.bytes)} {s.sha256}")
     if checkpoint.workers:
         print(f"workers' own: {', '.join(checkpoint.worker_names)}")
     for w in checkpoint.workers:
-        print(f"  {w.file} worker {w.owner} {readable(w.bytes)} {w.sha256}")
+        print(f"  {w.file} worker {w.owner} {human_bytes(w.bytes)} {w.sha256}")
     if checkpoint.tables:
         print("tables:")
     for name, told in checkpoint.tables.items():
@@ -106,7 +100,7 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  tables/{name}: {told['rows']} rows of {told['dim']}, {changed} changed")
     for r in checkpoint.rows:
         since = "" if r.base is None else f", since step {r.base}"
-        print(f"  {r.file} rows of owner {r.owner}{since} {readable(r.bytes)} {r.sha256}")
+        print(f"  {r.file} rows of owner {r.owner}{since} {human_bytes(r.bytes)} {r.sha256}")
     print("state:")
     state = checkpoint.state if isinstance(checkpoint.state, dict) else {"": checkpoint.state}
     for key, value in state.items():
@@ -139,35 +133,15 @@ def export(args: argparse.Namespace) -> int:
         raise UserError(f"{output} exists", "a new file", "remove it, or give another name")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is no folder", "one for the file", "create it first")
-    checkpoint = whole(args)
-    if args.table:
-        export_table(checkpoint, args.table, output)
-    else:
-        exchange.export(checkpoint, output)
-    print(f"{output}: step {checkpoint.step}, {readable(output.stat().st_size)}")
-    return 0
-
-
-def whole(args: argparse.Namespace) -> Checkpoint:
-    """Return the newest whole checkpoint, or that of --step."""
-    if args.step is None:
-        find(args)
-        checkpoint, complaints = newest_whole(args.dir)
-    else:
-        checkpoint, complaints = newest_whole(find(args)[-1])
+    folder = find(args)[-1]
+    checkpoint, complaints = newest_whole(args.dir if args.step is None else folder)
     for complaint in complaints:
         print(f"not whole: {complaint}", file=sys.stderr)
     if checkpoint is None:
         raise UserError(f"no whole checkpoint at {args.dir}", "one", "run verify to see why")
-    return checkpoint
-
-
-def readable(count: int) -> str:
-    """Bytes as a short text, such as ``12.3 MB``."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"
+    exchange.export(checkpoint, output, args.table)
+    print(f"{output}: step {checkpoint.step}, {human_bytes(output.stat().st_size)}")
+    return 0
 
 
 def shortened(value: object, length: int = 100) -> str:
@@ -183,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.function(args)
     except UserError as error:
         print(f"mpips.checkpoint: {error}", file=sys.stderr)
-        return 2
+        return error.code
 
 
 if __name__ == "__main__":

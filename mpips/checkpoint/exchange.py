@@ -4,51 +4,59 @@ A checkpoint is written to any of them. A run begins with those of the first two
 means to unpickle it, which some versions of PyTorch let a file turn against its reader.
 """
 
+import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from mpips import extras
 from mpips.checkpoint.files import write_durably
 from mpips.checkpoint.reader import Checkpoint
 from mpips.checkpoint.rows import ROWS
 from mpips.checkpoint.stream import Stream, write_npz, write_safetensors
-from mpips.errors import UserError, nearest
+from mpips.errors import UserError, nearest, unknown
 from mpips.layout import Layout
 
-NPZ, SAFETENSORS, PT = ".npz", ".safetensors", ".pt"
+NPZ, SAFETENSORS, PT, PARQUET = ".npz", ".safetensors", ".pt", ".parquet"
 READ = (NPZ, SAFETENSORS)
 TABLES = "tables/"
+VALUES = re.compile(rf"({TABLES}[^/]+/)?(rows|params)")  # of a table, without its slots
 PARAMS, SLOTS = "params/", "slots/"  # in an npz that was exported; other programs' have names alone
 UNPICKLED = (PT, ".pth", ".bin", ".ckpt")
 SHOWN = 5  # names in a note
 
 
-def export(checkpoint: Checkpoint, output: Path) -> None:
-    """Write a checkpoint's parameters to a file, whole or not at all.
+def export(checkpoint: Checkpoint, output: Path, table: str = "") -> None:
+    """Write a checkpoint's parameters to a file, or one of its tables, whole or not at all.
 
     An ``.npz`` has the optimizer's slots as well; the others have the parameters under their names.
     A piece of an array is in memory at a time, but for a ``.pt``, all of whose arrays are. Of a
-    table all have the rows that were changed.
+    table all have the rows that were changed: ``rows`` their numbers, and ``params`` their values.
 
     Args:
         checkpoint: What is written.
         output: The file; its suffix says how.
+        table: The table; empty for everything.
 
     Raises:
-        UserError: If the suffix is none of them, the package for it is missing, the checkpoint
-            cannot be read, or the file cannot be written.
+        UserError: If there is no such table, the suffix is none of them, the package for it is
+            missing, the checkpoint cannot be read, or the file cannot be written.
     """
-    write = {NPZ: _npz_writer, SAFETENSORS: _safetensors_writer, PT: _pt_writer}.get(output.suffix)
-    if write is None:
-        remedy = "numpy.load, safetensors and torch.load read them"
-        raise UserError(f"{output}", f"a name that ends in {NPZ}, {SAFETENSORS} or {PT}", remedy)
-    write_durably(output, write(checkpoint))
+    if table and table not in checkpoint.tables:
+        raise unknown("table", table, tuple(checkpoint.tables))
+    writers = {NPZ: _npz_writer, SAFETENSORS: _safetensors_writer}
+    writers |= {PARQUET: partial(_parquet_writer, checkpoint, table)} if table else {PT: _pt_writer}
+    if output.suffix not in writers:
+        what = f" for table {table!r}" if table else ""
+        raise UserError(f"{output}{what}", f"a name that ends in {', '.join(writers)}")
+    arrays = checkpoint.columns(table) if table else dict(named_streams(checkpoint))
+    write_durably(output, writers[output.suffix](arrays))
 
 
 def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
@@ -67,50 +75,48 @@ def named_streams(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
             yield f"{TABLES}{name}/{column}", array
 
 
-def _parameters(checkpoint: Checkpoint) -> Iterator[tuple[str, Stream]]:
-    """Yield all parameters by name, and the rows of tables that were changed."""
-    for name, array in named_streams(checkpoint):
-        if name.startswith(PARAMS):
-            yield name.removeprefix(PARAMS), array
-        elif name.startswith(TABLES) and name.rpartition("/")[2] in (ROWS, "params"):
-            yield name, array
+Streams = Mapping[str, Stream]
 
 
-def _npz_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    return lambda path: write_npz(path, named_streams(checkpoint))
+def _parameters(arrays: Streams) -> dict[str, Stream]:
+    """Return all parameters by name, and the values of rows."""
+    found = {k.removeprefix(PARAMS): a for k, a in arrays.items() if k.startswith(PARAMS)}
+    return found | {name: a for name, a in arrays.items() if VALUES.fullmatch(name)}
 
 
-def _safetensors_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    return lambda path: write_safetensors(path, _parameters(checkpoint))
+def _npz_writer(arrays: Streams) -> Callable[[Path], None]:
+    return lambda path: write_npz(path, arrays.items())
 
 
-def _pt_writer(checkpoint: Checkpoint) -> Callable[[Path], None]:
-    try:
-        import torch
-    except ImportError as problem:
-        remedy = "pip install 'mpips[torch]'"
-        raise UserError(f"no PyTorch ({problem})", f"torch for {PT}", remedy) from None
+def _safetensors_writer(arrays: Streams) -> Callable[[Path], None]:
+    return lambda path: write_safetensors(path, _parameters(arrays).items())
+
+
+def _pt_writer(arrays: Streams) -> Callable[[Path], None]:
+    torch = extras.load("torch", "PyTorch", "torch", "writes .pt files")
 
     def write(path: Path) -> None:
-        arrays = {name: torch.from_numpy(array.whole()) for name, array in _parameters(checkpoint)}
-        torch.save(arrays, path)
+        tensors = {k: torch.from_numpy(array.whole()) for k, array in _parameters(arrays).items()}
+        torch.save(tensors, path)
 
     return write
 
 
-def _load_safetensors() -> ModuleType:
-    """Import that package.
+def _parquet_writer(checkpoint: Checkpoint, table: str, _: Streams) -> Callable[[Path], None]:
+    """Return what writes a table: a list of values a row."""
+    parquet = extras.load("pyarrow.parquet", "pyarrow", "parquet", "writes Parquet files")
+    pa = extras.load("pyarrow", "pyarrow", "parquet", "writes Parquet files")
+    dim = int(checkpoint.tables[table]["dim"])
+    kind = pa.from_numpy_dtype(np.dtype(checkpoint.dtype))
+    schema = pa.schema([(ROWS, pa.int64()), ("params", pa.list_(kind, dim))])
 
-    Raises:
-        UserError: If it is not there.
-    """
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as problem:
-        remedy = "pip install 'mpips[torch]' has it"
-        raise UserError(f"no safetensors ({problem})", "that package", remedy) from None
-    return safetensors
+    def write(path: Path) -> None:
+        with parquet.ParquetWriter(path, schema) as file:
+            for piece in checkpoint.read_table(table):
+                values = pa.FixedSizeListArray.from_arrays(piece.params.reshape(-1), dim)
+                file.write_table(pa.table({ROWS: piece.rows, "params": values}))
+
+    return write
 
 
 @dataclass(frozen=True)
@@ -230,14 +236,17 @@ def _opened(path: Path) -> Iterator[Opened]:
     Raises:
         UserError: Whatever goes wrong in the block, as with a file that is cut off.
     """
-    module = _load_safetensors() if path.suffix == SAFETENSORS else None
+    tensors = path.suffix == SAFETENSORS
+    if tensors:  # its functions for NumPy are a module of their own
+        reads = ("safetensors", "torch", "reads .safetensors files")
+        module = [extras.load(name, *reads) for name in ("safetensors.numpy", "safetensors")][1]
     try:
-        if module is None:
-            with zipfile.ZipFile(path) as archive:
-                yield _npz(archive)
-        else:
+        if tensors:
             with module.safe_open(path, framework="numpy") as file:
                 yield _tensors(file)
+        else:
+            with zipfile.ZipFile(path) as archive:
+                yield _npz(archive)
     except UserError:
         raise
     except Exception as error:
@@ -249,13 +258,10 @@ def _npz(archive: zipfile.ZipFile) -> Opened:
     entries = {}
     for name in archive.namelist():
         with archive.open(name) as file:
-            version = np.lib.format.read_magic(file)
-            header = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
-            )
-            shape, _, dtype = header(file)
+            first = np.lib.format.read_magic(file) == (1, 0)
+            form = np.lib.format
+            read_header = form.read_array_header_1_0 if first else form.read_array_header_2_0
+            shape, _, dtype = read_header(file)
         entries[name.removesuffix(".npy")] = Entry(shape, str(dtype), dtype.kind == "f")
 
     def read(name: str) -> np.ndarray:

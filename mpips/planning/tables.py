@@ -56,9 +56,8 @@ class JobTable:
         """What a checkpoint says of it, and a run that goes on has to be like."""
         init = self.table.init
         made = {"init": type(init).__name__, "scale": init.scale, "seed": self.seed}
-        told = {"rows": self.table.rows, "dim": self.dim, "rule": self.rule.name, **made}
-        told |= self.rule.kept
-        return told | ({"hashed": True} if self.table.hashed else {})
+        size = {"hashed": self.table.hashed, "rows": self.table.rows, "dim": self.dim}
+        return {**size, "rule": self.rule.name, **made, **self.rule.kept}
 
     def nbytes(self, itemsize: int) -> int:
         """Return what its rows take with all that their rule keeps, by the size of a number."""

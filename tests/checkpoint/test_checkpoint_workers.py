@@ -5,14 +5,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from test_checkpoint import committed
 
 from mpips.checkpoint import (
     begin_step,
-    commit,
     list_checkpoints,
     newest_whole,
     open_checkpoint,
-    verify,
     write_shard,
     write_worker,
 )
@@ -59,11 +58,7 @@ def save(directory: Path, absent: int | None = None) -> Path:
         for k in reversed(range(WORKERS))
         if k != absent
     ]
-    commit(
-        folder, step=STEP, layout=LAYOUT, dtype="f4", shards=shards, slots=(), config="",
-        state={}, arrays={}, keep=2, workers=own, worker_names=NAMES,
-    )  # fmt: skip
-    return folder
+    return committed(folder, STEP, LAYOUT, shards, workers=own, worker_names=NAMES)
 
 
 def test_each_worker_reads_its_own(tmp_path: Path) -> None:
@@ -98,23 +93,6 @@ def test_inspect_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "workers' own: m, residual/w\n  worker-0000.h5 worker 0" in shown
     assert "worker-0002.h5 worker 2" in shown
-
-
-def test_damage_is_found(tmp_path: Path) -> None:
-    save(tmp_path / "good")
-    folder = save(tmp_path / "bad")
-    file = folder / "worker-0001.h5"
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 4
-    file.write_bytes(content)
-    assert open_checkpoint(folder).step == STEP  # of the right size
-    (problem,) = verify(folder)
-    assert "worker-0001.h5" in problem
-    assert newest_whole(tmp_path / "bad")[0] is None
-    file.unlink()
-    with pytest.raises(UserError, match=r"worker-0001.h5: missing"):
-        open_checkpoint(folder)
-    assert not verify(tmp_path / "good" / folder.name)
 
 
 def test_a_file_of_another_worker_is_refused(tmp_path: Path) -> None:

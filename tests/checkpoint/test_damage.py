@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checkpoint import vector
+from test_checkpoint import committed, vector
 
 from mpips.checkpoint import (
     TableRows,
     begin_step,
-    commit,
     list_checkpoints,
     newest_whole,
     open_checkpoint,
@@ -46,12 +45,9 @@ def save(directory: Path, step: int) -> Path:
     workers = [write_worker(folder, 0, step, {"residual": [(2, whole[:3])]}, SIZE, "f4")]
     numbers, values = np.array([4, 1]), whole[:4].reshape(2, 2)
     rows = write_rows(folder, 0, step, {TABLE: TableRows(numbers, values, {"m": -values})})
-    commit(
-        folder, step=step, layout=LAYOUT, dtype="float32", shards=shards, slots=(), config="",
-        state={}, arrays={}, keep=2, workers=workers, worker_names=("residual",), rows=[rows],
-        tables={TABLE: {"rows": 9, "dim": 2}},
-    )  # fmt: skip
-    return folder
+    more = {"rows": [rows], "tables": {TABLE: {"rows": 9, "dim": 2}}}
+    names = ("residual",)
+    return committed(folder, step, LAYOUT, shards, workers=workers, worker_names=names, **more)
 
 
 def readers(folder: Path, name: str) -> Callable[[], str]:

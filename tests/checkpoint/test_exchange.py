@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_checkpoint import LAYOUT, save, vector
+from test_checkpoint import LAYOUT, committed, save, vector
 
-from mpips.checkpoint import TableRows, begin_step, commit, write_rows, write_shard
+from mpips.checkpoint import TableRows, begin_step, write_rows, write_shard
 from mpips.checkpoint.__main__ import main
 from mpips.checkpoint.exchange import ParameterFile, is_parameter_file
 from mpips.errors import UserError
@@ -80,7 +80,7 @@ def test_a_missing_package_names_the_extra(
         monkeypatch.setitem(sys.modules, module, None)
     written, output = tmp_path / "out.safetensors", tmp_path / "out.pt"
     assert main(["export", str(run_directory), "-o", str(written)]) == 0, "it is only read by it"
-    with pytest.raises(UserError, match=r"no safetensors .*pip install 'mpips\[torch\]'"):
+    with pytest.raises(UserError, match=r"no safetensors, .*pip install 'mpips\[torch\]'"):
         ParameterFile(written, LAYOUT, "f4")
     assert main(["export", str(run_directory), "-o", str(output)]) == 2
     assert "pip install 'mpips[torch]'" in capsys.readouterr().err
@@ -170,11 +170,8 @@ def test_an_array_is_never_held_whole(tmp_path: Path) -> None:
     table = TableRows(np.arange(rows), np.ones((rows, 16), "f4"), {"m": np.ones((rows, 16), "f4")})
     folder, layout = begin_step(tmp_path, 1), Layout.of({"w": (2000, 3000)})
     shards = [write_shard(folder, 0, Shard(0, layout.size), 1, params, {})]
-    commit(
-        folder, step=1, layout=layout, dtype="f4", shards=shards, slots=(), config="", state={},
-        arrays={}, keep=1, rows=[write_rows(folder, 0, 1, {"item": table})],
-        tables={"item": {"rows": rows, "dim": 16}},
-    )  # fmt: skip
+    lists, told = [write_rows(folder, 0, 1, {"item": table})], {"item": {"rows": rows, "dim": 16}}
+    committed(folder, 1, layout, shards, rows=lists, tables=told)
     sizes = {"all.npz": 64, "all.safetensors": 45, "item.npz": 40, "item.safetensors": 21}
     main(["inspect", str(folder)])  # what is imported late is
     for name, megabytes in sizes.items():

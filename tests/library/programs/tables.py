@@ -360,8 +360,8 @@ def hashed(folder: Path) -> None:
             np.testing.assert_array_equal(rows, epochs * words[place])
             np.testing.assert_array_equal(done(result).rows("key", KEYS), np.full((N, 2), epochs))
     for change, told in (
-        ({"rows": 400}, "400 rows on resume, whose ids are hashed, expected 300"),
-        ({"hashed": False}, "hashed=False of table 'word' on resume, expected hashed=True"),
+        ({"rows": 400}, "table 'word' of rows 400 on resume, expected 300"),
+        ({"hashed": False}, "table 'word' of hashed False on resume, expected True"),
     ):
         tables = HASHED | {"word": dataclasses.replace(HASHED["word"], **change)}
         refused = run(train, 3, out, resume="yes", tables=tables)
