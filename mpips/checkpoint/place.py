@@ -97,18 +97,14 @@ def claim(out: Path) -> None:
     Raises:
         UserError: If another job is in it.
     """
-    try:
+    with writing_to(out):
         lock = open(out / LOCK, "a")  # noqa: SIM115  (held until release)
-    except OSError as problem:
-        raise unwritable(out, problem) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        remedy = "wait until it has ended, or choose another --out"
-        raise UserError(
-            f"--out {out} is in use by a running job", "a run at rest", remedy
-        ) from None
+        got, remedy = f"--out {out} is in use by a running job", "choose another --out"
+        raise UserError(got, "a run at rest", f"wait until it has ended, or {remedy}") from None
     except OSError as problem:
         if problem.errno not in NO_LOCKS:  # a file system without locks goes without
             raise
@@ -199,7 +195,31 @@ class Tail:
                 yield line
 
 
-def unwritable(out: Path, problem: OSError) -> UserError:
-    """Return the error of a folder into which nothing can be written, with what to do."""
-    remedy = REMEDIES.get(problem.errno or 0, "give another --out")
-    return UserError(f"--out {out}: {problem.strerror}", "a folder that can be written", remedy)
+@contextlib.contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Turn an OSError of the block into the error of a folder that cannot be written.
+
+    Raises:
+        UserError: That error, with what to do.
+    """
+    try:
+        yield
+    except OSError as problem:
+        got, remedy = f"--out {out}: {problem.strerror}", "give another --out"
+        remedy = REMEDIES.get(problem.errno or 0, remedy)
+        raise UserError(got, "a folder that can be written", remedy) from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written; then what was there stays.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

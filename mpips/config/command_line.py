@@ -82,6 +82,14 @@ class CommandLine(NamedTuple):
     flags: frozenset[str]
     question: Question = Question()
 
+    def job_values(self) -> dict[str, Any]:
+        """Return what the job file says.
+
+        Raises:
+            UserError: If it cannot be read.
+        """
+        return read_toml(self.job) if self.job else {}
+
     @property
     def needs_no_world(self) -> bool:
         """Whether one process alone can answer, once it has read the job."""
@@ -152,7 +160,7 @@ def given_values(argv: Sequence[str]) -> dict[str, Any]:
         UserError: If an option is wrong, or the file cannot be read.
     """
     line = parse_command_line(argv)
-    return {**(read_toml(line.job) if line.job else {}), **line.options}
+    return {**line.job_values(), **line.options}
 
 
 def load(argv: Sequence[str]) -> Config:
@@ -162,7 +170,7 @@ def load(argv: Sequence[str]) -> Config:
         UserError: If anything is wrong with the command line, the file or the values.
     """
     line = parse_command_line(argv)
-    return resolve(line.options, read_toml(line.job) if line.job else None)
+    return resolve(line.options, line.job_values())
 
 
 def requested_text(line: CommandLine, config: Config | None) -> str | None:

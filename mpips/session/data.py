@@ -1,11 +1,9 @@
 """The data of a run on every rank: files found by one, counted by all workers, opened by each."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from mpips.checkpoint.place import DATA, unwritable
+from mpips.checkpoint.place import DATA, writing_to
 from mpips.cluster.agreement import everywhere, on_root
 from mpips.cluster.collectives import broadcast, gather_all
 from mpips.cluster.world import Cluster
@@ -24,8 +22,6 @@ from mpips.datasets import (
     places,
 )
 from mpips.session.folder import Run
-
-T = TypeVar("T")
 
 
 def open_data(run: Run, ranks: Cluster) -> tuple[DataInfo, Dataset | None]:
@@ -71,7 +67,8 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         if run.config.eval_only:
             return found
         save = partial(places.save, path, worker=mine)
-        return _written(lambda: {k: save(k, entries=e) for k, e in found.items()}, path)
+        with writing_to(run.out):
+            return {k: save(k, entries=e) for k, e in found.items()}
 
     looked = gather_all(comm, everywhere(comm, look))
     found = {
@@ -79,7 +76,7 @@ def _count(run: Run, ranks: Cluster, many: dict[str, Files]) -> dict[str, Counte
         for option, files in many.items()
     }
     if not (run.config.eval_only or kept.keys() >= many.keys()):
-        on_root(comm, lambda: _written(lambda: index.save(path, found), path))
+        on_root(comm, lambda: _save(path, found))
     return {
         option: Counted(files, found[option], partial(places.load, path, option))
         for option, files in many.items()
@@ -95,8 +92,6 @@ def _look(files: Files, kept: list[Entry], path: Path, mine: int, workers: int) 
     return [index.recognise(entry, file, path) for entry, file in pairs]
 
 
-def _written(write: Callable[[], T], path: Path) -> T:
-    try:
-        return write()
-    except OSError as problem:
-        raise unwritable(path.parent, problem) from None
+def _save(path: Path, found: index.Index) -> None:
+    with writing_to(path.parent):
+        index.save(path, found)

@@ -4,7 +4,6 @@ Nothing here knows MPI: rank 0 looks at the files and tells the others.
 """
 
 import dataclasses
-import os
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -28,7 +27,8 @@ from mpips.checkpoint.place import (
     TRACE,
     claim,
     is_early,
-    unwritable,
+    write_whole,
+    writing_to,
 )
 from mpips.config import OPTIONS, Config
 from mpips.config.command_line import CommandLine
@@ -77,7 +77,7 @@ def find_config(line: CommandLine) -> tuple[Config, Path, bool]:
     Raises:
         UserError: If a file or a value is wrong, or the run to be continued is another one.
     """
-    given = read_toml(line.job) if line.job else {}
+    given = line.job_values()
     wanted = {**given, **line.options}
     out = _run_folder(wanted)
     saved = _saved_values(out) if wanted.get("resume") else None
@@ -144,8 +144,7 @@ def find_run(line: CommandLine) -> Run:
     if exists and not config.eval_only:
         claim(out)
     if exists and (config.resume != "auto" or _has_begun(out)):
-        given = {**(read_toml(line.job) if line.job else {}), **line.options}
-        return _continue(config, out, given)
+        return _continue(config, out, {**line.job_values(), **line.options})
     if config.resume == "yes":
         raise UserError(f"--resume finds no run in {out}", "a run's folder", "use --resume auto")
     checkpoint, notes = _start_checkpoint(config)
@@ -166,13 +165,8 @@ def save_config(out: Path, config: Config) -> None:
     """
     defaults = {k: OPTIONS[k].default for k in ("out", "resume", "eval_only")}
     lr = config.learning_rate  # the default may be another one some day
-    text = to_toml(dataclasses.replace(config, **defaults, lr=lr))
-    temporary = out / f"{CONFIG}.tmp"
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, out / CONFIG)
-    except OSError as problem:
-        raise unwritable(out, problem) from None
+    with writing_to(out):
+        write_whole(out / CONFIG, to_toml(dataclasses.replace(config, **defaults, lr=lr)))
 
 
 def forget(out: Path) -> None:
@@ -217,10 +211,8 @@ def _holds_run(out: Path) -> bool:
 
 
 def _is_file(path: Path) -> bool:
-    try:
+    with writing_to(path.parent):  # its name may be too long
         return path.is_file()
-    except OSError as problem:  # such as a name that is too long
-        raise unwritable(path.parent, problem) from None
 
 
 def _make(out: Path, named: bool, held: bool) -> Path:
@@ -231,7 +223,7 @@ def _make(out: Path, named: bool, held: bool) -> Path:
         named: Whether the user named it.
         held: Whether it is held already: the run in it begins anew.
     """
-    try:
+    with writing_to(out):
         if held:
             _clear_folders(out)
         else:
@@ -241,20 +233,16 @@ def _make(out: Path, named: bool, held: bool) -> Path:
             out.mkdir(parents=True, exist_ok=True)
             claim(out)
             _clear(out)
-    except OSError as problem:
-        raise unwritable(out, problem) from None
     _try(out)
     return out
 
 
 def _try(out: Path) -> None:
     """Make a folder, if it is not there, and write into it; a job may begin in it meanwhile."""
-    try:
+    with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         (out / TRIAL).write_text("")
         (out / TRIAL).unlink(missing_ok=True)
-    except OSError as problem:
-        raise unwritable(out, problem) from None
 
 
 def _clear(out: Path) -> None:

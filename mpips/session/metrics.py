@@ -7,7 +7,6 @@ One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object w
 
 import json
 import math
-import os
 import resource
 import time
 from collections import deque
@@ -17,9 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpips.checkpoint.place import write_whole
 from mpips.errors import complain, human_bytes, write_line
 from mpips.launch import signs
-from mpips.session.metrics_file import MetricsFile, finite
 from mpips.session.progress import Progress
 
 LONG_LOSS = 1e5
@@ -32,6 +31,56 @@ WARNINGS = 100  # that a summary holds, the last ones
 def peak_memory_mb() -> float:
     """Return this process's largest resident size so far, in MB, shared memory included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class MetricsFile:
+    """Appends rows; what cannot be written is kept, and written with a later row.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+        self._unwritten, self._failed = b"", False
+
+    def append(self, row: Mapping[str, Any]) -> str | None:
+        """Write a row; returns what `flush` does."""
+        self._unwritten += f"{json.dumps(finite(row))}\n".encode()
+        return self.flush()
+
+    def flush(self) -> str | None:
+        """Write what there is; returns why it cannot be written, the first time, else None."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+        except OSError as problem:
+            already, self._failed = self._failed, True
+            return None if already else f"{self._file.name} cannot be written: {problem.strerror}"
+        self._failed = False
+        return None
+
+    def reopen(self, path: Path) -> None:
+        """Go on in another file: the one before is gone."""
+        self._file.close()
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by close)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities as text: JSON has no words for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, np.generic):
+        return finite(value.item())
+    return value
 
 
 class Log:
@@ -238,13 +287,7 @@ def staleness_summary(histogram: Sequence[int], total: int, largest: int) -> dic
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(finite(value), indent=2) + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(finite(value), indent=2) + "\n")
 
 
 def role_table(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mpips.checkpoint import Checkpoint
-from mpips.checkpoint.place import EVALUATION, unwritable
+from mpips.checkpoint.place import EVALUATION, writing_to
 from mpips.cluster.agreement import on_root
 from mpips.cluster.collectives import gather_to_first
 from mpips.cluster.library import check_world
@@ -125,7 +125,5 @@ def _evaluate_only(job: Job, found: Run) -> int:
 
 
 def _write(out: Path, found: Mapping[str, Any]) -> None:
-    try:
+    with writing_to(out):
         write_json(out / EVALUATION, found)
-    except OSError as problem:
-        raise unwritable(out, problem) from None

@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +28,7 @@ from mpips.transport import wire
 PULLED, PUSHED = "rows_pulled", "rows_pushed"
 ROWS_DONE = ("pulled", "pushed", "again", "torn", "ahead")  # with a table, by all workers
 SHOWN = 8  # servers
+PER_SERVER = ("bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by")
 Means: TypeAlias = Mapping[str, float]
 # Of a worker that has died, `lost` and its steps alone.
 PER_WORKER = (
@@ -52,6 +53,7 @@ def summarise(
     workers = [parts[r] for r in ranks.roles.workers]
     owners = [parts[r] for r in ranks.roles.owners]
     done = outcome.samples - job.base_samples
+    given_up = job.evaluations.link.given_up if job.evaluations is not None else ()
     return {
         "mode": c.mode, "world": ranks.world + c.evaluators,
         "servers": len(ranks.roles.servers) - ranks.roles.spares, "workers": len(workers),
@@ -71,23 +73,18 @@ def summarise(
         if c.mode == "ssp" else None,
         **{k: _sum(workers, k) for k in ("torn_reads", "bytes_pulled", "bytes_pushed")},
         "tables": _tables(job, workers, owners), "hashed": _hashed(workers),
-        "bytes_sent": _sum(parts, "bytes_sent"),
-        "bytes_received": _sum(parts, "bytes_received"),
-        "per_worker": [{"rank": r, **_worker(parts[r])} for r in ranks.roles.workers],
-        "per_server": _servers(ranks.roles.owners, parts, workers),
-        "inject_delay": c.delays,
-        "peak_memory_mb": [
-            None if (mb := p.get("peak_memory_mb")) is None else round(mb, 1) for p in parts
+        **{k: _sum(parts, k) for k in ("bytes_sent", "bytes_received")},
+        "per_worker": [{"rank": r, **_known(parts[r], PER_WORKER)} for r in ranks.roles.workers],
+        "per_server": [
+            _server(parts[r], r, _row_load(workers, k)) for k, r in enumerate(ranks.roles.owners)
         ],
-        "lost": sorted({*outcome.lost, *outcome.adopted, *_evaluators_lost(job)}),
+        "inject_delay": c.delays,
+        "peak_memory_mb": [part.get("peak_memory_mb") for part in parts],
+        "lost": sorted({*outcome.lost, *outcome.adopted, *given_up}),
         "stop_reason": outcome.reason, "unsaved": outcome.unsaved or None,
         "resumed_from": str(job.checkpoint.path) if job.checkpoint else None,
         "mpi": mpi_name(), "version": __version__,
     }  # fmt: skip
-
-
-def _evaluators_lost(job: Job) -> set[int]:
-    return job.evaluations.link.given_up if job.evaluations is not None else set()
 
 
 def _tables(
@@ -124,14 +121,6 @@ def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
     return {"ids": ids, "shared": shared}
 
 
-def _hashed_lines(summary: dict[str, Any]) -> list[str]:
-    """Return the line about hashed columns, if there are any."""
-    if (found := summary["hashed"]) is None:
-        return []
-    shared = f"{found['shared']:,} of them stand for two values or more"
-    return [f"hashed columns: {found['ids']:,} of {IDS:,} ids read, {shared}"]
-
-
 def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str, int]]:
     """Return the rows that workers have read from a server and pushed to it, by table."""
     does = [worker["tables"] for worker in workers if worker.get("tables")]
@@ -145,9 +134,8 @@ def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str,
     }
 
 
-def _table_lines(summary: dict[str, Any]) -> list[str]:
-    """Return a line a table: what was done with it, its load by server, and rows pushed most."""
-    lines = []
+def _table_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield a line a table: what was done with it, its load by server, and rows pushed most."""
     for name, table in summary["tables"].items():
         line = f"table {name}: pulled {table['pulled']:,} rows, pushed {table['pushed']:,}"
         pushed = [server[PUSHED][name] for server in summary["per_server"]]
@@ -158,8 +146,7 @@ def _table_lines(summary: dict[str, Any]) -> list[str]:
         line += f"; most pushed {', '.join(hot)}" if hot else ""
         if (ids := table["hashed"]) is not None:
             line += f"; of {ids['of']:,} rows {ids['ids']:,} have ids, {ids['shared']:,} several"
-        lines.append(line)
-    return lines
+        yield line
 
 
 def _sum(parts: list[dict[str, Any]], name: str) -> Any:
@@ -185,23 +172,21 @@ def _where(job: Job, reason: str, unsaved: str | None) -> str:
     return f"saved in {job.out}"
 
 
-def _worker(part: dict[str, Any]) -> dict[str, Any]:
-    return {k: part[k] for k in PER_WORKER if k in part}
+def _known(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: part[name] for name in names if name in part}
 
 
-def _servers(
-    owners: Sequence[int], parts: list[dict[str, Any]], workers: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    pairs = enumerate(owners)
-    return [{"rank": r, **_server(parts[r]), **_row_load(workers, k)} for k, r in pairs]
+def _standing(job: Job) -> dict[str, Any]:
+    """Return step and loss of the best evaluation; None where there are no evaluators."""
+    best = job.evaluations.standing if job.evaluations is not None else Standing()
+    loss = best.best_loss if best.best_step is not None else None
+    return {"best_step": best.best_step, "best_loss": loss}
 
 
-def _server(part: dict[str, Any]) -> dict[str, Any]:
+def _server(part: dict[str, Any], rank: int, load: dict[str, Any]) -> dict[str, Any]:
     stale = part.get("staleness_sum", 0) / max(1, part["applied"])
-    known = ["bytes", "applied", "busy_s", "lost", "statistics_from", "adopted_in_s", "adopted_by"]
-    if part.get("rows_changed"):
-        known.append("rows_changed")
-    found = {k: part[k] for k in known if k in part}
+    changed = ["rows_changed"] if part.get("rows_changed") else []
+    found = {"rank": rank, **_known(part, [*PER_SERVER, *changed]), **load}
     return {**found, "pushes_dropped": part.get("pushes_dropped", 0), "staleness_mean": stale}
 
 
@@ -215,14 +200,14 @@ def _staleness(owners: list[dict[str, Any]], in_rounds: bool) -> dict[str, Any]:
     return metrics.staleness_summary(bins, total, max(o["staleness_max"] for o in owners))
 
 
-def _crossed(job: Job, summary: dict[str, Any]) -> list[str]:
-    """Return the line about what went between nodes, if there is more than one."""
+def _crossed(job: Job, summary: dict[str, Any]) -> Iterator[str]:
+    """Yield the line about what went between nodes, if there is more than one."""
     if len(summary["nodes"]) == 1:
-        return []
+        return
     sent, received = (human_bytes(summary[f"bytes_{way}"]) for way in ("sent", "received"))
     names = " and ".join(sorted(_packed_by(job)))
     packed = f", packed by {names}" if names else ""
-    return [f"workers sent {sent} to other nodes and had {received} from them{packed}"]
+    yield f"workers sent {sent} to other nodes and had {received} from them{packed}"
 
 
 def _packed_by(job: Job) -> set[str]:
@@ -235,54 +220,35 @@ def _packed_by(job: Job) -> set[str]:
     return wire.packed_by(c, ranks.roles, ranks.node_of, shards, job.layout)
 
 
-def _lost(summary: dict[str, Any]) -> list[str]:
-    """Return the lines about ranks that have died, if any has."""
-    ranks = summary["lost"]
-    if not ranks:
-        return []
-    found = [f"went on without ranks that died: {', '.join(map(str, ranks))}"]
+def _lost(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines about ranks that have died, if any has."""
+    if not summary["lost"]:
+        return
+    yield f"went on without ranks that died: {', '.join(map(str, summary['lost']))}"
     for number, server in enumerate(summary["per_server"]):
         if server.get("lost"):
             took, since = f"{server['adopted_in_s']:.3f} s", server["statistics_from"]
-            found.append(
+            yield (
                 f"server {server['adopted_by']} took the shard of server {number} over in {took}; "
                 f"what is said of it is of the time from its update {since} on"
             )
-    return found
 
 
-def _standing(job: Job) -> dict[str, Any]:
-    """Return step and loss of the best evaluation; None where there are no evaluators."""
-    best = job.evaluations.standing if job.evaluations is not None else Standing()
-    loss = best.best_loss if best.best_step is not None else None
-    return {"best_step": best.best_step, "best_loss": loss}
-
-
-def _best(job: Job, summary: dict[str, Any]) -> list[str]:
-    """Return the line about the best evaluation, where there are evaluators."""
-    if summary["best_step"] is None:
-        return []
-    where = f": {job.out / BEST}" if job.config.keep_best else ""
-    loss, step = f"{summary['best_loss']:.4f}", summary["best_step"]
-    return [f"lowest held-out loss {loss} at step {step}{where}"]
-
-
-def _clocks(job: Job, summary: dict[str, Any]) -> list[str]:
-    """Return the line about clocks in mode ssp: every read was checked against the bound."""
-    if summary["clock_distance_max"] is None:
-        return []
-    found, bound = summary["clock_distance_max"], job.config.bound
-    return [f"largest clock distance of a read {found}, staleness bound {bound}"]
-
-
-def _dropped(job: Job, summary: dict[str, Any]) -> list[str]:
-    """Return the line about pushes that came too late, where there is a limit."""
-    c = job.config
-    if c.max_staleness is None and not c.backup_workers:
-        return []
-    each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
-    limit = "their round" if c.backup_workers else f"{c.max_staleness} updates"
-    return [f"pushes dropped, older than {limit}: {each}"]
+def _special(job: Job, summary: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines about evaluations, clocks in mode ssp, dropped pushes and hashed columns."""
+    c, best = job.config, summary["best_step"]
+    if (found := summary["clock_distance_max"]) is not None:
+        yield f"largest clock distance of a read {found}, staleness bound {c.bound}"
+    if c.max_staleness is not None or c.backup_workers:
+        each = ", ".join(f"{o['pushes_dropped']} of {o['applied']}" for o in summary["per_server"])
+        limit = "their round" if c.backup_workers else f"{c.max_staleness} updates"
+        yield f"pushes dropped, older than {limit}: {each}"
+    if best is not None:
+        where = f": {job.out / BEST}" if c.keep_best else ""
+        yield f"lowest held-out loss {summary['best_loss']:.4f} at step {best}{where}"
+    if (ids := summary["hashed"]) is not None:
+        shared = f"{ids['shared']:,} of them stand for two values or more"
+        yield f"hashed columns: {ids['ids']:,} of {IDS:,} ids read, {shared}"
 
 
 def command() -> str:
@@ -316,12 +282,9 @@ def summary_text(job: Job, summary: dict[str, Any]) -> str:
             f"staleness mean {stale['mean']:.2f}, p99 {stale['p99']}, max {stale['max']}; "
             f"torn reads {s['torn_reads']}; pulled {moved[0]}, pushed {moved[1]}",
             *_crossed(job, s),
-            *_clocks(job, s),
-            *_dropped(job, s),
             *_lost(s),
-            *_best(job, s),
             *_table_lines(s),
-            *_hashed_lines(s),
+            *_special(job, s),
             f"workers' time: {where}; owners busy for {load} s{slowed}",
             _where(job, s["stop_reason"], s["unsaved"]),
         ]

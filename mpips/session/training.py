@@ -243,7 +243,8 @@ def _gather(
     The final evaluation is a line of the log too, but for a run that was `finished` before and had
     nothing left to do.
     """
-    part = {**outcome.stats, "peak_memory_mb": metrics.peak_memory_mb(), "eval": evaluation}
+    peak_mb = round(metrics.peak_memory_mb(), 1)
+    part = {**outcome.stats, "peak_memory_mb": peak_mb, "eval": evaluation}
     part["hashed"] = hashed.seen.bits if job.worker_id is not None else None
     if job.evaluations is not None:
         job.evaluations.finish(exit_code(outcome.reason) == 0)

@@ -14,13 +14,13 @@ from mpips.errors import human_bytes
 from mpips.session import metrics, training
 from mpips.session.metrics import (
     Log,
+    finite,
     hear_final,
     peak_memory_mb,
     role_table,
     staleness_summary,
     write_json,
 )
-from mpips.session.metrics_file import finite
 
 
 class Clock:
