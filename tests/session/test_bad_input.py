@@ -52,15 +52,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with_nan[17, 1] = np.nan
     np.savez(folder / "good.npz", x=x, y=y)
     np.savez(folder / "nan.npz", x=with_nan, y=y)
-    np.savez(folder / "infinite-targets.npz", x=x, y=np.where(y == 1, np.inf, 0.0))
-    np.savez(folder / "times-10.npz", x=x, y=10 * y)
-    np.savez(folder / "only-x.npz", x=x)
     np.savez(folder / "nan-bias.npz", w=np.zeros((64, 10)), b=np.full(10, np.nan))
-    np.savez(folder / "unequal.npz", x=x, y=y[:-1])
     for name, inputs, labels in (
         ("good.h5", x, y),
         ("nan.h5", with_nan, y),
-        ("sorted.h5", x, np.sort(y)),
         ("label-7.h5", x, np.where(np.arange(60) == 17, 7, y)),
     ):
         with h5py.File(folder / name, "w") as file:
@@ -72,11 +67,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (folder / "good.h5").read_bytes()
     (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])
     (folder / "empty.h5").write_bytes(b"")
-    (folder / "text.h5").write_text("no numbers here\n" * 100)
-    (folder / "bad.svm").write_text("1 1:0.5\nno label 2:1\n")
     (folder / "job.toml").write_text("batchsize = 16\n")
-    (folder / "no-toml.toml").write_text("mode = async\n")
-    (folder / "broken.py").write_text("def f(:\n")
     (folder / "used").mkdir()
     (folder / "used" / "thesis.txt").write_text("precious\n")
     return folder
@@ -133,36 +124,14 @@ def unchanged(folder: Path) -> Iterator[None]:
 
 LINES = {
     "--servers -1": "servers -1, expected an integer >= 0; see --servers in --help",
-    "--mode asink": "unknown mode 'asink', .*; did you mean 'async'",
-    "--optimizer adm": "unknown optimizer 'adm', .*; did you mean 'adam'",
-    "--problem softmx": "unknown problem 'softmx', .*; did you mean 'softmax'",
-    "--leanring-rate 1": "unknown option --leanring-rate, expected one of",
     "--epoch 1": "unknown option --epoch, .*; did you mean '--epochs'",
-    "--steps 1.5": "steps '1.5', expected an integer >= 0",
-    "--epochs many": "epochs 'many', expected an integer >= 0",
-    "--lr 0": "lr 0.0, expected a number > 0",
-    "--lr nan": "lr 'nan', expected a number > 0",
-    "--batch-size 0": "batch_size 0, expected an integer >= 1",
-    "--threads -2": "threads -2, expected an integer >= 0",
-    "--hidden 64,x": "hidden '64,x', expected a list of integers >= 1",
-    "--dtype float16": "unknown dtype 'float16', expected one of float32, float64",
-    "--window mine": "unknown window 'mine', expected one of shared, private",
-    "--reduce tree": "unknown reduce 'tree', expected one of auto, shared, allreduce",
-    "--checkpoint-every 5m": "checkpoint_every '5m', expected SECONDS .*, Nmin .* or Nsteps",
-    "--out": "option --out without a value, expected text; write --out DIR",
     "--servers 0": "servers 0 in mode async, expected mode sync or local_sgd; .* --mode sync",
+    "--no-share-pulls --mode sync": "share_pulls false in mode sync, .* --no-share-pulls, or use",
     "--explain": "--explain without a world, expected --ranks N; or start it by mpirun",
     "--explain --ranks 2 --nodes 3": "nodes 3 with ranks 2, expected nodes <= 2",
     "--explain --ranks 2 --servers 2": "servers=2 leaves no worker in a world of 2",
-    "--explain --ranks 2 --dataset digit": "unknown dataset 'digit', .*; did you mean 'digits'",
-    "--mode sync --prefetch": "prefetch true in mode sync, expected mode async; leave out --pref",
-    "--no-share-pulls --mode sync": "share_pulls false in mode sync, .* --no-share-pulls, or use",
-    "--reduce shared": "reduce 'shared' in mode async, expected mode sync or local_sgd; leave",
-    "--eval-only": "eval_only without a checkpoint, expected --resume or --init-from",
-    "{data}/absent.toml": "job file .*absent.toml' not found, expected an existing file",
     "{data}/good.npz": "job file .*, expected a path that ends in .toml",
     "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",
-    "{data}/no-toml.toml": "no-toml.toml: .*, expected TOML; text stands in quotes",
 }
 
 
@@ -183,40 +152,20 @@ def test_command_lines(
 
 REFUSALS = {
     "--servers 3": "servers=3 leaves no worker in a world of 3, .* servers <= 2; .*mpirun -n 4",
-    "--servers 8": "servers=8 leaves no worker in a world of 3, expected servers <= 2",
-    "--inject-delay 0:2,2:5": "inject_delay names worker 2, expected workers 0 to 1",
     "--inject-delay 3:5 --mode sync": "inject_delay names worker 3, expected workers 0 to 2",
     "--explain --servers 3": "servers=3 leaves no worker in a world of 3, .* servers <= 2",
     "--explain --dataset {data}/empty.h5": r"empty.h5 is empty \(0 bytes\), expected",
     "--server-ranks 0,3": "server_ranks has rank 3, expected ranks 0 to 2",
-    "--server-hosts nowhere*": r"server_hosts='nowhere\*' matches 0 ranks, .*; hosts are",
     "{data}/job.toml": "job.toml: unknown key 'batchsize', .*; did you mean 'batch_size'",
-    "{data}/absent.toml": "job file .*absent.toml' not found",
-    "--dataset digit": "unknown dataset 'digit', .*; did you mean 'digits'",
     "--dataset {data}/god.npz": "data file .*god.npz does not exist, .*; did you mean 'good.npz'",
-    "--dataset {data}/empty.h5": r"empty.h5 is empty \(0 bytes\), expected",
     "--dataset {data}/truncated.h5": "truncated.h5 cannot be read .*, expected a whole HDF5 file",
-    "--dataset {data}/text.h5": "text.h5 cannot be read .*, expected a whole HDF5 file",
-    "--dataset {data}/bad.svm": "bad.svm.*line 2",
-    "--dataset {data}/good.h5::x,z": "good.h5: array 'z' is missing, expected one of its arrays",
-    "--dataset {data}/only-x.npz": "only-x.npz: array 'y' is missing, expected",
-    "--dataset {data}/unequal.npz": "unequal.npz: array 'x' has 60 samples and 'y' has 59",
     "--dataset {data}/good.npz --test-dataset digits": "samples of shape .*, expected",
     "--dataset {data}/label-7.h5 --classes 3": "sample 17 has label 7, expected whole",
-    "--classes 5": "sample 5 has label 5, expected whole numbers from 0 to 4",
     "--dataset {data}/part-*.h5": r"part-09.h5: array 'x' has samples of shape \(2,\), f",
-    "--dataset {data}/truncated.h5,{data}/good.h5": "truncated.h5 cannot be read .*, expected",
-    "--dataset {data}/prat-*.h5::x,y": "pattern .*/prat-.* matches no file in .*, expected at",
     "--dataset {data}/nan.npz": r"'x', sample 17, element \(1,\) is nan in float32, expected fin",
-    "--dataset {data}/infinite-targets.npz": "array 'y', sample .* is inf .*, expected finite",
-    "--dataset {data}/infinite-targets.npz --problem softmax": "array 'y', .* is inf",
-    "--dataset {data}/times-10.npz": "labels that are all multiples of 10, .* --classes 21 if",
-    "--dataset {data}/sorted.h5 --mode sync": "sorted.h5 is sorted by class, and its last 12",
     "--batch-size 2000": "batch_size=2000, expected at most 1438, the training samples",
     "--problem linear": "problem 'linear' with the 10 class labels .*, expected real-valued",
-    "--problem {data}/none.py:Mine": "no problem file .*none.py', expected an existing file",
     "--problem {faulty}:Fault": "no class 'Fault' in .*, expected one of .*; did you mean 'Faulty'",
-    "--problem {data}/broken.py:A": "broken.py' raised SyntaxError.*, expected a file that imports",
     "--problem {faulty}:RaisesWhenMade": "raised KeyError.*, expected a class .*; see line",
     "--problem {faulty}:LeavesWhenMade": "raised SystemExit: 3, expected a class",
     "--out {data}/good.npz": "--out .* is a file, expected a new or empty folder; choose another",
@@ -225,17 +174,12 @@ REFUSALS = {
     "--out /proc/run": "--out /proc/run: .*, expected a folder that can be written",
     "--out {data}/{long}": "File name too long, expected a folder that can be written",
     "--out {data}/new --resume": "--resume finds no run in .*/new, .*; use --resume auto",
-    "--out {data}/used --resume": "--resume finds no run in .*/used",
     "--out {data}/used --resume auto": "--out .* is not empty, and holds no run",
     "--resume": "--resume finds no run in runs/mlp-async-",
-    "--init-from {data}/used": "--init-from .*used: there is none, expected a whole checkpoint",
     "--eval-only --init-from {data}/used": "--init-from .*, expected a whole checkpoint",
     "--init-from {data}/good.npz": "good.npz without 'w1', expected an array for each parameter",
-    "--init-from {data}/good.npz --mode sync": "good.npz without 'w1', expected an array",
     "--init-from {data}/good.npz --evaluators 1": "good.npz without 'w1', expected an array",
     "--servers 2 --evaluators 1": "servers=2 leaves no worker in a world of 2 beside evaluators=1",
-    "--init-from {data}/absent.npz": "no file .*/absent.npz, expected a file of parameters, or",
-    "--init-from {data}/absent.pt": "absent.pt, expected a file that ends in .npz or .safetensors",
     "--init-from {data}/nan-bias.npz {quick}": "nan-bias.npz: NaN or infinity in 'b', expected",
     "--init-from {data}/nan-bias.npz {quick} --mode sync": "nan-bias.npz: NaN or infinity in 'b'",
     "--eval-only --resume auto --out {data}/new": "--eval-only finds no run in .*/new, expected",
@@ -243,7 +187,6 @@ REFUSALS = {
     "--hidden {wide} --mode sync": "/dev/shm on .* has .*B free, expected at least",
     "--hidden 9999999999,9999999999": "2 workers .* take [0-9.]+ EB, expected at most .*B",
     "--hidden 9999999999,9999999999 --mode sync": "3 workers with .* parameters on .* take",
-    "--resume --out {finished} --hidden 7 --problem mlp": "problem 'mlp' on resume, expected",
     "--resume --out {finished} --dtype float64": "dtype 'float64' on resume, expected 'float32'",
     "--init-from {finished}": r"params/w1 of shape None, expected \(64, 128\), as in the model",
     "--out {finished}": "--out .* holds a run, expected a new or empty folder; .*--resume",

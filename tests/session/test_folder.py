@@ -24,7 +24,7 @@ from mpips.checkpoint.files import step_folder
 from mpips.checkpoint.place import NO_LOCKS, Place, claim, is_claimed, release
 from mpips.config import Config
 from mpips.config.command_line import parse_command_line
-from mpips.config.jobfile import read_toml, resolve, to_toml
+from mpips.config.jobfile import read_toml, to_toml
 from mpips.config.option import shown
 from mpips.errors import UserError
 from mpips.layout import Layout, Shard
@@ -108,18 +108,6 @@ def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
 def test_the_saved_job_names_its_learning_rate(tmp_path: Path) -> None:
     folder.save_config(tmp_path, Config(optimizer="sgd"))
     assert read_toml(tmp_path / "config.toml")["lr"] == Config(optimizer="sgd").learning_rate
-
-
-def test_epochs_on_resume_end_a_saved_number_of_steps() -> None:
-    saved = {"steps": 10, "epochs": 40}
-    assert resolve({"epochs": 3}, {}, saved).steps == 0
-    assert resolve({}, {}, saved).steps == 10
-    assert resolve({"steps": 5}, {"epochs": 3}, saved).steps == 5
-
-
-def test_a_problem_file_without_a_class_is_told_how() -> None:
-    with pytest.raises(UserError, match=r"name the class too: mine\.py:Class"):
-        parse_command_line(["--problem", "mine.py"])
 
 
 def unfinished(out: Path, *kinds: str, step: int = 0) -> None:

@@ -186,21 +186,14 @@ def test_quiet_and_other_ranks_say_nothing(
 
 
 def test_the_log_goes_on_and_closes_twice(tmp_path: Path) -> None:
+    """A line is there at once: a run that is killed leaves every line that it wrote."""
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
         log = Log(path, 0.0)
         log.event("start", step)
+        assert [row["step"] for row in rows(path)] == [1, 2][:step]
         log.close()
         log.close()
-    assert [row["step"] for row in rows(path)] == [1, 2]
-
-
-def test_a_line_is_there_at_once(tmp_path: Path) -> None:
-    """A run that is killed leaves every line that it wrote."""
-    log = Log(tmp_path / "metrics.jsonl", 0.0)
-    log.event("start", 0)
-    assert len(rows(tmp_path / "metrics.jsonl")) == 1
-    log.close()
 
 
 def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
@@ -222,17 +215,6 @@ def test_json_has_no_words_for_nan(tmp_path: Path) -> None:
     assert rows(tmp_path / "m.jsonl")[0]["loss"] == "nan"
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-
-
 @given(values=st.lists(st.integers(0, 20), min_size=1, max_size=300))
 def test_staleness_against_the_values_themselves(values: list[int]) -> None:
     summary = staleness_summary(
@@ -247,10 +229,9 @@ def test_staleness_against_the_values_themselves(values: list[int]) -> None:
     json.dumps(summary)
 
 
-@pytest.mark.parametrize("histogram", [[], [0], [0, 0, 0]])
-def test_staleness_of_nothing(histogram: list[int]) -> None:
+def test_staleness_of_nothing() -> None:
     expected = {"mean": 0.0, "p50": 0, "p99": 0, "max": 0, "histogram": []}
-    assert staleness_summary(histogram, 0, 0) == expected
+    assert staleness_summary([], 0, 0) == staleness_summary([0, 0], 0, 0) == expected
 
 
 def test_role_table() -> None:
@@ -266,21 +247,9 @@ def test_role_table() -> None:
         role_table(["a"], [0, 1], ["w", "w"], [0, 0])
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (12_300_000, "12.3 MB"),
-        (2.5e9, "2.5 GB"),
-        (7e12, "7.0 TB"),
-        (7e15, "7.0 PB"),
-        (7e21, "7000.0 EB"),
-    ],
-)
-def test_bytes_in_words(size: float, text: str) -> None:
-    assert human_bytes(size) == text
+def test_bytes_in_words() -> None:
+    words = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 12_300_000: "12.3 MB", 7e21: "7000.0 EB"}
+    assert {size: human_bytes(size) for size in words} == words
 
 
 def test_peak_memory_counts_what_was_touched() -> None:
