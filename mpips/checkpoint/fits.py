@@ -91,6 +91,7 @@ def check_tables(path: Path, saved: Tables, wanted: Tables) -> None:
         for key, value in now.items():
             before, grows = saved[name].get(key), key == "rows" and not now["hashed"]
             if before != value and not (grows and before <= value):
-                expected = f"at least {before}" if grows else f"{before}"
-                got = f"table {name!r} of {key} {value} on resume"
+                shown = "{:,}".format if key == "rows" else str
+                expected = "at least " * grows + shown(before)
+                got = f"table {name!r} of {key} {shown(value)} on resume"
                 raise UserError(got, f"{expected}, as in {path}", remedy)
