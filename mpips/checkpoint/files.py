@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "index.h5"
 PIECE_BYTES = 8 << 20
 """Most bytes that one HDF5 call moves: h5py has one lock a process, and readers wait for it."""

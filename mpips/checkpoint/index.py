@@ -8,7 +8,7 @@ place is the commit. Its first 512 bytes, which HDF5 leaves to the user, hold th
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 SEAL_BYTES = 512
 SEALED = re.compile(rb"mpips checkpoint (\d{1,9})\nsha256 ")
+IN_JSON = (  # fields of `Contents`
+    *("layout", "slot_names", "shards", "state", "workers", "worker_names", "rows", "tables"),
+    "base_sum",
+)
 DTYPES = ("float32", "float64")  # of parameters
 
 
@@ -201,21 +205,10 @@ def _write_index(path: Path, contents: Contents) -> None:
         file.attrs["version"] = FORMAT
         file.attrs["step"] = contents.step
         file.attrs["dtype"] = contents.dtype.name
-        texts = {
-            "layout": json.dumps(contents.layout.to_json()),
-            "slots": json.dumps(contents.slot_names),
-            "shards": json.dumps([s.to_json() for s in contents.shards]),
-            "config": contents.config,
-            "state": json.dumps(contents.state),
-            "workers": json.dumps([w.to_json() for w in contents.workers]),
-            "worker_names": json.dumps(contents.worker_names),
-            "rows": json.dumps([r.to_json() for r in contents.rows]),
-            "tables": json.dumps(contents.tables),
-            "base_sum": json.dumps(contents.base_sum),
-        }
-        for name, text in texts.items():
-            # Datasets, because an attribute holds 64 KB at most.
-            file[f"meta/{name}"] = text
+        # Datasets, because an attribute holds 64 KB at most.
+        file["meta/config"] = contents.config
+        for name in IN_JSON:
+            file[f"meta/{name}"] = json.dumps(getattr(contents, name), default=_plain)
         arrays = file.create_group("arrays")
         for name, array in contents.arrays.items():
             arrays[name] = array
@@ -223,6 +216,10 @@ def _write_index(path: Path, contents: Contents) -> None:
             map_arrays(file, source, contents)
     with open(path, "r+b") as raw:
         raw.write(seal(path))
+
+
+def _plain(value: Layout | ShardRecord) -> Any:
+    return value.to_json() if isinstance(value, Layout) else asdict(value)
 
 
 def seal(path: Path) -> bytes:
@@ -279,20 +276,15 @@ def _parse_index(file: "h5py.File") -> Contents:
             arrays[name] = np.asarray(item(small, name)[()])
 
     small.visititems(collect)
+    values = {name: json.loads(text(name)) for name in IN_JSON}
+    values |= {name: tuple(values[name]) for name in ("slot_names", "worker_names")}
+    values |= {name: _records(values[name]) for name in ("shards", "workers", "rows")}
     found = Contents(
         step=int(file.attrs["step"]),
-        layout=Layout.from_json(json.loads(text("layout"))),
         dtype=np.dtype(file.attrs["dtype"]),
-        slot_names=tuple(json.loads(text("slots"))),
-        shards=_records(text("shards")),
         config=text("config"),
-        state=json.loads(text("state")),
         arrays=arrays,
-        workers=_records(text("workers")),
-        worker_names=tuple(json.loads(text("worker_names"))),
-        rows=_records(text("rows")),
-        tables=json.loads(text("tables")),
-        base_sum=json.loads(text("base_sum")),
+        **values | {"layout": Layout.from_json(values["layout"])},
     )
     check_cover(found.shards, found.layout.size)
     if found.dtype.name not in DTYPES:
@@ -303,9 +295,9 @@ def _parse_index(file: "h5py.File") -> Contents:
     return found
 
 
-def _records(text: str) -> tuple[ShardRecord, ...]:
+def _records(listed: Any) -> tuple[ShardRecord, ...]:
     """Return the files that an index lists, which are in its own folder."""
-    found = tuple(ShardRecord(**fields) for fields in json.loads(text))
+    found = tuple(ShardRecord(**fields) for fields in listed)
     for record in found:
         numbers = record.owner, record.begin, record.end, record.bytes, record.base or 0
         if not all(type(number) is int and number >= 0 for number in numbers):

@@ -1,7 +1,7 @@
 """One owner's shard in one HDF5 file: ``params`` and ``slots/<slot>`` of ``[begin, end)``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +63,6 @@ class ShardRecord:
     def size(self) -> int:
         """Number of elements."""
         return self.end - self.begin
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain description, the keyword arguments of this class."""
-        return asdict(self)
 
 
 def write_shard(

@@ -143,8 +143,8 @@ INDEXES: list[Case] = [
     ("a step that is text", index(attribute("step", "../7")), "cannot read the index"),
     ("a step below 0", index(attribute("step", -3)), "expected"),
     ("another step", index(attribute("step", 7)), "expected"),
-    ("slots of another name", index(text("slots", lambda *_: ["../x", "v"])), "expected"),
-    ("slots that are numbers", index(text("slots", lambda *_: [7])), "cannot read the index"),
+    ("slots of another name", index(text("slot_names", lambda *_: ["../x", "v"])), "expected"),
+    ("slots that are numbers", index(text("slot_names", lambda *_: [7])), "cannot read the index"),
     ("a configuration that is a number", index(array("meta/config", 7.0)), "cannot read the index"),
     ("texts that are a number", index(array("meta", 7.0)), "cannot read the index"),
     (

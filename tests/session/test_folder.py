@@ -39,19 +39,22 @@ def _released() -> Iterator[None]:
     release()
 
 
+def find(out: Path, *words: str) -> folder.Run:
+    """Find the run that a command line names, as rank 0 does."""
+    return folder.find_run(parse_command_line(["--out", str(out), *words]))
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    line = parse_command_line(["--out", str(out)])
-    folder.find_run(line)
+    find(out)
     folder.save_config(out, Config())
-    again = parse_command_line(["--out", str(out), "--resume", "auto"])
     with pytest.raises(UserError, match="in use by a running job"):
-        folder.find_run(again)
+        find(out, "--resume", "auto")
     assert is_claimed(out)
     release()
     assert not is_claimed(out)
     assert not is_claimed(tmp_path / "none")
-    assert not folder.find_run(again).resumed  # nothing was saved: begins anew
+    assert not find(out, "--resume", "auto").resumed  # nothing was saved: begins anew
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
@@ -65,11 +68,10 @@ def test_a_file_system_without_locks(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     out = tmp_path / "run"
-    assert folder.find_run(parse_command_line(["--out", str(out)])).out == out
+    assert find(out).out == out
     assert not is_claimed(out)
     saved_run(tmp_path / "other", Config())
-    again = parse_command_line(["--out", str(tmp_path / "other"), "--resume"])
-    assert folder.find_run(again).resumed
+    assert find(tmp_path / "other", "--resume").resumed
 
 
 def test_a_lock_that_fails_is_no_lack_of_locks(
@@ -97,10 +99,10 @@ def test_a_checkpoint_is_read_whoever_has_locked_it(tmp_path: Path) -> None:
 def test_a_refused_job_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for name in ("data.json", "data.json.tmp"):  # of a job killed as it counted
-        folder.find_run(parse_command_line(["--out", str(out)]))
+        find(out)
         release()
         (out / name).write_text("{}")
-    folder.find_run(parse_command_line(["--out", str(out)]))
+    find(out)
     folder.forget(out)
     assert not out.exists()
 
@@ -112,7 +114,7 @@ def test_the_saved_job_names_its_learning_rate(tmp_path: Path) -> None:
 
 def unfinished(out: Path, *kinds: str, step: int = 0) -> None:
     """Leave what a job leaves that has saved its start and then gone to `step`."""
-    folder.find_run(parse_command_line(["--out", str(out)]))
+    find(out)
     release()
     folder.save_config(out, Config(seed=3))
     lines = "".join(f'{{"kind": "{kind}"}}\n' for kind in ("start", "checkpoint", *kinds))
@@ -126,7 +128,7 @@ def test_what_ended_in_its_first_batch_blocks_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
     unfinished(out, "stop")  # Open MPI ends the other ranks by SIGTERM
     (out / "trace").mkdir()  # which says what happened
-    found = folder.find_run(parse_command_line(["--out", str(out), "--seed", "4"]))
+    found = find(out, "--seed", "4")
     assert (found.config.seed, found.checkpoint, found.resumed) == (4, None, False)
     assert {path.name for path in out.iterdir()} == {".lock", "trace"}
     release()
@@ -158,7 +160,7 @@ def test_a_stop_that_leaves_parts_of_a_checkpoint(tmp_path: Path) -> None:
         (out / name).touch()
     for name in (".lock", "test_dataset.places.0", "dataset.places.12.tmp"):
         (out / name).touch()
-    found = folder.find_run(parse_command_line(["--out", str(out)]))
+    found = find(out)
     assert (found.out, found.resumed) == (out, False)
     assert {path.name for path in out.iterdir()} == {".lock", "trace"}
 
@@ -175,7 +177,7 @@ def test_a_folder_of_another_program_is_refused(name: str, tmp_path: Path) -> No
     (out / name).parent.mkdir(parents=True)
     (out / name).write_text("precious")
     with pytest.raises(UserError, match="expected a new or empty folder"):
-        folder.find_run(parse_command_line(["--out", str(out)]))
+        find(out)
     assert {path for path in out.rglob("*") if path.is_file()} == {out / name}
 
 
@@ -191,7 +193,7 @@ def test_files_of_others_stay_in_the_folders_of_a_run(tmp_path: Path) -> None:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("precious")
     for words in ([], ["--resume", "auto"]):
-        folder.find_run(parse_command_line(["--out", str(out), *words]))
+        find(out, *words)
         release()
         folder.save_config(out, Config())
         (out / "checkpoints" / "step-000000000000" / "shard-0000.h5").touch()
@@ -217,7 +219,7 @@ def test_a_folder_is_tried_as_a_job_begins_in_it(
     assert len(tried) == 1
     assert "config.toml.tmp" not in tried
     (out / tried[0]).touch()  # of an evaluation that is killed there
-    assert folder.find_run(parse_command_line(["--out", str(out)])).out == out
+    assert find(out).out == out
 
 
 def test_a_run_without_a_given_name_begins_anew_where_it_holds_the_lock(
@@ -236,7 +238,7 @@ def test_what_a_run_has_left_whose_checkpoints_were_removed_stays(tmp_path: Path
     shutil.rmtree(out / "checkpoints")
     (out / "summary.json").touch()
     with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
-        folder.find_run(parse_command_line(["--out", str(out)]))
+        find(out)
     assert (out / "summary.json").exists()
 
 
@@ -256,19 +258,10 @@ def test_what_has_trained_stays(tmp_path: Path, kinds: tuple[str, ...], step: in
     unfinished(out, *kinds, step=step)
     before = sorted(out.rglob("*"))
     with pytest.raises(UserError, match="holds a run, expected a new or empty folder"):
-        folder.find_run(parse_command_line(["--out", str(out)]))
+        find(out)
     with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
-        folder.find_run(parse_command_line(["--out", str(out), "--resume", "auto", "--seed", "4"]))
+        find(out, "--resume", "auto", "--seed", "4")
     assert sorted(out.rglob("*")) == before
-
-
-def test_files_of_others_stay(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    unfinished(out)
-    (out / "thesis.txt").write_text("precious")
-    with pytest.raises(UserError, match="holds a run"):
-        folder.find_run(parse_command_line(["--out", str(out)]))
-    assert (out / "thesis.txt").exists()
 
 
 def test_a_first_batch_under_way_is_left_alone(tmp_path: Path) -> None:
@@ -277,7 +270,7 @@ def test_a_first_batch_under_way_is_left_alone(tmp_path: Path) -> None:
     with open(out / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="in use by a running job"):
-            folder.find_run(parse_command_line(["--out", str(out)]))
+            find(out)
     assert (out / "checkpoints").is_dir()
 
 
@@ -298,18 +291,6 @@ def test_a_folder_that_cannot_be_made(
     monkeypatch.setattr(Path, "mkdir", fail)
     with pytest.raises(UserError, match=remedy):
         folder.find_run(parse_command_line(["--out", str(tmp_path / "run")]))
-
-
-def test_a_folder_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unfinished(tmp_path, "train")
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("builtins.open", fail)
-    monkeypatch.setattr(folder, "find_config", lambda line: (Config(resume="yes"), tmp_path, True))
-    with pytest.raises(UserError, match=r"Permission denied, .* the right to write there"):
-        folder.find_run(parse_command_line(["--out", str(tmp_path), "--resume"]))
 
 
 def saved_run(out: Path, config: Config, step: int = 7) -> None:
@@ -343,8 +324,8 @@ def test_a_folder_is_made_anew_where_there_is_no_other(tmp_path: Path) -> None:
 
 
 def resumed(out: Path, *options: str) -> folder.Run:
-    """Find the run to be resumed, as rank 0 does."""
-    found = folder.find_run(parse_command_line(["--resume", "--out", str(out), *options]))
+    """Find the run to be resumed, and let it go."""
+    found = find(out, "--resume", *options)
     release()
     return found
 
@@ -433,9 +414,9 @@ def test_a_run_of_another_version_is_refused(resume: str, tmp_path: Path) -> Non
     saved_run(out, SAVED)
     (out / "config.toml").write_text(f"dim = 32\n{(out / 'config.toml').read_text()}")
     index = step_folder(out / "checkpoints", 7) / "index.h5"
-    written = index.read_bytes().replace(b"checkpoint 2\n", b"checkpoint 1\n", 1)
+    written = index.read_bytes().replace(b"checkpoint 3\n", b"checkpoint 2\n", 1)
     index.write_bytes(written)
-    message = r"index\.h5: checkpoint format 1, expected 2; begin a new run, or go on with the ver"
+    message = r"index\.h5: checkpoint format 2, expected 3; begin a new run, or go on with the ver"
     line = parse_command_line([f"--resume={resume}", "--out", str(out)])
     with pytest.raises(UserError, match=message):
         folder.find_run(line)
@@ -461,6 +442,6 @@ def test_a_run_without_its_config_goes_on_by_the_sealed_copy(
         (note,) = found.notes
         assert "config.toml is missing: the copy in" in note
     with pytest.raises(UserError, match="holds a run"):
-        folder.find_run(parse_command_line(["--out", str(out)]))
+        find(out)
     with pytest.raises(UserError, match="seed 4 on resume, expected 3 as in the saved run"):
-        folder.find_run(parse_command_line(["--out", str(out), "--resume", "--seed", "4"]))
+        find(out, "--resume", "--seed", "4")
