@@ -114,28 +114,22 @@ def test_import_needs_no_mpi_and_nothing_heavy() -> None:
         (["--servers", "2"], "servers", 2),
         (["--servers=2"], "servers", 2),
         (["--seed", "+7"], "seed", 7),
-        (["--seed", "007"], "seed", 7),
         (["--lr", "1e-3"], "lr", 1e-3),
         (["--lr", ".5"], "lr", 0.5),
-        (["--lr", "5."], "lr", 5.0),
         (["--lr", "1"], "lr", 1.0),
         (["--hidden", "512,256"], "hidden", (512, 256)),
         (["--hidden", "8"], "hidden", (8,)),
         (["--hidden="], "hidden", ()),
-        (["--hidden", ""], "hidden", ()),
         (["--server-ranks", "0,4"], "server_ranks", (0, 4)),
         (["--quiet"], "quiet", True),
         (["--no-quiet"], "quiet", False),
         (["--no-shuffle"], "shuffle", False),
-        (["--shuffle", "--no-shuffle"], "shuffle", False),
         (["--resume"], "resume", "yes"),
         (["--resume", "auto"], "resume", "auto"),
         (["--resume=auto"], "resume", "auto"),
-        (["--resume", "yes"], "resume", "yes"),
         (["--resume", "auto", "--resume="], "resume", ""),
         (["--seed", "1", "--seed", "2"], "seed", 2),
         (["--out=--odd=name"], "out", "--odd=name"),
-        (["--out", "-"], "out", "-"),
         (["--out", "a b/c#d"], "out", "a b/c#d"),
         (["--dataset", "big.h5::x,y"], "dataset", "big.h5::x,y"),
         (["--problem", "lib/net.py:Net"], "problem", "lib/net.py:Net"),
@@ -148,19 +142,15 @@ def test_command_line_values(argv: list[str], name: str, value: Any) -> None:
     assert type(line.options[name]) is type(value)
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["a.toml", "--resume", "--seed", "3"],
-        ["--resume", "a.toml", "--seed", "3"],
-        ["--seed=3", "--resume", "a.toml"],
-        ["--seed", "3", "a.toml", "--resume"],
-    ],
-)
-def test_the_job_file_may_stand_anywhere(argv: list[str]) -> None:
-    line = parse_command_line(argv)
-    assert line.job == Path("a.toml")
-    assert line.options == {"seed": 3, "resume": "yes"}
+def test_the_job_file_may_stand_anywhere() -> None:
+    for text in (
+        "a.toml --resume --seed 3",
+        "--resume a.toml --seed=3",
+        "--seed 3 a.toml --resume",
+    ):
+        line = parse_command_line(text.split())
+        assert line.job == Path("a.toml")
+        assert line.options == {"seed": 3, "resume": "yes"}
 
 
 def test_an_option_at_the_end_without_a_value() -> None:
@@ -178,76 +168,50 @@ def test_an_option_at_the_end_without_a_value() -> None:
     ("argv", "parts"),
     [
         (["--sevrers", "2"], ["unknown option --sevrers, expected", "did you mean '--servers'?"]),
-        (["--sevrers=2"], ["unknown option --sevrers,", "'--servers'"]),
         (["--batch_size", "2"], ["unknown option --batch_size", "'--batch-size'"]),
         (["--no-shufle"], ["unknown option --no-shufle", "'--no-shuffle'"]),
-        (["--no-seed"], ["unknown option --no-seed"]),
-        (["-q"], ["unknown option -q"]),
         (["--"], ["unknown option --"]),
-        (["-5"], ["unknown option -5"]),
-        (["--=3"], ["unknown option --"]),
         (["--quiet=yes"], ["option --quiet=yes, expected no value; write --quiet"]),
         (["--no-quiet="], ["option --no-quiet=, expected no value"]),
         (["--servers", "two"], ["servers 'two', expected an integer >= 0; see --servers"]),
         (["--servers", "2.0"], ["servers '2.0', expected an integer >= 0"]),
-        (["--servers", "-1"], ["servers -1, expected an integer >= 0"]),
         (["--servers", ""], ["servers '', expected an integer >= 0"]),
         (["--servers", "1_0"], ["servers '1_0', expected an integer"]),
         (["--servers", "٣"], ["servers '٣', expected an integer"]),
-        (["--servers", " 3"], ["servers ' 3', expected an integer"]),
         (["--seed", "9" * 30], ["expected an integer below 2**63"]),
         (["--seed", "9" * 9999], ["expected an integer"]),
-        (["--lr", "fast"], ["lr 'fast', expected a number > 0"]),
         (["--lr", "0"], ["lr 0.0, expected a number > 0"]),
-        (["--lr", "-0.1"], ["lr -0.1, expected a number > 0"]),
         (["--lr", "nan"], ["lr 'nan', expected a number > 0"]),
-        (["--lr", "inf"], ["lr 'inf', expected a number > 0"]),
         (["--lr", "1e999"], ["lr inf, expected a number > 0"]),
-        (["--lr", "1e-999"], ["lr 0.0, expected a number > 0"]),
         (["--lr", "0x1"], ["lr '0x1', expected a number"]),
-        (["--epochs", "-1"], ["epochs -1, expected an integer >= 0"]),
         (["--batch-size", "0"], ["batch_size 0, expected an integer >= 1"]),
         (["--test-fraction", "1"], ["test_fraction 1.0, expected a number in (0, 1)"]),
-        (["--test-fraction", "0"], ["test_fraction 0.0, expected a number in (0, 1)"]),
         (["--target-accuracy", "96"], ["target_accuracy 96.0, expected a number in [0, 1]"]),
         (["--momentum", "1"], ["momentum 1.0, expected a number in [0, 1)"]),
         (["--hidden", "64,"], ["hidden '64,', expected a list of integers >= 1"]),
-        (["--hidden", "64 32"], ["hidden '64 32', expected a list of integers >= 1"]),
         (["--hidden", "64,0"], ["hidden [64, 0], expected a list of integers >= 1"]),
-        (["--server-ranks", "0,-1"], ["server_ranks [0, -1], expected a list of integers >= 0"]),
         (["--mode", "asnc"], ["unknown mode 'asnc', expected one of async, ", "'async'?"]),
-        (["--mode", "ASYNC"], ["unknown mode 'ASYNC', expected one of async, "]),
         (["--mode", ""], ["unknown mode '', expected one of async, "]),
-        (["--mode", "#"], ["unknown mode '#'", "see --mode in --help"]),
         (["--optimizer", "adm"], ["unknown optimizer 'adm'", "adagrad", "did you mean 'adam'?"]),
         (["--problem", "mpl"], ["unknown problem 'mpl'", "path/file.py:Class", "'mlp'?"]),
         (["--problem", "net.py"], ["unknown problem 'net.py'", "path/file.py:Class"]),
-        (["--problem", "net.py:"], ["unknown problem 'net.py:'"]),
         (["--problem", "net.py:3"], ["unknown problem 'net.py:3'"]),
-        (["--problem", ".py:Net"], ["unknown problem '.py:Net'"]),
         (["--resume=maybe"], ["unknown resume 'maybe', expected one of yes, auto"]),
         (["--checkpoint-every", "5m"], ["checkpoint_every '5m', expected SECONDS"]),
-        (["--checkpoint-every", "-5"], ["checkpoint_every '-5', expected SECONDS"]),
         (["--checkpoint-every", "5.5steps"], ["checkpoint_every '5.5steps'"]),
-        (["--checkpoint-every", "steps"], ["checkpoint_every 'steps'"]),
         (["--checkpoint-every", "60\n"], ["checkpoint_every '60\\n'"]),
-        (["--checkpoint-every", "9" * 400], ["checkpoint_every"]),
         (["--inject-delay", "5"], ["inject_delay '5', expected WORKER:FACTOR[,WORKER:FACTOR...]"]),
         (["--inject-delay", "0:0.5"], ["inject_delay '0:0.5', expected", "factors >= 1"]),
         (["--row-optimizer", "ftrl l1=1"], ["row_optimizer 'ftrl l1=1', expected NAME, or"]),
         (["--groups", "*.bias"], ["groups '*.bias', expected PATTERN: lr=X, weight_decay=X;"]),
         (["--groups", "b: momentum=1"], ["groups 'b: momentum=1', expected PATTERN: lr=X"]),
-        (["--inject-delay", "0:5,"], ["inject_delay '0:5,', expected WORKER:FACTOR"]),
         (["--link", "1gbit"], ["--link without --explain, expected --explain with it"]),
         (["--explain", "--link", "fast"], ["link 'fast', expected a rate such as 100mbit or 25gb"]),
-        (["--explain", "--link", "0gbit"], ["link '0gbit', expected a rate"]),
         (["--explain", "--step-ms", "-1"], ["step_ms -1.0, expected a number >= 0"]),
-        (["--explain", "--nodes", "0"], ["nodes 0, expected an integer >= 1"]),
         (["--explain", "--rank", "2"], ["unknown option --rank", "did you mean '--ranks'?"]),
         (["--out", "\udcff"], ["out '\\udcff', expected text"]),
         (["async"], ["job file 'async', expected a path that ends in .toml", "--help"]),
         (["a.toml", "b.toml"], ["a second job file 'b.toml', expected only one"]),
-        ([""], ["expected a path that ends in .toml"]),
     ],
 )
 def test_command_line_errors(argv: list[str], parts: list[str]) -> None:
@@ -349,30 +313,20 @@ def test_a_period_may_be_a_number(tmp_path: Path, text: str, value: str) -> None
     ("text", "parts"),
     [
         ('servers = "2"', ["servers '2', expected an integer >= 0;", "without quotes"]),
-        ("servers = 2.0", ["servers 2.0, expected an integer >= 0"]),
         ("servers = true", ["servers true, expected an integer >= 0"]),
-        ("servers = -1", ["servers -1, expected an integer >= 0"]),
-        ("servers = [2]", ["servers [2], expected an integer >= 0"]),
         ("seed = 99999999999999999999", ["expected an integer below 2**63"]),
         ("lr = true", ["lr true, expected a number > 0"]),
         ('lr = "0.1"', ["lr '0.1', expected a number > 0;"]),
         ("lr = inf", ["lr inf, expected a number > 0"]),
-        ("lr = nan", ["lr nan, expected a number > 0"]),
         (f"lr = 1{'0' * 400}", ["lr 1000", "expected a number"]),
-        ("quiet = 1", ["quiet 1, expected true or false"]),
         ('quiet = "yes"', ["quiet 'yes', expected true or false;"]),
-        ("mode = 1", ["mode 1, expected one of async, "]),
         ('mode = "snyc"', ["unknown mode 'snyc'", "did you mean 'sync'?"]),
         ("resume = true", ["resume true, expected one of yes, auto"]),
         ('hidden = "64"', ["hidden '64', expected a list of integers >= 1;"]),
-        ("hidden = 64", ["hidden 64, expected a list of integers >= 1"]),
         ("hidden = [64, true]", ["hidden [64, True], expected a list"]),
-        ("hidden = [64, 2.0]", ["hidden [64, 2.0], expected a list"]),
-        ("hidden = [[64]]", ["hidden [[64]], expected a list"]),
         (f"hidden = [0x{'f' * 9000}]", ["expected a list of integers >= 1"]),
         (f"checkpoint_every = 0x{'f' * 9000}", ["expected SECONDS"]),
         ("checkpoint_every = nan", ["checkpoint_every nan, expected SECONDS"]),
-        ("checkpoint_every = -1", ["checkpoint_every '-1', expected SECONDS"]),
         ("checkpoint_every = true", ["checkpoint_every true, expected SECONDS"]),
         ("out = 1979-05-27", ["out datetime.date(1979, 5, 27), expected text"]),
         ('out = "a\\u0000b"', ["out 'a\\x00b', expected text"]),
@@ -383,7 +337,6 @@ def test_a_period_may_be_a_number(tmp_path: Path, text: str, value: str) -> None
         ("[servers]\nn = 2", ["servers {'n': 2}, expected an integer"]),
         ("seed = 1\nmode = sync", ["line 2", "expected TOML", "quotes"]),
         ("seed = 1\nseed = 2\nkeep = 2", ["line 2", "expected TOML"]),
-        ("seed", ["expected TOML"]),
         (f"hidden = {'[' * 5000}", ["expected TOML"]),
         (f"seed = {'9' * 9999}", ["expected TOML"]),
     ],
@@ -731,11 +684,6 @@ def test_validate_checks_what_code_made() -> None:
 )
 def test_checkpoint_period(text: str, period: tuple[float | None, int | None]) -> None:
     assert load(["--checkpoint-every", text]).checkpoint_period == period
-
-
-def test_checkpoint_period_of_nonsense_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="checkpoint_every 'x', expected SECONDS"):
-        _ = Config(checkpoint_every="x").checkpoint_period
 
 
 @pytest.mark.parametrize("name", names.OPTIMIZERS)
