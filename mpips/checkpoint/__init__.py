@@ -1,4 +1,4 @@
-"""Checkpoints: one HDF5 file a shard, and an index whose rename into place is the commit.
+"""Checkpoints: an HDF5 file per shard, and an index as the commit.
 
 Writing: `begin_step` (once), `write_shard` (each owner), `write_worker` (each worker that has
 state of its own), `commit` (once, after all of them). Reading: `newest_whole` or

@@ -1,4 +1,4 @@
-"""Look at checkpoints: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
+"""Checkpoint tool: ``python -m mpips.checkpoint {list,inspect,verify,export} DIR``."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Rows of a table in a chain of checkpoints, of which each has those changed since the one before.
+"""Table rows in a chain of checkpoints with the rows changed since.
 
 The newest comes first: a row counts where it is found first, and is left out of older files.
 """

@@ -1,4 +1,4 @@
-"""Parameters in files that other programs read and write: ``.npz``, ``.safetensors``, ``.pt``.
+"""Parameter files of other programs: ``.npz``, ``.safetensors``, ``.pt``, ``.parquet``.
 
 A checkpoint is written to any of them. A run begins with those of the first two: to read a ``.pt``
 means to unpickle it, which some versions of PyTorch let a file turn against its reader.

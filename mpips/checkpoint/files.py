@@ -1,4 +1,4 @@
-"""Folders, names and durable files of checkpoints: what survives `kill -9` at any instant.
+"""Checkpoint folders, file names and durable writes that survive `kill -9`.
 
 A checkpoint is a folder ``step-000000000123`` with shard files and an index. A folder without
 an index is not a checkpoint: the index is renamed into place last, and removed first.

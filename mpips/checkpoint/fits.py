@@ -1,4 +1,4 @@
-"""Whether a run can go on, or begin, from a checkpoint."""
+"""Compatibility of a checkpoint with the run that reads it."""
 
 import math
 from collections.abc import Mapping

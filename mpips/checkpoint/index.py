@@ -1,4 +1,4 @@
-"""The index of a checkpoint: whole named arrays over the shard files, and everything else.
+"""Checkpoint index: named arrays over the shard files, and all metadata.
 
 The index maps each named array by an HDF5 virtual dataset, so that
 ``h5py.File("index.h5")["params/w1"][:]`` is the whole array in any HDF5 tool. Its rename into

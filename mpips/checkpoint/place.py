@@ -1,4 +1,4 @@
-"""The folder of a run on the disk: the names in it, who holds it, and where it has gone."""
+"""Files, lock and location of a run folder on the disk."""
 
 import contextlib
 import errno

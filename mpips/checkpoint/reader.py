@@ -1,4 +1,4 @@
-"""Reading checkpoints: any range of the flat vector, over however many shard files it lies."""
+"""Reader of checkpoints: any range of the parameters, whatever the shards."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""One owner's rows of all tables in one HDF5 file: those that have been changed, by their numbers.
+"""HDF5 file of one owner's changed table rows.
 
 ``tables/<table>/rows`` has the numbers, in any order, ``params`` beside it a row each, and
 ``slots/<slot>`` what the update rule keeps of each. The file is recorded, summed and checked like a

@@ -1,4 +1,4 @@
-"""One owner's shard in one HDF5 file: ``params`` and ``slots/<slot>`` of ``[begin, end)``."""
+"""HDF5 file of one owner's shard: parameters and slots."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

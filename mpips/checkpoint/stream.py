@@ -1,4 +1,4 @@
-"""Arrays that are read and written a piece at a time, into files of other programs.
+"""Arrays read and written in pieces, for files of other programs.
 
 An ``.npz`` and a ``.safetensors`` have an array's shape before its numbers, so that no more than a
 piece of any array has to be there.

@@ -1,4 +1,4 @@
-"""What is one worker's alone, in an HDF5 file beside the shard files: vectors over all parameters.
+"""HDF5 file of one worker's own vectors.
 
 A worker's file has the form of a shard file whose range is the whole vector, and is recorded,
 summed and checked like one. A vector may be given in pieces: the rest of it reads as zero and

@@ -1,4 +1,4 @@
-"""What a job can say: its options, where they come from, and what makes them valid."""
+"""Options of a job: definition, sources and validation."""
 
 from mpips.config.names import (
     LAYOUT_FIELDS,

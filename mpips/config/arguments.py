@@ -1,4 +1,4 @@
-"""The command lines of all commands but training, which are argparse's."""
+"""Parsers of all commands but training."""
 
 import argparse
 from collections.abc import Sequence

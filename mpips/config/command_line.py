@@ -1,4 +1,4 @@
-"""The command line of a job: options, a job file, and the texts that it may ask for."""
+"""Command line of a job: options, a job file, and requested texts."""
 
 import dataclasses
 import re

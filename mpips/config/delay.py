@@ -1,4 +1,4 @@
-"""Workers that are made slow on purpose, for tests and for teaching (``--inject-delay``).
+"""Artificial delays of workers, for tests and teaching (``--inject-delay``).
 
 A worker of factor f computes its gradient in t seconds and then sleeps for (f - 1) t, so that the
 core is free for the others, as it would be if this worker had a slower one of its own.

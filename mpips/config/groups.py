@@ -1,4 +1,4 @@
-"""Arrays with a learning rate or weight decay of their own, by their names.
+"""Parameter groups: arrays with their own learning rate or weight decay.
 
 On the command line and in job files they are one text: ``*.bias: weight_decay=0; head.*: lr=0.1``.
 """

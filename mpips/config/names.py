@@ -1,4 +1,4 @@
-"""Names that options take: what there is of each kind, without importing any of it."""
+"""Names that options accept."""
 
 LEARNING_RATES = {
     "sgd": 0.1,

@@ -1,4 +1,4 @@
-"""What an option of a job is: its type, its legal values, its help.
+"""Options of a job: type, legal values, help and errors.
 
 `setting` makes a field of a dataclass that carries them; `Option.of` reads them off the field, and
 checks values, makes the errors, and writes the rows of ``--help``.

@@ -1,4 +1,4 @@
-"""The update rule of tables' rows, as command lines and job files say it: ``ftrl: lr=1, l1=1``."""
+"""Update rule of table rows as text: ``ftrl: lr=1, l1=1``."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Validation of a configuration: each field, and the fields against each other."""
+"""Validation of a configuration: options alone, and against each other."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath

@@ -1,4 +1,4 @@
-"""What a run says as it starts."""
+"""Output of a run at its start."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The data of a run on every rank: files found by one, counted by all workers, opened by each."""
+"""Data of a run: found once, counted by workers, opened everywhere."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A rank that evaluates checkpoints while the others train; see `mpips.cut.evaluations`."""
+"""Evaluator ranks: evaluation of checkpoints beside training (`mpips.cut.evaluations`)."""
 
 import dataclasses
 import time

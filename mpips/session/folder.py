@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, what it continues, what is left in it at the start.
+"""Folder of a run: location, run to continue, leftovers of earlier starts.
 
 Nothing here knows MPI: rank 0 looks at the files and tells the others.
 """

@@ -1,4 +1,4 @@
-"""The compiled loops of a job, loaded before it begins; a stop is noticed meanwhile."""
+"""Loading of compiled loops before a job begins."""
 
 from collections.abc import Sequence
 

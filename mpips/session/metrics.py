@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on, and what it leaves: lines, JSONL and the summary.
+"""Log of a run: progress lines, ``metrics.jsonl`` and JSON files.
 
 One rank, the chief, has a `Log`. Every line of ``metrics.jsonl`` is an object with ``kind``
 (``start``, ``train``, ``eval``, ``log``, ``checkpoint``, ``warning``, ``stop``, ``end``),

@@ -1,4 +1,4 @@
-"""What links and codecs reach at the start of a job, measured by all ranks at once.
+"""Measurement of links and codecs at the start of a job.
 
 So that both directions of every link are in use, as they are in training, ranks of each node send
 to the next node and receive from the one before. Transfers grow until they take long enough to be

@@ -1,4 +1,4 @@
-"""Where the user sees how far a run is: a bar on a terminal, or lines."""
+"""Progress display: a bar on a terminal, or lines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

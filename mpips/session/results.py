@@ -1,4 +1,4 @@
-"""Runs side by side: what came of each, and in what their jobs differ.
+"""Comparison of runs: results, and options that differ.
 
 It reads what runs leave, so that it may be asked at any time.
 """

@@ -1,4 +1,4 @@
-"""A job made ready on every rank: ranks and roles, data, problem, checkpoint, compiled loops."""
+"""Setup of a job: roles, data, problem, checkpoint and compiled loops."""
 
 import contextlib
 from collections.abc import Callable, Iterator

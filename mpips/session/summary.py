@@ -1,4 +1,4 @@
-"""The summary of a run: ``summary.json``, and the few lines that end the output."""
+"""Summary of a run: ``summary.json``, and the last lines of its output."""
 
 import shlex
 import sys

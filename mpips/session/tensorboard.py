@@ -1,4 +1,4 @@
-"""The figures of a run as TensorBoard's event files, beside ``metrics.jsonl``.
+"""TensorBoard event files with the figures of ``metrics.jsonl``.
 
 Each job of a run adds a file to ``<out>/tensorboard``, whose first event tells TensorBoard to drop
 what an earlier job wrote of later steps: what was not saved is computed again.

@@ -1,4 +1,4 @@
-"""The traces of a job's ranks, in the folder of its run."""
+"""Trace files of ranks in the folder of a run."""
 
 import json
 import shutil
