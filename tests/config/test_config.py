@@ -415,7 +415,8 @@ def test_defaults_do_not_override(tmp_path: Path) -> None:
 
 
 def test_the_saved_session_is_not_taken_over() -> None:
-    saved = Config(out="old", resume="auto", quiet=True, eval_only=True, init_from="x", keep=9)
+    session = {"out": "old", "resume": "auto", "quiet": True, "inject_delay": "1:3"}
+    saved = Config(**session, eval_only=True, init_from="x", keep=9)  # type: ignore[arg-type]
     assert resolve({}, None, dataclasses.asdict(saved)) == Config(init_from="x", keep=9)
     assert resolve({}, {"out": "new"}, dataclasses.asdict(saved)).out == "new"
 

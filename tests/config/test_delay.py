@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,15 +110,3 @@ def test_a_job_with_a_slow_worker(name: str, plan: Plan) -> None:
         assert_counts(final(plan.out(name)), SAMPLES, epochs=1)
     lines = (plan.out(name) / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["inject_delay"] == {str(slow): FACTOR}
-
-
-@pytest.mark.launch
-def test_a_resumed_run_slows_nobody_unless_told(tmp_path: Path) -> None:
-    plan = Plan(tmp_path)
-    data = samples_file(tmp_path, SAMPLES)
-    line = [*counting(data, kind="MeanCounting"), "--mode", "sync", "--resume", "auto"]
-    plan.add("run", 2, [*line, "--steps", "2", "--inject-delay", "1:3"])
-    plan.add("run", 1, [*line, "--steps", "4"])
-    plan.run(120)
-    assert summary(plan.out("run"))["inject_delay"] == {}
-    assert summary(plan.out("run"))["global_step"] == 4
