@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import DONE, SUMMARY
@@ -50,7 +50,11 @@ def check_ledger(out: Path) -> list[str]:
     bad = [name for name, kind in NEEDED.items() if not isinstance(summary.get(name, ...), kind)]
     if bad:
         return [f"{SUMMARY}: no sound {', '.join(bad)}: it was edited, or is of another version"]
-    return [*_wrong_ledger(summary, found), *_wrong_pushes(summary, found)]
+    return [
+        f"{name} {got}, expected {wanted}: {meaning}"
+        for name, got, wanted, meaning in _claims(summary, found)
+        if got != wanted
+    ]
 
 
 def _newest(out: Path) -> Checkpoint | None:
@@ -65,47 +69,34 @@ def committed(out: Path) -> list[Path]:
     return [path for path in list_checkpoints(out) if (path / INDEX).exists()]
 
 
-def _differing(expected: dict[str, tuple[Any, Any, str]]) -> Iterator[str]:
-    """Yield a line for each found value that is not the expected one, with what that means."""
-    for name, (got, wanted, meaning) in expected.items():
-        if got != wanted:
-            yield f"{name} {got}, expected {wanted}: {meaning}"
+Claim: TypeAlias = tuple[str, Any, Any, str]
+"""A name, the value found, the one expected, and what it means if they differ."""
 
 
-def _wrong_ledger(summary: dict[str, Any], found: Checkpoint) -> Iterator[str]:
-    state, config = found.state, from_toml(found.config)
-    handout, n = state["handout"], state["n_train"]
+def _claims(summary: dict[str, Any], found: Checkpoint) -> Iterator[Claim]:
+    """Yield what must hold between a run's summary, its last checkpoint and its configuration."""
+    state, config, step = found.state, from_toml(found.config), summary["global_step"]
+    handout = state["handout"]
     other = f"{SUMMARY} and the last checkpoint are of different moments of the run"
-    expected = {
-        "global_step": (summary["global_step"], found.step, other),
-        "samples": (summary["samples"], state["samples"], other),
-    }
+    yield "global_step", step, found.step, other
+    yield "samples", summary["samples"], state["samples"], other
     if config.mode in SERVED:
         meaning = "the workers' steps do not add up to the updates of the servers"
-        expected["sum of the clocks"] = sum(handout["clocks"]), found.step, meaning
+        yield "sum of the clocks", sum(handout["clocks"]), found.step, meaning
     if summary["stop_reason"] == "epochs":
         missing = "the parameters lack the gradients of these batches"
-        expected["batches that were not applied"] = handout["pending"], [], missing
+        yield "batches that were not applied", handout["pending"], [], missing
         early = "the last checkpoint is from before the end of the last epoch"
-        expected["epoch and position"] = handout["cursor"], [config.epochs, 0], early
-        counted = "samples were left out, or counted twice"
-        expected["samples of all epochs"] = state["samples"], config.epochs * n, counted
+        yield "epoch and position", handout["cursor"], [config.epochs, 0], early
+        counted, n = "samples were left out, or counted twice", config.epochs * state["n_train"]
+        yield "samples of all epochs", state["samples"], n, counted
     if summary["stop_reason"] == "steps":
-        steps = sorted(set(handout["clocks"]))
         meaning = "not every worker has done all of its steps, and no more"
-        expected["steps of the workers"] = steps, [config.steps], meaning
-    yield from _differing(expected)
-
-
-def _wrong_pushes(summary: dict[str, Any], found: Checkpoint) -> Iterator[str]:
-    """Yield what is wrong with the pushes of the last start, which a summary counts."""
-    config, before = from_toml(found.config), 0
-    if summary["resumed_from"]:
-        before = folder_step(Path(summary["resumed_from"])) or 0
+        yield "steps of the workers", sorted(set(handout["clocks"])), [config.steps], meaning
+    # Of pushes, a summary counts those of the last start.
     sent, applied = summary["pushes_sent"], summary["pushes_applied"]
-    lost = "gradients that the workers sent were lost, or applied twice"
-    expected = {"pushes sent": (sent, applied, lost)}
+    yield "pushes sent", sent, applied, "gradients that workers sent were lost, or applied twice"
     if config.mode in SERVED:
+        before = folder_step(Path(summary["resumed_from"])) if summary["resumed_from"] else 0
         meaning = "the last start made another number of updates than gradients were applied"
-        expected["pushes applied"] = applied, summary["global_step"] - before, meaning
-    yield from _differing(expected)
+        yield "pushes applied", applied, step - (before or 0), meaning

@@ -64,7 +64,9 @@ QUESTIONS = {field.name: Option.of(field) for field in dataclasses.fields(Questi
 _BY_FLAG = {option.flag: option for option in (*OPTIONS.values(), *QUESTIONS.values())}
 _NEGATED = {o.negated: o for o in OPTIONS.values() if o.kind is bool}
 _ALL_FLAGS = {option.flag: option for option in OPTIONS.values()} | _NEGATED
-OPTION_WORDS = re.compile(r"(?P<flag>--[a-z][a-z-]*[a-z])(?P<words> [\w./:*-]*\w(?: or \w+)*)?")
+OPTION_WORDS = re.compile(
+    r"(?P<flag>--[a-z][a-z0-9-]*[a-z0-9])(?P<words> [\w./:*-]*\w(?: or \w+)*)?"
+)
 
 
 class CommandLine(NamedTuple):

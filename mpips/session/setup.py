@@ -149,7 +149,6 @@ def make_job(
     block = dataset.train.block(config.batch_size) if dataset else 0
     block = broadcast(comm, block, ranks.roles.workers[0])
     load_loops(ranks, config)
-
     near = sum(ranks.hosts[r] == ranks.hosts[ranks.rank] for r in ranks.roles.workers)
 
     def build() -> Job:
@@ -173,16 +172,10 @@ def make_job(
         _check_shares(job)
         return job
 
-    job = _alike(everywhere(comm, build))
+    job = everywhere(comm, build)
+    layouts_alike(comm, replace(job.layout, tables=tables_of_problem(job.problem)))
     load_loops(ranks, config, tables_of(job))
     ranks.limit_threads(config.threads)  # of libraries too that came with a file of the user's
-    return job
-
-
-def _alike(job: Job) -> Job:
-    """Return a job whose parameters and tables are those of all ranks. Collective: yes."""
-    layout = replace(job.layout, tables=tables_of_problem(job.problem))
-    layouts_alike(job.cluster.comm, layout)
     return job
 
 

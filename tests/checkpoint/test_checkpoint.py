@@ -650,7 +650,7 @@ def test_verify_of_a_run_reads_each_byte_once(
         ({"samples": 3}, "summary.json: no sound global_step, pushes_sent, pushes_applied, "),
         (SUMMARY | {"resumed_from": 7}, "summary.json: no sound resumed_from: it was edited, or"),
         (SUMMARY | {"samples": "x"}, "summary.json: no sound samples: it was edited, or is of"),
-        (SUMMARY | {"pushes_sent": 51}, "pushes sent 51, expected 50: gradients that the workers"),
+        (SUMMARY | {"pushes_sent": 51}, "pushes sent 51, expected 50: gradients that workers sent"),
     ],
 )
 def test_verify_of_a_run_with_another_summary(

@@ -860,6 +860,7 @@ def test_what_others_call_options_leads_there() -> None:
     ("text", "expected"),
     [
         ("set --epochs", "set epochs="),
+        ("leave out --beta1 or --codec", "leave out beta1= or codec="),
         (
             "use --mode async or ssp, or leave out --tau",
             'use mode="async" or "ssp", or leave out tau=',
