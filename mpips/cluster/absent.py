@@ -10,17 +10,28 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from mpips.cluster.process import ANY_BYTES, NAME, PARENT, STARTED, STATE, SYSTEM, USER, stat_of
+from mpips.cluster.process import (
+    ANY_BYTES,
+    NAME,
+    PARENT,
+    STARTED,
+    STATE,
+    environment_of,
+    ids,
+    mappings,
+    rank_in,
+    stat_of,
+    ticks_used,
+)
 
 MEETS, LEFT = "mpips-meets", "mpips-left"  # at most 15 bytes
-MPI4PY = b"/mpi4py/MPI."  # the library whose import starts MPI
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+MPI4PY = "/mpi4py/MPI."  # the library whose import starts MPI
 JOBS = ("PMIX_NAMESPACE", "PMI_JOBID")  # one launcher may start several jobs
 LINGER_S = 10.0  # how long a rank that has ended looks for others that start MPI
 FIRST_S, LOOK_S, LOOK_MAX_S = 1.0, 0.2, 30.0
 PATIENCE = 12  # times the limit, as for a rank that is at work
 
-_ranks: dict[tuple[int, str], tuple[int, list[str | None]]] = {}  # by process id and start
+_ranks: dict[tuple[int, str], tuple[int | None, list[str | None]]] = {}  # by process id and start
 
 
 @contextlib.contextmanager
@@ -51,7 +62,7 @@ def ranks_here() -> dict[int, tuple[int, str]]:
             known = stat_of(pid)
             if int(known[PARENT]) == os.getppid() and known[STATE] not in "ZX":
                 rank, job = _rank_of(pid, known[STARTED])
-                if rank >= 0 and job == mine:
+                if rank is not None and job == mine:
                     found[rank] = pid, known[NAME]
     return found
 
@@ -60,7 +71,7 @@ def _siblings() -> set[int]:
     """Return the processes of this one's parent, without this one; where it cannot say, all."""
     found = _children(os.getppid())
     if os.getpid() not in found:  # the kernel has no such list
-        found = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+        found = set(ids())
     return found - {os.getpid()}
 
 
@@ -72,15 +83,13 @@ def _children(pid: int) -> set[int]:
     return found
 
 
-def _rank_of(pid: int, started: str) -> tuple[int, list[str | None]]:
-    """Return the rank and the job in a process's environment; the rank is -1 if it is none."""
+def _rank_of(pid: int, started: str) -> tuple[int | None, list[str | None]]:
+    """Return the rank and the job in a process's environment; the rank is None if it is none."""
     if (pid, started) in _ranks:
         return _ranks[pid, started]
-    words = Path(f"/proc/{pid}/environ").read_text(errors=ANY_BYTES).split("\0")
-    known = dict(word.split("=", 1) for word in words if "=" in word)
-    rank = next((known[name] for name in RANKS if known.get(name, "").isdigit()), "-1")
-    found = int(rank), [known.get(name) for name in JOBS]
-    if found[0] >= 0:  # else it may not have begun its program yet
+    known = environment_of(pid)
+    found = rank_in(known), [known.get(name) for name in JOBS]
+    if found[0] is not None:  # else it may not have begun its program yet
         _ranks[pid, started] = found
     return found
 
@@ -99,16 +108,10 @@ def leave(may_wait: bool) -> int | None:
         if not others:
             return None
         for rank in sorted(others):
-            if _starts_mpi(others[rank]):
+            if any(MPI4PY in mapped.path for mapped in mappings(others[rank])):
                 return rank
         time.sleep(LOOK_S)
     return None
-
-
-def _starts_mpi(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return MPI4PY in Path(f"/proc/{pid}/maps").read_bytes()
-    return False
 
 
 class Absent:
@@ -178,8 +181,4 @@ def _named(late: dict[int, int]) -> str:
 
 def _used(pid: int) -> int:
     """Return how many ticks of processors a process and those that it has started have used."""
-    try:
-        known = stat_of(pid)
-    except OSError:
-        return 0
-    return int(known[USER]) + int(known[SYSTEM]) + sum(map(_used, _children(pid)))
+    return ticks_used(pid) + sum(map(_used, _children(pid)))

@@ -10,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from mpips.cluster import failures, segments, uncaught
+from mpips.cluster.process import mappings
 from mpips.cluster.start import MPI
 from mpips.cluster.tags import TAG_SPEAKS
 from mpips.errors import UserError, complain
@@ -52,17 +53,12 @@ def end_all(code: int) -> NoReturn:
     if hasattr(libc, "on_exit"):  # glibc's; the last one is called first
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
-    for library in _loaded("libpmix.so"):  # as Open MPI's MPI_Abort, but for a message
+    for library in {one.path for one in mappings() if "/libpmix.so" in one.path}:
+        # As Open MPI's MPI_Abort, but for a message.
         if ctypes.CDLL(library).PMIx_Abort(code, None, None, ctypes.c_size_t(0)) == 0:
             os._exit(code)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)
-
-
-def _loaded(name: str) -> set[str]:
-    """Return the files of a shared library that this process has loaded."""
-    with open("/proc/self/maps") as file:
-        return {line.split(maxsplit=5)[5].strip() for line in file if f"/{name}" in line}
 
 
 def _is_first() -> bool:

@@ -4,11 +4,11 @@ import os
 
 import mpi4py
 
+from mpips.cluster.process import world_told
 from mpips.cluster.start import MPI, Comm
 from mpips.errors import UserError
 
 MPI4PY = mpi4py.__version__
-SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 def library_text() -> str:
@@ -43,8 +43,7 @@ def check_world(comm: Comm) -> None:
     Raises:
         UserError: If the launcher's variables tell of more tasks than the one rank that MPI sees.
     """
-    sizes = [os.environ.get(name, "") for name in SIZES]
-    tasks = max((int(text) for text in sizes if text.isdigit()), default=1)
+    tasks = world_told()
     if comm.size > 1 or tasks == 1:
         return
     mine = ("Open MPI", "pmix") if is_open_mpi() else ("MPICH", "pmi2")

@@ -8,7 +8,6 @@ It has to be mapped at an address that lies in a large page where it lies in the
 maps windows anywhere: `Remapped` is a second mapping.
 """
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -21,6 +20,8 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+
+from mpips.cluster.process import mappings
 
 LARGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MADV_REMOVE, MADV_COLLAPSE = 9, 25  # of Linux, which Python does not name
@@ -134,13 +135,10 @@ class Remapped:
 
 def _offset_in_file(address: int) -> int | None:
     """Return where in its file an address of this process lies; None where it is of none."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
-        for line in lines:
-            bounds, permissions, offset, _, inode, *_ = line.split(None, 5)
-            begin, end = (int(bound, 16) for bound in bounds.split("-"))
-            if begin <= address < end:
-                shared = permissions.endswith("s") and inode != "0"
-                return int(offset, 16) + address - begin if shared else None
+    for one in mappings():
+        if one.begin <= address < one.end:
+            shared = one.permissions.endswith("s") and one.inode
+            return one.offset + address - one.begin if shared else None
     return None
 
 

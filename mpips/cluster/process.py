@@ -4,13 +4,18 @@ import contextlib
 import os
 import platform
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
 
 HOST_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux
 ANY_BYTES = "surrogateescape"  # a name of at most 15 bytes may end inside of a letter
 LAUNCHERS = ("hydra_pmi_proxy", "slurmstepd")  # of ranks, one on each host
+# By which launchers tell a process its rank, and the number of ranks.
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 STOPPED, GONE, TRACED = "is stopped", "is gone", "is held by a debugger"
 
@@ -57,6 +62,81 @@ def stat_of(pid: int) -> list[str]:
     return [head.partition("(")[2], *tail.split()]
 
 
+def ids() -> list[int]:
+    """Return the ids of all processes that are seen from here."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Return those of some processes that run; where nobody reaps the dead, zombies stay."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if stat_of(pid)[STATE] not in "ZX":
+                found.append(pid)
+    return found
+
+
+def ancestors(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield the id and the name of a process's parent, of its parent, and so on.
+
+    They end at the first process of this container.
+    """
+    with contextlib.suppress(OSError):
+        while pid := int(stat_of(pid)[PARENT]):
+            yield pid, stat_of(pid)[NAME]
+
+
+def ticks_used(pid: int) -> int:
+    """Return how many ticks of processors a process has used; 0 if it is gone."""
+    try:
+        known = stat_of(pid)
+    except OSError:
+        return 0
+    return int(known[USER]) + int(known[SYSTEM])
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it cannot be seen."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_text(errors=ANY_BYTES).split("\0")
+        return dict(word.split("=", 1) for word in words if "=" in word)
+    return {}
+
+
+def rank_in(variables: Mapping[str, str]) -> int | None:
+    """Return the rank in its world that a launcher has told a process, or None."""
+    told = (variables.get(name, "") for name in RANKS)
+    return next((int(text) for text in told if text.isdigit()), None)
+
+
+def world_told() -> int:
+    """Return the number of ranks that this process's launcher has told it of; 1 if it has not."""
+    sizes = (os.environ.get(name, "") for name in SIZES)
+    return max((int(text) for text in sizes if text.isdigit()), default=1)
+
+
+class Mapped(NamedTuple):
+    """A part of a process's memory: its addresses, and what is mapped there (proc(5), maps)."""
+
+    begin: int
+    end: int
+    permissions: str
+    offset: int
+    inode: int
+    path: str
+
+
+def mappings(pid: int | None = None) -> Iterator[Mapped]:
+    """Yield what a process has mapped, by default this one; nothing if it cannot be seen."""
+    path = Path(f"/proc/{pid or 'self'}/maps")
+    with contextlib.suppress(OSError), path.open(errors="replace") as lines:
+        for line in lines:
+            bounds, permissions, offset, _, inode, *name = line.rstrip("\n").split(None, 5)
+            begin, end = (int(bound, 16) for bound in bounds.split("-"))
+            yield Mapped(begin, end, permissions, int(offset, 16), int(inode), "".join(name))
+
+
 def namespace_of(pid: int) -> str:
     """Return the user namespace of a process; empty if it cannot be seen."""
     with contextlib.suppress(OSError):
@@ -69,16 +149,12 @@ def apart_from_launcher() -> bool:
 
     Such as that of a container which the launcher starts for each rank.
     """
-    pid = os.getpid()
-    mine = namespace_of(pid)
+    mine = namespace_of(os.getpid())
     if mine in ("", HOST_NAMESPACE):
         return False
-    with contextlib.suppress(OSError):  # above this container nothing is seen
-        while pid:
-            known = stat_of(pid)
-            if known[NAME] in LAUNCHERS:
-                return namespace_of(pid) != mine
-            pid = int(known[PARENT])
+    for pid, name in ancestors(os.getpid()):
+        if name in LAUNCHERS:
+            return namespace_of(pid) != mine
     return True
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import process, words
-from mpips.cluster.process import STOPPED, TRACED
+from mpips.cluster.process import STOPPED, TRACED, ticks_used
 from mpips.cluster.words import Address, Board, Record
 
 NAMED = 4  # ranks, of those that one waits for
@@ -121,7 +121,7 @@ class Judge:
             self._state, self._since, self._used = state, now, None
         quiet_s = now - self._since
         if self._used is None and quiet_s >= self._limit_s / 2:
-            self._used = now, {r.pid: _used(r) for r in ranks}
+            self._used = now, {r.pid: ticks_used(r.pid) for r in ranks}
         if quiet_s < self._limit_s:
             return 0.0
         states = {r.rank: trouble(r) for r in ranks}
@@ -141,7 +141,7 @@ class Judge:
         """Whether any of the ranks gets on with something that is not seen in its words."""
         assert self._used is not None, "noted when half the time was over"
         begun, before = self._used
-        after = {r.pid: _used(r) for r in ranks}
+        after = {r.pid: ticks_used(r.pid) for r in ranks}
         enough = AT_WORK * (now - begun) * TICKS_S
         if now - begun > self._limit_s:
             self._used = None
@@ -229,13 +229,13 @@ class Overdue:
         state = one and (what, one.phase, one.since, one.clock)
         begun = self._known.get(rank)
         if begun is None or begun[0] != state or what == TRACED:
-            self._known[rank] = state, now, 0 if one is None else _used(one)
+            self._known[rank] = state, now, 0 if one is None else ticks_used(one.pid)
             return ""
         quiet_s = now - begun[1]
         if quiet_s < self._limit_s or (what and not self._stopped):
             return ""
         works = one is None or (
-            _used(one) - begun[2] >= AT_WORK * quiet_s * TICKS_S or _in_files(one.pid)
+            ticks_used(one.pid) - begun[2] >= AT_WORK * quiet_s * TICKS_S or _in_files(one.pid)
         )
         if not what and works and quiet_s < PATIENCE * self._limit_s:
             return ""
@@ -251,15 +251,6 @@ class Overdue:
 def _paused(seconds: float, look_s: float) -> bool:
     """Whether so much time between two looks, of which one is due each `look_s`, was a pause."""
     return seconds > 10 * look_s + 5
-
-
-def _used(record: Record) -> int:
-    """Return how many ticks of a processor a process has used."""
-    try:
-        known = process.stat_of(record.pid)
-    except OSError:
-        return 0
-    return int(known[process.USER]) + int(known[process.SYSTEM])
 
 
 def _in_files(pid: int) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mpips.cluster.process import mappings
 from mpips.errors import UserError, complain, counted
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,18 +49,9 @@ _noted: set[Segment] = set()
 
 def mapped(pid: int | None = None, folder: Path = SHARED_MEMORY) -> set[Segment]:
     """Return the segments that a process has mapped, by default this one."""
-    try:
-        lines = Path(f"/proc/{pid or 'self'}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    found = set()
-    for line in lines:
-        if f"{folder}/" in line:
-            *_, inode, name = line.split(None, 5)
-            path = Path(name.strip())
-            if path.parent == folder and NAME.fullmatch(path.name):
-                found.add(Segment(path, int(inode)))
-    return found
+    here = (one for one in mappings(pid) if one.path.startswith(f"{folder}/"))
+    named = (Segment(Path(one.path), one.inode) for one in here)
+    return {s for s in named if s.path.parent == folder and NAME.fullmatch(s.path.name)}
 
 
 @contextlib.contextmanager

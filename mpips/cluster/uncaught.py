@@ -17,8 +17,6 @@ from types import TracebackType
 from mpips.cluster import absent, process
 from mpips.errors import UserError, complain
 
-SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PMI_FD = "PMI_FD"  # by which MPICH's mpirun and its ranks talk
 STEP = "slurmstepd"  # the parent of a task of srun
 TURN_S, TURNS_S = 2.0, 4.0
@@ -37,7 +35,7 @@ def arm() -> None:
     A `UserError` is printed as one line and sets the exit code, also where this process is no rank.
     """
     global _armed
-    _armed, told = any(os.environ.get(name, "1") != "1" for name in SIZES), sys.excepthook
+    _armed, told = process.world_told() > 1, sys.excepthook
     if _armed:
         atexit.register(_leave)
     atexit.register(_warn)  # called before `_leave`
@@ -153,7 +151,7 @@ def _end_alone(message: str, code: int) -> None:
 
 
 def _rank() -> int:
-    return next((int(os.environ[name]) for name in RANKS if name in os.environ), 0)
+    return process.rank_in(os.environ) or 0
 
 
 def _mpi_runs() -> bool:
@@ -189,10 +187,7 @@ def _is_rank() -> bool:
 
 def _parent() -> str:
     """Return the name of the parent's process; empty where it is outside of this container."""
-    try:
-        return process.stat_of(os.getppid())[process.NAME]
-    except OSError:
-        return ""
+    return next((name for _, name in process.ancestors(os.getpid())), "")
 
 
 def _end_others(code: int) -> None:

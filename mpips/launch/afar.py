@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import segments
-from mpips.cluster.process import NAME, PARENT, STARTED, STATE, stat_of
+from mpips.cluster.process import GONE, STARTED, ancestors, stat_of, trouble
 
 ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
 DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
@@ -25,7 +25,8 @@ GONE_S, SEEN_S = 5.0, 10.0  # a file system may show what another host has made 
 def main(argv: Sequence[str]) -> int:
     """Do it; returns the exit code, 0 if this host can be used."""
     folder, *left = argv
-    found = end(tuple(map(int, word.split(":"))) for word in left)
+    noted = (word.split(":") for word in left)
+    found = end([(int(pid), int(started)) for pid, started in noted])
     if left and segments.present():
         time.sleep(segments.YOUNG_S)  # until it is clear that they are nobody's
     segments.clean()
@@ -43,46 +44,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def end(left: Iterable[tuple[int, ...]]) -> list[int]:
+def end(left: Iterable[tuple[int, int]]) -> list[int]:
     """SIGKILL processes, and their launcher's daemons; returns those that are still there then.
 
     Args:
         left: Process ids, each with when it started: it may be another one's by now.
     """
-    ranks = [pid for pid, started in left if _runs(pid, started)]
-    mapped = {segment for pid in ranks for segment in segments.mapped(pid)}
-    members = sorted({daemon for pid in ranks for daemon in _daemon(pid)}) + ranks
-    started = {pid: _started(pid) for pid in members}
-    for pid in members:
+    ranks = [(pid, started) for pid, started in left if trouble(pid, started) != GONE]
+    mapped = {segment for pid, _ in ranks for segment in segments.mapped(pid)}
+    members = sorted({daemon for pid, _ in ranks for daemon in _daemon(pid)}) + ranks
+    for pid, _ in members:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + GONE_S
-    while any(_runs(*item) for item in started.items()) and time.monotonic() < deadline:
+    while members and time.monotonic() < deadline:
+        members = [one for one in members if trouble(*one) != GONE]
         time.sleep(0.02)
     segments.remove(mapped)
-    return [pid for pid, since in started.items() if _runs(pid, since)]
+    return [pid for pid, _ in members]
 
 
-def _started(pid: int) -> int:
-    """Return when a process started; -1 if it is gone."""
-    try:
-        known = stat_of(pid)
-    except OSError:
-        return -1
-    return -1 if known[STATE] in "ZX" else int(known[STARTED])
-
-
-def _runs(pid: int, started: int) -> bool:
-    return started >= 0 and _started(pid) == started
-
-
-def _daemon(pid: int) -> list[int]:
-    """Return the daemon that has started a rank, if that is its parent still."""
-    try:
-        parent = int(stat_of(pid)[PARENT])
-        return [parent] if stat_of(parent)[NAME].startswith(DAEMONS) else []
-    except OSError:
-        return []
+def _daemon(pid: int) -> list[tuple[int, int]]:
+    """Return the daemon that has started a rank, and when it started, if it is its parent still."""
+    for parent, name in ancestors(pid):
+        with contextlib.suppress(OSError):
+            return [(parent, int(stat_of(parent)[STARTED]))] if name.startswith(DAEMONS) else []
+    return []
 
 
 if __name__ == "__main__":

@@ -16,13 +16,22 @@ from pathlib import Path
 from types import TracebackType
 
 from mpips.cluster import segments
-from mpips.cluster.process import PARENT, SESSION, STATE, stat_of
+from mpips.cluster.process import (
+    PARENT,
+    RANKS,
+    SESSION,
+    STATE,
+    environment_of,
+    ids,
+    rank_in,
+    running,
+    stat_of,
+)
 from mpips.errors import UserError
 from mpips.launch.folders import OwnFolder
 
 TREE = Path(__file__).resolve().parent.parent.parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "HYDRA_", "MPIR_CVAR_")
-RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"  # a killed mpirun of Open MPI leaves files there,
 GONE_S = 10.0  # on which a later one that is given the same process id fails to start
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -97,7 +106,7 @@ def environment() -> dict[str, str]:
     Where it is none, what a user or a site has said to MPI holds.
     """
     kept = dict(os.environ)
-    if any(name.decode().rstrip("=") in kept for name in RANK_VARIABLES):
+    if any(name in kept for name in RANKS):
         kept = {k: v for k, v in kept.items() if not k.startswith(LAUNCHER_VARIABLES)}
     if os.geteuid() == 0:
         kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -149,13 +158,9 @@ def family(leader: int) -> list[int]:
     """
     parent: dict[int, int] = {}
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            pid = int(entry.name)
-            try:
-                known = stat_of(pid)
-            except OSError:
-                continue
+    for pid in ids():
+        with contextlib.suppress(OSError):
+            known = stat_of(pid)
             if known[STATE] != "Z":
                 parent[pid] = int(known[PARENT])
                 if leader in (int(known[SESSION]), pid):
@@ -168,41 +173,15 @@ def family(leader: int) -> list[int]:
     return sorted(found)
 
 
-def running(pids: Iterable[int]) -> list[int]:
-    """Return those of some processes that run; where nobody reaps the dead, zombies stay."""
-    found = []
-    for pid in pids:
-        try:
-            state = stat_of(pid)[STATE]
-        except OSError:
-            continue
-        if state != "Z":
-            found.append(pid)
-    return found
-
-
 def when_orphaned(number: int) -> Callable[[], object]:
     """Return what a new process calls, to get that signal if its parent dies."""
     prctl = ctypes.CDLL(None).prctl  # looked up before the fork
     return lambda: prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
-def rank_of(pid: int) -> int | None:
-    """Return the rank of a process in its world, as its launcher told it, or None."""
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    for name in RANK_VARIABLES:
-        for word in words:
-            if word.startswith(name):
-                return int(word.removeprefix(name))
-    return None
-
-
 def ranks_among(pids: Sequence[int]) -> list[int]:
     """Return those of some processes, increasing, that are ranks, by rank."""
-    found = {rank_of(pid): pid for pid in reversed(pids)}
+    found = {rank_in(environment_of(pid)): pid for pid in reversed(pids)}
     return [found[rank] for rank in sorted(r for r in found if r is not None)]
 
 

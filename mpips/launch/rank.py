@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from mpips.cluster.process import rank_in
 from mpips.cluster.uncaught import located
 from mpips.errors import UserError, write_line
 from mpips.launch import signs
-from mpips.launch.mpirun import rank_of
 
 RUNPY = runpy.run_path.__code__.co_filename
 TURN_S, TURNS_S = 0.3, 3.0
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     the others, who wait for it.
     """
     folder, *words = argv
-    rank = rank_of(os.getpid())
+    rank = rank_in(os.environ)
     try:
         signs.begin(Path(folder), str(os.getpid() if rank is None else rank))
         signs.end_when_over(Path(folder))

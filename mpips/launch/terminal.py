@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpips.cluster.process import NAME, PARENT, stat_of
+from mpips.cluster.process import ancestors
 
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun")
 TO_FILES = ("--output", "-output", "-outfile", "-errfile")  # the launcher writes what ranks print
@@ -67,7 +67,8 @@ def find_terminal() -> tuple[Terminal | None, bool]:
 def _streams() -> Sequence[str]:
     """Return the paths of stdout and stderr, those of the launcher where it runs on this host."""
     try:
-        launcher = _launcher()
+        above = ancestors(os.getpid())
+        launcher = next((pid for pid, name in above if name.startswith(LAUNCHERS)), None)
         if launcher is None:
             return [f"/proc/self/fd/{stream.fileno()}" for stream in (sys.stdout, sys.stderr)]
         words = Path(f"/proc/{launcher}/cmdline").read_text(errors="replace").split("\0")
@@ -76,17 +77,6 @@ def _streams() -> Sequence[str]:
     if any(word.startswith(TO_FILES) for word in words):
         return ()
     return [f"/proc/{launcher}/fd/{number}" for number in (1, 2)]
-
-
-def _launcher() -> int | None:
-    """Return the process id of the launcher among this process's ancestors, or None."""
-    pid = os.getppid()
-    while pid > 1:
-        known = stat_of(pid)
-        if known[NAME].startswith(LAUNCHERS):
-            return pid
-        pid = int(known[PARENT])
-    return None
 
 
 def _kind(path: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpips.cluster import ending, signals
 from mpips.cluster.agreement import Agreed
-from mpips.cluster.library import SIZES
+from mpips.cluster.process import SIZES
 from mpips.cluster.start import MPI
 from mpips.config.command_line import parse_command_line
 from mpips.errors import complain, write_line
