@@ -1,6 +1,7 @@
 """Temporary folders with a note of their owner.
 
-A later process removes the folders that a killed one has left.
+A later process removes the folders that a killed one has left. In a job of SLURM it also removes
+those of the job's earlier starts, whatever their host: SLURM has ended those.
 """
 
 import contextlib
@@ -35,7 +36,8 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
         with contextlib.suppress(OSError):  # a file system without locks goes without
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         pid = os.getpid()
-        json.dump([platform.node(), pid, int(stat_of(pid)[STARTED])], self._owner)
+        known = [platform.node(), pid, int(stat_of(pid)[STARTED]), *_slurm_start()]
+        json.dump(known, self._owner)
         self._owner.flush()
 
     def cleanup(self) -> None:
@@ -45,7 +47,10 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
 
 
 def remove_left(parent: Path | None = None) -> None:
-    """Remove folders whose process of this host is gone, and leave all others alone.
+    """Remove folders of processes that have ended, and leave all others alone.
+
+    Ranks that may be left of an earlier start of a job of SLURM, on a node that was cut off, end
+    when they see it.
 
     Args:
         parent: Where they are; by default with other temporary files.
@@ -56,16 +61,26 @@ def remove_left(parent: Path | None = None) -> None:
 
 
 def _is_left(owner: Path) -> bool:
-    """Whether the process that has written a file is one of this host, gone, and holds no lock.
+    """Whether the process that has written a file has ended.
 
-    It may be one of another container, whose processes are not seen, but its lock is.
+    It is of an earlier start of this job of SLURM; or of this host, gone, and holds no lock. It may
+    be one of another container, whose processes are not seen, but its lock is.
     """
     try:
         with open(owner, "r+") as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid() or owner.parent.is_symlink():
                 return False
+            host, pid, started, job, restart = json.load(file)
+            this, count = _slurm_start()
+            if job and job == this and restart < count:
+                return True
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            host, pid, started = json.load(file)
     except (OSError, ValueError, TypeError):
         return False
     return bool(host == platform.node() and trouble(int(pid), int(started)) == GONE)
+
+
+def _slurm_start() -> tuple[str, int]:
+    """Return the job of SLURM that this process is of, empty without one, and its restarts."""
+    known = os.environ
+    return known.get("SLURM_JOB_ID", ""), int(known.get("SLURM_RESTART_COUNT", "0"))

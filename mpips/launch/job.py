@@ -25,9 +25,9 @@ from mpips.cluster import signals
 from mpips.errors import UserError, complain, counted, write_line
 from mpips.launch import tries
 from mpips.launch.batch import EARLY_S, TIME, seconds
+from mpips.launch.folders import remove_left
 from mpips.launch.mpirun import TREE
-from mpips.launch.slurm import Controller, pick_launcher, remove_left, run
-from mpips.launch.supervise import PREFIX
+from mpips.launch.slurm import Controller, ask, pick_launcher, run
 from mpips.launch.sweep import read_row
 from mpips.launch.verdict import FAILED, REFUSED
 from mpips.launch.watch import saved_step
@@ -85,14 +85,15 @@ class Job:
         if each_mb < RANK_MB:
             remedy = "give sbatch --mem-per-cpu=1G, or --mem"
             say(f"{each_mb} MB a rank, of which Python and MPI take 300; {remedy}")
-        commit = output("git", "-C", f"{TREE}", "describe", "--always", "--dirty") or "unknown"
+        words = "git", "-C", f"{TREE}", "describe", "--always", "--dirty"
+        commit = ask(*words, stderr=subprocess.DEVNULL).strip() or "unknown"
         version, place = platform.python_version(), shutil.which("python")
         say(f"Python {version} at {place}, {library}, commit {commit}")
         if self._launcher[0] == "srun":
             # MPICH names its shared memory, and SLURM's pmix its folders, by job and step: what a
             # killed step has left on a node breaks the start of another one of the same number.
             for _ in range(self._restart):
-                output("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true")
+                ask("srun", "--nodes=1", "--ntasks=1", "--mpi=none", "true")
 
     def train(self, words: Sequence[str]) -> int:
         """Train, and put the job back into the queue if something is left to do.
@@ -238,7 +239,7 @@ class Job:
         found = tries.note(out, tries.Try(self._id, self._restart, step))
         if not tries.gets_no_further(found):
             return -code
-        remove_left(Path.cwd(), PREFIX, self._variables, is_over=True)
+        remove_left(Path.cwd())  # what the supervisor has left, if it was killed
         where = f"no further than step {step}" if step >= 0 else "nothing is saved"
         remedy = f"see the messages above, then submit it again with --out {out}"
         say(f"{where} in {tries.MOST} tries that ended by themselves: giving up; {remedy}")
@@ -350,14 +351,6 @@ def draw(folder: Path) -> None:
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     say(done.stdout.rstrip() if done.returncode == 0 else f"{done.stdout}no report of {folder}")
-
-
-def output(*words: str) -> str:
-    """Return what a command prints, without its errors; nothing where it is not there."""
-    with contextlib.suppress(OSError):
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-    return ""
 
 
 def say(text: str) -> None:

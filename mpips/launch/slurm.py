@@ -1,4 +1,4 @@
-"""SLURM's side of a job: launcher, messages of steps, folders of earlier starts."""
+"""SLURM's side of a job: launcher, controller, messages of steps."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from mpips.checkpoint.place import Tail
@@ -69,38 +69,6 @@ def other_launcher() -> list[str]:
     return [shutil.which("mpiexec.hydra", path=environment()["PATH"]) or mpirun()]
 
 
-def folder_prefix(prefix: str, variables: Mapping[str, str]) -> str:
-    """Return how the name of a supervisor's folder begins: of this job, and this start of it."""
-    job, restart = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_RESTART_COUNT", "0")
-    return f"{prefix}{job}.{restart}-" if job else prefix
-
-
-def remove_left(
-    parent: Path, prefix: str, variables: Mapping[str, str], is_over: bool = False
-) -> None:
-    """Remove folders of supervisors of this job that SLURM has ended before it was requeued.
-
-    Ranks that may be left of them, on a node that was cut off, end when they see it.
-
-    Args:
-        parent: Where they are.
-        prefix: Of their names.
-        variables: Of SLURM.
-        is_over: Whether this start of the job is over too.
-    """
-    job, restart = variables.get("SLURM_JOB_ID"), int(variables.get("SLURM_RESTART_COUNT", "0"))
-    form = re.compile(rf"{re.escape(prefix)}{job}\.(\d+)-\w+")
-    for path in _folders(parent) if job else ():
-        match = form.fullmatch(path.name)
-        if match and int(match[1]) < restart + is_over:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _folders(parent: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        yield from parent.iterdir()
-
-
 class Controller:
     """SLURM's controller, asked about a job.
 
@@ -122,10 +90,10 @@ class Controller:
         return run("scontrol", "requeue", self._job).returncode == 0
 
 
-def ask(*words: str) -> str:
-    """Return what one of SLURM's commands prints; empty where it is not there."""
+def ask(*words: str, stderr: int = subprocess.STDOUT) -> str:
+    """Return what a command prints, by default with its errors; empty where it is not there."""
     with contextlib.suppress(OSError):
-        return run(*words, stderr=subprocess.STDOUT).stdout
+        return run(*words, stderr=stderr).stdout
     return ""
 
 

@@ -107,13 +107,10 @@ def supervise(order: Order) -> int:
     Raises:
         UserError: If there is no launcher, too few hosts answer, or that folder cannot be made.
     """
-    prefix, parent = PREFIX, Path.cwd() if order.is_shared else None
-    if order.crew is not None and order.crew.slurm:
-        slurm.remove_left(Path.cwd(), PREFIX, os.environ)
-        prefix = slurm.folder_prefix(PREFIX, os.environ)
+    parent = Path.cwd() if order.is_shared else None
     remove_left(parent)
     try:
-        folder = OwnFolder(prefix, parent)
+        folder = OwnFolder(PREFIX, parent)
     except OSError as problem:
         got = f"{problem.filename}: {problem.strerror}"
         raise UserError(got, "a folder that can be written", "start it elsewhere") from None

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -23,24 +24,36 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restart", ["", "0", "2"])
+def test_what_others_have_left_is_removed(
+    restart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a killed process of this host, or by an earlier start of this job of SLURM on any."""
     words = [sys.executable, "-c", MAKES, str(tmp_path)]
     assert subprocess.run(words, env=environment(), timeout=60).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    host, pid, started = json.loads((left / OWNER).read_text())
-    others = {
-        "mpips-another-host": [f"not-{host}", pid, started],
+    host, pid, started, *start = json.loads((left / OWNER).read_text())
+    assert [host, start] == [platform.node(), ["", 0]]
+    other = f"not-{host}", pid, started
+    kept = {
+        "mpips-another-host": [*other, *start],
+        "mpips-another-job": [*other, "170", 0],
         "mpips-damaged": "?",
-        "something-else": [host, pid, started],
+        "something-else": [host, pid, started, *start],
     }
-    for name, text in others.items():
+    earlier = {f"mpips-start-{k}": [*other, "17", k] for k in range(3)}
+    for name, text in {**kept, **earlier}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / OWNER).write_text(json.dumps(text))
     (tmp_path / "mpips-without-owner").mkdir()
+    if restart:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
     with OwnFolder(parent=tmp_path) as own:
-        kept = {*others, "mpips-without-owner", Path(own).name}
         remove_left(tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == kept
+        found = {path.name for path in tmp_path.iterdir()}
+        starts = list(earlier)[int(restart or 0) :]
+        assert found == {*kept, *starts, "mpips-without-owner", Path(own).name}
 
 
 def test_a_lock_that_cannot_be_had_is_not_waited_for(
@@ -63,8 +76,8 @@ def test_a_lock_that_cannot_be_had_is_not_waited_for(
 def test_a_folder_whose_lock_is_held_stays(tmp_path: Path) -> None:
     """Its process may be one of another container, where it is not seen to live."""
     with OwnFolder(parent=tmp_path) as own:
-        host, pid, started = json.loads((Path(own) / OWNER).read_text())
-        (Path(own) / OWNER).write_text(json.dumps([host, pid, started - 1]))
+        host, pid, started, *start = json.loads((Path(own) / OWNER).read_text())
+        (Path(own) / OWNER).write_text(json.dumps([host, pid, started - 1, *start]))
         remove_left(tmp_path)
         assert Path(own).is_dir()
     assert not Path(own).exists()

@@ -10,54 +10,43 @@ from launch import environment
 
 from mpips.launch import slurm
 
-
-@pytest.mark.parametrize(
-    ("launcher", "used"),
-    [
-        ("srun --mpi=pmi2", True),
-        ("srun --mpi=pmi2 --mpi=cray_shasta", False),
-        ("srun --mpi=pmix", False),
-        ("mpirun --mpi=pmi2", False),
-    ],
-)
-def test_what_the_plugin_says(
-    launcher: str, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the log of the job, from this start on."""
-    log = tmp_path / "log"
-    log.write_text("error: mpi/pmi2: invalid client request\n")
-    monkeypatch.setattr(slurm, "LOG", log)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    step = slurm.Step(launcher.split())
-    assert step.is_by_pmi2 is used
-    assert step.trouble() == ""
-    with log.open("a") as file:
-        file.write("all is well\nerror: mpi/pmi2: invalid client request\n")
-    assert bool(step.trouble()) is used
-
-
+UNREAD = "srun: error: mpi/pmi2: invalid client request"
 KILLED = [
     "slurmstepd-n1: error: StepId=1.2 exceeded memory limit (127 > 125), being killed",
     "slurmstepd: error: Exceeded job memory limit",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have been",
     "srun: error: n1: task 0: Out Of Memory",
 ]
+BY_PMI2 = "srun --mpi=pmi2"
 
 
-@pytest.mark.parametrize("line", KILLED)
-def test_a_kill_for_memory(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is SLURM's word, not that of a program; whatever else the ranks died of."""
+@pytest.mark.parametrize(
+    ("launcher", "line", "trouble"),
+    [
+        (BY_PMI2, UNREAD, slurm.UNREAD),
+        ("srun --mpi=pmi2 --mpi=cray_shasta", UNREAD, ""),
+        ("srun --mpi=pmix", UNREAD, ""),
+        ("mpirun --mpi=pmi2", UNREAD, ""),
+        (BY_PMI2, "torch: CUDA out of memory", ""),
+        *((BY_PMI2, f"{UNREAD}\n{line}", slurm.OUT_OF_MEMORY) for line in KILLED),
+    ],
+)
+def test_what_slurm_says(
+    launcher: str, line: str, trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the log of the job, from this start on; a kill for memory is its word alone."""
     log = tmp_path / "log"
-    log.write_text("torch: CUDA out of memory\n")
+    log.write_text(f"{UNREAD}\n{KILLED[0]}\n")
     monkeypatch.setattr(slurm, "LOG", log)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    step = slurm.Step(["srun", slurm.PMI2])
+    step = slurm.Step(launcher.split())
+    assert step.is_by_pmi2 is (launcher == BY_PMI2)
+    assert step.trouble() == ""
     with log.open("a") as file:
-        file.write("torch: CUDA out of memory\nsrun: error: mpi/pmi2: invalid client request\n")
-    assert step.trouble() == slurm.UNREAD
-    with log.open("a") as file:
-        file.write(f"{line}\n")
-    assert step.trouble() == slurm.OUT_OF_MEMORY
+        file.write(f"all is well\n{line}\n")
+    assert step.trouble() == trouble
+    monkeypatch.setattr(slurm, "LOG", Path("/dev/null"))
+    assert slurm.Step(launcher.split()).trouble() == ""
 
 
 SRUN = f"""#!/bin/bash
@@ -90,28 +79,3 @@ def test_a_start_that_is_killed_for_memory(tmp_path: Path) -> None:
     assert told.count("SLURM has killed ranks for memory; give sbatch a larger --mem-per-cpu") == 3
     assert "mpiexec" not in told
     assert {path.name for path in tmp_path.iterdir()} == {"srun", "scontrol", "log"}
-
-
-def test_a_log_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "LOG", Path("/dev/null"))
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert slurm.Step(["srun", slurm.PMI2]).trouble() == ""
-
-
-def test_folders_of_a_start_that_slurm_has_ended(tmp_path: Path) -> None:
-    """Of this job alone, and not of another supervisor of this start."""
-    first, third = ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": k} for k in "02")
-    assert slurm.folder_prefix("mpips-launch-", {}) == "mpips-launch-"
-    names = [slurm.folder_prefix("mpips-launch-", v) + "ab_1" for v in (first, third)]
-    names += ["mpips-launch-ab_1", "mpips-launch-170.0-ab_1", "other-17.0-ab_1"]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "current").touch()
-    slurm.remove_left(tmp_path, "mpips-launch-", first)
-    assert {path.name for path in tmp_path.iterdir()} == set(names)
-    slurm.remove_left(tmp_path, "mpips-launch-", third)
-    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
-    slurm.remove_left(tmp_path, "mpips-launch-", {})
-    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
-    slurm.remove_left(tmp_path, "mpips-launch-", third, is_over=True)
-    assert {path.name for path in tmp_path.iterdir()} == set(names[2:])
