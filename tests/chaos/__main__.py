@@ -62,13 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
         "a start, a step or an evaluation takes [default: 20]")  # fmt: skip
     add("--limit", type=float, default=600.0, metavar="S",
         help="seconds after which a run counts as one that hangs [default: 600]")  # fmt: skip
-    add("--mpirun", default="", metavar="WORDS", help="as of mpips.launch")
     add("--ft", action="store_true", help="as of mpips.launch: for programs")
     add("--folder", type=Path, metavar="DIR", help="where it runs; what went wrong is kept "
         "[default: chaos-TIME]")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write what is known of the runs")
-    add("--plot", type=Path, metavar="FILE", help="draw the loss of a job of yours as .svg or "
-        ".png, beside a run that nothing is done to")  # fmt: skip
     return parser
 
 
@@ -91,8 +88,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     from tests.chaos.run import Order
 
     _check(args, words)
-    launcher = shlex.split(args.mpirun)
-    job = supervise.Order(args.ranks, words, launcher, timeout_s=args.timeout, survives=args.ft)
+    job = supervise.Order(args.ranks, words, timeout_s=args.timeout, survives=args.ft)
     check(job)
     if job.is_program and not any(OUT in word for word in words):
         raise UserError(f"a program without {OUT}", f"{OUT} among its words", "see --help")
@@ -111,18 +107,16 @@ def _run_all(
     args: argparse.Namespace, order: "Order", modes: list[str], folder: Path
 ) -> list["Result"]:
     """Do the runs, and print what comes of them; returns that."""
-    from tests.chaos import plot, report
+    from tests.chaos import report
     from tests.chaos.run import run
 
     facts = {"command": shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])}
     results, undisturbed = [], folder / "undisturbed"
-    in_rounds = not modes[0] and not order.job.is_program and load(order.job.words).in_rounds
-    if in_rounds or args.plot:
+    if not modes[0] and not order.job.is_program and load(order.job.words).in_rounds:
         first = run(dataclasses.replace(order, faults=(), most=0), args.seed, "", undisturbed)
         print(report.line(first, undisturbed), flush=True)
         if first.wrong:
             return [first]
-    if in_rounds:
         order = dataclasses.replace(order, same_as=undisturbed / "out")
     for k in range(args.runs):
         seed = args.seed + k
@@ -133,8 +127,6 @@ def _run_all(
             shutil.rmtree(where)
         if args.json:
             report.write(args.json, results, {**facts, "ranks": args.ranks})
-        if args.plot:
-            plot.draw(first, results, args.plot)
     print(f"\n{report.table(results)}")
     if not any(result.wrong for result in results):
         shutil.rmtree(undisturbed, ignore_errors=True)
@@ -153,12 +145,6 @@ def _check(args: argparse.Namespace, words: Sequence[str]) -> None:
     ):
         if not least <= value < 1e9:
             raise UserError(f"{flag} {value:g}", f"a number >= {least}")
-    if args.plot:
-        from mpips.report.drawing import check as check_plot
-
-        check_plot(args.plot)
-        if not words:
-            raise UserError("--plot without a job", "one of yours behind --", "see --help")
     if words and args.modes:
         raise UserError("--modes and a job", "one of the two", "leave out --modes")
     if any(word == "--out" or word.startswith("--out=") for word in words):

@@ -26,13 +26,11 @@ class Row(NamedTuple):
         seen: When it was read, on the monotonic clock.
         kind: Of the line.
         step: Of the line; -1 where it has none.
-        loss: Of a line on training; None in others.
     """
 
     seen: float
     kind: str
     step: int
-    loss: float | None
 
 
 class Moment(NamedTuple):
@@ -136,8 +134,7 @@ class Follower:
                 with contextlib.suppress(ValueError):  # as of a disk that was full
                     row = json.loads(line)
                     step = -1 if row["step"] is None else row["step"]
-                    loss = row["loss"] if row["kind"] == "train" else None
-                    self.rows.append(Row(time.monotonic(), row["kind"], step, loss))
+                    self.rows.append(Row(time.monotonic(), row["kind"], step))
 
     def wait_for_saving(self) -> bool:
         """Wait until another checkpoint is being written; returns whether that comes soon."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,7 +72,6 @@ class Result:
         attempts: How often the job was started.
         seconds: How long all took.
         begun: When it began, on the monotonic clock.
-        curve: Of the training's lines: when each came, and its loss.
         wrong: What is wrong, a line each.
         is_known: Whether it is known which parameters it has to end with.
     """
@@ -85,7 +83,6 @@ class Result:
     attempts: int = 0
     seconds: float = 0.0
     begun: float = field(default_factory=time.monotonic)
-    curve: list[tuple[float, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     is_known: bool = False
 
@@ -134,7 +131,6 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
             result.wrong += _judge(follower, result, order.same_as)
         except TimeoutError:
             result.wrong.append(f"not over after {order.limit_s:g} s")
-        result.curve = [(row.seen, row.loss) for row in follower.rows if row.loss is not None]
         result.attempts = job.output.count("mpips.launch: starting again ") + 1
     result.seconds = time.monotonic() - result.begun
     return result
@@ -143,9 +139,7 @@ def run(order: Order, seed: int, mode: str, folder: Path) -> Result:
 def _options(job: supervise.Order, plan: Sequence[Fault]) -> list[str]:
     """Return the supervisor's options for a job; one that goes on without ranks does so here."""
     options = ["--restarts", f"{len(plan) + RESTARTS}", "--timeout", f"{job.timeout_s:g}"]
-    if job.launcher:
-        options += ["--mpirun", shlex.join(job.launcher)]
-    elif job.survives or (_raises(plan) and survivors.goes_on(job)):
+    if job.survives or (_raises(plan) and survivors.goes_on(job)):
         options += ["--ft"]  # which the supervisor does not know of a program
     return options
 

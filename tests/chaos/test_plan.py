@@ -60,8 +60,6 @@ def test_a_list_of_faults() -> None:
         ("--faults ,", "--faults ',', expected some of kill:worker, "),
         ("--modes async,snyc", "unknown built-in job 'snyc', expected one of async, "),
         ("--modes sync -- --epochs 3", "--modes and a job, expected one of the two"),
-        ("--plot a.svg", "--plot without a job, expected one of yours behind --"),
-        ("--plot a.gif -- --epochs 3", "--plot a.gif, expected a name that ends in .svg or .png"),
         ("--runs 0", "--runs 0, expected a number >= 1"),
         ("--limit nan", "--limit nan, expected a number >= 1"),
         ("-n 0", "-n 0, expected an integer >= 1"),
@@ -78,19 +76,18 @@ def test_what_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "launcher", "asked", "survives"),
+    ("words", "fault", "asked", "survives"),
     [
-        ("--mode async", "exception:worker", "", False, True),
-        ("--mode async", "kill:worker", "", False, False),
-        ("--mode sync", "exception:worker", "", False, False),
-        ("--mode async", "exception:worker", "mpirun", False, False),
-        ("line.py {out}", "exception:worker", "", False, False),
-        ("line.py {out}", "kill:worker", "", True, True),
+        ("--mode async", "exception:worker", False, True),
+        ("--mode async", "kill:worker", False, False),
+        ("--mode sync", "exception:worker", False, False),
+        ("line.py {out}", "exception:worker", False, False),
+        ("line.py {out}", "kill:worker", True, True),
     ],
 )
 def test_jobs_that_raise_go_on_without_ranks(
-    words: str, fault: str, launcher: str, asked: bool, survives: bool
+    words: str, fault: str, asked: bool, survives: bool
 ) -> None:
     """The supervisor takes such a job for a program; of others it knows by itself."""
-    order = Order(3, words.split(), launcher.split(), survives=asked)
+    order = Order(3, words.split(), survives=asked)
     assert ("--ft" in _options(order, draw(7, [fault]))) is survives
