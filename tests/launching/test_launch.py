@@ -11,18 +11,18 @@ import pytest
 from launch import file_in_shared_memory
 
 from mpips.cluster import segments
+from mpips.cluster.process import RANKS, running
 from mpips.errors import UserError
 from mpips.launch import mpirun as launch
 
 MAPS_A_FILE = """
-import sys, time
+import os, sys, time
 import numpy as np
 from mpi4py import MPI
 mine = np.load(sys.argv[1], mmap_mode="r")
-print("up", flush=True)
+os.write(1, f"up {os.nice(0)}\\n".encode())
 time.sleep(600)
 """
-SLEEP = ["-c", "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"]
 
 
 def test_the_command_line() -> None:
@@ -35,24 +35,21 @@ def test_the_command_line() -> None:
     assert parts == ["srun", "--ntasks=1", *run, ":", "--ntasks=4", *run]
 
 
-def test_a_job_knows_nothing_of_the_one_it_is_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MPI_LOCALNRANKS"):
-        monkeypatch.setenv(name, "3")
+def test_the_environment_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a site has said to MPI holds, but not what a launcher has told this process, a rank."""
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/there")
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
+    assert launch.environment()["OMPI_MCA_btl_tcp_if_include"] == "ib0"
+    for name in (*RANKS, "MPI_LOCALNRANKS"):
+        monkeypatch.setenv(name, "3")
     found = launch.environment()
     assert found["HOME"] == "/there"
     assert not [name for name in found if name.startswith(("PMI", "MPI_"))]
     assert not [n for n in found if n.startswith("OMPI_") and not n.startswith("OMPI_ALLOW")]
     assert found["PYTHONPATH"].split(os.pathsep)[0] == str(launch.TREE)
     assert found["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
-
-
-def test_what_a_site_has_said_to_mpi_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this process is no rank, whose launcher would have said it."""
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "ib0")
-    assert launch.environment()["OMPI_MCA_btl_tcp_if_include"] == "ib0"
 
 
 def test_without_mpirun_the_error_names_what_to_do(
@@ -91,71 +88,57 @@ def test_a_family_is_a_session_and_its_descendants() -> None:
         leader.wait(10)
         assert len(launch.family(leader.pid)) == 1, "of a dead leader, the session is known"
     finally:
-        for pid in launch.running(members):
+        for pid in running(members):
             os.kill(pid, signal.SIGKILL)
         leader.communicate()
 
 
-def wait_for(job: launch.Running, ranks: int) -> list[int]:
+def wait_for(job: launch.Running, ranks: int) -> tuple[list[int], set[Path]]:
+    """Wait until a job's ranks are up; returns their process ids, and the segments they map."""
     deadline = time.monotonic() + 60
     while job.output().count("up") < ranks:
         assert time.monotonic() < deadline, job.output()
         time.sleep(0.05)
-    return job.ranks()
+    pids = job.ranks()
+    assert len(set(pids)) == ranks
+    return pids, {segment.path for pid in pids for segment in segments.mapped(pid)}
 
 
 @pytest.mark.launch
-def test_nothing_outlives_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outlives_a_job_that_lasts_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a user's file in shared memory does. The job is run by a wrapper."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with launch.Running(3, SLEEP, tmp_path) as job:
-        ranks = wait_for(job, 3)
-        found = {segment for pid in ranks for segment in segments.mapped(pid)}
-        assert len(set(ranks)) == 3
-        sessions = list(tmp_path.glob(f"*/*{job.process.pid}*"))  # Open MPI's, named by mpirun's id
-        assert bool(sessions) is launch.is_open_mpi()
-    assert not list(tmp_path.iterdir())
-    assert launch.running([job.process.pid, *ranks]) == []
-    assert not [segment for segment in found if segment.path.exists()]
-
-
-@pytest.mark.launch
-def test_a_killed_job_leaves_a_user_s_file(tmp_path: Path) -> None:
+    nice = ["nice", "-n", "7"]
     with file_in_shared_memory() as mine:
-        with launch.Running(2, ["-c", MAPS_A_FILE, str(mine)], tmp_path) as job:
-            ranks = wait_for(job, 2)
-            found = {segment.path for pid in ranks for segment in segments.mapped(pid)}
-        assert mine in found
-        assert len(found) > 1
+        args = ["-c", MAPS_A_FILE, str(mine)]
+        with launch.Running(3, args, tmp_path, wrapper=nice) as job:
+            ranks, found = wait_for(job, 3)
+            assert mine in found
+            assert len(found) > 1
+            sessions = list(tmp_path.glob(f"*/*{job.process.pid}*"))  # Open MPI's
+            assert bool(sessions) is launch.is_open_mpi()
+            told = rf"still running after 0.1 s:\nup {min(os.nice(0) + 7, 19)}"
+            with pytest.raises(TimeoutError, match=told):
+                job.wait(0.1)
+            assert running([job.process.pid, *ranks]) == []
         assert [path for path in found if path.exists()] == [mine]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.launch
 def test_nothing_outlives_a_job_whose_mpirun_was_killed(tmp_path: Path) -> None:
-    with launch.Running(2, SLEEP, tmp_path) as job:
-        ranks = wait_for(job, 2)
-        found = {segment for pid in ranks for segment in segments.mapped(pid)}
+    with (
+        file_in_shared_memory() as mine,
+        launch.Running(2, ["-c", MAPS_A_FILE, str(mine)], tmp_path) as job,
+    ):
+        ranks, _ = wait_for(job, 2)
+        mapped = {segment for pid in ranks for segment in segments.mapped(pid)}
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(10)
     deadline = time.monotonic() + 10  # MPICH's ranks find out by themselves
-    while launch.running(ranks):
+    while running(ranks):
         assert time.monotonic() < deadline, "ranks are still there"
         time.sleep(0.05)
-    segments.remove(found)  # nobody is left who knows of them
-
-
-@pytest.mark.launch
-def test_a_job_that_lasts_too_long_is_killed(tmp_path: Path) -> None:
-    with launch.Running(1, SLEEP, tmp_path) as job:
-        ranks = wait_for(job, 1)
-        with pytest.raises(TimeoutError, match=r"still running after 0.1 s:\nup"):
-            job.wait(0.1)
-        assert launch.running(ranks) == []
-
-
-@pytest.mark.launch
-def test_a_wrapper_runs_mpirun(tmp_path: Path) -> None:
-    script = "import os; print('niceness', os.nice(0))"
-    with launch.Running(1, ["-c", script], tmp_path, wrapper=["nice", "-n", "7"]) as job:
-        done = job.wait(60)
-    assert done.code == 0
-    assert f"niceness {min(os.nice(0) + 7, 19)}" in done.output
+    segments.remove(mapped)  # nobody is left who knows of them

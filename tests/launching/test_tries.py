@@ -2,37 +2,37 @@
 
 from pathlib import Path
 
+import pytest
+
 from mpips.launch.tries import Try, forget, gets_no_further, is_hurried, note
 
 
-def ended(*steps: int) -> list[Try]:
-    """Return tries that ended by themselves, each at a step."""
-    return [Try("17", restart, step) for restart, step in enumerate(steps)]
+def tries(text: str) -> list[Try]:
+    """Return tries, given as ``restart:step``, with ``!`` behind those that were hurried."""
+    pairs = ((word.strip("!").split(":"), word.endswith("!")) for word in text.split())
+    return [Try("17", int(restart), int(step), hurried) for (restart, step), hurried in pairs]
 
 
-def test_a_job_that_crashes_three_times_gets_no_further() -> None:
-    assert gets_no_further(ended(-1, -1, -1))
-    assert gets_no_further(ended(0, 7, 7, 7))
-    assert not gets_no_further(ended(-1, -1))
-    assert not gets_no_further(ended(-1, 0, 1))
-    assert not gets_no_further(ended(5, 5, 6))
-
-
-def test_what_ends_a_try_from_outside_does_not_count() -> None:
-    """Such tries are not noted: those before and after them are next to each other."""
-    crashes = [Try("17", restart, -1) for restart in (0, 4, 9)]
-    assert not gets_no_further(crashes[:2])
-    assert gets_no_further(crashes)
-
-
-def test_a_job_is_hurried_in_three_starts_in_a_row() -> None:
-    tries = [Try("17", restart, restart, hurried=True) for restart in range(3)]
-    assert is_hurried(tries)
-    assert not is_hurried(tries[1:])
-    assert not gets_no_further(tries)
-    assert not is_hurried([*tries[:2], Try("17", 2, 2)])
-    assert not is_hurried([*tries[:2], Try("17", 3, 3, hurried=True)])
-    assert is_hurried([*ended(0, 0), *tries])
+@pytest.mark.parametrize(
+    ("noted", "no_further", "hurried"),
+    [
+        ("0:-1 1:-1 2:-1", True, False),
+        ("0:0 1:7 2:7 3:7", True, False),
+        ("0:-1 1:-1", False, False),
+        ("0:-1 1:0 2:1", False, False),
+        ("0:5 1:5 2:6", False, False),
+        ("0:-1 4:-1", False, False),  # what ends a try from outside is not noted
+        ("0:-1 4:-1 9:-1", True, False),
+        ("0:0! 1:1! 2:2!", False, True),
+        ("1:1! 2:2!", False, False),
+        ("0:0! 1:1! 2:2", False, False),
+        ("0:0! 1:1! 3:3!", False, False),  # not in a row
+        ("0:0 1:0 2:0! 3:1! 4:2!", False, True),
+    ],
+)
+def test_when_a_job_gives_up(noted: str, no_further: bool, hurried: bool) -> None:
+    found = tries(noted)
+    assert (gets_no_further(found), is_hurried(found)) == (no_further, hurried)
 
 
 def test_tries_are_noted_by_job(tmp_path: Path) -> None:
