@@ -38,6 +38,14 @@ FAULTY = Path(__file__).parent.parent / "problems" / "faulty.py"
 ALLOCATION = Crew([], 3, 3, slurm=True)
 
 
+LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
+DUTIES = "has taken its duties over"
+ENDING = {
+    "the server": "rank 0 has died, expected all",
+    "both servers": "ranks 0, 1 have died, expected all",
+    "all workers": "every worker has died",
+}
+
 # Without ranks.
 
 
@@ -48,7 +56,6 @@ ALLOCATION = Crew([], 3, 3, slurm=True)
         ("-n 3 --elastic --", "--elastic without --hosts, expected both; name the hosts"),
         ("-n 3 --rsh ssh --", "--rsh without --hosts, expected both; name the hosts"),
         ("--hosts a:2,b:2 --elastic 5 --", "--elastic 5, expected 1 to 4 ranks"),
-        ("-n 3 --hosts a:2 --", "-n 3 on hosts of 2 ranks, expected -n <= 2"),
         ("--hosts a:2 --rsh ssssh --", "--rsh 'ssssh', expected a program on PATH"),
         ("-n 3 --epochs 3", "unrecognized arguments: --epochs 3"),
         ("-n 3", "no --, expected -- before the options of mpips.train, or a program"),
@@ -280,39 +287,14 @@ def test_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     assert_counts(newest(out), N)
 
 
+def long(*values: object) -> Any:
+    """Return parameters of a test that are among the long ones."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 survived = pytest.mark.skipif(
     not mpirun.survivors_launcher(), reason="this MPI ends jobs whose ranks die"
 )
-SERVED = [
-    ("async", f"--problem {COUNTING}:SlowTableCounting --checkpoint-rows changed"),
-    pytest.param("ssp", "--hidden 200000", marks=pytest.mark.long),
-    pytest.param("async", "--read consistent --snapshot stall", marks=pytest.mark.long),
-]
-
-
-def outlived(
-    folder: Path, mode: str, options: str, first: int, others: Sequence[int], mark: str
-) -> dict[str, Any]:
-    """Kill a rank, and others once `mark` says that its work is done; returns the summary.
-
-    Two of them are servers, of three, and none starts again: each batch counts once.
-    """
-    out, words = folder / "out", counting_words(folder, 20, "--mode", mode, "--servers", "3")
-    with Supervised(folder, 6, [*words, *options.split()]) as job:
-        pids = job.wait_for_training(out, 1)
-        os.kill(pids[first], signal.SIGKILL)
-        job.wait_for(lambda: mark in job.output)
-        for rank in others:
-            os.kill(pids[rank], signal.SIGKILL)
-        told = job.wait(0)
-    assert_counts(final(out), N, 20)
-    assert told.count(mark) == 2
-    assert "starting again" not in told
-    assert starts_of(out) == 1
-    s = summary(out)
-    applied = {row["applied"] for row in s["per_server"] if row["bytes"]}
-    assert {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])} | applied == {s["global_step"]}
-    return s
 
 
 @pytest.mark.launch
@@ -322,9 +304,8 @@ def outlived(
     [
         ("async", "--read consistent --trace"),
         ("async", "--node-size 2 --hidden 20000"),  # the last one alone on its node
-        pytest.param("ssp", "", marks=pytest.mark.long),
-        pytest.param("ssp", "--node-size 2", marks=pytest.mark.long),
-        pytest.param("async", "--servers 2 --eval-every 1", marks=pytest.mark.long),
+        *(long("ssp", options) for options in ("", "--node-size 2")),
+        long("async", "--servers 2 --eval-every 1"),
     ],
 )
 def test_workers_that_die_are_left_out(mode: str, options: str, tmp_path: Path) -> None:
@@ -435,54 +416,56 @@ def test_a_program_that_raises_where_others_would_go_on(
     assert shown(told)[-1] == "KeyError: 'a mistake of mine'"
 
 
-@pytest.mark.launch
-@survived
-@pytest.mark.parametrize(("mode", "options"), SERVED)
-def test_servers_that_die(mode: str, options: str, tmp_path: Path) -> None:
-    """Server 0 goes on with their shards, and each batch counts once; a worker dies as well."""
-    s = outlived(tmp_path, mode, options, 1, (2, 3), TAKEN_OVER)
-    assert s["lost"] == [1, 2, 3]
-    assert [row.get("lost", False) for row in s["per_server"]] == [False, True, True]
-    assert re.search(r'"kind": "lost", .*"server": 2', (tmp_path / "out/metrics.jsonl").read_text())
-
-
-@pytest.mark.launch
-@survived
-@pytest.mark.parametrize(("mode", "options"), SERVED)
-def test_chiefs_that_die(mode: str, options: str, tmp_path: Path) -> None:
-    """Server 0, and the next one with a worker: another hands out, saves, and ends the run."""
-    s = outlived(tmp_path, mode, options, 0, (1, 3), DUTIES)
-    assert s["lost"] == [0, 1, 3]
-    assert [row.get("adopted_by") for row in s["per_server"]] == [2, 2, None]
-    assert s["samples"] == 20 * N
-    lost = re.findall(
-        r'"kind": "lost", .*"rank": (\d)', (tmp_path / "out/metrics.jsonl").read_text()
-    )
-    assert sorted(lost) == ["0", "0", "1", "3"], "the shard of server 0 is taken over twice"
+ROWS = f"--mode async --problem {COUNTING}:SlowTableCounting --checkpoint-rows changed"
+WIDE, STALL = "--mode ssp --hidden 200000", "--mode async --read consistent --snapshot stall"
+SSP_NODES, NODES = "--mode ssp --node-size 3 --servers", "--mode async --node-size 3 --servers"
+# Who dies first, the others, and which servers then serve the shards of 0, 1, ....
+SERVERS, CHIEFS = (1, (2, 3), [None, 0, 0]), (0, (1, 3), [2, 2, None])
+FAR_AND_CHIEF = (4, (0, 5), [1, None, None, 2])
 
 
 @pytest.mark.launch
 @survived
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("options", "first", "others", "adopted_by"),
     [
-        ("ssp", "--servers 4"),
-        pytest.param("async", "--servers 4 --hidden 400000", marks=pytest.mark.long),
-        pytest.param("ssp", "--servers 4 --codec fp16 --hidden 20000", marks=pytest.mark.long),
-        pytest.param("async", "--servers 2 --spares 2 --read consistent", marks=pytest.mark.long),
+        (ROWS, *SERVERS),
+        (ROWS, *CHIEFS),
+        *(long(options, *dies) for options in (WIDE, STALL) for dies in (SERVERS, CHIEFS)),
+        (f"{SSP_NODES} 4", *FAR_AND_CHIEF),
+        long(f"{NODES} 4 --hidden 400000", *FAR_AND_CHIEF),
+        long(f"{SSP_NODES} 4 --codec fp16 --hidden 20000", *FAR_AND_CHIEF),
+        long(f"{NODES} 2 --spares 2 --read consistent", 3, (0, 5), [2, 3, None, None]),
     ],
 )
-def test_servers_of_several_nodes_that_die(mode: str, options: str, tmp_path: Path) -> None:
-    """One far from the chief, and then the chief with a worker: each has another on its node.
+def test_servers_that_die(
+    options: str, first: int, others: Sequence[int], adopted_by: list[int | None], tmp_path: Path
+) -> None:
+    """Others serve their shards, hand out and save; a worker dies as well. None starts again.
 
-    They save more than 100 times after that: what is sent to the dead would fill Open MPI's memory.
+    With nodes, they save more than 100 times after that: what is sent to the dead would fill Open
+    MPI's memory.
     """
-    first = 4 if "--spares" not in options else 3
-    s = outlived(tmp_path, mode, f"--node-size 3 {options}", first, (0, 5), "has taken its ")
-    assert s["lost"] == sorted([0, first, 5])
-    assert [row.get("adopted_by") for row in s["per_server"]] in (
-        [1, None, None, 2], [2, 3, None, None]
-    )  # fmt: skip
+    out, words = tmp_path / "out", counting_words(tmp_path, 20, "--servers", "3", *options.split())
+    mark = DUTIES if first == 0 else TAKEN_OVER if first == 1 else "has taken its "
+    with Supervised(tmp_path, 6, words) as job:
+        pids = job.wait_for_training(out, 1)
+        os.kill(pids[first], signal.SIGKILL)
+        job.wait_for(lambda: mark in job.output)
+        for rank in others:
+            os.kill(pids[rank], signal.SIGKILL)
+        told = job.wait(0)
+    assert_counts(final(out), N, 20)
+    assert told.count(mark) == 2
+    assert "starting again" not in told
+    assert starts_of(out) == 1
+    s, dead = summary(out), sorted([first, *others])
+    applied = {row["applied"] for row in s["per_server"] if row["bytes"]}
+    assert {s["pushes_sent"], s["pushes_applied"], sum(s["steps"])} | applied == {s["global_step"]}
+    assert (s["lost"], s["samples"]) == (dead, 20 * N)
+    assert [row.get("adopted_by") for row in s["per_server"]] == adopted_by
+    lost = re.findall(r'"kind": "lost", .*"rank": (\d)', (out / "metrics.jsonl").read_text())
+    assert set(map(int, lost)) == set(dead)
 
 
 @pytest.mark.launch
@@ -535,15 +518,6 @@ def test_a_second_interrupt_ends_a_job_at_once(tmp_path: Path) -> None:
         told = job.wait(1, timeout_s=20)
     assert f"SIGINT, and it has not saved; step {newest(out).step} was saved before" in told
     assert "where its ranks are" not in told
-
-
-ENDING = {
-    "the server": "rank 0 has died, expected all",
-    "both servers": "ranks 0, 1 have died, expected all",
-    "all workers": "every worker has died",
-}
-LEFT_OUT, TAKEN_OVER = "has died; its", "server 0 has taken its shard over"
-DUTIES = "has taken its duties over"
 
 
 HANGS = """
