@@ -5,6 +5,7 @@ import pytest
 from mpips.launch.verdict import Attempt, verdict, verdict_without_run, without_progress
 
 KILLED = Attempt(9, 1.0, runs=1, step=0)
+SECOND, LATER = Attempt(9, runs=1, step=50), Attempt(9, runs=2, step=0)
 
 
 def killed(*steps: int) -> list[Attempt]:
@@ -49,18 +50,13 @@ def failed(*steps: int, code: int = 1) -> list[Attempt]:
         (killed(40, 40, 41), None),
         (killed(10, 20, 20, 30, 30), None),
         (killed(10, 20, 30, 40, 50, 60), 1),  # started again five times
+        ([SECOND, LATER, LATER], None),  # a run after another begins at step 0
+        ([SECOND, LATER, LATER, LATER], 1),
     ],
 )
 def test_the_verdict(attempts: list[Attempt], code: int | None) -> None:
     found = verdict(attempts, 5)
     assert (found and found.code) == code
-
-
-def test_a_run_after_another_begins_at_step_0() -> None:
-    """A program may have several; the first of them is over."""
-    attempts = [Attempt(9, runs=1, step=50), *(Attempt(9, runs=2, step=0) for _ in range(2))]
-    assert verdict(attempts, 5) is None
-    assert verdict([*attempts, attempts[-1]], 5) is not None
 
 
 @pytest.mark.parametrize(
