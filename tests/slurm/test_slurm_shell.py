@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from launch import ROOT, environment
 
+from mpips.launch.mpirun import family
+
 SCRIPTS = ROOT / "slurm"
 SCONTROL = """#!/bin/bash
 echo "scontrol $*" >>calls
@@ -88,7 +90,7 @@ class Batch:
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
         self.out = folder / "runs" / "mpips-17"
-        self.code, self.log, self.left = 0, "", list[str]()
+        self.code, self.log, self.left = 0, "", list[int]()
 
     def calls(self, program: str) -> list[str]:
         """Return how a program was called, without its name."""
@@ -132,21 +134,8 @@ class Batch:
             self.code = shell.wait(60)
             log.seek(0)
             self.log = log.read()
-        self.left = sessions(shell.pid)
+        self.left = family(shell.pid)
         return self
-
-
-def sessions(leader: int) -> list[str]:
-    """Return the command lines of the processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (path / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[3]) == leader and stat[0] != "Z":
-                found.append((path / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.fixture
@@ -165,24 +154,7 @@ class Late:
 sys.late = Late()
 runpy.run_module("mpips.launch.job", run_name="__main__", alter_sys=True)
 """
-SAVED = "begin; save 0000000003; exit 85"
-
-
-def test_saved_job_is_requeued_and_leaves_no_process(batch: Batch) -> None:
-    batch.run("--lr", "0.1", ranks=SAVED, shown={"TimeLimit": "UNLIMITED"})
-    assert batch.requeued == ["17"]
-    assert "not done: step 3 is saved in runs/mpips-17" in batch.log
-    assert batch.log.splitlines()[-1].endswith(" requeued")
-    assert not batch.left
-
-
-def test_task_of_an_array_is_requeued_alone(batch: Batch) -> None:
-    """The last one has the array's id as its own, by which all of it would be requeued."""
-    batch.run(ranks=SAVED, env={"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"})
-    assert not batch.requeued  # without a job file it is refused
-    batch.run("--lr=1", ranks=SAVED, env={"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"})
-    assert batch.requeued == ["17_6"]
-    assert " job 17_6, restart 0: 4 ranks on n[1-2] by srun " in batch.log
+SAVED, END = "begin; save 0000000003; exit 85", r"\n\Z"  # of a log
 
 
 def more(*values: object) -> Any:
@@ -190,36 +162,53 @@ def more(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+ONWARD, ARRAY = "--out runs/mpips-17", {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "6"}
+NOT_DONE = rf"not done: (step \d+|nothing) is saved in runs/mpips-17\n(.|\n)* requeued{END}"
+ASKED_LATE = "begin; save 3; trap '' USR1; kill -USR1 $PPID; sleep 0.3; exit 1"
+COMPLETING = {"JobState": "COMPLETING"}
+SHORT, NODE_DOWN = {"TimeLimit": "00:04:00"}, {"Reason": "NodeDown", "Restarts": "1"}
+ONCE = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "code", "told"),
+    ("ranks", "known", "code", "requeued", "told"),
     [
-        ("begin; save 5; exit 1", 1, "ended with 1"),
-        ("exit 2", 2, "ended with 2"),
-        ("begin; exit 0", 0, "done: runs/mpips-17"),
+        # The supervisor has tried again what is worth it.
+        ("begin; save 5; exit 1", {}, 1, [], "ended with 1\n"),
+        ("exit 2", {}, 2, [], "ended with 2\n"),
+        ("begin; exit 0", {}, 0, [], "done: runs/mpips-17\n"),
+        # What is left to do is requeued.
+        (SAVED, {"TimeLimit": "UNLIMITED"}, 85, ["17"], NOT_DONE),
+        (SAVED, ARRAY, 85, ["17_6"], r" job 17_6, restart 0: 4 ranks on n\[1-2\] by srun "),
+        ("begin; exit 137", {}, 85, ["17"], NOT_DONE),
+        (ASKED_LATE, {}, 85, ["17"], NOT_DONE),
+        ("kill -USR1 $PPID; sleep 5", {}, 85, ["17"], NOT_DONE),
+        (SAVED, ONCE, 85, [], f"requeued 1 time, MPIPS_MAX_REQUEUES is 1; go on with {ONWARD}"),
+        (SAVED, {"MPIPS_MAX_REQUEUES": "many"}, 2, [], "mpips: MPIPS_MAX_REQUEUES 'many', exp"),
+        # SLURM asks the ranks to save as soon as they begin, in each of a hundred tries.
+        (SAVED, SHORT, 2, [], "a time limit of 240 s, expected more than 240 s, as the .*; give "),
+        (SAVED, {**SHORT, "SBATCH_SIGNAL": "B:USR1@30"}, 85, ["17"], NOT_DONE),
+        # SLURM ends the job, also as it is asked about: by signals to all of its processes.
+        (SAVED, {**COMPLETING, **NODE_DOWN}, 85, [], f" requeued{END}"),
+        (SAVED, COMPLETING, 1, [], f"cancelled; go on with {ONWARD}{END}"),
+        (f"touch cancelled; {SAVED}", {}, 1, [], f"cancelled; go on with {ONWARD}{END}"),
+        (f"touch queued; {SAVED}", {}, 85, ["17"], NOT_DONE),
+        (f"touch queued unheard; {SAVED}", {}, 85, ["17"], NOT_DONE),
+        (f"touch refused; {SAVED}", {}, 85, ["17"], f"cannot be requeued; submit .* {ONWARD}"),
     ],
 )
-def test_ends_with_the_code_of_the_supervisor(
-    ranks: str, code: int, told: str, batch: Batch
+def test_how_a_job_ends(
+    ranks: str, known: dict[str, str], code: int, requeued: list[str], told: str, batch: Batch
 ) -> None:
-    """It has tried again what is worth it."""
-    batch.run("--lr", "0.1", ranks=ranks)
-    assert (batch.code, batch.requeued) == (code, []), batch.log
-    assert told in batch.log
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        "begin; exit 137",
-        "begin; save 3; trap '' USR1; kill -USR1 $PPID; sleep 0.3; exit 1",
-        "kill -USR1 $PPID; sleep 5",
-    ],
-    ids=["killed", "not saved in time", "asked too early"],
-)
-def test_what_is_left_to_do_is_requeued(ranks: str, batch: Batch) -> None:
-    batch.run("--lr", "0.1", ranks=ranks)
-    assert batch.requeued == ["17"]
-    assert re.search(r"not done: (step \d+|nothing) is saved in runs/mpips-17\n", batch.log)
+    """By its supervisor's exit code and by what SLURM says; no process is left."""
+    shown = {name: value for name, value in known.items() if name in SHOWN}
+    env = {name: value for name, value in known.items() if name not in SHOWN}
+    batch.run("--lr", "0.1", ranks=ranks, env=env, shown=shown)
+    assert (batch.code, batch.requeued) == (code, requeued), batch.log
+    assert re.search(told, batch.log), batch.log
+    assert "cannot be requeued" in told or "cannot be requeued" not in batch.log
+    assert bool(batch.calls("launch")) is (code != 2 or "exit 2" in ranks)
+    assert not batch.left or "sleep" in ranks
 
 
 def test_what_the_supervisor_is_told(batch: Batch) -> None:
@@ -268,31 +257,6 @@ def test_what_was_done_before_is_not_done_now(batch: Batch) -> None:
     batch.out.mkdir(parents=True)
     (batch.out / "DONE").touch()
     assert batch.run("--epochs", "9", ranks="exit 85").requeued == ["17"]
-
-
-def test_time_limit_within_the_notice_is_refused(batch: Batch) -> None:
-    """Else the ranks are asked to save as soon as they begin, in each of a hundred tries."""
-    batch.run("--lr", "0.1", ranks=SAVED, shown={"TimeLimit": "00:04:00"})
-    assert batch.code == 2
-    assert "mpips: a time limit of 240 s, expected more than 240 s, as the" in batch.log
-    assert "; give sbatch --time=9, or a shorter notice by SBATCH_SIGNAL=" in batch.log
-    assert not batch.calls("launch")
-    short = {"TimeLimit": "00:04:00"}
-    batch.run("--lr", "0.1", ranks=SAVED, shown=short, env={"SBATCH_SIGNAL": "B:USR1@30"})
-    assert batch.requeued == ["17"]
-
-
-def test_number_of_requeues_is_limited(batch: Batch) -> None:
-    env = {"SLURM_RESTART_COUNT": "1", "MPIPS_MAX_REQUEUES": "1"}
-    batch.run("--lr", "0.1", ranks=SAVED, env=env)
-    assert (batch.code, batch.requeued) == (85, [])
-    assert "requeued 1 time, MPIPS_MAX_REQUEUES is 1; go on with --out runs/mpips-17" in batch.log
-
-
-def test_number_of_requeues_that_is_none(batch: Batch) -> None:
-    batch.run("--lr", "0.1", ranks=SAVED, env={"MPIPS_MAX_REQUEUES": "many"})
-    assert (batch.code, batch.calls("launch")) == (2, [])
-    assert batch.log.splitlines()[-1].startswith("mpips: MPIPS_MAX_REQUEUES 'many', expected a")
 
 
 def test_job_that_is_asked_to_save_at_once_gives_up(batch: Batch) -> None:
@@ -348,34 +312,6 @@ def test_signal_at_the_end_begins_nothing_again(batch: Batch) -> None:
     (batch.folder / "late.py").write_text(LATE)
     batch.run("--lr", "0.1", ranks="begin; exit 0")
     assert (batch.code, len(batch.calls("launch"))) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("shown", "told"),
-    [
-        ({"JobState": "COMPLETING", "Reason": "NodeDown", "Restarts": "1"}, " requeued"),
-        ({"JobState": "COMPLETING"}, "cancelled; go on with --out runs/mpips-17"),
-    ],
-)
-def test_job_that_slurm_ends(shown: dict[str, str], told: str, batch: Batch) -> None:
-    batch.run("--lr", "0.1", ranks=SAVED, shown=shown)
-    assert not batch.requeued
-    assert batch.log.splitlines()[-1].endswith(told)
-
-
-def test_job_that_slurm_ends_as_it_is_asked_about(batch: Batch) -> None:
-    """By signals to all processes of the job, which end no question to the controller."""
-    batch.run("--lr", "0.1", ranks=f"touch cancelled; {SAVED}")
-    assert not batch.requeued
-    assert batch.log.splitlines()[-1].endswith("cancelled; go on with --out runs/mpips-17")
-    for end in ("queued", "unheard"):
-        (batch.folder / end).touch()
-        batch.run("--lr", "0.1", ranks=SAVED)
-        assert "cannot be requeued" not in batch.log
-        assert batch.log.splitlines()[-1].endswith(" requeued")
-    (batch.folder / "refused").touch()
-    batch.run("--lr", "0.1", ranks=SAVED)
-    assert "cannot be requeued; submit it again with --out runs/mpips-17" in batch.log
 
 
 @pytest.mark.parametrize(
