@@ -12,7 +12,6 @@ import numpy as np
 
 from mpips.checkpoint import Checkpoint, newest_whole, open_checkpoint
 from mpips.checkpoint.complete import committed
-from mpips.config import Config
 from mpips.config.jobfile import from_toml
 from mpips.config.modes import SERVED
 from mpips.datasets.order import Order
@@ -66,14 +65,21 @@ def check_counts(out: Path) -> list[str]:
     found = [open_checkpoint(path) for path in committed(out)]
     config = from_toml(found[-1].config)
     if config.mode == "easgd":
-        with_replicas = _with_replicas(found)
-        if len(with_replicas) < 2:
+        replicas = with_replicas(found)
+        if len(replicas) < 2:
             return ["fewer than two checkpoints with replicas: they cannot be compared"]
-        return [text for pair in pairwise(with_replicas) for text in _grown(*pair)]
-    return _counted(found[-1], config)
+        return [text for pair in pairwise(replicas) for text in wrong_growth(*pair)]
+    return wrong_counts(found[-1])
 
 
-def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
+def wrong_counts(checkpoint: Checkpoint, rounding: float = ROUNDING) -> list[str]:
+    """Return what is wrong with what was counted up to a checkpoint.
+
+    Args:
+        checkpoint: Of a counting problem, not in mode easgd.
+        rounding: By which a number may be off; 0 where no sum is rounded.
+    """
+    config = from_toml(checkpoint.config)
     names = [name for name in KEPT if name in checkpoint.worker_names]
     kept = own(checkpoint, names[0]).sum(axis=0) if names else 0.0
     rate, state = config.learning_rate, checkpoint.state
@@ -81,13 +87,14 @@ def _counted(checkpoint: Checkpoint, config: Config) -> list[str]:
     updates = checkpoint.step * rate
     if config.mode == "local_sgd":  # whose rate is the number of workers, for means over them
         updates = state["samples"] / config.batch_size
-    wrong = _far(arrays["updates"], np.asarray(updates), "updates of element")
+    wrong = _far(arrays["updates"], np.asarray(updates), "updates of element", rounding)
     if not config.backup_workers:
         expected = expected_counts(checkpoint, state["n_train"])
-        wrong += _far(arrays["counts"], expected, f"step {checkpoint.step}: count of sample")
+        where = f"step {checkpoint.step}: "
+        wrong += _far(arrays["counts"], expected, f"{where}count of sample", rounding)
         if "matrix" in arrays:
             found = arrays["matrix"].reshape(-1)[: expected.size]
-            wrong += _far(found, expected, f"step {checkpoint.step}: matrix: count of sample")
+            wrong += _far(found, expected, f"{where}matrix: count of sample", rounding)
         wrong += wrong_rows(checkpoint, expected)
     return wrong
 
@@ -119,13 +126,13 @@ def _wrong_table(checkpoint: Checkpoint, name: str, counts: np.ndarray) -> Itera
         yield from _far(found, expected[:, None], f"{where}number of the slot")
 
 
-def _with_replicas(found: list[Checkpoint]) -> list[Checkpoint]:
+def with_replicas(found: list[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints at which each worker has a replica."""
     return [c for c in found if all(k["steps"] for k in c.state.get("own", [{"steps": 0}]))]
 
 
-def _grown(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Judge what centre and replicas together gain from a checkpoint to a later one."""
+def wrong_growth(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Judge what centre and replicas of mode easgd gain from a checkpoint to a later one."""
     before, after = (c.read_params() + own(c, "replica").sum(axis=0) for c in (a, b))
     grown, n = b.layout.views(after - before), b.state["n_train"]
     steps = [sum(k["steps"] for k in c.state["own"]) for c in (a, b)]
@@ -137,12 +144,12 @@ def _grown(a: Checkpoint, b: Checkpoint) -> list[str]:
     ]
 
 
-def _far(got: np.ndarray, expected: np.ndarray, what: str) -> list[str]:
+def _far(got: np.ndarray, expected: np.ndarray, what: str, rounding: float = ROUNDING) -> list[str]:
     """Return a line on the element that is furthest from what was expected, if one is far."""
     distance = np.abs(got - expected).reshape(-1)
     worst = int(np.argmax(distance))
-    if distance[worst] <= ROUNDING:
+    if distance[worst] <= rounding:
         return []
     found, wanted = (array.flat[worst] for array in np.broadcast_arrays(got, expected))
-    many = np.count_nonzero(distance > ROUNDING)
+    many = np.count_nonzero(distance > rounding)
     return [f"{what} {worst} is {found:g}, expected {wanted:g} ({many} of {got.size} differ)"]
