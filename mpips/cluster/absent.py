@@ -108,7 +108,7 @@ def leave(may_wait: bool) -> int | None:
         if not others:
             return None
         for rank in sorted(others):
-            if any(MPI4PY in mapped.path for mapped in mappings(others[rank])):
+            if any(MPI4PY in path for *_, path in mappings(others[rank])):
                 return rank
         time.sleep(LOOK_S)
     return None

@@ -53,7 +53,7 @@ def end_all(code: int) -> NoReturn:
     if hasattr(libc, "on_exit"):  # glibc's; the last one is called first
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
-    for library in {one.path for one in mappings() if "/libpmix.so" in one.path}:
+    for library in {path for *_, path in mappings() if "/libpmix.so" in path}:
         # As Open MPI's MPI_Abort, but for a message.
         if ctypes.CDLL(library).PMIx_Abort(code, None, None, ctypes.c_size_t(0)) == 0:
             os._exit(code)

@@ -135,10 +135,9 @@ class Remapped:
 
 def _offset_in_file(address: int) -> int | None:
     """Return where in its file an address of this process lies; None where it is of none."""
-    for one in mappings():
-        if one.begin <= address < one.end:
-            shared = one.permissions.endswith("s") and one.inode
-            return one.offset + address - one.begin if shared else None
+    for begin, end, permissions, offset, inode, _ in mappings():
+        if begin <= address < end:
+            return offset + address - begin if permissions.endswith("s") and inode else None
     return None
 
 

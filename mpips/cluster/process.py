@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 NAME, STATE, PARENT, SESSION, USER, SYSTEM, STARTED = 0, 1, 2, 4, 12, 13, 20  # of `stat_of`
 
@@ -116,25 +115,18 @@ def world_told() -> int:
     return max((int(text) for text in sizes if text.isdigit()), default=1)
 
 
-class Mapped(NamedTuple):
-    """A part of a process's memory: its addresses, and what is mapped there (proc(5), maps)."""
+def mappings(pid: int | None = None) -> Iterator[tuple[int, int, str, int, int, str]]:
+    """Yield what a process has mapped, by default this one; nothing if it cannot be seen.
 
-    begin: int
-    end: int
-    permissions: str
-    offset: int
-    inode: int
-    path: str
-
-
-def mappings(pid: int | None = None) -> Iterator[Mapped]:
-    """Yield what a process has mapped, by default this one; nothing if it cannot be seen."""
+    Yields:
+        First address and end, permissions, and of the file offset, inode and path.
+    """
     path = Path(f"/proc/{pid or 'self'}/maps")
     with contextlib.suppress(OSError), path.open(errors="replace") as lines:
         for line in lines:
             bounds, permissions, offset, _, inode, *name = line.rstrip("\n").split(None, 5)
             begin, end = (int(bound, 16) for bound in bounds.split("-"))
-            yield Mapped(begin, end, permissions, int(offset, 16), int(inode), "".join(name))
+            yield begin, end, permissions, int(offset, 16), int(inode), "".join(name)
 
 
 def namespace_of(pid: int) -> str:
@@ -160,13 +152,10 @@ def apart_from_launcher() -> bool:
 
 def cpu_name() -> str:
     """Return the model name of the processor, or of its architecture."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        return platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.machine()
 
 

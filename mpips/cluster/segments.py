@@ -49,9 +49,12 @@ _noted: set[Segment] = set()
 
 def mapped(pid: int | None = None, folder: Path = SHARED_MEMORY) -> set[Segment]:
     """Return the segments that a process has mapped, by default this one."""
-    here = (one for one in mappings(pid) if one.path.startswith(f"{folder}/"))
-    named = (Segment(Path(one.path), one.inode) for one in here)
-    return {s for s in named if s.path.parent == folder and NAME.fullmatch(s.path.name)}
+    named = ((os.path.split(path), inode) for *_, inode, path in mappings(pid))
+    return {
+        Segment(folder / name, inode)
+        for (parent, name), inode in named
+        if parent == str(folder) and NAME.fullmatch(name)
+    }
 
 
 @contextlib.contextmanager
