@@ -15,7 +15,6 @@ other nodes are told by message what was posted: who goes on for a dead one tell
 and as it lies in memory it is the same.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
@@ -26,20 +25,8 @@ from mpips.cluster.start import Comm, Request
 from mpips.kernels.atomics import observe, publish
 
 
-class Maximum(ABC):
-    """Finds the maximum of what servers say. Collective: over the servers. Blocks: no."""
-
-    @abstractmethod
-    def begin(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Say `values`, shape (workers,), dtype int64; `out` is left alone until `done`."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether the maximum is in `out`."""
-
-
-class Reduced(Maximum):
-    """By an Allreduce.
+class Reduced:
+    """Finds the maximum of what servers say by an Allreduce. Collective: over them. Blocks: no.
 
     Args:
         servers: The communicator of all servers.
@@ -50,16 +37,16 @@ class Reduced(Maximum):
         self._request: Request | None = None
 
     def begin(self, values: np.ndarray, out: np.ndarray) -> None:
-        """See `Maximum.begin`."""
+        """Say `values`, shape (workers,), dtype int64; `out` is left alone until `done`."""
         self._request = begin_maximum(self._servers, values, out)
 
     def done(self) -> bool:
-        """See `Maximum.done`."""
+        """Whether the maximum is in `out`."""
         return self._request is not None and self._request.Test()
 
 
-class Posted(Maximum):
-    """By what each server posts in the memory of its node.
+class Posted:
+    """Finds the maximum as `Reduced` does, by what each server posts in the memory of its node.
 
     Args:
         posts: Of each server, shape (1 + workers,), dtype int64: a number, and its values. Those
@@ -82,7 +69,7 @@ class Posted(Maximum):
         self.number = 0
 
     def begin(self, values: np.ndarray, out: np.ndarray) -> None:
-        """See `Maximum.begin`."""
+        """See `Reduced.begin`."""
         self.catch_up(self.number + 1, values)
         self._out = out
 
@@ -101,7 +88,7 @@ class Posted(Maximum):
         return observe(self._post, 0)
 
     def done(self) -> bool:
-        """See `Maximum.done`."""
+        """See `Reduced.done`."""
         if any(observe(post, 0) < self.number for post in self._posts):
             return False
         np.max([post[1:] for post in self._posts], axis=0, out=self._out)
@@ -139,7 +126,9 @@ class Cut:
         begun: How many cuts have been begun.
     """
 
-    def __init__(self, maximum: Maximum, applied: np.ndarray, empty: bool, beyond: bool) -> None:
+    def __init__(
+        self, maximum: Reduced | Posted, applied: np.ndarray, empty: bool, beyond: bool
+    ) -> None:
         self._maximum, self._applied, self._empty = maximum, applied, empty
         self._beyond = beyond
         self._mine = np.zeros(applied.size, "i8")

@@ -6,7 +6,7 @@ disk is done in a thread, so that a round or a push waits for none of it.
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,53 +16,17 @@ from mpips import checkpoint
 from mpips.checkpoint.files import INDEX
 from mpips.checkpoint.place import CHECKPOINTS, METRICS, Place
 from mpips.cluster import words
-from mpips.cluster.world import Cluster
 from mpips.config.jobfile import to_toml
 from mpips.cut.saver import NOWHERE, Answer
 from mpips.errors import UserError
-from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
 
 if TYPE_CHECKING:
-    from mpips.cut.evaluations import Evaluations
     from mpips.session.metrics import Log
 
 RETRY_S = 60.0  # after a checkpoint that could not be written, where the period is longer
 LAST_TRIES, LAST_PAUSE_S = 3, 1.0  # to write the last one
-
-
-@dataclass
-class CheckpointPlan:
-    """What every checkpoint of a run holds, whatever the cut."""
-
-    layout: Layout
-    dtype: str
-    slots: tuple[str, ...]
-    config: str
-    keep: int
-    own: tuple[str, ...] = ()  # names of what is each worker's alone
-    keepers: tuple[int, ...] = ()  # the ranks that save it
-    evaluations: "Evaluations | None" = None  # whose steps stay beside the newest
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what describes each
-    chained: bool = False  # whether rows are saved that have changed since the one before
-
-    @classmethod
-    def of(
-        cls, job: Job, own: tuple[str, ...] = (), keepers: tuple[int, ...] | None = None
-    ) -> "CheckpointPlan":
-        """Return the plan of a run.
-
-        Args:
-            job: The run.
-            own: Names beside those of workers' slots.
-            keepers: The ranks that save what is of those names, by default the workers.
-        """
-        c, ranks = job.config, job.cluster.roles.workers if keepers is None else keepers
-        own = job.own_slots + own
-        held = job.layout, c.dtype, job.slots, to_toml(c), c.keep, own, ranks, job.evaluations
-        described = {table.name: table.description for table in tables_of(job)}
-        return cls(*held, described, bool(described) and c.checkpoint_rows == "changed")
 
 
 @dataclass
@@ -89,15 +53,33 @@ class Pending:
 class Committer:
     """The chief's half: makes the folder, collects the records, commits, and tells the log.
 
+    Args:
+        job: The run.
+        place: Its folder.
+        log: Of the run.
+        own: Names of what is each keeper's alone, beside workers' slots.
+        keepers: The ranks that save it; by default the workers.
+
     Attributes:
         saved_step: Step of the newest checkpoint committed, or None.
         refused: Whether a rank refused to save what is not finite.
         failure: Why the last one could not be written; empty if it was.
     """
 
-    def __init__(self, cluster: Cluster, place: Place, plan: CheckpointPlan, log: "Log") -> None:
-        self._cluster, self._place, self._plan = cluster, place, plan
-        self._log = log
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        log: "Log",
+        own: tuple[str, ...] = (),
+        keepers: Sequence[int] | None = None,
+    ) -> None:
+        self._job, self._place, self._log = job, place, log
+        self._own = job.own_slots + own
+        self._keepers = tuple(job.cluster.roles.workers if keepers is None else keepers)
+        self._tables = {table.name: table.description for table in tables_of(job)}
+        # Whether rows are saved that have changed since the checkpoint before.
+        self._chained = bool(self._tables) and job.config.checkpoint_rows == "changed"
         self._pending: Pending | None = None
         self._making: Future[Path] | None = None
         self._committing: Future[None] | None = None
@@ -125,7 +107,7 @@ class Committer:
             own: Whether those that have state of their own save it.
         """
         self.failure = ""
-        keepers = self._plan.keepers if own and self._plan.own else ()
+        keepers = self._keepers if own and self._own else ()
         self._pending = Pending(step, state, None, keepers)
         try:
             directory = self._directory()
@@ -138,8 +120,8 @@ class Committer:
         """Tell who writes where to, or that there is no folder."""
         self.failure = failure
         place = NOWHERE if pending.folder is None else str(pending.folder)
-        for rank in sorted({*self._cluster.roles.owners, *pending.keepers}):
-            self._cluster.send(rank, "write", place)
+        for rank in sorted({*self._job.cluster.roles.owners, *pending.keepers}):
+            self._job.cluster.send(rank, "write", place)
 
     def _directory(self) -> Path:
         """Return where checkpoints go; a run's folder that was removed is made anew."""
@@ -179,7 +161,7 @@ class Committer:
             self._made(pending, self._making)
             return False
         if committing is None:
-            complete = len(pending.shards) == len(self._cluster.roles.owners)
+            complete = len(pending.shards) == len(self._job.cluster.roles.owners)
             if complete and len(pending.own) == len(pending.keepers):
                 self._all_here(pending)
             return False
@@ -195,8 +177,8 @@ class Committer:
             self._log.warn(f"an old checkpoint cannot be removed: {error}")
         self.saved_step, self._pending, self.failure = pending.step, None, ""
         words.tell(words.SAVED, pending.step)
-        for rank in self._cluster.roles.owners if self._plan.chained else ():
-            self._cluster.send(rank, "saved", pending.step)
+        for rank in self._job.cluster.roles.owners if self._chained else ():
+            self._job.cluster.send(rank, "saved", pending.step)
         self._log.event("checkpoint", self.saved_step)
         return True
 
@@ -214,7 +196,7 @@ class Committer:
 
     def _all_here(self, pending: Pending) -> None:
         shards = pending.shards.values()
-        answers, c = [*shards, *pending.own], self._plan
+        answers, job = [*shards, *pending.own], self._job
         if None in answers:
             _discard(pending)
             self.refused, self._pending = True, None
@@ -227,12 +209,12 @@ class Committer:
         own = [answer[0] for answer in pending.own if isinstance(answer, tuple)]
         assert pending.folder is not None, "its files are written"
         self._committing = self._thread.submit(
-            checkpoint.commit, pending.folder, step=pending.step, layout=c.layout, dtype=c.dtype,
-            shards=[shard for shard, *_ in files], slots=c.slots, config=c.config,
-            state=pending.state, arrays={}, keep=c.keep, workers=own,
-            worker_names=c.own if own else (),
-            spared=c.evaluations.spared if c.evaluations is not None else (),
-            rows=[record for _, *rows in files for record in rows], tables=c.tables,
+            checkpoint.commit, pending.folder, step=pending.step, layout=job.layout,
+            dtype=job.config.dtype, shards=[shard for shard, *_ in files], slots=job.slots,
+            config=to_toml(job.config), state=pending.state, arrays={}, keep=job.config.keep,
+            workers=own, worker_names=self._own if own else (),
+            spared=job.evaluations.spared if job.evaluations is not None else (),
+            rows=[record for _, *rows in files for record in rows], tables=self._tables,
         )  # fmt: skip
 
     def _fail(self, pending: Pending, why: str) -> None:

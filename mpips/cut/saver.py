@@ -97,7 +97,11 @@ class Snapshots(ABC):
         """Get on with what is under way. Blocks: no."""
         if self._writing is not None:
             if self._writing.done():
-                self._report(_answer(self._writing))
+                try:
+                    answer: Answer = self._writing.result()
+                except (UserError, OSError) as error:
+                    answer = str(error)
+                self._report(answer)
         elif self._taken and self._folder == NOWHERE:
             self._report("no folder")
         elif self._taken and self._folder is not None:
@@ -118,14 +122,6 @@ class Snapshots(ABC):
     def _said(self, answer: Answer) -> Any:
         """Return what the chief is sent."""
         return answer
-
-
-def _answer(writing: Future[Files | None]) -> Answer:
-    """Return what came of writing files."""
-    try:
-        return writing.result()
-    except (UserError, OSError) as error:
-        return str(error)
 
 
 class Saver(Snapshots):

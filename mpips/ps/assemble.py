@@ -18,7 +18,7 @@ from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.cut.agreement import Maximum, Posted, Reduced, hear
+from mpips.cut.agreement import Posted, Reduced, hear
 from mpips.ps import far_choice
 from mpips.ps.bequest import Trustee
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller
@@ -181,7 +181,7 @@ class ServerHalf(Half):
             self.server = Server(*self._parts(number))
         self.receiver = self._receiver(number, self.server)
         self._posts: list[np.ndarray] = []
-        self.maximum: Maximum = Reduced(servers)
+        self.maximum: Reduced | Posted = Reduced(servers)
         if design.adopts:
             self._posts = [self._post(rank) for rank in cluster.roles.servers]
             self.maximum = self.posted(number)

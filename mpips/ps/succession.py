@@ -27,7 +27,7 @@ from mpips.checkpoint.files import INDEX, folder_step
 from mpips.checkpoint.place import METRICS, Place, claim, is_claimed
 from mpips.cluster import words
 from mpips.cluster.world import Cluster
-from mpips.cut.committer import CheckpointPlan, Committer
+from mpips.cut.committer import Committer
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
@@ -118,7 +118,7 @@ def _chief(
     record, ahead = how
     _take_folder(job, log, state)
     assert job.place is not None, "it is held now"
-    committer = Committer(job.cluster, job.place, CheckpointPlan.of(job), log)
+    committer = Committer(job, job.place, log)
     granter = Granter(job.cluster, half.window, handout, ahead, takes_back=True, record=record)
     workers = job.cluster.roles.workers
     granter.go_on([workers.index(rank) for rank in state["lost"]])

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpips.cluster import words
 from mpips.cluster.collectives import begin_broadcast, gather_polled
-from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, CheckpointPlan, Committer
+from mpips.cut.committer import LAST_PAUSE_S, LAST_TRIES, RETRY_S, Committer
 from mpips.cut.saver import Saver, Snapshots
 from mpips.cut.table_saver import TableSaver
 from mpips.datasets.ledger import HandOut
@@ -47,9 +47,8 @@ class RoundCheckpoints:
         self._committer: Committer | None = None  # on the chief
         if job.place is not None:
             kept = state.names(job)
-            ranks = tuple(range(self._cluster.world)) if kept else None
-            plan = CheckpointPlan.of(job, kept, ranks)
-            self._committer = Committer(self._cluster, job.place, plan, log)
+            ranks = range(self._cluster.world) if kept else None
+            self._committer = Committer(job, job.place, log, kept, ranks)
             self._committer.saved_step = job.base_step if job.checkpoint else None
         self._period = job.config.checkpoint_period
         self._last = time.perf_counter(), job.base_step

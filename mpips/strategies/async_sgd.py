@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpips.cut import worker_state
-from mpips.cut.committer import CheckpointPlan, Committer
+from mpips.cut.committer import Committer
 from mpips.cut.worker_state import Holding
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
@@ -141,7 +141,7 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
     if job.place is None:
         return None
     own, cluster = worker_state.names(job), job.cluster
-    committer = Committer(cluster, job.place, CheckpointPlan.of(job, own), log)
+    committer = Committer(job, job.place, log, own)
     handout, holding = job.handout(), Holding(cluster) if own else None
     record = Record(half.window, cluster.rank) if _has_heir(job) else None
     back = bool(spared(job))
