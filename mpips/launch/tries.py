@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpips.launch.verdict import no_further
+
 MOST = 3  # tries that count, one after the other, before a job gives up
 
 
@@ -36,8 +38,7 @@ def gets_no_further(tries: Sequence[Try]) -> bool:
     Args:
         tries: Tries that count, all of one job.
     """
-    steps = [one.step for one in tries if not one.hurried][-MOST:]
-    return len(steps) == MOST and max(steps) <= steps[0]
+    return no_further([one.step for one in tries if not one.hurried], MOST - 1)
 
 
 def is_hurried(tries: Sequence[Try]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpips.cluster.signals import EXIT_SAVED
 
@@ -96,7 +96,7 @@ def verdict(attempts: Sequence[Attempt], restarts: int, asked: str = "") -> Verd
     if last.begun and not last.resumes:
         return Verdict(code, 'the program does not say resume="auto": it would begin anew')
     same = bool(last.refusal) and [a.refusal for a in attempts[-2:-1]] == [last.refusal]
-    if _no_further(attempts, 1 if same else TRIES):
+    if no_further(list(map(_got, attempts)), 1 if same else TRIES):
         where = f"no further than step {last.step}" if last.step >= 0 else "nothing is saved"
         return Verdict(code, f"{where} in {2 if same else TRIES + 1} attempts: giving up")
     if len(attempts) > restarts:
@@ -130,10 +130,15 @@ def _asked(last: Attempt, asked: str) -> Verdict:
     return Verdict(FAILED, f"{asked}, and it has not saved; step {last.step} was saved before")
 
 
-def _no_further(attempts: Sequence[Attempt], tries: int) -> bool:
-    """Whether the last attempts, so many, have saved nothing that is newer than what was there."""
-    got = [_got(attempt) for attempt in attempts[-tries - 1 :]]
-    return len(got) > tries and max(got[1:]) <= got[0]
+def no_further(got: Sequence[Any], tries: int) -> bool:
+    """Whether the last tries, so many, have saved nothing that is newer than what was there.
+
+    Args:
+        got: How far each has got, one before them included.
+        tries: How many.
+    """
+    last = got[-tries - 1 :]
+    return len(last) > tries and max(last[1:]) <= last[0]
 
 
 def _got(attempt: Attempt) -> tuple[int, int]:
