@@ -56,6 +56,13 @@ def counting(data: str, *, kind: str = "Counting") -> list[str]:
     return ["--problem", f"{COUNTING}:{kind}", *files, *COUNT]
 
 
+def cases(text: str) -> dict[str, tuple[int, str]]:
+    """Return jobs by their names, from lines of ``name: ranks options``."""
+    lines = (line.partition(":") for line in text.strip().splitlines())
+    jobs = {name.strip(): job.split(maxsplit=1) for name, _, job in lines}
+    return {name: (int(ranks), options) for name, (ranks, options) in jobs.items()}
+
+
 SECONDS: list[tuple[float, str]] = []  # of what shares a world with others, and what it is
 
 

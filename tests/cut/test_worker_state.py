@@ -17,6 +17,7 @@ from runs import (
     SAVED,
     Plan,
     assert_same_state,
+    cases,
     counting,
     final,
     is_whole,
@@ -48,48 +49,34 @@ pytestmark = pytest.mark.launch
 
 N, EPOCHS, LONG = 230, 2, 6  # LONG: more than the stops of a run take
 WIDE = "26000"  # in double precision: three shards of it are large enough to be packed
-BITWISE = {  # ranks, options, epochs; one worker that reads all its own pushes: nothing races
-    "topk": (2, "--codec topk --topk-ratio 0.1 --node-size 1", 2),
-    "dgc": (
-        3,
-        "--codec topk --topk-momentum 0.9 --topk-warmup 90 --servers 2 --node-size 1 "
-        "--batch-size 24",
-        2,
-    ),
-    "onebit": (3, "--codec onebit --servers 2 --node-size 2 --dtype float64", 2),
-    "easgd": (2, "--mode easgd --tau 2 --batch-size 24", 2),
-    "easgd adam": (
-        3,
-        "--mode easgd --optimizer adam --tau 3 --servers 2 --schedule step --step-every 9 "
-        "--batch-size 16",
-        2,
-    ),
-    "easgd single": (2, "--mode easgd --optimizer momentum --tau 2 --snapshot stall", 2),
-}
+# One worker that reads all its own pushes: nothing races.
+BITWISE = cases("""
+  topk: 2 --codec topk --topk-ratio 0.1 --node-size 1
+  dgc: 3 --codec topk --topk-momentum 0.9 --topk-warmup 90 --servers 2 --node-size 1 --batch-size 24
+  onebit: 3 --codec onebit --servers 2 --node-size 2 --dtype float64
+  easgd: 2 --tau 2 --batch-size 24
+  easgd adam: 3 --optimizer adam --tau 3 --servers 2 --schedule step --step-every 9 --batch-size 16
+  easgd single: 2 --optimizer momentum --tau 2 --snapshot stall
+""")
 TOPK = "--codec topk --topk-ratio 0.1"
-COUNTED = {  # ranks, options: three workers or more on two nodes or more
-    "topk": (5, f"{TOPK} --servers 2 --node-size 2"),
-    "ssp": (5, f"{TOPK} --servers 2 --node-size 2 --mode ssp --staleness-bound 1"),
-    "lock step": (4, f"{TOPK} --servers 1 --node-size 1 --mode ssp --staleness-bound 0"),
-    "ahead": (6, f"{TOPK} --servers 2 --node-size 2 --prefetch --far-read reply"),
-    "ahead by get": (5, f"{TOPK} --servers 2 --node-size 1 --prefetch --far-read get"),
-    "stalling": (5, f"{TOPK} --servers 2 --node-size 2 --snapshot stall"),
-    "consistent": (5, f"{TOPK} --servers 2 --node-size 2 --read consistent"),
-    "few batches": (6, f"{TOPK} --servers 1 --node-size 2 --batch-size 77"),
-    "a straggler": (4, f"{TOPK} --servers 1 --node-size 2 --inject-delay 1:30"),
-    "carried": (6, f"{TOPK} --servers 1 --node-size 3 --node-aggregation"),
-    "carried, bounded": (
-        6,
-        f"{TOPK} --servers 2 --node-size 3 --node-aggregation --mode ssp --staleness-bound 1",
-    ),
-    "carried, a straggler": (
-        6,
-        f"{TOPK} --servers 1 --node-size 3 --node-aggregation --inject-delay 3:30",
-    ),
-}
+# By `TOPK`, of three workers or more on two nodes or more.
+COUNTED = cases("""
+  topk: 5 --servers 2 --node-size 2
+  ssp: 5 --servers 2 --node-size 2 --mode ssp --staleness-bound 1
+  lock step: 4 --servers 1 --node-size 1 --mode ssp --staleness-bound 0
+  ahead: 6 --servers 2 --node-size 2 --prefetch --far-read reply
+  ahead by get: 5 --servers 2 --node-size 1 --prefetch --far-read get
+  stalling: 5 --servers 2 --node-size 2 --snapshot stall
+  consistent: 5 --servers 2 --node-size 2 --read consistent
+  few batches: 6 --servers 1 --node-size 2 --batch-size 77
+  a straggler: 4 --servers 1 --node-size 2 --inject-delay 1:30
+  carried: 6 --servers 1 --node-size 3 --node-aggregation
+  carried, bounded: 6 --servers 2 --node-size 3 --node-aggregation --mode ssp --staleness-bound 1
+  carried, a straggler: 6 --servers 1 --node-size 3 --node-aggregation --inject-delay 3:30
+""")
 DROPS, DROPPED = (
     "test_no_batch_is_lost_where_pushes_are_dropped",
-    (5, f"{TOPK} --servers 2 --node-size 2 --max-staleness 1"),
+    (5, "--servers 2 --node-size 2 --max-staleness 1"),
 )
 FAULTY, FAILING, RANKS = HERE / "problems" / "faulty.py", 2, 6  # RANKS: of the largest job here
 WORLDS = ((3, 2), (1, 1), (4, 2), (2, 3))  # workers, servers; shares are exact
@@ -98,11 +85,11 @@ STOPPED, STOPS = ("topk", "ssp", "ahead", "carried"), 2
 QUICK = ("topk", "easgd")
 ALL_COUNTED = [*COUNTED, *(f"stopped {name}" for name in STOPPED)]
 COUNTED_QUICK = ("ahead", "stopped carried")
-ELASTIC = {
-    "near": (5, "--servers 2 --tau 2"),
-    "far": (5, "--servers 2 --tau 3 --node-size 2"),
-    "carried replicas": (6, "--servers 2 --tau 2 --node-size 3 --node-aggregation"),
-}
+ELASTIC = cases("""
+  near: 5 --servers 2 --tau 2
+  far: 5 --servers 2 --tau 3 --node-size 2
+  carried replicas: 6 --servers 2 --tau 2 --node-size 3 --node-aggregation
+""")
 RESUMED = (  # ranks, options, what is said
     (4, "--node-size 1", ""),
     (4, "--node-size 1", "each worker goes on with its own residual"),
@@ -132,22 +119,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """All runs of this module that need no launcher of their own."""
     plan, asked = Plan(tmp_path_factory.mktemp("runs")), names_asked(request)
     for name in filter(asked.__contains__, BITWISE):
-        ranks, options, epochs = BITWISE[name]
+        ranks, options = BITWISE[name]
         words = ["--problem", f"{MODELS}:StoppingMLP", "--hidden", "600", "--keep", "100"]
         words += ["--checkpoint-every", "20steps", "--eval-every", "0"]
-        if "easgd" not in name:
-            words += ["--mode", "ssp", "--staleness-bound", "0", "--optimizer", "sgd"]
-        plan.add(f"{name} whole", ranks, [*words, *options.split(), "--epochs", str(epochs)])
-        parts(plan, f"{name} parts", ranks, [*words, *options.split()], epochs)
+        mode = "easgd" if "easgd" in name else "ssp --staleness-bound 0 --optimizer sgd"
+        words += ["--mode", *mode.split(), *options.split()]
+        plan.add(f"{name} whole", ranks, [*words, "--epochs", str(EPOCHS)])
+        parts(plan, f"{name} parts", ranks, words, EPOCHS)
     data = samples_file(plan.folder, N)
     words = ["--hidden", WIDE, "--keep", "100", "--checkpoint-every", "6steps"]
     words += ["--batch-size", "8"]
     for name, (ranks, text) in (COUNTED | {"dropped": DROPPED}).items():
-        options = [*counting(data, kind="SlowCounting"), *words, *text.split()]
+        packed = [*words, *TOPK.split(), *text.split()]
+        options = [*counting(data, kind="SlowCounting"), *packed]
         if name in asked or (name == "dropped" and DROPS in asked):
             plan.add(name, ranks, [*options, "--epochs", str(EPOCHS)])
         if f"stopped {name}" in asked:
-            options = [*counting(data, kind="StoppingCounting"), *words, *text.split()]
+            options = [*counting(data, kind="StoppingCounting"), *packed]
             parts(plan, f"stopped {name}", ranks, options, LONG)
     for name in filter(asked.__contains__, ELASTIC):
         ranks, text = ELASTIC[name]
