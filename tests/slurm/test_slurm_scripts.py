@@ -71,16 +71,6 @@ def test_sweep(slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     assert [float(row.split()[2]) for row in rows] == steps
 
 
-@pytest.mark.one_mpi
-def test_array_longer_than_its_table(slurm: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "table").write_text("--seed 1\n")
-    words = ("--array=2", "--mem-per-cpu=600M", "--output=log", str(SCRIPTS / "sweep.sbatch"))
-    array = slurm.submit(*words, f"{ROOT}/jobs/digits.toml", "table", cwd=tmp_path)
-    assert slurm.wait(f"{array}_2", 30) == "FAILED"
-    expected = "row 2 of table, which has 1, expected 1 to 1"
-    assert expected in (tmp_path / "log").read_text()
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_het(launcher: str, slurm: SlurmCluster, tmp_path: Path, hold: Path) -> None:
     """Servers on the big node, workers on the small ones, one world; requeued as a whole."""
