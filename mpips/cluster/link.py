@@ -10,10 +10,7 @@ collective works that takes both sides, neither does MPI_Finalize: the processes
 """
 
 import atexit
-import contextlib
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +21,7 @@ from mpips.cluster.agreement import Agreed, everywhere, together
 from mpips.cluster.collectives import begin_barrier, gather_all
 from mpips.cluster.failures import Failures
 from mpips.cluster.messages import Mailbox
+from mpips.cluster.process import send_signal
 from mpips.cluster.progress import Overdue
 from mpips.cluster.start import Comm
 from mpips.errors import complain
@@ -98,8 +96,7 @@ class Link:
         self.given_up.add(rank)
         one = self.overdue.record(rank)
         if self._failures.on and one is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+            send_signal(one.pid)
 
     def agreed(self, make: Callable[[], T]) -> T:
         """Call `make` on every rank; an error that one side has agreed on is raised on both.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -74,6 +75,12 @@ def running(pids: Iterable[int]) -> list[int]:
             if stat_of(pid)[STATE] not in "ZX":
                 found.append(pid)
     return found
+
+
+def send_signal(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, unless it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def ancestors(pid: int) -> Iterator[tuple[int, str]]:

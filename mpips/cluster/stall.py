@@ -195,8 +195,7 @@ class _Thread:
             if one.rank in self._deaths.spared:
                 where = f"process {one.pid} on {platform.node()}"
                 complain(f"warning: {one.name} (rank {one.rank}, {where}) is stopped: ending it")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(one.pid, signal.SIGKILL)
+                process.send_signal(one.pid)
 
     def _end_asked(self, name: str) -> None:
         """End the job at once: whoever asked it to save and end has waited long enough."""
@@ -229,8 +228,7 @@ class _Thread:
         if failures.switched_on():  # nobody else would end them
             for one in ranks:
                 if one.pid != os.getpid() and trouble(one):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(one.pid, signal.SIGKILL)
+                    process.send_signal(one.pid)
         _end_process()
 
     def _save(self, chief: int) -> str:
@@ -261,8 +259,7 @@ def _stacks_of(ranks: Sequence[Record]) -> str:
     """Return the stacks of the ranks' threads, those that are alike once."""
     asked = [r for r in ranks if r.stacks >= 0 and not trouble(r)]
     for one in asked:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one.pid, DUMP)
+        process.send_signal(one.pid, DUMP)
     time.sleep(STACKS_S)
     texts: dict[str, list[str]] = {}
     for one in asked:

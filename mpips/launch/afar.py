@@ -5,16 +5,14 @@ are left of earlier attempts there end, and leave no shared memory.
 """
 
 import contextlib
-import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpips.cluster import segments
-from mpips.cluster.process import GONE, STARTED, ancestors, stat_of, trouble
+from mpips.cluster.process import GONE, STARTED, ancestors, send_signal, stat_of, trouble
 
 ANSWER = "mpips host"  # the line of the answer, in front of what the host calls itself
 DAEMONS = ("hydra_", "prted", "orted")  # a rank's parent, of the launcher
@@ -54,8 +52,7 @@ def end(left: Iterable[tuple[int, int]]) -> list[int]:
     mapped = {segment for pid, _ in ranks for segment in segments.mapped(pid)}
     members = sorted({daemon for pid, _ in ranks for daemon in _daemon(pid)}) + ranks
     for pid, _ in members:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(pid)
     deadline = time.monotonic() + GONE_S
     while members and time.monotonic() < deadline:
         members = [one for one in members if trouble(*one) != GONE]

@@ -25,6 +25,7 @@ from mpips.cluster.process import (
     ids,
     rank_in,
     running,
+    send_signal,
     stat_of,
 )
 from mpips.errors import UserError
@@ -280,10 +281,7 @@ class Running:
         members = sorted({*self._family(), *others})
         mapped = {segment for pid in members for segment in segments.mapped(pid)}
         for pid in members:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            send_signal(pid)
         self.process.wait(GONE_S)
         deadline = time.monotonic() + GONE_S
         while running(members) and time.monotonic() < deadline:

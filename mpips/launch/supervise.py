@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from mpips.checkpoint.place import is_claimed
 from mpips.cluster import segments, signals
+from mpips.cluster.process import send_signal
 from mpips.config.command_line import given_values
 from mpips.errors import UserError, write_line
 from mpips.launch import slurm
@@ -318,8 +318,7 @@ class Supervisor:
         """End the ranks that a run goes on without as soon as they are dead."""
         for rank in watch.hung:
             _say(f"{rank} is stopped: ending it")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
+            send_signal(rank.pid)
         watch.hung.clear()
 
     def _hand_on(self, job: Running) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import platform
 import time
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpips.checkpoint.files import INDEX, folder_step, list_checkpoints
 from mpips.checkpoint.place import CHECKPOINTS, DONE, METRICS, Place, Tail
-from mpips.cluster.process import GONE, TRACED, shown_stacks, trouble
+from mpips.cluster.process import GONE, TRACED, send_signal, shown_stacks, trouble
 from mpips.launch.signs import CURRENT, DUMP, DUMP_AFAR, LINES, STACKS, Terms
 
 ENDED_S = 10.0  # in which a job ends by itself if it does not go on without a rank
@@ -200,8 +199,7 @@ class Signs:
         afar = [rank for rank in self.ranks if not rank.is_here]
         asked = [(launcher, DUMP_AFAR)] if afar else [(rank.pid, DUMP) for rank in here]
         for pid, number in asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            send_signal(pid, number)
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not all(map(self._stacks, here + afar)):
             time.sleep(0.05)
