@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from launch import environment
 
-from mpips.launch.mpirun import running, when_orphaned
+from mpips.cluster.process import ids, running, send_signal
+from mpips.launch.mpirun import when_orphaned
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "unshare")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -241,10 +242,9 @@ class SlurmCluster:
         assert space != namespace(os.getpid()), "the node has no namespace of its own"
 
         def gone() -> bool:
-            members = running(p for p in processes() if namespace(p) == space)
+            members = running(pid for pid in ids() if namespace(pid) == space)
             for pid in members:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send_signal(pid)
             return not members
 
         until(gone, GONE_S, lambda: f"{name} lives")
@@ -268,11 +268,6 @@ def give_an_address() -> None:
         if not subprocess.check_output(show):
             add = ["ip", "addr", "add", "10.255.255.1/32", "dev", "lo"]
             subprocess.run(add, check=True)
-
-
-def processes() -> Iterator[int]:
-    """Yield the ids of all processes."""
-    yield from (int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())
 
 
 def namespace(pid: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mpips.cluster import segments
-from mpips.cluster.process import PARENT, stat_of
+from mpips.cluster.process import ancestors, environment_of, ids, send_signal
 from mpips.launch import mpirun
 from mpips.launch.supervise import PREFIX
 
@@ -21,18 +21,12 @@ GONE_S, POLL_S = 10.0, 0.05
 LISTENS = "0A"  # state of a socket in /proc/net/tcp
 
 
-def marked(mark: bytes) -> list[int]:
+def marked(mark: str) -> list[int]:
     """Return this user's processes on this host that have a mark in their environment.
 
     Whoever started them is gone or not; zombies have none.
     """
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return sorted(found)
+    return sorted(pid for pid in ids() if environment_of(pid).get(MARK) == mark)
 
 
 def sockets(pids: Iterable[int]) -> set[str]:
@@ -85,7 +79,6 @@ class Job:
             prefix="mpips-chaos-", ignore_cleanup_errors=True
         )
         self.temporary = Path(self._temporary.name)
-        self._mark = f"{MARK}={self.temporary}\0".encode()
         # Where a launcher is named, hosts share the current folder.
         self._parent = cwd if "--mpirun" in options else self.temporary
         self._before = set(self._parent.glob(f"{PREFIX}*"))
@@ -124,19 +117,15 @@ class Job:
 
     def family(self) -> list[int]:
         """Return the processes of the job that are here, without the supervisor."""
-        found = [pid for pid in marked(self._mark) if pid != self.process.pid]
+        found = [pid for pid in marked(self._temporary.name) if pid != self.process.pid]
         self.mapped.update(*map(segments.mapped, found))
         self.inodes |= sockets(found)
         return found
 
     def mpirun(self) -> list[int]:
         """Return the process id of mpirun, if it is there."""
-        found = []
-        for pid in self.family():
-            with contextlib.suppress(OSError):
-                if int(stat_of(pid)[PARENT]) == self.process.pid:
-                    found.append(pid)
-        return found
+        above = ((pid, next(ancestors(pid), None)) for pid in self.family())
+        return [pid for pid, parent in above if parent and parent[0] == self.process.pid]
 
     def starts(self) -> list[Path]:
         """Return the folders by which the ranks of each start tell the supervisor what they do."""
@@ -164,8 +153,7 @@ class Job:
         deadline = time.monotonic() + GONE_S
         while (found := self.family()) and time.monotonic() < deadline:
             for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send_signal(pid)
             time.sleep(POLL_S)
         segments.remove(self.mapped)
 

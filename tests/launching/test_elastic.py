@@ -1,6 +1,5 @@
 """Jobs on several hosts, one of which is gone for a time. Others than this are namespaces of it."""
 
-import contextlib
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from runs import ENDLESS, SAVED, assert_counts, newest, starts_of
 from slurm_cluster import UNSHARE, give_an_address
 from supervised import N, Supervised, counting_words
 
+from mpips.cluster.process import send_signal
 from mpips.launch import __main__ as command
 from mpips.launch import mpirun
 
@@ -47,8 +47,7 @@ def crash(rsh: Path, host: str) -> None:
     rsh.with_name(f"{host}.down").touch()
     for pid in map(int, rsh.with_name(f"{host}.pids").read_text().split()):
         for member in mpirun.family(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
+            send_signal(member)
 
 
 def revive(rsh: Path, host: str) -> None:
