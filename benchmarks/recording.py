@@ -41,11 +41,12 @@ def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder:
 
     @contextmanager
     def recorded() -> Iterator[None]:
-        if server is not None:
-            server.store.recorder = recorder
+        if recorder is None:
+            yield
+            return
+        server.store.observers.append(recorder.note)
         yield
-        if server is not None:
-            server.store.recorder = None
+        server.store.observers.remove(recorder.note)
 
     case, *found = with_and_without(exchange, size, STEPS, options, recorded)
     if recorder is not None:

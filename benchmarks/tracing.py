@@ -15,6 +15,7 @@ from mpips.bench.vector import make_job
 from mpips.cluster import words
 from mpips.cluster.trace import Trace
 from mpips.cluster.world import Cluster
+from mpips.ps.shard import trace_push
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 QUICK = (64 << 10,)
@@ -37,7 +38,11 @@ def _at(cluster: Cluster, size: int, compute_s: float, options: Options, folder:
         @contextmanager
         def traced() -> Iterator[None]:
             words.trace_by(trace.note)
+            if exchange.server is not None:
+                exchange.server.store.observers.append(trace_push)
             yield
+            if exchange.server is not None:
+                exchange.server.store.observers.remove(trace_push)
             words.trace_by(None)
 
         case, *found = with_and_without(exchange, size, STEPS, options, traced)

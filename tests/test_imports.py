@@ -268,15 +268,14 @@ WORDS = {
     "transport.kept": {"_applied", "applied"},
     "transport.neighbours": {"words"},
     "transport.outbox": {"words", "_carried", "carried"},
-    "ps.quorum": {"header"},
+    "ps.quorum": {"header", "applied"},
     "rounds.barrier": set(),  # known by address only
     "cut.agreement": {"applied", "_applied", "post", "_post"},
-    "ps.adoption": {"applied"},
     "ps.assemble": {"applied"},
     "ps.bequest": {"words"},
     "ps.client": {"header", "granted", "_wants", "_reads", "g"},
-    "ps.journal": {"header", "applied", "journal", "_journal"},
-    "ps.table_journal": {"_journal"},
+    "ps.journal": {"header", "applied", "journal"},
+    "ps.table_journal": {"journal"},
     "ps.record": {"_noted"},
     "ps.shard": {"header", "applied", "_granted", "wants", "reads"},
 }

@@ -10,6 +10,7 @@ from mpips.cluster.start import MPI, Comm, Request, Status
 from mpips.cluster.tags import TAG_CONTROL, TAG_GATHER
 
 ANY_SOURCE, ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
+Handler = Callable[[int, Any], object]  # takes who sent a control message, and what is in it
 Found = MPI.Message  # a message that a probe has found, and that nobody else receives
 
 

@@ -33,25 +33,27 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpips.cluster.failures import Lost
 from mpips.cluster.process import GONE, trouble
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.cut.agreement import Cut
-from mpips.cut.saver import Saver
-from mpips.kernels.atomics import observe
+from mpips.cut.agreement import Cut, Posted, Reduced, hear
 from mpips.planning.job import Job
 from mpips.ps.assemble import ServerHalf
-from mpips.ps.bequest import Afar
-from mpips.ps.journal import process_of, process_space
-from mpips.ps.served import Served
-from mpips.ps.shard import Server
-from mpips.ps.survival import adopter_of
-from mpips.ps.table_server import TableServer, row_saver
+from mpips.ps.bequest import Afar, Trustee
+from mpips.ps.journal import process_of, process_space, recover
+from mpips.ps.served import Served, saver_of
+from mpips.ps.survival import adopter_of, follow_heir, groups, spared
+
+if TYPE_CHECKING:
+    from mpips.ps.coordinator import Chief
+    from mpips.ps.server import AsyncServer
 
 GONE_S = 10.0  # in which a process that is killed is gone
 
@@ -76,110 +78,184 @@ class Adoption:
     version: int
     continued: bool
 
-    def told(self, dead: set[int]) -> tuple[Any, ...]:
-        """Return what the chief is told.
 
-        Args:
-            dead: The servers that have died, as far as this rank knows.
-        """
-        begun, ledger = self.served.cut.begun, ledger_of(self.served.store)
-        return dead, self.rank, begun, ledger, self.seconds, self.continued
-
-
-class Adopter:
-    """Takes the shards over that are this server's to take. Collective: no.
+class Failover:
+    """What a server does about ranks that have died. Collective: no.
 
     Args:
         job: The run.
         half: This server's half of the store.
-        shards: All that this server serves; its own is the first.
-        afar: Asks for what far workers leave that have died.
+        succeed: Makes this server the chief; see `mpips.ps.succession`.
 
     Attributes:
-        adoptions: So far.
+        half: As given.
+        own: This server's own shard.
+        afar: Does what ranks of other nodes need.
+        maximum: What the servers agree by on a cut.
+        adoptions: Shards that this server has taken over.
     """
 
-    def __init__(self, job: Job, half: ServerHalf, shards: list[Served], afar: Afar) -> None:
-        self._job, self._half, self._shards, self._afar = job, half, shards, afar
+    def __init__(
+        self,
+        job: Job,
+        half: ServerHalf,
+        succeed: "Callable[[Failover], tuple[Chief, Adoption]] | None" = None,
+    ) -> None:
+        self._job, self._ranks, self.half, self._succeed = job, job.cluster, half, succeed
+        self._posts = list[np.ndarray]()
+        self.maximum: Reduced | Posted = Reduced(half.servers)
+        if half.design.adopts:
+            servers = job.cluster.roles.servers
+            self._posts = [_post(job.cluster, half.window, rank) for rank in servers]
+            self.maximum = self._posted(servers.index(job.cluster.rank))
         self.adoptions: list[Adoption] = []
+        self._early: list[tuple[int, str, Any]] = []  # to the chief that this server will be
+        self._settling = False
 
-    def take_dead(self, rank: int, final: Mapping[int, int]) -> None:
-        """Take over what a server has served that has died, if that is for this one to do.
+    def join(self, loop: "AsyncServer") -> None:
+        """Do what is to be done for a server's loop."""
+        self._loop, self.own = loop, loop.shards[0]
+        self.afar = Afar(self._ranks, self.half.design, loop.shards)
+        trustee = Trustee(self._ranks, self.half.window, self.half.design)
+        loop.handlers |= {
+            "lost": self._lose,
+            "void": self._void,
+            "left": lambda source, what: self._bury(*what),
+            "settle": self._settle,
+            "post": lambda source, post: hear(self._posts, *post),
+            "lacking": lambda source, what: trustee.handle(source, "lacking", what),
+            **self.afar.handlers,
+        }
+
+    def begin(self) -> None:
+        """Go on without ranks that die from now on, if the run can do without them."""
+        self._ranks.failures.spare(spared(self._job), groups(self._job))
+
+    def keep(self, source: int, kind: str, payload: Any) -> None:
+        """Keep a message to the chief that this server will be: its news of a death came first."""
+        assert self._succeed is not None, f"{kind} sent to a server that is not the chief"
+        self._early.append((source, kind, payload))
+
+    def advance(self) -> None:
+        """Tell the chief when all shards are at rest, if it has asked for that."""
+        if self._settling and all(served.at_rest for served in self._loop.shards):
+            self._settling = False
+            self._ranks.send(self._ranks.roles.chief, "settled")
+
+    def _posted(self, number: int) -> Posted:
+        """Return what a server of that number agrees by."""
+
+        def tell(number: int, post: list[int]) -> None:
+            for rank in self._ranks.roles.servers:
+                if not self._ranks.near(rank):
+                    self._ranks.send(rank, "post", (number, post))
+
+        return Posted(self._posts, number, tell)
+
+    def _void(self, source: int, numbers: Sequence[int]) -> None:
+        for served in self._loop.shards:
+            served.store.void(numbers)
+
+    def _settle(self, source: int, number: int) -> None:
+        if source == self._ranks.roles.chief:
+            self._settling = True
+            for served in self._loop.shards:
+                served.settle(number)
+
+    def _lose(self, rank: int, _: None) -> None:
+        """Go on without a rank that has died."""
+        roles = self._ranks.roles
+        self.afar.lose(rank)
+        if rank in roles.workers:
+            if self._ranks.near(rank):
+                receiver = self.half.receiver
+                self._bury(rank, receiver.announced(roles.workers.index(rank)))
+            return
+        if roles.chief in self._ranks.failures.lost:  # before what it has served
+            self._lose_chief()
+        if adopter_of(self._job, rank) == self._ranks.rank:
+            taken = {adoption.rank for adoption in self.adoptions}
+            for one in fence_all(self._ranks, self.half.window, taken):
+                self._take(self.adopt(one))
+
+    def _bury(self, rank: int, pushes: int) -> None:
+        """Count a worker that has died as one that has finished, with all that it has announced."""
+        self.afar.answered(rank)
+        self._loop.finished(rank, pushes)
+        chief = self._loop.chief
+        if chief and rank not in chief.lost:
+            chief.lose(rank, pushes)
+
+    def _lose_chief(self) -> None:
+        """Have another server be the chief, and tell it again what the dead one may not have heard.
+
+        If it is this one: take over what that did.
+        """
+        heir, loop = follow_heir(self._job), self._loop
+        loop.told_signal = self._settling = False
+        for served in loop.shards:
+            served.reported_done = False
+        self._ranks.send(heir, "begun", self.own.cut.begun)
+        for adoption in self.adoptions:
+            self._tell(adoption)
+        if heir != self._ranks.rank:
+            return
+        assert self._succeed is not None, "else the death of a server ends the job"
+        chief, home = self._succeed(self)
+        loop.become(chief)
+        self._take(home)
+        for rank in set(loop.final) & self._ranks.failures.lost - set(chief.lost):
+            chief.lose(rank, loop.final[rank])
+        for message in self._early:
+            chief.handle(*message)
+        self._early.clear()
+
+    def _take(self, adoption: Adoption) -> None:
+        """Serve a shard that was just taken over, and tell the chief."""
+        self.adoptions.append(adoption)
+        self._loop.shards.append(adoption.served)
+        self._tell(adoption)
+        self.afar.catch_up(adoption.served, self._loop.final)
+
+    def _tell(self, adoption: Adoption) -> None:
+        dead = self._ranks.failures.lost.intersection(self._ranks.roles.servers)
+        begun, ledger = adoption.served.cut.begun, adoption.served.store.ledger
+        told = dead, adoption.rank, begun, ledger, adoption.seconds, adoption.continued
+        self._ranks.send(self._ranks.roles.chief, "adopted", told)
+
+    def adopt(self, rank: int) -> Adoption:
+        """Take over the shard of a server of this node that has died.
 
         Args:
-            rank: Of the server.
-            final: Pushes of each worker that has finished, by rank.
+            rank: Of the server that has died.
 
         Raises:
             Lost: If the job cannot go on.
+
+        Blocks: until the process is gone.
         """
-        ranks, taken = self._job.cluster, {adoption.rank for adoption in self.adoptions}
-        if adopter_of(self._job, rank) != ranks.rank:
-            return
-        for one in fence_all(ranks, self._half.window, taken):
-            self.take(adopt(self._job, self._half, self._shards[0], one), final)
-
-    def take(self, adoption: Adoption, final: Mapping[int, int]) -> None:
-        """Serve a shard that was just taken over; see `take_dead`."""
-        self.adoptions.append(adoption)
-        self._shards.append(adoption.served)
-        self._tell(adoption)
-        self._afar.catch_up(adoption.served, final)
-
-    def tell(self) -> None:
-        """Tell the chief, which is another one now, of all."""
-        for adoption in self.adoptions:
-            self._tell(adoption)
-
-    def _tell(self, adoption: Adoption) -> None:
-        ranks = self._job.cluster
-        dead = ranks.failures.lost.intersection(ranks.roles.servers)
-        ranks.send(ranks.roles.chief, "adopted", adoption.told(dead))
+        start, number = time.perf_counter(), self._ranks.roles.servers.index(rank)
+        if not self.own.store.frozen.nothing:
+            raise cannot(rank, "arrays are frozen")
+        fence(self.half.window, rank)
+        store, receiver = self.half.serve(number)
+        if store.rows is not None and not store.rows.whole:
+            raise cannot(rank, "in the middle of what no other can finish")
+        continued = recover(store, receiver.find)
+        store.clocks.adopt(self.own.store.clocks)
+        cut = Cut(self._posted(number), store.applied, store.idle, beyond=False)
+        cut.catch_up(self.own.cut.begun)
+        served = Served(rank, store, receiver, cut, saver_of(self._job, store, number))
+        receiver.tell_all()
+        seconds = time.perf_counter() - start
+        return Adoption(rank, number, served, seconds, store.version, continued)
 
 
-def adopt(job: Job, half: ServerHalf, own: Served, rank: int) -> Adoption:
-    """Take over the shard of a server of this node that has died.
-
-    Args:
-        job: The run.
-        half: This server's half of the store.
-        own: Its own shard.
-        rank: Of the server that has died.
-
-    Raises:
-        Lost: If the job cannot go on.
-
-    Collective: no. Blocks: until the process is gone.
-    """
-    start, number = time.perf_counter(), job.cluster.roles.servers.index(rank)
-    if not own.store.frozen.nothing:
-        raise cannot(rank, "arrays are frozen")
-    fence(half.window, rank)
-    store, receiver = half.adopt(number)
-    if not store.recover(receiver.find):
-        raise cannot(rank, "in the middle of what no other can finish")
-    store.clocks.adopt(own.store.clocks)
-    cut = Cut(half.posted(number), store.applied, store.idle, beyond=False)
-    cut.catch_up(own.cut.begun)
-    served = Served(rank, store, receiver, cut, saver_of(job, store, number))
-    receiver.tell_all()
-    seconds = time.perf_counter() - start
-    return Adoption(rank, number, served, seconds, store.version, store.continued)
-
-
-def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
-    """Return what saves a shard, and its rows of tables.
-
-    Args:
-        job: The run.
-        server: Serves the shard.
-        owner: Its number; by default this rank's.
-    """
-    slots = dict(zip(job.slots, server.slots, strict=True))
-    saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
-    if not isinstance(server, TableServer):
-        return Saver(*saved)
-    return row_saver(job, server.tables, *saved)
+def _post(ranks: Cluster, window: Window, rank: int) -> np.ndarray:
+    """Return what a server posts, or the copy of that of another node."""
+    if ranks.near(rank):
+        return window.view(rank, "post")
+    return np.zeros(1 + len(ranks.roles.workers), "i8")
 
 
 def fence(window: Window, rank: int) -> None:
@@ -213,11 +289,6 @@ def fence_all(ranks: Cluster, window: Window, taken: Collection[int] = ()) -> li
     for rank in left:
         fence(window, rank)
     return left
-
-
-def ledger_of(store: Server) -> list[int]:
-    """Return how many pushes of each worker are applied to a shard."""
-    return [observe(store.applied, worker) for worker in range(store.applied.size)]
 
 
 def cannot(rank: int, why: str) -> Lost:

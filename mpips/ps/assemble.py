@@ -9,7 +9,7 @@ run the loops: `mpips.ps.worker`, `mpips.ps.server`.
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,19 +18,13 @@ from mpips.cluster.collectives import free as free_comm
 from mpips.cluster.start import Comm, Request
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
-from mpips.cut.agreement import Posted, Reduced, hear
 from mpips.ps import far_choice
 from mpips.ps.bequest import Trustee
 from mpips.ps.client import GrantedReads, Held, NearReads, Puller
 from mpips.ps.consistency import ClockController, Controller, RoundController
 from mpips.ps.design import Design
 from mpips.ps.feed import Feed
-from mpips.ps.journal import Adopted, Journaled
-from mpips.ps.quorum import QuorumServer
-from mpips.ps.rows import RowsAtWork
-from mpips.ps.shard import Server
-from mpips.ps.table_journal import AdoptedTables, JournaledTables
-from mpips.ps.table_server import TableServer
+from mpips.ps.shard import Grants, Server
 from mpips.transport.channel import KeptSender, Receiver, Sender
 from mpips.transport.far import FarReads, GetReads, Owner, ReplyReads
 from mpips.transport.inbox import Arrival
@@ -38,6 +32,9 @@ from mpips.transport.kept import REPLIES, KeptOutbox, tag_of
 from mpips.transport.kept_reads import KeptReads
 from mpips.transport.neighbours import Neighbour, SharedReads
 from mpips.transport.outbox import Outbox
+
+if TYPE_CHECKING:
+    from mpips.ps.rows import RowsAtWork
 
 
 class Half:
@@ -82,6 +79,8 @@ class WorkerHalf(Half):
         rows: Reads and pushes rows of tables; None without any.
     """
 
+    rows: "RowsAtWork | None"
+
     def __init__(self, cluster: Cluster, window: Window, design: Design) -> None:
         super().__init__(window)
         worker = cluster.roles.workers.index(cluster.rank)
@@ -100,8 +99,10 @@ class WorkerHalf(Half):
         ranks, me = design.sharing(cluster, cluster.rank), cluster.rank
         neighbours = [Neighbour.of(window, rank) for rank in ranks]
         self.puller = reads.shared(self.far_way, controller, neighbours, ranks)
-        self.rows: RowsAtWork | None = None
+        self.rows = None
         if design.tables:
+            from mpips.ps.rows import RowsAtWork
+
             asks, bounded = not design.consistent, design.bound is not None  # else records miss it
             how = design.replies.codec, asks and not bounded, reads.held, asks and bounded
             self.rows = RowsAtWork(cluster, window, design.tables, *how)
@@ -160,80 +161,43 @@ class ServerHalf(Half):
         server: Applies pushes to the shard.
         receiver: Where they come from.
         servers: The communicator of all servers.
-        maximum: What the servers agree by on a cut.
     """
 
     def __init__(self, cluster: Cluster, window: Window, design: Design, servers: Comm) -> None:
         super().__init__(window)
         self._cluster, self.design, self.servers = cluster, design, servers
         number = cluster.roles.servers.index(cluster.rank)
-        self.server: Server
-        if design.backup is not None:
-            needed = len(cluster.roles.workers) - design.backup
-            self.server = QuorumServer(*self._parts(number), needed=needed)
-        elif cluster.rank in design.adopts:
-            kind = JournaledTables if design.tables else Journaled
-            self.server = journaled = kind(*self._tables(), *self._parts(number))
-            journaled.sign()
-        elif design.tables:
-            self.server = TableServer(*self._tables(), *self._parts(number))
+        self.server, self.receiver = self.serve(number)
+        if self.server.undo is not None:
+            self.server.undo.sign()
+
+    def serve(self, number: int) -> tuple[Server, Receiver]:
+        """Return what serves the shard of that server, its own or one that lies near."""
+        cluster, window, design = self._cluster, self.window, self.design
+        rank, shard = cluster.roles.servers[number], design.shards[number]
+        place = cluster, window, number, shard
+        parts = *place, design.rule, design.rate, design.replies, design.stale
+        if design.backup is None:
+            server = Server(*parts)
         else:
-            self.server = Server(*self._parts(number))
-        self.receiver = self._receiver(number, self.server)
-        self._posts: list[np.ndarray] = []
-        self.maximum: Reduced | Posted = Reduced(servers)
-        if design.adopts:
-            self._posts = [self._post(rank) for rank in cluster.roles.servers]
-            self.maximum = self.posted(number)
-        self._trustee = Trustee(cluster, window, design)
+            from mpips.ps.quorum import QuorumServer
 
-    def _parts(self, number: int) -> tuple[Any, ...]:
-        """Return what a server of that number is made of."""
-        design = self.design
-        place = self._cluster, self.window, number, design.shards[number]
-        return (*place, design.rule, design.rate, design.replies, design.stale)
+            server = QuorumServer(*parts, needed=len(cluster.roles.workers) - design.backup)
+        if design.consistent:
+            server.hold_for(Grants(cluster, window, number))
+        if design.tables:
+            from mpips.ps.table_server import OwnedRows
 
-    def _tables(self) -> tuple[Any, ...]:
-        """Return what a server with tables is made of beside that; nothing without any."""
-        design = self.design
-        args = design.tables, design.replies, design.consistent
-        return args if design.tables else ()
+            server.own(OwnedRows(server, (cluster, window, number), design.tables, design.replies))
+        if rank in design.adopts:
+            from mpips.ps.journal import keep_undo
 
-    def _receiver(self, number: int, server: Server) -> Receiver:
-        design = self.design
-        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
-        place = self._cluster, self.window, number, design.shards[number]
+            keep_undo(server, window, rank)
         if design.kept:
             server.replies.tag = tag_of(number, REPLIES)
+        how = design.inbox, design.aggregate, design.pushes.codec, design.stale.origins
         arrival = Arrival(*how, design.tables, design.kept)
-        return Receiver(*place, design.dtype, server.applied, arrival)
-
-    def adopt(self, number: int) -> tuple[Adopted, Receiver]:
-        """Return what serves the shard of a server that has died, where it lies."""
-        kind = AdoptedTables if self.design.tables else Adopted
-        server: Adopted = kind(*self._tables(), *self._parts(number))
-        return server, self._receiver(number, server)
-
-    def posted(self, number: int) -> Posted:
-        """Return what a server of that number agrees by, where others may die."""
-        return Posted(self._posts, number, self._tell_far)
-
-    def _post(self, rank: int) -> np.ndarray:
-        """Return what a server posts, or the copy of that of another node."""
-        if self._cluster.near(rank):
-            return self.window.view(rank, "post")
-        return np.zeros(1 + len(self._cluster.roles.workers), "i8")
-
-    def _tell_far(self, number: int, post: list[int]) -> None:
-        for rank in self._cluster.roles.servers:
-            if not self._cluster.near(rank):
-                self._cluster.send(rank, "post", (number, post))
-
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message of a server of another node; returns whether it was one for this."""
-        if kind == "post":
-            hear(self._posts, *payload)
-        return kind == "post" or self._trustee.handle(source, kind, payload)
+        return server, Receiver(*place, design.dtype, server.applied, arrival)
 
     def open(self, wait: Callable[[Request], object]) -> np.ndarray | None:
         """Let the workers in: the parameters are there.

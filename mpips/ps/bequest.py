@@ -24,6 +24,7 @@ by message, and servers serve until each has said ``whole``.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpips.cluster.messages import Handler
 from mpips.cluster.window import Window
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
@@ -84,6 +85,9 @@ class Afar:
         cluster: The job's ranks.
         design: Of the store.
         shards: Those that this server serves.
+
+    Attributes:
+        handlers: What is done with each kind of message.
     """
 
     def __init__(self, cluster: Cluster, design: Design, shards: Sequence[Served]) -> None:
@@ -92,20 +96,19 @@ class Afar:
         self._owners = [rank for rank, shard in servers if shard.size]
         self._asked: dict[int, int] = {}  # by rank of a worker, who was asked
         self._whole: set[int] = set()
+        self.handlers: dict[str, Handler] = {
+            "read of": self._read_of,
+            "open": self._open,
+            "whole": lambda source, _: self._whole.add(source),
+        }
 
-    def handle(self, source: int, kind: str, payload: Any) -> bool:
-        """Act on a message; returns whether it was one for this."""
-        if kind == "read of":
-            number, *request = payload
-            self._store(number).want_read(source, tuple(request))
-        elif kind == "open":
-            number, *learned = payload
-            self._store(number).clocks.learn(*learned)
-        elif kind == "whole":
-            self._whole.add(source)
-        else:
-            return False
-        return True
+    def _read_of(self, source: int, what: tuple[Any, ...]) -> None:
+        number, *request = what
+        self._store(number).want_read(source, tuple(request))
+
+    def _open(self, source: int, what: tuple[Any, ...]) -> None:
+        number, *learned = what
+        self._store(number).clocks.learn(*learned)
 
     def _store(self, number: int) -> Server:
         """Return what serves the shard of the server of that number here."""

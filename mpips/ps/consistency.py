@@ -257,11 +257,6 @@ class Clocks:
             self._shown = clock
             publish(self._header, CLOCK, clock)
 
-    def want(self, rank: int, consistent: bool, needs: Awaited) -> None:
-        """Note that a far worker asked to read; call it between two updates. Blocks: no."""
-        self.held.append((rank, consistent, needs))
-        self.let()
-
     def hurry(self, rank: int) -> None:
         """Let a far worker read whether its needs are met or not. Blocks: no."""
         held, self.held = self.held, []

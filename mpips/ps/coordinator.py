@@ -13,7 +13,6 @@ from mpips.cut.worker_state import Holding
 from mpips.datasets.ledger import HandOut, epochs_over
 from mpips.planning.job import Job
 from mpips.planning.tables import tables_of
-from mpips.ps.adoption import ledger_of
 from mpips.ps.feed import Granter
 from mpips.ps.record import Record
 from mpips.ps.shard import Server
@@ -219,7 +218,7 @@ class Chief:
 
     def _still_open(self, ledger: list[int]) -> tuple[int, list[int], list[int]]:
         """Return what `Clocks.learn` takes, for a shard of that ledger."""
-        there, missing = ledger_of(self.server), list[int]()
+        there, missing = self.server.ledger, list[int]()
         for worker, (ours, its) in enumerate(zip(there, ledger, strict=True)):
             missing += [number for _, number in self.handout.open_to(worker)[max(0, its - ours) :]]
         return self.handout.issued, missing, there
@@ -276,7 +275,7 @@ class Chief:
         if self.handout.cursor[0] > told and (over := epochs_over(self.handout)) > told:
             self._over = over
             for rank in self._cluster.roles.servers:
-                self._cluster.send(rank, "over", (over, ledger_of(self.server)))
+                self._cluster.send(rank, "over", (over, self.server.ledger))
 
     def _settle(self, settling: "Settling") -> None:
         if settling.done():
@@ -319,7 +318,7 @@ class Chief:
         self._cutting = False
         self._last_step, self._cut_samples = step, self.samples
         own = self._holding.numbers if self._holding else []
-        skipped = self.server.leaving.skipped
+        skipped = self.server.dense.leaving.skipped
         state = self._job.state(step, self.handout.state(), self.samples, skipped)
         if self._job.config.record:
             recorder = self.server.recorder

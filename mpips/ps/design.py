@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mpips.cluster.window import Field, Plan
 from mpips.cluster.world import Cluster
@@ -14,15 +15,13 @@ from mpips.planning.tables import JobTable, tables_of
 from mpips.ps import feed
 from mpips.ps.client import reader_fields
 from mpips.ps.feed import AHEAD
-from mpips.ps.journal import journal_fields
-from mpips.ps.record import record_fields
-from mpips.ps.room import Lines, lines_of
 from mpips.ps.shard import FRESH, server_fields
-from mpips.ps.table_journal import row_undo_fields
-from mpips.ps.table_server import table_fields
 from mpips.transport import neighbours, outbox
 from mpips.transport.rows import rows_fields
 from mpips.transport.wire import Packing, pull_codec, push_codec
+
+if TYPE_CHECKING:
+    from mpips.ps.room import Lines
 
 Update = tuple[Rule, Callable[[int], float]]  # a rule, and its rate by the update's number
 
@@ -133,11 +132,15 @@ class Design:
 
     def plans(self, cluster: Cluster) -> list[Plan]:
         """Return what each rank's segment holds. Collective: yes, where a table is lazy."""
-        size = lambda rank, lines: self.plan(cluster, rank, lines).nbytes  # noqa: E731
-        lines = lines_of(cluster, self.tables, cluster.roles.servers, self.dtype, size)
+        lines: Lines = {}
+        if self.tables:
+            from mpips.ps.room import lines_of
+
+            size = lambda rank, lines: self.plan(cluster, rank, lines).nbytes  # noqa: E731
+            lines = lines_of(cluster, self.tables, cluster.roles.servers, self.dtype, size)
         return [self.plan(cluster, rank, lines) for rank in range(cluster.world)]
 
-    def plan(self, cluster: Cluster, rank: int, lines: Lines | None = None) -> Plan:
+    def plan(self, cluster: Cluster, rank: int, lines: "Lines | None" = None) -> Plan:
         """Return what a rank's segment holds.
 
         Args:
@@ -145,30 +148,50 @@ class Design:
             rank: Which of them.
             lines: Of lazy tables, by table and server; by default as many as they have rows.
         """
-        roles, dtype = cluster.roles, self.dtype
-        workers, servers = len(roles.workers), len(roles.servers)
-        if rank in roles.servers:
-            size = self.shards[roles.servers.index(rank)].size
-            fields = server_fields(size, self.slots, dtype, workers)
-            server = roles.servers.index(rank)
-            for table in self.tables:
-                most = (lines or {}).get((table.name, server))
-                fields += table_fields(table, servers, server, dtype, most)
-            if self.adopts:
-                fields += (Field("post", "i8", (1 + workers,)),)
-            if rank in self.adopts:
-                fields += journal_fields(size, self.rule, self.stale, dtype)
-                fields += row_undo_fields(self.tables, dtype)
-            if rank == roles.servers[0]:
-                fields += feed.chief_fields(workers) + record_fields() * (rank in self.adopts)
-            return Plan(fields)
-        fields = outbox.worker_fields(self.size, servers, dtype)
+        if rank in cluster.roles.servers:
+            return Plan(self._server_fields(cluster, rank, lines or {}))
+        workers, servers = len(cluster.roles.workers), len(cluster.roles.servers)
+        fields = outbox.worker_fields(self.size, servers, self.dtype)
         fields += reader_fields(servers) + feed.worker_fields()
-        fields += rows_fields(self.tables, servers, dtype)
+        fields += rows_fields(self.tables, servers, self.dtype)
         if self.aggregate:
             fields += outbox.carrier_fields(workers)
         if near := self.sharing(cluster, rank):
-            fields += neighbours.fields(self.size, servers, len(near), dtype, self.replicas)
+            fields += neighbours.fields(self.size, servers, len(near), self.dtype, self.replicas)
         elif self.stale.origins:
-            fields += (Field("replicas", dtype, (self.replicas, self.size)),)
+            fields += (Field("replicas", self.dtype, (self.replicas, self.size)),)
         return Plan(fields)
+
+    def _server_fields(self, cluster: Cluster, rank: int, lines: "Lines") -> tuple[Field, ...]:
+        roles, dtype = cluster.roles, self.dtype
+        workers, server = len(roles.workers), roles.servers.index(rank)
+        size = self.shards[server].size
+        fields = server_fields(size, self.slots, dtype, workers)
+        if self.tables:
+            from mpips.ps.table_server import table_fields
+
+            for table in self.tables:
+                most = lines.get((table.name, server))
+                fields += table_fields(table, len(roles.servers), server, dtype, most)
+        if self.adopts:
+            fields += (Field("post", "i8", (1 + workers,)),)
+        if rank in self.adopts:
+            fields += self._undo_fields(size)
+        if server == 0:
+            fields += feed.chief_fields(workers)
+            if rank in self.adopts:
+                from mpips.ps.record import record_fields
+
+                fields += record_fields()
+        return fields
+
+    def _undo_fields(self, size: int) -> tuple[Field, ...]:
+        """Return the fields that a server needs if another one can take its shard over."""
+        from mpips.ps.journal import journal_fields
+
+        fields = journal_fields(size, self.rule, self.stale, self.dtype)
+        if self.tables:
+            from mpips.ps.table_journal import row_undo_fields
+
+            fields += row_undo_fields(self.tables, self.dtype)
+        return fields

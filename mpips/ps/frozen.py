@@ -13,24 +13,23 @@ from mpips.transport.push import Push
 
 
 class Frozen:
-    """What each worker's pushes leave alone, as a server knows it. Collective: no."""
+    """What each worker's pushes leave alone, as a server knows it. Collective: no.
+
+    Attributes:
+        nothing: Whether no worker has left anything alone so far.
+    """
 
     def __init__(self) -> None:
         self._of: dict[int, deque[tuple[int, Ranges]]] = {}  # by worker: from which push on
-
-    @property
-    def nothing(self) -> bool:
-        """Whether no worker has left anything alone so far."""
-        return not self._of
+        self.nothing = True
 
     def note(self, worker: int, first: int, frozen: Ranges) -> None:
         """Note what a worker's pushes leave alone from number `first` on."""
+        self.nothing = False
         self._of.setdefault(worker, deque()).append((first, frozen))
 
     def of(self, push: Push) -> Ranges:
         """Return what a push leaves alone; with several in it, what all of them do."""
-        if not self._of:
-            return ()
         return common(self._one(part.worker, part.seq) for part in push)
 
     def _one(self, worker: int, seq: int) -> Ranges:

@@ -3,7 +3,7 @@
 Before an update the server publishes which push that is, and that a version has begun. It updates
 its shard piece by piece. Before a piece it copies the piece's old values into one half of the undo
 memory, and then publishes the piece's number; the next piece goes into the other half. So whatever
-the last thing is that it did, by these words (`Adopted.recover`)
+the last thing is that it did, by these words (`recover`)
 
 - no version is begun beyond the one committed: no update is under way. Is the push of the version
   committed not in the ledger yet, it is written there.
@@ -22,19 +22,19 @@ order: `publish` and `store_ordered` keep the compiler from another one.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from mpips.cluster.process import STARTED, stat_of
 from mpips.cluster.window import Field, Window
-from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe, publish
 from mpips.kernels.rule_loops import Undo
 from mpips.optim import Change, Rule
 from mpips.optim.staleness import Staleness
-from mpips.ps.shard import BLOCK_BYTES, Block, Server
+from mpips.ps.parts import BLOCK_BYTES, Block, DensePart
+from mpips.ps.shard import Server
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
 
@@ -64,162 +64,189 @@ def _what_word(word: int) -> tuple[int, int, int]:
     return *divmod(rest, 1 << WORKER_BITS), seq
 
 
-class Journaled(Server):
-    """A server that another can go on for; see `mpips.ps.shard.Server`. Collective: no."""
+class UndoLog:
+    """What a server notes of its updates, and who it is. Collective: no.
 
-    def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
-        rank = cluster.roles.servers[server_id]
-        self._journal, self._undo = window.view(rank, "journal"), window.view(rank, "undo")
-        self._first = self._next = 0  # pieces of an update
-        super().__init__(cluster, window, server_id, *args)
+    Pieces of an update are numbered from the dense part's on, and the numbers of a later version
+    are larger.
+
+    Args:
+        journal: Words of the server's segment, shape (8,), dtype int64.
+
+    Attributes:
+        next: Number of the next piece.
+        first: Number of the first piece that is not applied, in an update that was under way when
+            the shard was taken over.
+    """
+
+    def __init__(self, journal: np.ndarray) -> None:
+        self.journal = journal
+        self.next = self.first = 0
 
     def sign(self) -> None:
         """Say that this process serves the shard."""
-        publish(self._journal, PROCESS, os.getpid())
-        publish(self._journal, BORN, int(stat_of(os.getpid())[STARTED]))
-        publish(self._journal, SPACE, process_space())
+        publish(self.journal, PROCESS, os.getpid())
+        publish(self.journal, BORN, int(stat_of(os.getpid())[STARTED]))
+        publish(self.journal, SPACE, process_space())
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces the shard has."""
-        return sum(self._pieces_of(block) for block in self._blocks)
+    def begin(self, push: Push, version: int) -> None:
+        """Note which push makes a version."""
+        publish(self.journal, PUSH, _push_word(push, version))
+        self.next = version << NUMBER_BITS
 
-    def _pieces_of(self, block: Block) -> int:
-        return -(-block.params.size // self._undo.shape[2])
 
-    def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
-        """See `Server`."""
-        return super()._cut(UNDO_BYTES if self.stale.slots else most)
+class DenseUndo:
+    """The old values of a shard, while an update changes it. Collective: no.
 
-    def apply(self, push: Push) -> int:
-        """See `Server.apply`."""
-        publish(self._journal, PUSH, _push_word(push, self.version + 1))
-        return super().apply(push)
+    Args:
+        log: Of the server.
+        values: Memory for them, shape (HALVES, vectors, elements of a piece).
+        part: The shard.
 
-    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`; numbers their pieces, and keeps the old values of whole ones."""
-        self._next = self.version + 1 << NUMBER_BITS | self._first
-        for block in super().blocks(some):
-            if self.stale.slots:
-                for kept, live in self._old_values(self._next, block):
-                    np.copyto(kept, live)
-                publish(self._journal, PIECE, self._next)
-            yield block
-            self._next += self._pieces_of(block)
+    Attributes:
+        block_bytes: Of parameters that are updated at a time.
+    """
 
-    def _apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
-        """See `Server._apply`; also keeps the old values of each piece."""
-        if self.stale.slots:
-            super()._apply(block, grad, step, lr)
-            return
-        undo = Undo(self._undo, self._journal, PIECE, self._next)
-        block.rule.apply_undoable(block.params, grad, block.slots, step, lr, undo)
+    def __init__(self, log: UndoLog, values: np.ndarray, part: DensePart) -> None:
+        self._log, self._values, self._part = log, values, part
+        self._whole = bool(part.stale.slots)  # pieces are blocks, kept before these change
+        self.block_bytes = UNDO_BYTES if self._whole else BLOCK_BYTES
 
-    def _old_values(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def rest(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Yield what is not applied of an update, and number its pieces; see `UndoLog.first`."""
+        log = self._log
+        for block in blocks:
+            end = log.next + self._pieces(block)
+            if end > log.first:
+                done = max(0, log.first - log.next)
+                log.next += done
+                left = self._behind(block, done)
+                if self._whole:
+                    for kept, live in self._kept(log.next, left):
+                        np.copyto(kept, live)
+                    publish(log.journal, PIECE, log.next)
+                yield left
+            log.next = end
+
+    def apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
+        """Apply a block's rule, as `mpips.optim.Rule.apply`; keeps the old values of each piece."""
+        rule, params, slots = block.rule, block.params, block.slots
+        if self._whole:
+            rule.apply(params, grad, slots[: len(rule.slots)], step, lr)
+        else:
+            undo = Undo(self._values, self._log.journal, PIECE, self._log.next)
+            rule.apply_undoable(params, grad, slots, step, lr, undo)
+
+    def go_back(self, number: int, push: Push | None) -> int:
+        """Undo what may be half done of a piece.
+
+        Args:
+            number: Which piece of the shard; none of it if that is negative, or too large.
+            push: What is applied, if it is here.
+
+        Returns:
+            The number less the pieces of the shard.
+        """
+        for block in self._part.blocks:
+            pieces = self._pieces(block)
+            if 0 <= number < pieces:
+                for old, live in self._kept(self._log.first, self._behind(block, number)):
+                    np.copyto(live, old)
+            number -= pieces
+        return number
+
+    def _pieces(self, block: Block) -> int:
+        return -(-block.params.size // self._values.shape[2])
+
+    def _behind(self, block: Block, pieces: int) -> Block:
+        """Return a block without its first pieces."""
+        at = pieces * self._values.shape[2]
+        rest = slice(block.range.start + at, block.range.stop)
+        slots = tuple(slot[at:] for slot in block.slots)
+        return block._replace(range=rest, params=block.params[at:], slots=slots)
+
+    def _kept(self, number: int, block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield where the old values of a block's first piece lie, and the piece, each vector."""
-        for kept, vector in zip(
-            self._undo[number % HALVES], (block.params, *block.slots), strict=True
-        ):
+        vectors = block.params, *block.slots
+        for kept, vector in zip(self._values[number % HALVES], vectors, strict=True):
             live = vector[: kept.size]
             yield kept[: live.size], live
 
 
-class Adopted(Journaled):
-    """The shard of a server that has died, where it lies; it may be adopted again. Collective: no.
+def keep_undo(server: Server, window: Window, rank: int) -> UndoLog:
+    """Have a server keep what another one needs to take its shard over.
 
-    The process that served it must be gone; see `process_of`.
-
-    Attributes:
-        continued: Whether an update was under way.
+    Args:
+        server: The server, with all of its parts.
+        window: Of the store.
+        rank: Of the server that began with the shard.
     """
+    server.undo = log = UndoLog(window.view(rank, "journal"))
+    server.dense.undo = DenseUndo(log, window.view(rank, "undo"), server.dense)
+    server.dense.cut()
+    if server.rows is not None:
+        from mpips.ps.table_journal import RowUndo
 
-    def __init__(self, cluster: Cluster, window: Window, server_id: int, *args: Any) -> None:
-        super().__init__(cluster, window, server_id, *args)
-        self._rest: list[Block] | None = None  # of the update that was under way
-        self._wanted: list[tuple[int, tuple[Any, ...]]] = []
-        self.continued = False
+        memory = window.view(rank, "row_undo"), window.view(rank, "touched")
+        server.rows.undo = RowUndo(log, memory, server.rows.tables)
+    return log
 
-    def recover(self, find: Callable[[int, int], Push | None]) -> bool:
-        """Bring the shard and its ledger to a version, after which both go on.
 
-        Where an update was under way of a push that is not here, it stays as it is until `apply`
-        gets that push, which has to be the next, and nobody reads meanwhile.
+def recover(server: Server, find: Callable[[int, int], Push | None]) -> bool:
+    """Bring the shard of a server that has died, and its ledger, to a version.
 
-        Args:
-            find: Returns the push of a worker and a number, which is not in the ledger, if that is
-                here.
+    Where an update was under way of a push that is not here, it stays as it is until the server
+    gets that push, which has to be the next, and nobody reads meanwhile.
 
-        Returns:
-            Whether that can be done: with tables it cannot always be.
+    Args:
+        server: Serves the shard from now on; see `keep_undo`. The process that has served it must
+            be gone; see `process_of`. It may be taken over again.
+        find: Returns the push of a worker and a number, which is not in the ledger, if that is
+            here.
 
-        Blocks: until those near readers have copied that the dead server had let.
-        """
-        self.version = observe(self.header, COMMITTED)
-        begun = observe(self.header, BEGUN)
-        odd, worker, seq = _what_word(observe(self._journal, PUSH))
-        if begun > self.version:
-            push = find(worker, seq)
-            self._go_back(begun, push)
-            self.resumes, self.continued = (worker, seq), True
-            if push is not None:
-                self.apply(push)
-        elif odd == self.version & 1 and seq == observe(self.applied, worker) + 1:
-            publish(self.applied, worker, seq)
-        self._grants.let_finish()
-        self.sign()
-        return True
+    Returns:
+        Whether an update was under way.
 
-    def apply(self, push: Push) -> int:
-        """See `Server.apply`; or the rest of the update that was under way."""
-        if self.resumes is not None:
-            assert self.resumes == (push.worker, push.seq), "another push is half applied"
-        version = super().apply(push)
-        self._first, self.resumes = 0, None
-        return version
+    Blocks: until those near readers have copied that the dead server had let.
+    """
+    log = server.undo
+    assert log is not None, "it keeps what is needed"
+    server.version = observe(server.header, COMMITTED)
+    begun = observe(server.header, BEGUN)
+    odd, worker, seq = _what_word(observe(log.journal, PUSH))
+    continued = begun > server.version
+    if continued:
+        push = find(worker, seq)
+        _go_back(server, log, begun, push)
+        server.resumes = worker, seq
+        if push is not None:
+            server.apply(push)
+    elif odd == server.version & 1 and seq == observe(server.applied, worker) + 1:
+        publish(server.applied, worker, seq)
+    if server.grants is not None:
+        server.grants.let_finish()
+    log.sign()
+    return continued
 
-    def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
-        """See `Server.want_read`."""
-        if self.resumes is None:
-            super().want_read(rank, request)
-        else:
-            self._wanted.append((rank, request))
 
-    def serve_reads(self) -> bool:
-        """See `Server.serve_reads`."""
-        if self.resumes is not None:
-            return False
-        while self._wanted:
-            super().want_read(*self._wanted.pop(0))
-        return super().serve_reads()
+def _go_back(server: Server, log: UndoLog, begun: int, push: Push | None) -> None:
+    """Undo what may be half done of an update, so that the rest of it can be applied.
 
-    def _go_back(self, begun: int, push: Push | None) -> None:
-        """Undo what may be half done of an update, so that the rest of it can be applied.
-
-        Args:
-            begun: The version that it makes.
-            push: What is applied, if it is here.
-        """
-        version, number = divmod(observe(self._journal, PIECE), 1 << NUMBER_BITS)
-        if version == begun:
-            self._first, self._rest = number, self._from(number)
-            for old, live in self._old_values(number, self._rest[0]):
-                np.copyto(live, old)
-
-    def _from(self, number: int) -> list[Block]:
-        """Return the blocks from a piece on, of which the first begins with it."""
-        blocks = list(self._blocks)
-        while number >= self._pieces_of(blocks[0]):
-            number -= self._pieces_of(blocks.pop(0))
-        first, at = blocks[0], number * self._undo.shape[2]
-        range_, slots = first.range, tuple(slot[at:] for slot in first.slots)
-        rest = slice(range_.start + at, range_.stop)
-        blocks[0] = first._replace(range=rest, params=first.params[at:], slots=slots)
-        return blocks
-
-    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`; of the update that was under way, those that are left."""
-        rest, self._rest = self._rest, None
-        return super().blocks(some if rest is None else rest)
+    Args:
+        server: Of the shard.
+        log: Of the server.
+        begun: The version that the update makes.
+        push: What is applied, if it is here.
+    """
+    noted = observe(log.journal, PIECE)
+    version, number = divmod(noted, 1 << NUMBER_BITS)
+    if version == begun:
+        log.first = noted
+    else:
+        number = -1  # nothing is changed
+    for part in server.parts:
+        assert part.undo is not None, "it keeps what is needed"
+        number = part.undo.go_back(number, push)
 
 
 class Process(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.kernels.atomics import publish
+from mpips.kernels.atomics import observe, publish
 from mpips.kernels.vectors import add_scaled, scale
 from mpips.optim import Ranges, common
 from mpips.ps.shard import Server
@@ -42,7 +42,7 @@ class QuorumServer(Server):
         self._samples, self._factors = 0, 0.0  # summed: samples, rate factors by samples
         self._in: set[int] = set()  # workers whose gradients are in the sum
         self._frozen: list[Ranges] = []  # what each of these leaves alone
-        self._whole = self._blocks
+        self._whole = self.dense.blocks
 
     def apply(self, push: Push) -> int:
         """Take a push, the next of its worker, into the round or drop it; see `Server.apply`.
@@ -50,21 +50,24 @@ class QuorumServer(Server):
         Returns:
             The shard's version after it.
         """
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.version
         assert push.count == 1, "the mean of several workers' gradients"
-        if self.account(push):
+        assert push.seq == observe(self.applied, push.worker) + 1, "pushes out of order"
+        if before > push.version:
             self.tally.dropped += 1
         else:
-            for block in self.blocks(self._whole):
+            for block in self.dense.each(self._whole):
                 part = block.range
                 add_scaled(self._sum[part], 1.0, push.grad[part], push.samples)
             self._samples += push.samples
             self._factors += push.factor * push.samples
             self._in.add(push.worker)
-            self._frozen.append(self.frozen.of(push))
-        self.record(push)
+            self._frozen.append(() if self.frozen.nothing else self.frozen.of(push))
+        publish(self.applied, push.worker, push.seq)
+        self.clocks.advance(push.number)
         self._end_when_due()
-        self._took(push, start)
+        for tell in self.observers:
+            tell(push, before, before - push.version, start)
         return self.version
 
     def finished(self, rank: int, pushes: int) -> None:
@@ -83,11 +86,12 @@ class QuorumServer(Server):
             self._end()
 
     def _end(self) -> None:
-        version, frozen = self.version + 1, common(self._frozen)
-        self._leave(frozen)
+        version, frozen, dense = self.version + 1, common(self._frozen), self.dense
+        if dense.leaving.leave(frozen):
+            dense.cut()
         publish(self.header, BEGUN, version)
-        lr, mean = self.rate(version) * (self._factors / self._samples), 1 / self._samples
-        for part, params, slots, rule, rate_scale in self.blocks():
+        lr, mean = dense.rate(version) * (self._factors / self._samples), 1 / self._samples
+        for part, params, slots, rule, rate_scale in dense.each(dense.blocks):
             grad = self._sum[part]
             scale(grad, mean)
             rule.apply(params, grad, slots, version, lr * rate_scale)
@@ -97,7 +101,7 @@ class QuorumServer(Server):
         self._samples, self._factors = 0, 0.0
         self._in.clear()
         self._frozen.clear()
-        self.leaving.count()
+        dense.leaving.count()
         publish(self.header, COMMITTED, version)
         self.version = version
         self.clocks.publish()

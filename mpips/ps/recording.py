@@ -118,14 +118,14 @@ class Recorder:
         """
         self._over = over
 
-    def note(self, push: Push, staleness: int, version: int) -> None:
-        """Note a push, applied or dropped, of that staleness; the shard is at `version` now."""
+    def note(self, push: Push, before: int, staleness: int, start: float = 0.0) -> None:
+        """Note a push, applied or dropped; see `mpips.ps.shard.Observer`."""
         epoch, begin, end = push.batch
         filled = note(
             self._lines,
             self._made,
             self._words,
-            version,
+            before + 1,
             push.worker,
             staleness,
             epoch * self._epoch + begin,

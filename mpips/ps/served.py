@@ -1,15 +1,31 @@
 """A shard that a server serves, its own or one that it has adopted: pushes, cuts, checkpoints."""
 
 import time
-from collections.abc import Callable
 
 from mpips.cut.agreement import Cut, Phase
 from mpips.cut.saver import NOWHERE, Saver
+from mpips.planning.job import Job
 from mpips.ps.shard import Server
 from mpips.transport.channel import Receiver
-from mpips.transport.push import Push
 
 TURN_S = 50e-6  # after which a server that applies pushes attends to all else
+
+
+def saver_of(job: Job, server: Server, owner: int | None = None) -> Saver:
+    """Return what saves a shard, and its rows of tables.
+
+    Args:
+        job: The run.
+        server: Serves the shard.
+        owner: Its number; by default this rank's.
+    """
+    slots = dict(zip(job.slots, server.slots, strict=True))
+    saved = job.cluster, server.shard, server.params, slots, job.config.snapshot == "stall", owner
+    if server.rows is None:
+        return Saver(*saved)
+    from mpips.ps.table_server import row_saver
+
+    return row_saver(job, server.rows.tables, *saved)
 
 
 class Served:
@@ -33,55 +49,45 @@ class Served:
         self.cut, self.saver = cut, saver
         self.reported_done = False
 
-    def apply_some(self, note: Callable[[Push], None] | None = None) -> bool:
-        """Apply pushes that are here, for a while at most; returns whether there was one.
-
-        Args:
-            note: Called with each worker's push that is applied.
-        """
-        push, store = self._take(), self.store
-        busy, end = push is not None, time.perf_counter() + TURN_S
-        while push is not None:
+    def apply_some(self) -> bool:
+        """Apply pushes that are here, for a while at most; returns whether there was one."""
+        phase, store, limit = self.cut.phase, self.store, None
+        if store.resumes is not None:
+            worker, seq = store.resumes
+            limit = store.applied.copy()
+            limit[worker] = seq
+        elif phase is Phase.REACH:
+            limit = self.cut.target
+        elif phase in (Phase.AGREE, Phase.HOLD):
+            return False
+        busy, end = False, time.perf_counter() + TURN_S
+        fetch = phase is not Phase.DRAIN or limit is not None
+        while (push := self.receiver.take(limit, fetch)) is not None:
             store.apply(push)
-            if note is not None:
-                for part in push:
-                    note(part)
+            busy = True
             if time.perf_counter() >= end:
-                return True
-            push = self._take()
+                break
         return busy
-
-    def _take(self) -> Push | None:
-        phase, resumes = self.cut.phase, self.store.resumes
-        if resumes is not None:
-            limit = self.store.applied.copy()
-            limit[resumes[0]] = resumes[1]
-            return self.receiver.take(limit)
-        if phase in (Phase.FREE, Phase.LAST):
-            return self.receiver.take()
-        if phase is Phase.DRAIN:
-            return self.receiver.take(fetch=False)
-        return self.receiver.take(limit=self.cut.target) if phase is Phase.REACH else None
 
     @property
     def at_rest(self) -> bool:
         """Whether no cut is under way, and no checkpoint."""
         return self.cut.phase is Phase.FREE and not self.saver.busy
 
-    def begin_cut(self, number: int, target: list[int] | None = None) -> None:
-        """Begin a cut, with the pushes of each worker if these are agreed on.
+    def begin_cut(self, cut: tuple[int, list[int] | None]) -> None:
+        """Begin a cut.
 
         Args:
-            number: Of the cut. One that has begun, or that began before the shard was taken over,
-                is left out.
-            target: The pushes.
+            cut: Its number, and the pushes of each worker if these are agreed on. One that has
+                begun, or that began before the shard was taken over, is left out.
         """
+        number, target = cut
         if number > self.cut.begun:
             self.cut.begin(target)
 
     def settle(self, number: int) -> None:
         """Come to rest behind a cut, whose checkpoint is given up: its chief has died."""
-        self.begin_cut(number)
+        self.begin_cut((number, None))
         self.write_into(NOWHERE)
 
     def reach(self, base_step: int) -> int | None:
@@ -96,8 +102,17 @@ class Served:
 
     def write_into(self, folder: str) -> None:
         """Learn the folder of a checkpoint, if the shard is to be in it."""
-        if self.cut.phase is not Phase.FREE or self.saver.busy:
+        if not self.at_rest:
             self.saver.write_into(folder)
+
+    def committed(self, step: int) -> None:
+        """Learn that the checkpoint of a step is committed."""
+        self.saver.committed(step)
+
+    def epochs_over(self, over: tuple[int, list[int]]) -> None:
+        """Learn how many epochs are over, with so many pushes of each worker."""
+        assert self.store.rows is not None, "no rows are to be evicted"
+        self.store.rows.epochs_over(*over)
 
     def hold_or_go_on(self) -> None:
         """Take pushes again, as soon as the live shard need not stay as it is."""

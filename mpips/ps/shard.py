@@ -1,4 +1,4 @@
-"""A server's shard: it applies pushes, and shows between two of them which version there is.
+"""Server of a shard: header, version, ledger of applied pushes, and the parts that pushes change.
 
 A server's segment is ``header | params | slots | applied``. Around every update it publishes
 two words: the version begun before the first store, the version committed after the last. How that
@@ -6,9 +6,9 @@ is read: see `mpips.ps.client`.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,21 +18,27 @@ from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import find_ahead, no_limit, observe, publish
 from mpips.kernels.vectors import addresses_of
 from mpips.layout import Shard
-from mpips.optim import Change, Leaving, Ranges, Rule
+from mpips.optim import Rule
 from mpips.optim.staleness import Staleness
 from mpips.ps.consistency import Awaited, Clocks
 from mpips.ps.frozen import Frozen
+from mpips.ps.parts import DensePart, Part
 from mpips.transport.far import BEGUN, COMMITTED, STATE, Replies
 from mpips.transport.push import Push
 from mpips.transport.wire import Packing
 
 if TYPE_CHECKING:
+    from mpips.ps.journal import UndoLog
     from mpips.ps.recording import Recorder
+    from mpips.ps.table_server import OwnedRows
 
 STARTING, SERVING, CLOSED = range(3)  # values of STATE
-BLOCK_BYTES = 1 << 20  # between two of an update a server of several nodes enters MPI
 FRESH = Staleness()
 STALENESS_BINS = 256  # the last bin holds everything above
+
+# Called with an applied push, the version that it was applied to, the staleness of the oldest
+# gradient in it, and when the server took it.
+Observer: TypeAlias = Callable[[Push, int, int, float], object]
 
 
 def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> tuple[Field, ...]:
@@ -48,7 +54,7 @@ def server_fields(size: int, slots: Sequence[str], dtype: str, workers: int) -> 
 
 @dataclass
 class Tally:
-    """What a server has done in this run.
+    """What a server has done in this run: the observer that each server has.
 
     Attributes:
         handled: Gradients applied or dropped.
@@ -68,11 +74,15 @@ class Tally:
     busy_s: float = 0.0
     before: tuple[int, int] = (0, 0)
 
-    def count(self, staleness: int) -> None:
-        """Count a gradient of that staleness."""
-        self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
-        self.staleness_max = max(self.staleness_max, staleness)
-        self.staleness_sum += staleness
+    def count(self, push: Push, version: int, oldest: int, start: float) -> None:
+        """Count an applied push; see `Observer`."""
+        for each in (push, *push.others):
+            staleness = version - each.version
+            self.staleness[min(staleness, STALENESS_BINS - 1)] += 1
+            self.staleness_sum += staleness
+            self.handled += 1
+        self.staleness_max = max(self.staleness_max, oldest)
+        self.busy_s += time.perf_counter() - start
 
     def recent(self) -> float | None:
         """Return the mean staleness since this was last asked; None where nothing has come."""
@@ -81,21 +91,9 @@ class Tally:
         return (now[1] - total) / (now[0] - n) if now[0] > n else None
 
 
-class Block(NamedTuple):
-    """A part of a shard that is updated at a time.
-
-    Attributes:
-        range: Where it lies in the shard.
-        params: Its parameters.
-        slots: The same part of each slot.
-        rule: The rule with the block's settings; `scale` is its factor of the learning rate.
-    """
-
-    range: slice
-    params: np.ndarray
-    slots: tuple[np.ndarray, ...]
-    rule: Rule
-    scale: float
+def trace_push(push: Push, version: int, oldest: int, start: float) -> None:
+    """Write an applied push into this rank's trace; see `Observer`."""
+    words.applied(start, time.perf_counter(), ((each.worker, each.seq) for each in push))
 
 
 class Grants:
@@ -157,24 +155,30 @@ class Grants:
 
 
 class Server:
-    """A server's half of the store: it applies pushes to its shard. Collective: no.
+    """A server's half of the store: it applies pushes to what it owns. Collective: no.
 
     Args:
-        rule: Update rule.
+        rule: Update rule of the shard.
         rate: Learning rate as a function of the update's number.
         packing: How replies to far readers are packed.
         stale: What is done about stale pushes.
 
     Attributes:
         version: Updates applied to the shard, in resumed runs too; the header shows it to others.
+        parts: What a push changes: `dense`, and `rows` where there are tables.
+        observers: Called with each push that was applied or dropped.
+        readers: Called between two updates: they let others read, and return whether anybody does.
+        idle: Whether no push has anything for this server.
         tally: What it has done.
-        frozen: What workers' pushes leave alone; `leaving`, the rule without that.
+        frozen: What workers' pushes leave alone.
+        grants: Where reads by workers of this node are consistent.
         recorder: Writes down what is applied, if anything does.
+        undo: What another server needs to go on after this one's death, if one can.
+        resumes: Worker and number of the push that comes next, where it is applied in part.
 
-    It has an attribute for each field of its segment, and for each who reads it.
+    It has an attribute for each field of its segment, for each who reads it, and for each feature
+    that a job may ask for.
     """
-
-    resumes: tuple[int, int] | None = None  # worker and number of the push that is half applied
 
     def __init__(
         self,
@@ -187,57 +191,50 @@ class Server:
         packing: Packing | None = None,
         stale: Staleness = FRESH,
     ) -> None:
-        self._cluster, self.rule, self.rate, self.shard = cluster, rule, rate, shard
+        self._cluster, self.shard, self.stale = cluster, shard, stale
         view = lambda name: window.view(cluster.roles.servers[server_id], name)  # noqa: E731
         self.header, self.params, self.applied = view("header"), view("params"), view("applied")
         self.slots = tuple(view(f"slots/{name}") for name in rule.slots + stale.slots)
-        self.stale = stale
-        self._grants = Grants(cluster, window, server_id)
+        several = cluster.nodes > 1  # somebody there may read, or send
+        between = self.get_on if several else None
+        self.dense = DensePart(shard, self.params, self.slots, (rule, rate), stale, between)
+        self.parts: list[Part] = [self.dense]
         packing = packing or Packing()
         self.replies = Replies(cluster, self.header, self.params, shard, server_id, packing)
         ranks = cluster.roles.workers
         self.clocks = Clocks(self.header, self.applied, ranks, self.replies.ask)
-        self.frozen, self.leaving = Frozen(), Leaving(rule)
-        self._blocks = self._cut()
-        largest = max((block.params.size for block in self._blocks), default=0)
-        scratch = largest if stale.origins else 0
-        self._scratch = np.zeros(scratch, self.params.dtype)
-        self.version = 0
-        self.tally = Tally()
+        self.version, self.idle = 0, shard.size == 0
+        self.frozen, self.tally = Frozen(), Tally()
+        self.observers: list[Observer] = [self.tally.count]
+        if words.is_traced():
+            self.observers.append(trace_push)
+        self.readers: list[Callable[[], object]] = [self._answer] if several else []
+        self.grants: Grants | None = None
+        self.rows: OwnedRows | None = None
         self.recorder: Recorder | None = None
+        self.undo: UndoLog | None = None
+        self.resumes: tuple[int, int] | None = None
 
-    def _cut(self, most: int = BLOCK_BYTES) -> list[Block]:
-        """Cut what is updated into blocks of at most so many bytes; views are made once."""
-        found, first, step = list[Block](), self.shard.begin, most // self.params.itemsize
-        for begin, end, rule, scale in self.leaving.rule.parts(first, self.shard.end):
-            for at in range(begin, end, step):
-                p = slice(at - first, min(at + step, end) - first)
-                slots = tuple(slot[p] for slot in self.slots)
-                found.append(Block(p, self.params[p], slots, rule, scale))
-        return found
+    def hold_for(self, grants: Grants) -> None:
+        """Let workers of this node read between two updates."""
+        self.grants = grants
+        self.readers.append(grants.serve)
+
+    def own(self, rows: "OwnedRows") -> None:
+        """Own rows of tables, too: every push may have rows for this server."""
+        self.rows, self.idle = rows, False
+        self.parts.append(rows)
+        self.readers.append(rows.serve)
+
+    def record_by(self, recorder: "Recorder") -> None:
+        """Have what is applied written down."""
+        self.recorder = recorder
+        self.observers.append(recorder.note)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it owns: parameters, slots and rows of tables."""
-        return self.params.nbytes * (1 + len(self.slots))
-
-    @property
-    def rows_changed(self) -> dict[str, int]:
-        """How many rows of each table have been changed."""
-        return {}
-
-    @property
-    def rows_evicted(self) -> dict[str, int]:
-        """How many rows were evicted, of each table of which any are."""
-        return {}
-
-    def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
-        """Note that of so many epochs nothing is pushed beyond so many pushes of each worker."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no push has anything for this server."""
-        return self.shard.size == 0
+        return sum(part.nbytes for part in self.parts)
 
     def start_from(self, version: int) -> None:
         """Set the version of a shard whose parameters and slots were just filled."""
@@ -264,25 +261,38 @@ class Server:
         Blocks: no; with several nodes, enters MPI between blocks.
         Reference: Li et al., OSDI 2014, section 3.
         """
-        start, count = time.perf_counter(), push.count
-        version = self.version + count
-        oldest = self.account(push)
-        self._leave(self.frozen.of(push))
+        start, before, pushes = time.perf_counter(), self.version, (push, *push.others)
+        version, oldest = before + len(pushes), 0
+        for each in pushes:
+            assert each.seq == observe(self.applied, each.worker) + 1, "pushes out of order"
+            oldest = max(oldest, before - each.version)
+        if self.undo is not None:
+            assert self.resumes in (None, (push.worker, push.seq)), "another one is half applied"
+            self.undo.begin(push, version)
+        if not self.frozen.nothing:
+            self._leave_alone(push)
         publish(self.header, BEGUN, version)
-        if self.stale.drops(oldest):
-            self.tally.dropped += count
+        if self.stale.limit is not None and oldest > self.stale.limit:
+            self.tally.dropped += len(pushes)
         else:
-            self._update(push, version, oldest)
+            for part in self.parts:
+                part.apply(push, version, oldest)
         # Before the ledger: who sees there that a push is applied reads a version that counts it.
         publish(self.header, COMMITTED, version)
-        self.version = version
-        self.leaving.count(count)
-        self.record(push)
+        self.version, self.resumes = version, None
+        for each in pushes:
+            publish(self.applied, each.worker, each.seq)
+            self.clocks.advance(each.number)
         self.clocks.publish()
-        if self.recorder is not None:
-            self.recorder.note(push, oldest, version)
-        self._took(push, start)
+        for tell in self.observers:
+            tell(push, before, oldest, start)
         return version
+
+    def _leave_alone(self, push: Push) -> None:
+        """Leave alone what a push leaves alone, and count its updates."""
+        if self.dense.leaving.leave(self.frozen.of(push)):
+            self.dense.cut()
+        self.dense.leaving.count(push.count)
 
     def finished(self, rank: int, pushes: int) -> None:
         """Note that a worker will have made so many pushes, and no more."""
@@ -296,7 +306,12 @@ class Server:
 
     def has_applied(self, pushes: Sequence[int]) -> bool:
         """Whether so many pushes of each worker are applied; an empty shard gets none."""
-        return self.idle or all(observe(self.applied, w) == count for w, count in enumerate(pushes))
+        return self.idle or self.ledger == list(pushes)
+
+    @property
+    def ledger(self) -> list[int]:
+        """How many pushes of each worker are applied."""
+        return [observe(self.applied, worker) for worker in range(self.applied.size)]
 
     def is_done(self, final: Mapping[int, int]) -> bool:
         """Whether all is applied that any worker has pushed.
@@ -314,76 +329,37 @@ class Server:
         """
         return step
 
-    def account(self, push: Push) -> int:
-        """Count the staleness of each push in a message; returns the largest."""
-        version, oldest = self.version, 0
-        for part in push:
-            assert part.seq == observe(self.applied, part.worker) + 1, "pushes out of order"
-            self.tally.count(version - part.version)
-            oldest = max(oldest, version - part.version)
-        return oldest
-
-    def record(self, push: Push) -> None:
-        """Write a push into the ledger."""
-        for part in push:
-            publish(self.applied, part.worker, part.seq)
-            self.clocks.advance(part.number)
-        self.tally.handled += push.count
-
-    def _took(self, push: Push, start: float) -> None:
-        """Count what a push took since `start`, and tell a trace of it."""
-        end = time.perf_counter()
-        self.tally.busy_s += end - start
-        if words.is_traced():
-            words.applied(start, end, ((part.worker, part.seq) for part in push))
-
-    def _leave(self, frozen: Ranges) -> None:
-        """Leave these arrays alone in the next update."""
-        if self.leaving.leave(frozen):
-            self._blocks = self._cut()
-
-    def _update(self, push: Push, version: int, oldest: int) -> None:
-        lr = self.stale.rate(self.rate(version), oldest) * push.factors
-        own = len(self.rule.slots)
-        for block in self.blocks():
-            part, params, slots, rule, scale = block
-            grad = push.grad[part]
-            if push.origin is not None and not isinstance(rule, Change):
-                out = self._scratch[: grad.size]
-                self.stale.compensate(out, grad, params, push.origin[part], slots[own:])
-                grad = out
-            self._apply(block, grad, version, lr * scale)
-
-    def _apply(self, block: Block, grad: np.ndarray, step: int, lr: float) -> None:
-        """Apply a block's rule; see `mpips.optim.Rule.apply`."""
-        own = len(self.rule.slots)
-        block.rule.apply(block.params, grad, block.slots[:own], step, lr)
-
-    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """Yield the parts of the shard that are updated at a time, or others; enter MPI between."""
-        far = self._cluster.nodes > 1  # somebody there may read, or send
-        for block in self._blocks if some is None else some:
-            if far and block.range.start:
-                self._cluster.progress()
-                self.replies.serve(between=False)
-            yield block
-
     def want_read(self, rank: int, request: tuple[Any, ...]) -> None:
         """Note that a far worker asked for a reply (`mpips.transport.far.ReplyReads`)."""
         start, (consistent, *needs) = time.perf_counter(), request
-        self.clocks.want(rank, consistent, Awaited(*needs))
+        self.clocks.held.append((rank, consistent, Awaited(*needs)))
+        if self.resumes is None:
+            self.clocks.let()
         words.answered(rank, start)
 
     def serve_reads(self) -> bool:
-        """Let those who asked read the shard now, between two updates.
+        """Let those who asked read now, between two updates.
 
         Returns:
             Whether anybody reads rows of tables.
 
         Blocks: until near readers have copied the shard; far ones get a reply.
         """
+        busy = False
+        if self.resumes is None:  # else the shard is of no version
+            for serve in self.readers:
+                busy |= serve() is True
+        return busy
+
+    def _answer(self) -> None:
+        """Answer far workers that read the shard."""
         if self.clocks.held:
             self.clocks.let()
-        self._grants.serve()
         self.replies.serve()
-        return False
+
+    def get_on(self) -> None:
+        """Enter MPI within an update, and send a little of what far workers wait for."""
+        self._cluster.progress()
+        self.replies.serve(between=False)
+        if self.rows is not None:
+            self.rows.answer_some()

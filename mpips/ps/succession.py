@@ -31,7 +31,7 @@ from mpips.cut.committer import Committer
 from mpips.datasets.ledger import HandOut
 from mpips.errors import UserError
 from mpips.planning.job import Job
-from mpips.ps.adoption import Adoption, adopt, cannot, fence_all, ledger_of
+from mpips.ps.adoption import Adoption, Failover, cannot, fence_all
 from mpips.ps.assemble import ServerHalf
 from mpips.ps.coordinator import Chief
 from mpips.ps.feed import Granter
@@ -75,34 +75,31 @@ class Settling:
         return living <= self._at_rest
 
 
-def succeed(
-    job: Job, half: ServerHalf, own: Served, log: "Log", ahead: int
-) -> tuple[Chief, Adoption]:
+def succeed(job: Job, log: "Log", ahead: int, failover: Failover) -> tuple[Chief, Adoption]:
     """Become the chief, and take the shard of server 0 over.
 
     Args:
         job: The run.
-        half: This server's half of the store.
-        own: Its own shard.
         log: Where the run is told from now on.
         ahead: See `Granter`.
+        failover: Of this server.
 
     Raises:
         Lost: If the job cannot go on.
 
     Collective: no. Blocks: until the dead processes are gone.
     """
-    first = job.cluster.roles.servers[0]
+    first, half = job.cluster.roles.servers[0], failover.half
     fence_all(job.cluster, half.window)
     record = Record(half.window, first)
     found = record.load()
     if found is None:
         raise cannot(first, "its notes are not whole")
     handout, state = found
-    home = adopt(job, half, own, first)
-    handout.catch_up(ledger_of(home.served.store))
+    home = failover.adopt(first)
+    handout.catch_up(home.served.store.ledger)
     chief = _chief(job, half, home.served, (handout, state), log, (record, ahead))
-    chief.cuts = own.cut.begun
+    chief.cuts = failover.own.cut.begun
     return chief, home
 
 

@@ -7,7 +7,7 @@ same, and takes every push.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,12 +18,16 @@ from mpips.cluster.world import Cluster
 from mpips.cut.table_saver import TableSaver
 from mpips.planning.job import Job
 from mpips.planning.tables import JobTable
+from mpips.ps.parts import BLOCK_BYTES
 from mpips.ps.row_cut import RowCut
-from mpips.ps.shard import BLOCK_BYTES, Block, Server
+from mpips.ps.shard import Server
 from mpips.ps.table_shard import TableShard, row_fields
 from mpips.transport.push import Push
 from mpips.transport.row_replies import RowReplies, Served
 from mpips.transport.wire import Packing
+
+if TYPE_CHECKING:
+    from mpips.ps.table_journal import RowUndo
 
 SEEN = "seen"  # what is saved beside the slots of a row, where rows are evicted: when it was pushed
 BLOCK_ROWS = 1 << 13  # and `BLOCK_BYTES`: between two of an update of rows MPI is entered
@@ -205,79 +209,79 @@ def large_pages(tables: Sequence[ServedTable]) -> LargePages:
     return LargePages(lambda: [array for each in tables for array in each.shard.used()])
 
 
-class TableServer(Server):
-    """A server's half of a store with tables; see `mpips.ps.shard.Server`. Collective: no.
+class OwnedRows:
+    """Rows of all tables that a server owns beside its shard; see `Server.own`. Collective: no.
 
     Args:
+        server: The server, which has its grants if reads are consistent.
+        place: The job's ranks, the store's window, and the number of the server.
         tables: Of the job.
         replies: How rows for workers of other nodes are packed.
-        consistent: Whether rows of a step are read between two updates.
-        args: See `Server`.
 
     Attributes:
         tables: Its rows of each.
+        undo: Keeps the old lines of an update, if another server can take the rows over.
     """
 
     def __init__(
         self,
+        server: Server,
+        place: tuple[Cluster, Window, int],
         tables: Sequence[JobTable],
         replies: Packing,
-        consistent: bool,
-        cluster: Cluster,
-        window: Window,
-        server_id: int,
-        *args: Any,
     ) -> None:
-        super().__init__(cluster, window, server_id, *args)
-        ranks, dtype = cluster.roles.servers, self.params.dtype.name
+        cluster, window, number = place
+        self._server, dtype, ranks = server, server.params.dtype, cluster.roles.servers
+        self.undo: RowUndo | None = None
         self.tables = []
         for table in tables:
-            fields = table_fields(table, len(ranks), server_id, dtype)
-            memory = {field.name: window.view(ranks[server_id], field.name) for field in fields}
-            self.tables.append(ServedTable(table, len(ranks), server_id, memory))
+            fields = table_fields(table, len(ranks), number, dtype.name)
+            memory = {field.name: window.view(ranks[number], field.name) for field in fields}
+            self.tables.append(ServedTable(table, len(ranks), number, memory))
         self._pages = large_pages(self.tables)
         self._far: RowReplies | None = None
         if cluster.nodes > 1:
             served = [Served(each.shard.pull, each.table.dim) for each in self.tables]
-            number = cluster.roles.workers.index
-            noted = (lambda rank: self._note_read(number(rank))) if consistent else None
-            args = cluster, served, self.params.dtype, replies, server_id, noted
-            self._far = RowReplies(*args, self.clocks.lets)
-        self._grants.noted = self._note_read
+            noted = lambda rank: self._note_read(cluster.roles.workers.index(rank))  # noqa: E731
+            args = cluster, served, dtype, replies, number, noted if server.grants else None
+            self._far = RowReplies(*args, server.clocks.lets)
+        if server.grants is not None:
+            server.grants.noted = self._note_read
         self._over: tuple[int, Sequence[int]] | None = None  # what `epochs_over` has to do
 
     def _note_read(self, worker: int) -> None:
         """Note that a worker reads rows at this version."""
-        if self.recorder is not None:
-            self.recorder.note_read(worker)
-
-    @property
-    def idle(self) -> bool:
-        """See `Server.idle`: every push may have rows for it."""
-        return False
+        if self._server.recorder is not None:
+            self._server.recorder.note_read(worker)
 
     @property
     def nbytes(self) -> int:
-        """See `Server.nbytes`."""
-        return super().nbytes + sum(served.nbytes for served in self.tables)
+        """See `mpips.ps.parts.Part`."""
+        return sum(served.nbytes for served in self.tables)
 
     @property
-    def rows_changed(self) -> dict[str, int]:
-        """See `Server.rows_changed`."""
+    def changed(self) -> dict[str, int]:
+        """How many rows of each table have been changed."""
         return {each.table.name: each.shard.touched for each in self.tables}
 
     @property
-    def rows_evicted(self) -> dict[str, int]:
-        """See `Server.rows_evicted`."""
+    def evicted(self) -> dict[str, int]:
+        """How many rows were evicted, of each table of which any are."""
         return evicted_of(self.tables)
 
-    def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
-        """See `Server.epochs_over`: rows are evicted, once all is applied and no cut is taken.
+    @property
+    def whole(self) -> bool:
+        """Whether nobody was stopped in the midst of an eviction."""
+        return all(each.shard.ages is None or each.shard.ages.whole for each in self.tables)
 
-        Where that is recorded it is right before a push, behind all reads of the version before.
+    def epochs_over(self, epochs: int, pushes: Sequence[int]) -> None:
+        """Note that of so many epochs nothing is pushed beyond so many pushes of each worker.
+
+        Rows are evicted, once all of these are applied and no cut is taken. Where that is recorded
+        it is within the next push, behind all reads of the version before.
         """
         self._over = epochs, pushes
-        if self.recorder is None:
+        if self._server.recorder is None:
             self._evict()
 
     def _evict(self) -> None:
@@ -285,56 +289,40 @@ class TableServer(Server):
         if self._over is None:
             return
         epochs, pushes = self._over
-        if (self.applied >= pushes).all() and evict_old(self.tables, epochs):
+        if (self._server.applied >= pushes).all() and evict_old(self.tables, epochs):
             self._over = None
-            if self.recorder is not None:
-                self.recorder.note_eviction(epochs)
+            if self._server.recorder is not None:
+                self._server.recorder.note_eviction(epochs)
 
-    def apply(self, push: Push) -> int:
-        """See `Server.apply`."""
-        if self.recorder is not None:
-            self._evict()
-        return super().apply(push)
-
-    def serve_reads(self) -> bool:
-        """See `Server.serve_reads`."""
-        super().serve_reads()
-        if self.recorder is None:
+    def serve(self) -> bool:
+        """Do what is done between two updates; returns whether anybody reads rows. Blocks: no."""
+        if self._server.recorder is None:
             self._evict()
         self._pages.look()
-        return self.serve_rows()
+        return self.answer()
 
-    def serve_rows(self) -> bool:
+    def answer(self) -> bool:
         """Answer far workers that read rows; returns whether there are any. Blocks: no."""
         return self._far is not None and self._far.serve()
 
-    def blocks(self, some: Sequence[Block] | None = None) -> Iterator[Block]:
-        """See `Server.blocks`."""
-        for block in super().blocks(some):
-            self._get_on()
-            yield block
-
-    def _get_on(self) -> None:
-        """Enter MPI within an update, and send a little of what far workers wait for."""
+    def answer_some(self) -> None:
+        """Send a little of what far workers wait for, within an update."""
         if self._far is not None:
-            self._cluster.progress()
             self._far.serve(most=1, between=False)
 
-    def _update(self, push: Push, version: int, oldest: int) -> None:
-        super()._update(push, version, oldest)
+    def apply(self, push: Push, version: int, oldest: int) -> None:
+        """See `mpips.ps.parts.Part.apply`."""
+        if self._server.recorder is not None:
+            self._evict()
         for served, (places, sums) in zip(self.tables, push.rows, strict=True):
             if served.shard.ages:
                 served.shard.ages.epoch = push.batch[0]
-            rate = self.stale.rate(served.table.rate(version), oldest) * push.factors
-            self._change(served, places, sums, rate)
-
-    def _change(
-        self, served: ServedTable, places: np.ndarray, sums: np.ndarray, rate: float
-    ) -> None:
-        """Apply what a push has for the rows of a table."""
-        step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
-        if self._far is None:
-            step = max(1, len(places))
-        for at in range(0, len(places), step):
-            self._get_on()
-            served.shard.apply(places[at : at + step], sums[at : at + step], rate)
+            rate = self._server.stale.rate(served.table.rate(version), oldest) * push.factors
+            step = max(1, min(BLOCK_ROWS, BLOCK_BYTES // (served.table.dim * sums.itemsize)))
+            if self._far is None:
+                step = max(1, len(places))
+            for at in range(0, len(places), step):
+                if self._far is not None:
+                    self._server.get_on()
+                some = slice(at, at + step)
+                served.shard.apply(places[some], sums[some], rate, self.undo)

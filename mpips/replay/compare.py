@@ -15,7 +15,7 @@ from mpips.kernels.record_lines import WORDS, line_sum, place_of
 from mpips.layout import Layout
 from mpips.planning.job import Job
 from mpips.ps.shard import Server
-from mpips.ps.table_server import TableServer
+from mpips.ps.table_server import OwnedRows
 from mpips.transport.wire import Packer
 
 REMEDY = "is it the machine, are they the files, libraries and threads, of the run?"
@@ -71,13 +71,13 @@ def compare_shard(job: Job, k: int, store: Server, saved: Checkpoint) -> None:
         _compare(whose, replay, run, partial(element, job.layout), begin)
 
 
-def compare_rows(k: int, store: TableServer, saved: Checkpoint) -> None:
+def compare_rows(k: int, rows: OwnedRows, saved: Checkpoint) -> None:
     """Compare a server's rows of tables, and their slots, with a checkpoint, bit by bit.
 
     Raises:
         UserError: If some were changed that are not there, or an element differs.
     """
-    for served in store.tables:
+    for served in rows.tables:
         name, found = served.table.name, served.changed_rows()
         order = np.argsort(found.rows)
         mine, whose = found.rows[order], f"{saved.path}: of table {name!r}, server {k}'s rows"

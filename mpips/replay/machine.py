@@ -17,7 +17,7 @@ from mpips.datasets.ledger import Range
 from mpips.errors import UserError
 from mpips.optim import Ranges
 from mpips.ps.shard import Server
-from mpips.ps.table_server import TableServer, evict_old
+from mpips.ps.table_server import evict_old
 from mpips.replay.apart import Apart
 from mpips.replay.compare import (
     compare_line,
@@ -278,8 +278,8 @@ class Replay:
         if made is None:
             return False
         evicted = self._part.servers[k].evicted
-        if isinstance(store, TableServer) and at in evicted:
-            evict_old(store.tables, evicted[at])
+        if store.rows is not None and at in evicted:
+            evict_old(store.rows.tables, evicted[at])
         store.apply(worker.maker.push(made, seq, k, store.version - stale))
         self._applied[k][number], self._read[k] = seq, 0
         if worker.maker.applied(made):
@@ -294,8 +294,8 @@ class Replay:
         saved = self._saved.get(store.version)
         if saved is not None:
             compare_shard(self.job, k, store, saved)
-            if isinstance(store, TableServer):
-                compare_rows(k, store, saved)
+            if store.rows is not None:
+                compare_rows(k, store.rows, saved)
             self.compared[store.version] = self.compared.get(store.version, 0) + 1
         if store.version == until:
             found[k] = [array.copy() for array in (store.params, *store.slots)]

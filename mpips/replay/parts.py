@@ -17,7 +17,7 @@ from mpips.problems.accumulate import follow
 from mpips.ps.client import reader_fields
 from mpips.ps.design import Design
 from mpips.ps.shard import Server, server_fields
-from mpips.ps.table_server import TableServer, fill_tables, table_fields
+from mpips.ps.table_server import OwnedRows, fill_tables, table_fields
 from mpips.ps.worker import make_loader
 from mpips.replay.apart import Apart, Asked
 from mpips.replay.computing import Computed
@@ -132,10 +132,11 @@ def make_server(job: Job, memory: Memory) -> Server:
     number = roles.servers.index(job.cluster.rank)
     how = design.rule, design.rate, design.replies, design.stale
     place = job.cluster, memory, number, job.shard
+    server = Server(*place, *how)
     if design.tables:
-        tables = TableServer(design.tables, design.replies, True, *place, *how)
-        fill_tables(tables.tables, job.checkpoint)
-    server = tables if design.tables else Server(*place, *how)
+        rows = OwnedRows(server, place[:3], design.tables, design.replies)
+        fill_tables(rows.tables, job.checkpoint)
+        server.own(rows)
     job.fill(server.params, server.slots, job.shard)
     server.start_from(job.base_step)
     return server

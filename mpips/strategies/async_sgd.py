@@ -22,23 +22,20 @@ from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.problems.accumulate import Tasks
 from mpips.ps import far_choice
-from mpips.ps.adoption import saver_of
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.coordinator import Chief
 from mpips.ps.design import Design, Update
 from mpips.ps.feed import Granter
-from mpips.ps.record import Record
-from mpips.ps.recording import recorder_of
+from mpips.ps.served import saver_of
 from mpips.ps.server import AsyncServer
 from mpips.ps.shard import Server
 from mpips.ps.steps import GradientSteps, Steps
-from mpips.ps.succession import succeed
-from mpips.ps.survival import adopts, keeps, spared
-from mpips.ps.table_server import TableServer, fill_tables
 from mpips.ps.worker import AsyncWorker
 from mpips.transport import wire
 
 if TYPE_CHECKING:
+    from mpips.ps.adoption import Adoption, Failover
+    from mpips.ps.recording import Recorder
     from mpips.session.metrics import Log
 
 
@@ -59,7 +56,11 @@ def run(
     Raises:
         UserError: If shared memory is too small, or a file cannot be read or written.
     """
-    design = dataclasses.replace(Design.of(job, update), adopts=adopts(job), kept=keeps(job))
+    design = Design.of(job, update)
+    if job.cluster.failures.on:
+        from mpips.ps.survival import adopts, keeps
+
+        design = dataclasses.replace(design, adopts=adopts(job), kept=keeps(job))
     half = assemble(job.cluster, design)
     if isinstance(half, WorkerHalf):
         return (yield from _work(job, half, make_steps(job, half)))
@@ -71,10 +72,9 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     _fill(job, server)
     saver = saver_of(job, server)
     server.start_from(job.base_step)
-    server.recorder = recorder = recorder_of(job, half)
-    chief = _chief(job, half, log, ahead)
-    heirs = partial(succeed, job, half, log=log, ahead=ahead) if _has_heir(job) else None
-    loop = AsyncServer(job, half, saver, chief, heirs)
+    recorder = _record(job, half) if job.config.record else None
+    failover = _failover(job, half, log, ahead) if job.cluster.failures.on else None
+    loop = AsyncServer(job, half, saver, _chief(job, half, log, ahead), failover)
     loop.start()
     times = half.open(lambda request: loop.serve_until(request.Test))
     if times is not None:
@@ -88,31 +88,46 @@ def _serve(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Outcome:
     reason = loop.serve()
     if recorder is not None:
         recorder.close()
-    if isinstance(server, TableServer):
-        job.cluster.serving = server.serve_rows  # workers evaluate by them, and read no shard more
+    if server.rows is not None:
+        job.cluster.serving = server.rows.answer  # workers evaluate by them, and read no shard more
     outcome = Outcome(reason, server.version, release=partial(_release, job, half))
     if (chief := loop.chief) is not None:
         outcome.samples, outcome.detail = chief.samples, chief.diverged or ""
         outcome.step, outcome.unsaved = chief.step, chief.unsaved
         outcome.epochs, outcome.clocks = chief.handout.epochs_done, chief.handout.clocks
         outcome.lost = chief.lost
+    adoptions = failover.adoptions if failover is not None else []
     outcome.stats = _stats(server, server.tally.handled)
-    adopted = dict[int, dict[str, Any]]()
-    for adoption in loop.adopter.adoptions:
-        store = adoption.served.store
-        begun, seconds = adoption.version - job.base_step, round(adoption.seconds, 6)
-        took = {"statistics_from": begun, "adopted_in_s": seconds}
-        took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
-        adopted[adoption.rank] = _stats(store, store.version - job.base_step) | took
-    outcome.stats["adopted"] = adopted
+    outcome.stats["adopted"] = {each.rank: _adopted(job, each) for each in adoptions}
     return outcome
 
 
 def _fill(job: Job, server: Server) -> None:
     """Fill what a server owns."""
     job.fill(server.params, server.slots, job.shard)
-    if isinstance(server, TableServer):
-        fill_tables(server.tables, job.checkpoint)
+    if server.rows is not None:
+        from mpips.ps.table_server import fill_tables
+
+        fill_tables(server.rows.tables, job.checkpoint)
+
+
+def _record(job: Job, half: ServerHalf) -> "Recorder | None":
+    """Have what a server applies written down, if all servers can; see `recorder_of`."""
+    from mpips.ps.recording import recorder_of
+
+    recorder = recorder_of(job, half)
+    if recorder is not None:
+        half.server.record_by(recorder)
+    return recorder
+
+
+def _failover(job: Job, half: ServerHalf, log: "Log", ahead: int) -> "Failover":
+    """Return what a server does about ranks that die."""
+    from mpips.ps.adoption import Failover
+    from mpips.ps.succession import succeed
+
+    succeeds = job.cluster.roles.servers[0] in half.design.adopts
+    return Failover(job, half, partial(succeed, job, log, ahead) if succeeds else None)
 
 
 def _release(job: Job, half: ServerHalf) -> None:
@@ -122,7 +137,7 @@ def _release(job: Job, half: ServerHalf) -> None:
 
 def _stats(server: Server, applied: int) -> dict[str, Any]:
     """Return a shard's part of the summary, with the number of pushes applied to it."""
-    tally = server.tally
+    tally, rows = server.tally, server.rows
     return {
         "bytes": server.nbytes,
         "applied": applied,
@@ -131,9 +146,17 @@ def _stats(server: Server, applied: int) -> dict[str, Any]:
         "staleness": tally.staleness.tolist(),
         "staleness_sum": tally.staleness_sum,
         "staleness_max": tally.staleness_max,
-        "rows_changed": server.rows_changed,
-        "rows_evicted": server.rows_evicted,
+        "rows_changed": {} if rows is None else rows.changed,
+        "rows_evicted": {} if rows is None else rows.evicted,
     }
+
+
+def _adopted(job: Job, adoption: "Adoption") -> dict[str, Any]:
+    """Return the part of the summary of a shard that was taken over."""
+    store, begun = adoption.served.store, adoption.version - job.base_step
+    took = {"statistics_from": begun, "adopted_in_s": round(adoption.seconds, 6)}
+    took["adopted_by"] = job.cluster.roles.servers.index(job.cluster.rank)
+    return _stats(store, store.version - job.base_step) | took
 
 
 def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
@@ -143,17 +166,18 @@ def _chief(job: Job, half: ServerHalf, log: "Log", ahead: int) -> Chief | None:
     own, cluster = worker_state.names(job), job.cluster
     committer = Committer(job, job.place, log, own)
     handout, holding = job.handout(), Holding(cluster) if own else None
-    record = Record(half.window, cluster.rank) if _has_heir(job) else None
-    back = bool(spared(job))
+    record, back = None, False
+    if cluster.failures.on:
+        from mpips.ps.record import Record
+        from mpips.ps.survival import spared
+
+        back = bool(spared(job))
+        if cluster.rank in half.design.adopts:
+            record = Record(half.window, cluster.rank)
     granter = Granter(cluster, half.window, handout, ahead, takes_back=back, record=record)
     chief = Chief(job, half.server, granter, handout, committer, log, holding, record)
     chief.note()
     return chief
-
-
-def _has_heir(job: Job) -> bool:
-    """Whether another server goes on for the chief if it dies."""
-    return job.cluster.roles.servers[0] in adopts(job)
 
 
 def _work(job: Job, half: WorkerHalf, steps: Steps) -> Tasks[Outcome]:

@@ -13,7 +13,7 @@ from mpips.cluster import window as windows
 from mpips.cluster.tags import BODY_TAGS
 from mpips.cluster.world import Cluster
 from mpips.kernels.atomics import observe
-from mpips.ps import shard as shards
+from mpips.ps import parts
 from mpips.transport import inbox, outbox
 from mpips.transport.outbox import BUFFERS
 from mpips.transport.push import HEADER_WORDS, Push, pack
@@ -380,7 +380,7 @@ def test_consistent_reads_are_never_torn(
 ) -> None:
     if servers >= cluster.world:
         pytest.skip("leaves no worker")
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 1 << 15)  # so that updates are of several blocks
+    monkeypatch.setattr(parts, "BLOCK_BYTES", 1 << 15)  # so that updates are of several blocks
     rig = Rig(cluster, 1 << 16, servers, consistent=True)
     wrong: list[object] = []
     if rig.worker:

@@ -23,9 +23,9 @@ from mpips.layout import Shard
 from mpips.layout.roles import Roles
 from mpips.optim import Change, Part, make_rule
 from mpips.optim.staleness import Staleness
-from mpips.ps import journal, shard
+from mpips.ps import journal, parts, shard
 from mpips.ps.client import reader_fields
-from mpips.ps.journal import HALVES, Adopted, Journaled, journal_fields, warm
+from mpips.ps.journal import HALVES, journal_fields, keep_undo, recover, warm
 from mpips.ps.shard import Server, server_fields
 from mpips.transport.far import BEGUN, COMMITTED
 from mpips.transport.push import Push
@@ -129,15 +129,18 @@ def pushes(name: str, size: int = N, rounds: int = PUSHES, dtype: str = "f8") ->
     return found
 
 
-def make(kind: type[Server], rank: int, memory: Memory, name: str) -> Any:
-    rule, stale = RULES[name]
-    args = 1, Shard(0, memory.size), rule, lambda step: 0.1 / step, None, stale
-    return kind(cluster(rank), memory, *args)  # type: ignore[arg-type]
+def make(memory: Memory, name: str, undo: bool = True) -> Server:
+    """Return what serves a shard, and by default keeps what another server needs to go on."""
+    (rule, stale), place = RULES[name], (cluster(1), memory, 1, Shard(0, memory.size))
+    server = Server(*place, rule, lambda step: 0.1 / step, None, stale)  # type: ignore[arg-type]
+    if undo:
+        keep_undo(server, memory, 1)  # type: ignore[arg-type]
+    return server
 
 
-def begin(kind: type[Server], memory: Memory, name: str) -> Any:
+def begin(memory: Memory, name: str, undo: bool = True) -> Server:
     """Return a server that begins with a shard."""
-    server = make(kind, 1, memory, name)
+    server = make(memory, name, undo)
     server.start_from(BASE)
     return server
 
@@ -149,7 +152,7 @@ def vectors(server: Any) -> list[np.ndarray]:
 
 def expected(name: str, memory: Memory, some: list[Push]) -> tuple[list[np.ndarray], int]:
     """Return what a server has that lives, and keeps nothing, and its version."""
-    server = begin(Server, memory, name)
+    server = begin(memory, name, undo=False)
     for push in some:
         server.apply(push)
     return vectors(server), server.version
@@ -176,7 +179,8 @@ def dies(
     with monkeypatch.context() as patch:
         fate.patch(patch)
         try:
-            assert not adopts or server.recover(finder(some))
+            if adopts:
+                recover(server, finder(some))
             for push in rest_of(server, some):
                 server.apply(push)
         except Death:
@@ -195,17 +199,16 @@ def test_a_death_at_any_moment(name: str, size: int, monkeypatch: pytest.MonkeyP
     live = expected(name, Memory(name, size), all_pushes)
     while True:
         memory = Memory(name, size)
-        server = begin(Journaled, memory, name)
+        server = begin(memory, name)
         if not dies(server, all_pushes, Fate(moment), monkeypatch):
             break
-        adopted = make(Adopted, 0, memory, name)
+        adopted = make(memory, name)
         if moment % 2:  # of a far worker, which sends its push once more
-            assert adopted.recover(lambda worker, seq: None)
-            assert (adopted.resumes is not None) == adopted.continued
-            assert adopted.resumes is None or not adopted.serve_reads()
+            under_way = recover(adopted, lambda worker, seq: None)
+            assert (adopted.resumes is not None) == under_way
         else:
-            assert adopted.recover(finder(all_pushes))
-        continued += adopted.continued
+            under_way = recover(adopted, finder(all_pushes))
+        continued += under_way
         header = memory.view(1, "header")
         assert observe(header, COMMITTED) == adopted.version
         assert observe(header, BEGUN) == adopted.version + (adopted.resumes is not None)
@@ -225,8 +228,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have shards of several pieces, in blocks that have more than one."""
     monkeypatch.setattr(journal, "PIECE_BYTES", BLOCK * 8)
     monkeypatch.setattr(journal, "UNDO_BYTES", BLOCK * 8)
-    monkeypatch.setattr(Server._cut, "__defaults__", (3 * BLOCK * 8,))
-    monkeypatch.setattr(Journaled._cut, "__defaults__", (3 * BLOCK * 8,))
+    for module in (journal, parts):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 3 * BLOCK * 8)
     assert N > HALVES * BLOCK
 
 
@@ -246,13 +249,12 @@ def test_who_has_adopted_a_shard_dies_as_well(
     live = expected(name, Memory(name), all_pushes)
     while True:
         memory = Memory(name)
-        assert dies(begin(Journaled, memory, name), all_pushes, Fate(first), monkeypatch)
-        adopted = make(Adopted, 0, memory, name)
+        assert dies(begin(memory, name), all_pushes, Fate(first), monkeypatch)
+        adopted = make(memory, name)
         if not dies(adopted, all_pushes, Fate(moment), monkeypatch, adopts=True):
             break
-        again = make(Adopted, 0, memory, name)
-        assert again.recover(finder(all_pushes))
-        continued += again.continued
+        again = make(memory, name)
+        continued += recover(again, finder(all_pushes))
         for push in rest_of(again, all_pushes):
             again.apply(push)
         same(again, live, f"deaths at {first} and {moment}")
@@ -268,8 +270,8 @@ def test_processes_that_are_killed(name: str) -> None:
     live = expected(name, Memory(name, size, "f4"), all_pushes)
     while continued <= 3:
         memory = Memory(name, size, "f4")
-        server = begin(Journaled, memory, name)
-        warm(server.rule, "f4")
+        server = begin(memory, name)
+        warm(server.dense.rule, "f4")
         while rest := rest_of(server, all_pushes):
             child = os.fork()
             if not child:
@@ -279,9 +281,8 @@ def test_processes_that_are_killed(name: str) -> None:
             time.sleep(chance.uniform(0, 3e-3))
             os.kill(child, signal.SIGKILL)
             killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-            server = make(Adopted, 0, memory, name)
-            assert server.recover(finder(all_pushes))
-            continued += server.continued
+            server = make(memory, name)
+            continued += recover(server, finder(all_pushes))
         same(server, live, "after all deaths")
         assert killed < 1000, "and hardly any of them in an update"
     assert killed >= continued

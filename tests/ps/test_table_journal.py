@@ -25,12 +25,13 @@ from mpips.optim.row_rules import make_row_rule
 from mpips.planning.tables import JobTable
 from mpips.ps import journal, row_index, shard, table_journal
 from mpips.ps.client import reader_fields
-from mpips.ps.journal import journal_fields
-from mpips.ps.shard import FRESH, server_fields
-from mpips.ps.table_journal import AdoptedTables, JournaledTables, row_undo_fields, warm
-from mpips.ps.table_server import TableServer, table_fields
+from mpips.ps.journal import journal_fields, keep_undo, recover
+from mpips.ps.shard import FRESH, Server, server_fields
+from mpips.ps.table_journal import row_undo_fields, warm
+from mpips.ps.table_server import OwnedRows, table_fields
 from mpips.transport.push import Push
 from mpips.transport.rows import Section
+from mpips.transport.wire import Packing
 
 WORKERS, SERVER, BASE, N = 2, 1, 7, 100
 ROLES = Roles((0, 1), (2, 3))
@@ -74,13 +75,18 @@ class Memory:
         return self._views[rank][name]
 
 
-def make(kind: type[TableServer], some: list[JobTable], memory: Memory) -> Any:
+def make(some: list[JobTable], memory: Memory, undo: bool = True) -> Any:
+    """Return what serves rows, and by default keeps what another server needs to go on."""
     lost, reached = SimpleNamespace(lost=frozenset()), lambda ready, what: ready()
     cluster: Any = SimpleNamespace(
         rank=1, roles=ROLES, nodes=1, near=lambda rank: True, failures=lost, wait=reached
     )
-    how: Any = some, None, False, cluster, memory, SERVER, Shard(0, N), RULE
-    return kind(*how, lambda step: 0.1 / step)
+    place: Any = cluster, memory, SERVER
+    server = Server(*place, Shard(0, N), RULE, lambda step: 0.1 / step)
+    server.own(OwnedRows(server, place, some, Packing()))
+    if undo:
+        keep_undo(server, place[1], 1)
+    return server
 
 
 def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
@@ -103,7 +109,7 @@ def pushes(some: list[JobTable], count: int, most: int) -> list[Push]:
 def state(server: Any) -> list[np.ndarray]:
     """Return all that a server owns, in the order of rows."""
     found = [server.params.copy(), *(slot.copy() for slot in server.slots)]
-    for saved in (served.changed_rows() for served in server.tables):
+    for saved in (served.changed_rows() for served in server.rows.tables):
         order = np.argsort(saved.rows)
         assert len(set(saved.rows.tolist())) == len(saved.rows), "a row that has two lines"
         found += [array[order] for array in saved.arrays.values()]
@@ -113,7 +119,7 @@ def state(server: Any) -> list[np.ndarray]:
 def same(server: Any, expected: list[np.ndarray], why: str) -> None:
     for got, wanted in zip(state(server), expected, strict=True):
         np.testing.assert_array_equal(got, wanted, why)
-    for served in server.tables:
+    for served in server.rows.tables:
         touched = served.shard.touched
         assert touched == len(served.changed_rows().rows), why
         if served.table.table.lazy:
@@ -124,7 +130,7 @@ def same(server: Any, expected: list[np.ndarray], why: str) -> None:
 
 def expected_of(some: list[JobTable], all_pushes: list[Push]) -> list[np.ndarray]:
     """Return what a server has that lives, and keeps nothing."""
-    server = make(TableServer, some, Memory(some))
+    server = make(some, Memory(some), undo=False)
     server.start_from(BASE)
     for push in all_pushes:
         server.apply(push)
@@ -212,7 +218,7 @@ def dies(fate: Fate, server: Any, some: list[Push], monkeypatch: pytest.MonkeyPa
         keeping = SimpleNamespace(keep=fate.keep, put_back=row_undo.put_back)
         patch.setattr(table_journal, "row_undo", keeping)
         patch.setattr(row_index, "rows", SimpleNamespace(**others, **loops))
-        for served in server.tables:
+        for served in server.rows.tables:
             rule = served.shard.rule
             patch.setitem(rule.__dict__, "loop", fate.loop(rule.loop))
         try:
@@ -233,20 +239,19 @@ def test_a_death_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
     while True:
         memory = Memory(some)
-        server = make(JournaledTables, some, memory)
+        server = make(some, memory)
         server.start_from(BASE)
         if not dies(Fate(moment), server, all_pushes, monkeypatch):
             break
         for later in (moment % 17, moment % 5):
-            server = make(AdoptedTables, some, memory)
-            assert server.recover(find)
-            continued += server.continued
+            server = make(some, memory)
+            continued += recover(server, find)
             rest = rest_of(server, all_pushes)
             if not dies(Fate(later), server, rest, monkeypatch):
                 break
         else:
-            server = make(AdoptedTables, some, memory)
-            assert server.recover(find)
+            server = make(some, memory)
+            recover(server, find)
         for push in rest_of(server, all_pushes):
             server.apply(push)
         same(server, live, f"death at moment {moment}")
@@ -260,21 +265,22 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     some = [job_table("lazy", Table(90_000, 2, Normal(0.5), evict_after=1), Adam())]
     all_pushes = pushes(some, 4, 600)
     memory = Memory(some)
-    server = make(JournaledTables, some, memory)
+    server = make(some, memory)
     server.start_from(BASE)
     find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
     for push, epoch in zip(all_pushes, (0, 0, 1, 1), strict=True):
         push.batch = (epoch, 0, 1)
-        server.epochs_over(epoch, [epoch, epoch])
+        server.rows.epochs_over(epoch, [epoch, epoch])
         server.apply(push)
-    before = server.rows_changed["lazy"]
-    server.epochs_over(2, [2, 3])  # a push is still to come
-    assert server.rows_changed["lazy"] == before
-    server.epochs_over(2, [2, 2])
+    before = server.rows.changed["lazy"]
+    server.rows.epochs_over(2, [2, 3])  # a push is still to come
+    assert server.rows.changed["lazy"] == before
+    server.rows.epochs_over(2, [2, 2])
     pushed = {row for push in all_pushes[2:] for row in push.rows[0].places.tolist()}
-    assert server.rows_changed["lazy"] == len(pushed) < before
-    adopted = make(AdoptedTables, some, memory)
-    assert adopted.recover(find)
+    assert server.rows.changed["lazy"] == len(pushed) < before
+    adopted = make(some, memory)
+    assert adopted.rows.whole
+    recover(adopted, find)
     same(adopted, state(server), "behind an eviction")
 
     def death(*args: Any) -> None:
@@ -282,8 +288,8 @@ def test_a_death_among_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(row_index.row_eviction, "free_lines", death)
     with pytest.raises(Death):
-        adopted.epochs_over(3, [2, 2])
-    assert not make(AdoptedTables, some, memory).recover(find)
+        adopted.rows.epochs_over(3, [2, 2])
+    assert not make(some, memory).rows.whole
 
 
 def test_processes_that_are_killed() -> None:
@@ -294,7 +300,7 @@ def test_processes_that_are_killed() -> None:
     all_pushes = pushes(some, 60, 12_000)
     live, memory, killed, continued = expected_of(some, all_pushes), Memory(some), 0, 0
     find = lambda worker, seq: all_pushes[(seq - 1) * WORKERS + worker]  # noqa: E731
-    server = make(JournaledTables, some, memory)
+    server = make(some, memory)
     server.start_from(BASE)
     while rest := rest_of(server, all_pushes):
         child = os.fork()
@@ -305,9 +311,8 @@ def test_processes_that_are_killed() -> None:
         time.sleep(chance.uniform(0, 6e-3))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        server = make(AdoptedTables, some, memory)
-        assert server.recover(find)
-        continued += server.continued
+        server = make(some, memory)
+        continued += recover(server, find)
     same(server, live, "after all deaths")
     assert killed > 20
     assert continued > 10

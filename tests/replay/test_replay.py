@@ -293,7 +293,7 @@ def test_a_record_is_read_as_far_as_it_is_whole(
         about = about_server(server, workers=3)
         kept = recording.Recorder(path, about, params, whole=server == 0)
         for k in range(count):
-            kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k, k)
+            kept.note(Push(k % 3, k, (1, 32 * k, 32 * k + 7), 7, k / 3, 0, params), k - 1, k)
         kept.close()
         found = read(path)
         assert found.damage is None
@@ -330,7 +330,7 @@ def test_a_full_disk_ends_a_record(tmp_path: Path, capsys: pytest.CaptureFixture
     try:
         resource.setrlimit(before, (path.stat().st_size + 5 * recording.PIECE * 24, limits[1]))
         for k in range(9 * recording.PIECE):
-            kept.note(Push(k % 3, k, (1, 0, 7), 7, k / 3, 0, params), 0, k)
+            kept.note(Push(k % 3, k, (1, 0, 7), 7, k / 3, 0, params), k - 1, 0)
     finally:
         resource.setrlimit(before, limits)
     kept.close()
@@ -512,7 +512,7 @@ def test_a_push_takes_64_bytes(
         begun = path.stat().st_size
         for k, (worker, old) in enumerate(zip(whose, stale, strict=True)):
             kept.note_read(worker)
-            kept.note(Push(worker, k, (2, 32 * k, 32 * k + 32), 32, -0.5, 0, params), old, k)
+            kept.note(Push(worker, k, (2, 32 * k, 32 * k + 32), 32, -0.5, 0, params), k - 1, old)
         kept.close()
         total += path.stat().st_size - begun
         found = read(path)
