@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,13 @@ from mpips.layout.roles import Roles
 from mpips.problems import Problem, load_problem
 from mpips.problems.evaluation import CHUNK, metric_sums, share
 from mpips.problems.rows import evaluation
-from mpips.ps.saved_rows import SavedRows
 from mpips.session.data import open_data
 from mpips.session.folder import Run
 from mpips.session.setup import make_cluster, shown
 from mpips.session.tracing import traced
+
+if TYPE_CHECKING:
+    from mpips.ps.saved_rows import SavedRows
 
 IDLE_S = 0.02
 
@@ -189,6 +191,8 @@ class Evaluator:
 
     def _evaluate(self, asked: Asked) -> dict[str, float] | str:
         """Return the sums over this share of the samples, or why there are none."""
+        from mpips.ps.saved_rows import SavedRows
+
         words.enter(words.LOADING, time.perf_counter())
         try:
             saved = open_checkpoint(asked.folder)

@@ -15,11 +15,7 @@ from mpips.kernels.compiled import compiling
 from mpips.optim import make_rule
 from mpips.optim import warm as warm_rule
 from mpips.planning.tables import JobTable
-from mpips.ps import journal, row_load, table_journal
-from mpips.ps.table_shard import warm
-from mpips.rounds import tables as round_tables
 from mpips.session.probe import possible
-from mpips.transport import far_rows
 
 
 def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None = None) -> None:
@@ -43,11 +39,7 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
             if tables is None:
                 _load(config, ranks)
             else:
-                _load_rows(config, ranks)
-            for table in tables or ():
-                warm(table.table, table.rule, config.dtype)
-                if ranks.failures.on:
-                    table_journal.warm(table.table, table.rule, config.dtype)
+                _load_rows(config, ranks, tables)
     except _Stopped:
         watch.look()
     all_here = begin_barrier(ranks.comm)
@@ -66,18 +58,28 @@ def load_loops(ranks: Cluster, config: Config, tables: Sequence[JobTable] | None
         raise error
 
 
-def _load_rows(config: Config, ranks: Cluster) -> None:
+def _load_rows(config: Config, ranks: Cluster, tables: Sequence[JobTable]) -> None:
+    from mpips.ps import row_load, table_journal, table_shard
+    from mpips.rounds import tables as round_tables
+    from mpips.transport import far_rows
+
     row_load.warm()
     if config.in_rounds:
         round_tables.warm(config.dtype)
     if ranks.nodes > 1:
         far_rows.warm(config.dtype)
+    for table in tables:
+        table_shard.warm(table.table, table.rule, config.dtype)
+        if ranks.failures.on:
+            table_journal.warm(table.table, table.rule, config.dtype)
 
 
 def _load(config: Config, ranks: Cluster) -> None:
     pushes, pulls = possible(config)
     warm_rule(make_rule(config.optimizer), config.dtype, config.in_rounds)
     if ranks.failures.on and not config.in_rounds:
+        from mpips.ps import journal
+
         journal.warm(make_rule(config.optimizer), config.dtype)
     for codec in (*pushes, *pulls):
         codecs.warm(codec, config.dtype)

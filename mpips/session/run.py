@@ -18,7 +18,6 @@ from mpips.planning.explain import explain_world
 from mpips.planning.job import Job
 from mpips.problems.accumulate import follow
 from mpips.problems.evaluation import evaluate, mean_evaluation, share
-from mpips.ps.saved_rows import SavedRows
 from mpips.session import folder
 from mpips.session.evaluator import end_evaluations, evaluate_for
 from mpips.session.folder import Run
@@ -107,6 +106,8 @@ def _evaluate_only(job: Job, found: Run) -> int:
     assert job.initial is not None, "config checks that one is named"
     parts, saved = None, job.initial if isinstance(job.initial, Checkpoint) else None
     if job.worker_id is not None and job.info.n_test:
+        from mpips.ps.saved_rows import SavedRows
+
         params = job.layout.views(job.initial.read_params(), writable=False)
         part = share(job.info.n_test, job.worker_id, len(job.cluster.roles.workers))
         parts = evaluate(job, params, *part, SavedRows(saved) if saved else None)

@@ -20,7 +20,6 @@ from mpips.launch import signs
 from mpips.planning.job import Job
 from mpips.planning.outcome import Outcome
 from mpips.planning.tables import tables_of
-from mpips.ps.row_load import hot_rows, rows_by_server
 from mpips.rounds.streaming import fragment_shards
 from mpips.session import metrics
 from mpips.transport import wire
@@ -91,8 +90,10 @@ def _tables(
     job: Job, workers: list[dict[str, Any]], owners: list[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return what was done with each table, and how many of its rows have been changed."""
-    found = {}
-    for table in tables_of(job):
+    found, tables = {}, tables_of(job)
+    if tables:
+        from mpips.ps.row_load import hot_rows
+    for table in tables:
         does = [worker["tables"][table.name] for worker in workers if "tables" in worker]
         changed = [owner["rows_changed"][table.name] for owner in owners]
         found[table.name] = {
@@ -124,13 +125,16 @@ def _hashed(workers: list[dict[str, Any]]) -> dict[str, int] | None:
 def _row_load(workers: list[dict[str, Any]], server: int) -> dict[str, dict[str, int]]:
     """Return the rows that workers have read from a server and pushed to it, by table."""
     does = [worker["tables"] for worker in workers if worker.get("tables")]
+    if not does:
+        return {}
+    from mpips.ps.row_load import rows_by_server
+
     return {
         kind: {
             table: rows_by_server([each[table]["load"] for each in does], kind)[server]
             for table in does[0]
         }
         for kind in (PULLED, PUSHED)
-        if does
     }
 
 

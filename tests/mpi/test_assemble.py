@@ -1,20 +1,31 @@
 """A store put together without a job: what it holds, and that it is freed once."""
 
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 from verdict import check
 
+from mpips import ps
 from mpips.cluster.world import Cluster
+from mpips.config.command_line import parse_command_line
 from mpips.layout import cut
 from mpips.layout.roles import assign
 from mpips.optim import make_rule
 from mpips.ps.assemble import ServerHalf, WorkerHalf, assemble
 from mpips.ps.design import Design
+from mpips.session import run as session
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.world(max_size=4)]
 
 N = 1003
+FEATURES = """
+adoption journal table_journal succession recording quorum table_server table_shard rows
+worker_table row_ages row_cut row_index row_load saved_rows room
+"""
 
 
 def serve(cluster: Cluster, half: ServerHalf, enough: set[int]) -> None:
@@ -81,3 +92,18 @@ def test_a_store_is_whole_once_assembled(cluster: Cluster, far_read: str) -> Non
     half.free()
     with pytest.raises(KeyError):
         half.window.view(cluster.rank, "params")
+
+
+@pytest.mark.world(max_size=3)
+def test_a_plain_job_imports_no_feature(
+    cluster: Cluster, node_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code for ranks that die, for tables and for the record cannot be imported, nor is it."""
+    for name in FEATURES.split():
+        monkeypatch.setitem(sys.modules, f"mpips.ps.{name}", None)
+        monkeypatch.delattr(ps, name, raising=False)
+    words = f"--mode=async --epochs=1 --batch-size=200 --hidden=8 --quiet --node-size={node_size}"
+    out = cluster.comm.bcast(str(tmp_path / "run"))
+    line = parse_command_line([*words.split(), f"--out={out}", "--checkpoint-every=2steps"])
+    code = session.run(line, time.perf_counter())
+    check(cluster.comm, code == 0, code)
