@@ -78,7 +78,8 @@ class RowUndo:
     def go_back(self, number: int, push: Push | None) -> int:
         """Undo what may be half done of a piece; see `mpips.ps.journal.DenseUndo.go_back`."""
         for served in self._tables:
-            served.shard.mend()
+            if served.shard.index is not None:
+                served.shard.index.mend()
         if number < 0:
             return number
         assert push is not None, "tables are of one node"
@@ -108,5 +109,6 @@ def warm(table: Table, rule: RowRule, dtype: str) -> None:
     place, touched, lines = np.zeros(1, "i8"), np.zeros((2, 1), "i8"), np.zeros((2, width), dtype)
     undo = RowUndo(UndoLog(np.zeros(8, "i8")), (lines, touched), ())
     shard.apply(place, np.zeros((1, table.dim), dtype), rule.rate, undo)
-    shard.mend()
+    if shard.index is not None:
+        shard.index.mend()
     shard.put_back(place, lines[:1], touched[0])

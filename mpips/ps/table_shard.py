@@ -124,19 +124,45 @@ class NodeRows:
         return Reads(again, torn)
 
 
-class TableRows(NodeRows):
-    """A server's rows of a table, to be read. Collective: no.
+class Undo(Protocol):
+    """Keeps lines that are about to be changed, for who goes on after this process has died."""
+
+    def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
+        """Yield which rows of an update may be changed now, until all were: their lines are kept.
+
+        Args:
+            slot: The line of each row.
+            lines: Of the table.
+            stripes: Its stripe words.
+        """
+
+
+class TableShard(NodeRows):
+    """A server's rows of a table, to be read and changed; only the server may have it.
 
     Args:
         ownership: Of the table.
         server: Which server.
-        memory: Its fields; more may be in it.
+        memory: Its fields, zero in a fresh run.
+        rule: The update rule.
+
+    Attributes:
+        index: Where rows are, of a lazy table.
+        ages: When rows were pushed, and the eviction of old ones, where the table says so.
     """
 
-    def __init__(self, ownership: Ownership, server: int, memory: Memory) -> None:
+    def __init__(self, ownership: Ownership, server: int, memory: Memory, rule: RowRule) -> None:
         super().__init__(ownership, {server: memory})
-        self.server, self._memory = server, self._memories[server]
+        self.server, self.rule, self._memory = server, rule, self._memories[server]
         self._key = ownership.key(server)
+        self._lines, self._stripes = self._memory[:2]
+        self.index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
+        self._marks: np.ndarray | None = None
+        self._cut: RowCut | None = None  # the last one
+        self.ages: RowAges | None = None
+        if self.index and ownership.table.evict_after is not None:
+            found = memory[_name(ownership, "seen")], ownership.table.evict_after
+            self.ages = RowAges(*found, self.index, self._lines, self._stripes)
 
     def pull(self, local: np.ndarray, out: np.ndarray) -> Reads:
         """Read rows by their places in this server.
@@ -155,51 +181,12 @@ class TableRows(NodeRows):
         if len(local) and not 0 <= local.min() <= local.max() < self.ownership.count(self.server):
             raise ValueError(f"places {local.min()} to {local.max()} of server {self.server}")
 
-
-class Undo(Protocol):
-    """Keeps lines that are about to be changed, for who goes on after this process has died."""
-
-    def pieces(self, slot: np.ndarray, lines: np.ndarray, stripes: np.ndarray) -> Iterator[slice]:
-        """Yield which rows of an update may be changed now, until all were: their lines are kept.
-
-        Args:
-            slot: The line of each row.
-            lines: Of the table.
-            stripes: Its stripe words.
-        """
-
-
-class TableShard(TableRows):
-    """A server's rows of a table, to be read and changed; only the server may have it.
-
-    Args:
-        ownership: Of the table.
-        server: Which server.
-        memory: Its fields, zero in a fresh run.
-        rule: The update rule.
-
-    Attributes:
-        ages: When rows were pushed, and the eviction of old ones, where the table says so.
-    """
-
-    def __init__(self, ownership: Ownership, server: int, memory: Memory, rule: RowRule) -> None:
-        super().__init__(ownership, server, memory)
-        self.rule = rule
-        self._lines, self._stripes = self._memory[:2]
-        self._index = RowIndex(*self._memory[2:]) if self._memory[2:] else None
-        self._marks: np.ndarray | None = None
-        self._cut: RowCut | None = None  # the last one
-        self.ages: RowAges | None = None
-        if self._index and ownership.table.evict_after is not None:
-            found = memory[_name(ownership, "seen")], ownership.table.evict_after
-            self.ages = RowAges(*found, self._index, self._lines, self._stripes)
-
     @property
     def touched(self) -> int:
         """How many rows have been touched."""
-        if self._index:
-            return self._index.count
-        return sum(len(self._touched_slots(part)) for part in self._parts())
+        if self.index:
+            return self.index.count
+        return sum(map(len, self._touched()))
 
     def apply(
         self, local: np.ndarray, grads: np.ndarray, rate: float, undo: Undo | None = None
@@ -232,11 +219,6 @@ class TableShard(TableRows):
         """Undo what was done to rows since `row_undo.keep`; other arguments as for `apply`."""
         args = self._slots(local), kept, touched
         row_undo.put_back(*args, self._lines, self._stripes)
-
-    def mend(self) -> None:
-        """Have what says where rows are whole, where another process has died as it gave lines."""
-        if self._index:
-            self._index.mend()
 
     def begin_marking(self) -> None:
         """Mark each row that is changed from now on, in a byte; see `cut`."""
@@ -281,8 +263,8 @@ class TableShard(TableRows):
             wanted = self._marks[:used]
         else:
             wanted = np.zeros(used, bool)
-            for part in self._parts():
-                wanted[self._touched_slots(part)] = True
+            for slot in self._touched():
+                wanted[slot] = True
         if self._marks is not None:
             self.begin_marking()
         self._cut = RowCut(self._lines, wanted, *([self.ages.seen] if self.ages else []))
@@ -292,34 +274,32 @@ class TableShard(TableRows):
 
     def used(self) -> list[np.ndarray]:
         """Return the memory of the rows; of a lazy table of those touched, with what finds them."""
-        if self._index is None:
+        if self.index is None:
             return list(self._memory)
-        count = self._index.count
+        count = self.index.count
         found = [self._lines[:count], self._stripes[: -(-count // rows.STRIPE)]]
-        found += [self._memory[rows.KEYS][:count], self._index.in_use]
+        found += [self._memory[rows.KEYS][:count], self.index.in_use]
         return found + ([self.ages.seen[:count]] if self.ages else [])
 
     def places(self, slot: np.ndarray) -> np.ndarray:
         """Return the places in the server of the rows that have these lines."""
-        return self._index.local(slot) if self._index else slot
+        return self.index.local(slot) if self.index else slot
 
     @property
     def _used(self) -> int:
         """Lines that rows may have; others are not looked at: a page that is read is taken."""
-        return self._index.count if self._index else len(self._lines)
+        return self.index.count if self.index else len(self._lines)
 
-    def _parts(self) -> Iterator[slice]:
+    def _touched(self) -> Iterator[np.ndarray]:
+        """Yield which lines have been touched, part by part."""
         used = self._used
-        return (slice(k, min(k + PIECE_ROWS, used)) for k in range(0, used, PIECE_ROWS))
-
-    def _touched_slots(self, part: slice) -> np.ndarray:
-        """Return which lines of a part have been touched; it begins with a stripe."""
-        words = self._stripes[part.start // rows.STRIPE : -(-part.stop // rows.STRIPE)]
-        return part.start + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
+        for at in range(0, used, PIECE_ROWS):  # a part begins with a stripe
+            words = self._stripes[at // rows.STRIPE : -(-min(at + PIECE_ROWS, used) // rows.STRIPE)]
+            yield at + np.flatnonzero(words[:, None] >> np.arange(rows.STRIPE) & 1)
 
     def _slots(self, local: np.ndarray) -> np.ndarray:
         """Return the lines of rows that are about to be changed."""
-        slot = local if self._index is None else self._index.take(local)
+        slot = local if self.index is None else self.index.take(local)
         if slot is None:
             most, name = len(self._lines), self.ownership.name
             got = f"more than {most:,} rows of table {name!r} touched at server {self.server}"

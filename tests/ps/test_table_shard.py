@@ -15,7 +15,6 @@ from mpips.optim.row_rules import make_row_rule
 from mpips.ps.table_shard import (
     NodeRows,
     Reads,
-    TableRows,
     TableShard,
     row_fields,
     warm,
@@ -37,7 +36,7 @@ class Servers:
         self.shards = [
             TableShard(self.ownership, k, memory, rule) for k, memory in enumerate(self.memories)
         ]
-        self.seen = [TableRows(self.ownership, k, memory) for k, memory in enumerate(self.memories)]
+        self.seen = [NodeRows(self.ownership, {k: m}) for k, m in enumerate(self.memories)]
 
     def read(self, ids):
         out = np.full((len(ids), self.ownership.table.dim), np.nan, self.dtype)
@@ -243,7 +242,7 @@ def test_rows_are_whole_while_they_are_written():
         out = np.empty((n, dim), "f4")
         again, last = 0, np.zeros(n)
         for _ in range(100_000):
-            found = servers.seen[0].pull(local, out)
+            found = servers.seen[0].gather(local, out)
             if found.torn == 0:
                 assert (out == out[:, :1]).all()
                 assert (out[:, 0] >= last).all()
@@ -291,7 +290,7 @@ def test_lazy_tables_grow_while_they_are_read():
     try:
         for _ in range(100_000):
             steps.add(int(header[rows.BITS]))
-            servers.seen[0].pull(every, out)
+            servers.seen[0].gather(every, out)
             now = out[:, 0] >= 1
             assert (now >= seen).all(), "a row was lost"
             seen = now
@@ -374,7 +373,7 @@ def test_a_row_is_itself_while_rows_are_evicted():
     try:
         for k in range(100_000):
             sizes.add(int(servers.memories[0]["tables/item/header"][rows.BITS]))
-            if servers.seen[0].pull(local, out).torn:
+            if servers.seen[0].gather(local, out).torn:
                 continue
             np.testing.assert_array_equal(out[:, 1], out[:, 0] * number)
             assert (out[order[:kept], 0] >= last).all(), "a row was lost"
